@@ -1,0 +1,313 @@
+"""Descriptions of a model's inputs and outputs, and the check of a batch against them.
+
+A description is what the user *declares*; an `InputSchema` is what holds: the declaration,
+corrected once by the first batch. Published scripts declare wrong shapes and dtypes (they never
+mattered), so a wrong declaration is one warning unless `strict` is asked for; a later batch
+that breaks the schema is always an error.
+"""
+
+from __future__ import annotations
+
+import numbers
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .errors import DescriptionMismatchWarning, SchemaError
+
+__all__ = ["IODescription", "InputSchema", "InputSpec", "ModelDescription", "generate_sample"]
+
+
+class IODescription:
+    """Name, shape and dtype of one input or output.
+
+    Args:
+        name: the tensor's name; keywords of `train_step` and names in the ONNX file follow it.
+        shape: one entry per axis: an int for a fixed size, a str for a size that may differ
+            from batch to batch (the same str means the same size). `[]` is a scalar.
+        dtype: a `torch.dtype`, or None for whatever the first batch has.
+        num_classes: for integer tensors, the number of classes `generate_sample` draws from.
+
+    Example: `IODescription("src", ["bptt", "batch"], torch.int64)`
+    """
+
+    def __init__(self, name, shape, dtype=None, num_classes=None):
+        self.name_ = _checked_name(name)
+        self.shape_ = _checked_shape(name, shape)
+        self.dtype_ = _checked_dtype(name, dtype)
+        self.num_classes_ = num_classes
+
+    def __repr__(self):
+        extras = "".join(
+            f", {key}={value}"
+            for key, value in (("dtype", self.dtype_), ("num_classes", self.num_classes_))
+            if value is not None
+        )
+        return f"IODescription({self.name_!r}, {self.shape_!r}{extras})"
+
+
+class ModelDescription:
+    """The inputs of a model (the label last) and its outputs (the loss first)."""
+
+    def __init__(self, inputs, outputs):
+        self.inputs_ = _checked_descriptions("inputs", inputs)
+        self.outputs_ = _checked_descriptions("outputs", outputs)
+        seen = set()
+        for description in (*self.inputs_, *self.outputs_):
+            if description.name_ in seen:
+                raise SchemaError(
+                    f"the name {description.name_!r} is described twice; every input and output "
+                    f"of a ModelDescription needs a name of its own."
+                )
+            seen.add(description.name_)
+
+    def __repr__(self):
+        return f"ModelDescription(inputs={self.inputs_!r}, outputs={self.outputs_!r})"
+
+
+def generate_sample(desc, device=None):
+    """Return a random tensor that fits `desc`; symbolic axes get size 1."""
+    size = [1 if isinstance(dim, str) else int(dim) for dim in desc.shape_]
+    if desc.num_classes_:
+        return torch.randint(0, desc.num_classes_, size, dtype=desc.dtype_, device=device)
+    return torch.randn(size, device=device).to(desc.dtype_ or torch.get_default_dtype())
+
+
+# ---------------------------------------------------------------- the schema that holds
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """What one input must be: an int axis has that size, a str axis may vary."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int | str, ...]
+
+
+class InputSchema:
+    """Settled dtypes and shapes of the inputs; `check` is called once a step.
+
+    Args:
+        specs: one `InputSpec` per input, in order.
+        differences: what the first batch contradicted in the declaration, a line each.
+
+    Example: `schema = InputSchema.settle(description.inputs_, batch); schema.check(next_batch)`
+    """
+
+    # A script with ever-new sizes must not make the cache grow without end.
+    _REMEMBERED = 256
+
+    def __init__(self, specs: Sequence[InputSpec], differences: Sequence[str] = ()):
+        self.specs = tuple(specs)
+        self.differences = tuple(differences)
+        self._passed: set[tuple] = set()
+
+    def __repr__(self):
+        inputs = ", ".join(f"{s.name}: {s.dtype} {list(s.shape)}" for s in self.specs)
+        return f"InputSchema({inputs})"
+
+    @classmethod
+    def settle(cls, descriptions, batch, *, strict=False) -> InputSchema:
+        """Make the schema from the declaration and the first batch.
+
+        Raises:
+            SchemaError: the batch has another number of inputs, or something that is no
+                tensor; with `strict`, any difference.
+
+        Warns:
+            DescriptionMismatchWarning: once, listing every difference; what the batch has
+                then holds.
+        """
+        _check_tensors([d.name_ for d in descriptions], batch)
+        differences: list[str] = []
+        specs = _settled_specs(descriptions, batch, differences)
+        if differences and strict:
+            raise SchemaError(_difference_text(differences))
+        if differences:
+            warnings.warn(_difference_text(differences), DescriptionMismatchWarning, stacklevel=3)
+        schema = cls(specs, differences)
+        schema.check(batch)
+        return schema
+
+    def check(self, batch: Sequence[torch.Tensor]) -> None:
+        """Raise SchemaError unless `batch` fits; a few hundred nanoseconds for known sizes."""
+        try:
+            signature = tuple([(t.dtype, t.shape) for t in batch])
+            if signature in self._passed:
+                return
+        except (AttributeError, TypeError):
+            signature = None  # not a tensor: the checks below name it
+        self._check_in_full(batch)
+        if signature is not None and len(self._passed) < self._REMEMBERED:
+            self._passed.add(signature)
+
+    def sizes(self, batch: Sequence[torch.Tensor]) -> dict[str, int]:
+        """Return the size that `batch` gives to each symbolic axis."""
+        return {
+            dim: size
+            for spec, tensor in zip(self.specs, batch)
+            for dim, size in zip(spec.shape, tensor.shape)
+            if isinstance(dim, str)
+        }
+
+    def _check_in_full(self, batch):
+        _check_tensors([spec.name for spec in self.specs], batch)
+        bound: dict[str, tuple[int, str, int]] = {}  # symbol -> size, input and axis that set it
+        for spec, tensor in zip(self.specs, batch):
+            _check_dtype_and_rank(spec, tensor)
+            for axis, (dim, size) in enumerate(zip(spec.shape, tensor.shape)):
+                if isinstance(dim, str):
+                    _check_symbol(spec, axis, dim, size, bound)
+                elif dim != size:
+                    raise SchemaError(
+                        f"input {spec.name!r}, axis {axis}: expected size {dim}, got {size}. Declare "
+                        f"the axis with a name, e.g. 'batch', to let it vary."
+                    )
+
+
+def _check_tensors(names, batch):
+    if len(batch) != len(names):
+        raise SchemaError(
+            f"expected {len(names)} inputs ({', '.join(names)}), got {len(batch)}. Pass one tensor "
+            f"per described input, in the order of the ModelDescription."
+        )
+    for name, tensor in zip(names, batch):
+        if not isinstance(tensor, torch.Tensor):
+            raise SchemaError(
+                f"input {name!r}: expected a torch.Tensor, got {type(tensor).__name__}. "
+                f"Convert it first, e.g. with torch.as_tensor."
+            )
+
+
+def _check_dtype_and_rank(spec, tensor):
+    if tensor.dtype != spec.dtype:
+        raise SchemaError(
+            f"input {spec.name!r}: expected dtype {spec.dtype}, got {tensor.dtype}. "
+            f"Convert it with .to({spec.dtype})."
+        )
+    if tensor.dim() != len(spec.shape):
+        raise SchemaError(
+            f"input {spec.name!r}: expected {len(spec.shape)} axes {list(spec.shape)}, "
+            f"got {tensor.dim()} {list(tensor.shape)}. Reshape the tensor, or describe the input with "
+            f"the shape that every batch has."
+        )
+
+
+def _check_symbol(spec, axis, symbol, size, bound):
+    expected, other, other_axis = bound.setdefault(symbol, (size, spec.name, axis))
+    if size != expected:
+        raise SchemaError(
+            f"input {spec.name!r}, axis {axis} ({symbol!r}): expected size {expected} as in input "
+            f"{other!r}, axis {other_axis}, got {size}. Give the axis a name of its own to let it "
+            f"vary by itself."
+        )
+
+
+# ---------------------------------------------------------------- settling on the first batch
+
+
+def _settled_specs(descriptions, batch, differences) -> list[InputSpec]:
+    """One spec per input: the declaration where the batch agrees, else what the batch has."""
+    bound: dict[str, tuple[int, str]] = {}
+    specs = []
+    for description, tensor in zip(descriptions, batch):
+        name, dtype = description.name_, description.dtype_
+        if dtype not in (None, tensor.dtype):
+            differences.append(f"input {name!r}: expected dtype {dtype}, got {tensor.dtype}")
+        if len(description.shape_) == tensor.dim():
+            shape = _settled_axes(description, tensor, bound, differences)
+        else:
+            differences.append(
+                f"input {name!r}: expected {len(description.shape_)} axes {description.shape_}, "
+                f"got {tensor.dim()} {list(tensor.shape)}"
+            )
+            shape = _axes_of_wrong_rank(description, tensor, descriptions)
+        specs.append(InputSpec(name, tensor.dtype, tuple(shape)))
+    return specs
+
+
+def _settled_axes(description, tensor, bound, differences):
+    """Check the declared axes one by one; a wrong one becomes what the batch says."""
+    name, shape = description.name_, []
+    for axis, (dim, size) in enumerate(zip(description.shape_, tensor.shape)):
+        where = f"input {name!r}, axis {axis}"
+        if isinstance(dim, str):
+            expected, other = bound.setdefault(dim, (size, name))
+            if size != expected:
+                differences.append(
+                    f"{where} ({dim!r}): expected size {expected} as in {other!r}, got {size}"
+                )
+                dim = _own_symbol(name, axis)
+        elif dim != size:
+            differences.append(f"{where}: expected size {dim}, got {size}")
+            dim = size
+        shape.append(dim)
+    return shape
+
+
+def _axes_of_wrong_rank(description, tensor, descriptions):
+    """Of a wrongly declared rank nothing can be kept: vary if anything else does, else fixed."""
+    others = (d for d in descriptions if d is not description)
+    if any(isinstance(dim, str) for other in others for dim in other.shape_):
+        return [_own_symbol(description.name_, axis) for axis in range(tensor.dim())]
+    return list(tensor.shape)
+
+
+def _own_symbol(name, axis):
+    return f"{name}_axis_{axis}"
+
+
+def _difference_text(differences):
+    lines = "".join(f"\n  {line}" for line in differences)
+    return (
+        f"the description differs from the first batch in {len(differences)} "
+        f"place{'s' * (len(differences) > 1)}; what the batch has is used:{lines}\n"
+        f"Correct the IODescription; name an axis, e.g. 'batch', to let it vary."
+    )
+
+
+# ---------------------------------------------------------------- validation of what users write
+
+
+def _checked_name(name):
+    if not isinstance(name, str) or not name:
+        raise SchemaError(f"the name of an IODescription is a non-empty str, got {name!r}.")
+    return name
+
+
+def _checked_shape(name, shape):
+    if not isinstance(shape, (list, tuple)):
+        raise SchemaError(
+            f"the shape of {name!r} is a list with one int or str per axis, got {shape!r}."
+        )
+    for axis, dim in enumerate(shape):
+        symbol = isinstance(dim, str) and dim != ""
+        # A real number is a wrong declaration that published samples make ([learning_rate]);
+        # it can match no axis, so the first batch reports it.
+        size = isinstance(dim, numbers.Real) and not isinstance(dim, bool) and dim >= 0
+        if not (symbol or size):
+            raise SchemaError(
+                f"the shape of {name!r} has {dim!r} at axis {axis}; use an int >= 0 for a fixed "
+                f"size, or a name such as 'batch' for one that varies."
+            )
+    return list(shape)
+
+
+def _checked_dtype(name, dtype):
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise SchemaError(f"the dtype of {name!r} is a torch.dtype or None, got {dtype!r}.")
+    return dtype
+
+
+def _checked_descriptions(role, descriptions):
+    if not isinstance(descriptions, (list, tuple)) or not descriptions:
+        raise SchemaError(f"{role} of a ModelDescription is a non-empty list, got {descriptions!r}.")
+    for description in descriptions:
+        if not isinstance(description, IODescription):
+            raise SchemaError(
+                f"{role} of a ModelDescription are IODescription objects, got {description!r}."
+            )
+    return list(descriptions)

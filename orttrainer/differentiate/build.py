@@ -1,0 +1,113 @@
+"""`build_gradient`: an ONNX model in, the same model with its gradients as outputs out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+from orttrainer.differentiate.driver import FLOATS, differentiate
+from orttrainer.differentiate.prepare import prepare
+from orttrainer.errors import GradientError, ModelError
+from orttrainer.graph.builder import Builder, static_dims
+
+
+def build_gradient(
+    model: onnx.ModelProto | str | os.PathLike,
+    of: str | Sequence[str] | None = None,
+    wrt: str | Sequence[str] | None = None,
+) -> onnx.ModelProto:
+    """Add the gradient of an ONNX model to it.
+
+    Args:
+        model: an ONNX model (opset 12 to 23), or the path of one.
+        of: name or names of the float outputs to differentiate; by default the first output.
+            A scalar output is differentiated with cotangent 1; for any other the new model
+            has one more input, `<output>_cotangent`, of the output's dtype and shape.
+        wrt: names of float inputs or initializers to differentiate with respect to; by
+            default all float initializers, or all float inputs if there are none.
+
+    Returns:
+        A model with the same inputs and outputs, and one more output `<name>_grad` for each
+        name in `wrt`: the sum over `of` of (cotangent * d output / d name), in the dtype and
+        shape of `name`; zeros where nothing depends on it. Standard operators only.
+
+    Raises:
+        ModelError: a name that the model does not have, or that is not a float tensor.
+        MissingGradientError: an operator between `wrt` and `of` has no gradient rule.
+
+    Example: `onnx.save(build_gradient("model.onnx", of="loss"), "gradient.onnx")`
+    """
+    original = ir.from_proto(model if isinstance(model, onnx.ModelProto) else onnx.load(os.fspath(model)))
+    wrt = _default_sources(original.graph) if wrt is None else [wrt] if isinstance(wrt, str) else list(wrt)
+    forward = prepare(original)
+    graph = forward.graph
+    outputs = _outputs(graph, of)
+    sources = _sources(graph, wrt)
+    op = Builder(graph, "grad")
+    seeds = {value: _cotangent(op, value) for value in outputs}
+    gradients = differentiate(op, seeds, sources)
+    for source in sources:
+        gradient = gradients[source] if gradients[source] is not None else op.zeros_like(source)
+        graph.outputs.append(named_output(op, gradient, f"{source.name}_grad", source))
+    common.RemoveUnusedNodesPass()(forward)
+    common.CommonSubexpressionEliminationPass()(forward)
+    return ir.to_proto(forward)
+
+
+def named_output(op: Builder, value: ir.Value, name: str, like: ir.Value) -> ir.Value:
+    """`value` under the name `name` (or name_2, ... if that is taken), with the type of `like`."""
+    taken = {v.name for node in op.graph for v in node.outputs} | {v.name for v in op.graph.inputs}
+    taken |= set(op.graph.initializers)
+    unique, count = name, 1
+    while unique in taken:
+        count += 1
+        unique = f"{name}_{count}"
+    if value.producer() is None or value.is_graph_output() or not value.name.startswith("grad"):
+        value = op.Identity(value)
+    value.name = unique
+    value.type = like.type
+    if like.shape is not None:
+        value.shape = like.shape.copy()
+    return value
+
+
+def _outputs(graph: ir.Graph, of: str | Sequence[str] | None) -> list[ir.Value]:
+    if not graph.outputs:
+        raise ModelError("the model has no outputs")
+    by_name = {value.name: value for value in graph.outputs}
+    names = [graph.outputs[0].name] if of is None else [of] if isinstance(of, str) else list(of)
+    for name in names:
+        if name not in by_name:
+            raise ModelError(f"of={name!r} is not an output of the model; its outputs are {sorted(by_name)}")
+        if by_name[name].dtype not in FLOATS:
+            raise ModelError(f"output {name!r} has dtype {by_name[name].dtype}; only float outputs have gradients")
+    return [by_name[name] for name in names]
+
+
+def _default_sources(graph: ir.Graph) -> list[str]:
+    """All float initializers of the model as given (not the constants that `prepare` adds), else all float inputs."""
+    floats = [v.name for v in graph.initializers.values() if v.const_value is not None and v.const_value.dtype in FLOATS]
+    return floats or [v.name for v in graph.inputs if v.dtype in FLOATS]
+
+
+def _sources(graph: ir.Graph, names: Sequence[str]) -> list[ir.Value]:
+    by_name = {value.name: value for value in graph.inputs} | dict(graph.initializers)
+    for name in names:
+        if name not in by_name:
+            raise ModelError(f"wrt={name!r} is neither an input nor an initializer of the model; it has {sorted(by_name)}")
+        if by_name[name].dtype not in FLOATS:
+            raise ModelError(f"{name!r} has dtype {by_name[name].dtype}; only float tensors have gradients")
+    return [by_name[name] for name in dict.fromkeys(names)]
+
+
+def _cotangent(op: Builder, output: ir.Value) -> ir.Value:
+    if static_dims(output) == ():
+        return op.const(np.ones((), output.dtype.numpy()), output.dtype)
+    cotangent = ir.Value(name=f"{output.name}_cotangent", type=output.type, shape=output.shape and output.shape.copy())
+    op.graph.inputs.append(cotangent)
+    return cotangent

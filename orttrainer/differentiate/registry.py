@@ -1,0 +1,69 @@
+"""Which operators have a gradient, and by which rule.
+
+An operator is in one of three states: it has a VJP rule (`@vjp`), it provably has no gradient
+(`non_differentiable`), or neither; then `prepare` expands its function body if ONNX gives one,
+and otherwise `MissingGradientError` is raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+OpId = tuple[str, str]  # (domain, op_type)
+
+_rules: dict[OpId, Callable] = {}
+_non_differentiable: set[OpId] = set()
+
+
+def vjp(*op_types: str, domain: str = "") -> Callable[[Callable], Callable]:
+    """Register a VJP rule for one or more operators.
+
+    The rule is called as `rule(op, node, *cotangents)`: a `Builder`, the forward `ir.Node`, and
+    one cotangent for each node output (None where nothing depends on that output). It returns
+    one cotangent for each node input, in order: None where the input has no gradient (indices,
+    shapes, conditions), a bare value if the node has one input. A cotangent may still carry
+    the broadcast shape; the driver sums it to the input's own.
+    """
+
+    def register(rule: Callable) -> Callable:
+        for op_type in op_types:
+            key = (_canonical(domain), op_type)
+            if key in _rules or key in _non_differentiable:
+                raise ValueError(f"{op_type!r} (domain {domain!r}) is registered twice")
+            _rules[key] = rule
+        return rule
+
+    return register
+
+
+def non_differentiable(*op_types: str, domain: str = "") -> None:
+    """Declare operators whose outputs are constant, integer or boolean functions of their inputs."""
+    for op_type in op_types:
+        key = (_canonical(domain), op_type)
+        if key in _rules:
+            raise ValueError(f"{op_type!r} (domain {domain!r}) already has a rule")
+        _non_differentiable.add(key)
+
+
+def find_rule(domain: str, op_type: str) -> Callable | None:
+    """The rule of an operator, or None."""
+    return _rules.get((_canonical(domain), op_type))
+
+
+def is_non_differentiable(domain: str, op_type: str) -> bool:
+    """Whether the operator is declared to have no gradient."""
+    return (_canonical(domain), op_type) in _non_differentiable
+
+
+def differentiable_ops() -> set[OpId]:
+    """Every (domain, op_type) with a rule."""
+    return set(_rules)
+
+
+def non_differentiable_ops() -> set[OpId]:
+    """Every (domain, op_type) declared to have no gradient."""
+    return set(_non_differentiable)
+
+
+def _canonical(domain: str) -> str:
+    return "" if domain == "ai.onnx" else domain

@@ -1,0 +1,172 @@
+"""Collectives over torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+
+from ..errors import DistributedError
+from .collective import Collective, check_mean_operand, check_root
+
+logger = logging.getLogger("orttrainer.distributed")
+
+
+def open_torch(local_rank: int | None, device: str | torch.device) -> TorchCollective:
+    """Return the collective of the initialised group; make one from torchrun's variables if none is.
+
+    Raises:
+        DistributedError: torch has no torch.distributed, or the ranks do not find each other.
+    """
+    if not dist.is_available():
+        raise DistributedError(
+            "this torch was built without torch.distributed: install another build of torch, "
+            "or launch with mpiexec (pip install orttrainer[mpi])."
+        )
+    if not dist.is_initialized():
+        join_group(backend_for(device))
+    return TorchCollective(local_rank_or_guess(local_rank, dist.get_rank()), device)
+
+
+def backend_for(device: str | torch.device) -> str:
+    """Return the backend for tensors on a device: gloo, and NCCL where it is needed and there.
+
+    A group for CUDA has gloo too: names and shapes are compared, and CPU buffers broadcast,
+    without a detour over the GPU.
+    """
+    if torch.device(device).type != "cuda" or not torch.cuda.is_available():
+        return "gloo"
+    return "cpu:gloo,cuda:nccl" if dist.is_available() and dist.is_nccl_available() else "gloo"
+
+
+def local_rank_or_guess(local_rank: int | None, rank: int) -> int:
+    """Return the launcher's local rank; without one, rank % number of GPUs."""
+    if local_rank is not None:
+        return local_rank
+    return rank % max(1, torch.cuda.device_count())
+
+
+def join_group(backend: str, **rendezvous: Any) -> None:
+    """Make the default group and leave it at the end of the process.
+
+    Args:
+        backend: what `backend_for` returned.
+        rendezvous: `store`, `rank` and `world_size`; by default torchrun's variables are used.
+
+    Raises:
+        DistributedError: the ranks do not find each other in time.
+    """
+    try:
+        dist.init_process_group(backend, **rendezvous)
+    except (RuntimeError, ValueError) as error:
+        raise DistributedError(
+            f"cannot make a torch.distributed group ({backend}): {error}. Check that every rank "
+            f"was started and that MASTER_ADDR and MASTER_PORT can be reached from all of them."
+        ) from error
+    atexit.register(_leave_group)
+
+
+def _leave_group() -> None:
+    # After an uncaught exception the other ranks may be in a collective, and leaving waits for
+    # them: then just end, and the launcher ends them. (Python sets sys.last_value just then.)
+    if dist.is_initialized() and not hasattr(sys, "last_value"):
+        dist.destroy_process_group()
+
+
+@final
+class TorchCollective(Collective):
+    """Collectives over the default group of torch.distributed.
+
+    A tensor on a device for which the group has no backend is staged through one for which it has.
+    """
+
+    def __init__(self, local_rank: int, device: str | torch.device) -> None:
+        self.rank, self.size, self.local_rank = dist.get_rank(), dist.get_world_size(), local_rank
+        backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+        self._cpu = backends.get("cpu") not in (None, "nccl")
+        self._nccl = backends.get("cuda") == "nccl"
+        # NCCL refuses two ranks on one GPU, and only at its first call.
+        if self._nccl and self._cpu and self._shares_a_gpu(device):
+            logger.info("ranks share a GPU, which NCCL refuses: CUDA tensors go through gloo")
+            self._nccl = False
+
+    def all_reduce_mean_(self, tensor: torch.Tensor) -> None:
+        check_mean_operand(tensor)
+        tensor = tensor.detach()
+        staged = self._staged(tensor, summed=True)
+        with self._restated("all_reduce_mean_"):
+            if staged.is_cuda:
+                dist.all_reduce(staged, op=dist.ReduceOp.AVG)  # scaled before the sum: no overflow
+            else:
+                dist.all_reduce(staged)
+                staged.div_(self.size)
+            self._finish(tensor, staged)
+
+    def broadcast_(self, tensor: torch.Tensor, root: int = 0) -> None:
+        check_root(root, self.size)
+        tensor = tensor.detach()
+        staged = self._staged(tensor.contiguous())
+        with self._restated("broadcast_"):
+            # As bytes: the backends do not know every dtype.
+            dist.broadcast(staged.view(-1).view(torch.uint8), src=root)
+            self._finish(tensor, staged)
+
+    def all_gather_object(self, obj: Any) -> list:
+        gathered = [None] * self.size
+        with self._restated("all_gather_object"):
+            dist.all_gather_object(gathered, obj)
+        return gathered
+
+    def barrier(self) -> None:
+        # Not dist.barrier: with NCCL it guesses a device, and returns before the others arrive.
+        with self._restated("barrier"):
+            self.all_gather_object(None)
+
+    def _staged(self, tensor: torch.Tensor, summed: bool = False) -> torch.Tensor:
+        """Return the tensor, or a copy of it where the group has a backend for it.
+
+        Args:
+            summed: the CPU is going to add: then 16-bit floats become float32.
+        """
+        if tensor.is_cuda and not self._nccl:
+            tensor = tensor.cpu()
+        elif not tensor.is_cuda and not self._cpu:
+            tensor = tensor.cuda()
+        if summed and not tensor.is_cuda and tensor.dtype != torch.float64:
+            tensor = tensor.float()
+        return tensor
+
+    def _finish(self, tensor: torch.Tensor, staged: torch.Tensor) -> None:
+        """Copy a result back and wait until it is there: ONNX Runtime has its own CUDA stream."""
+        if staged.data_ptr() != tensor.data_ptr():
+            tensor.copy_(staged)
+        for device in {t.device for t in (tensor, staged) if t.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+
+    def _shares_a_gpu(self, device: str | torch.device) -> bool:
+        from .launch import device_of_rank
+
+        index = device_of_rank(device, self).index
+        index = torch.cuda.current_device() if index is None else index
+        gpu = (socket.gethostname(), str(torch.cuda.get_device_properties(index).uuid))
+        return len(set(self.all_gather_object(gpu))) < self.size
+
+    @contextlib.contextmanager
+    def _restated(self, call: str) -> Iterator[None]:
+        """Turn torch's error into ours, with the rank and the call in it."""
+        try:
+            yield
+        except DistributedError:
+            raise
+        except RuntimeError as error:
+            raise DistributedError(
+                f"{call} failed on rank {self.rank} of {self.size}: {error}. Either another rank "
+                f"has died, or the ranks made different calls or gave different shapes or dtypes."
+            ) from error

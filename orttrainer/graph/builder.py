@@ -1,0 +1,287 @@
+"""A typed builder: `op.MatMul(a, b)` appends a node and knows the dtype and shape of its result.
+
+Shapes come from ONNX's own inference, one node at a time. Python numbers and lists become
+constants of the dtype that the operator's schema asks for: `op.Mul(x, 0.5)`,
+`op.ReduceSum(x, [0, 1], keepdims=1)`. Constants are shared and names are deterministic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx import shape_inference
+
+from orttrainer.errors import GradientError
+
+Operand = "ir.Value | np.ndarray | float | int | bool | Sequence | None"
+
+INT64 = ir.DataType.INT64
+
+
+class Builder:
+    """Append typed nodes to `graph`.
+
+    Args:
+        graph: the graph that nodes and constants are added to, after what it holds.
+        prefix: first part of the names of everything that this builder makes.
+
+    `opset` is the version of the default domain that nodes are made for.
+    """
+
+    def __init__(self, graph: ir.Graph, prefix: str = "grad"):
+        self.graph = graph
+        self.opset = graph.opset_imports[""]
+        self._scopes = [_unused_prefix(graph, prefix)]
+        self._counts: dict[str, int] = {}
+        self._constants: dict[tuple, ir.Value] = {}
+
+    # -- nodes ----------------------------------------------------------------------------
+
+    def __getattr__(self, op_type: str):
+        if op_type.startswith("_"):
+            raise AttributeError(op_type)
+        return functools.partial(self.node, op_type)
+
+    def node(self, op_type: str, *inputs, domain: str = "", outputs: int = 1, like: ir.Value | None = None, **attributes):
+        """Append one node.
+
+        Args:
+            inputs: values, or Python / NumPy constants; None leaves an optional input out.
+            domain: operator domain; the graph imports version 1 of one that it does not know.
+            outputs: number of outputs to make.
+            like: a value whose dtype and shape the first output has, for an operator that
+                ONNX has no inference for.
+            attributes: ONNX attributes; None leaves one out.
+
+        Returns:
+            The output value, or a tuple of them if `outputs` is more than one.
+
+        Raises:
+            GradientError: ONNX's shape inference refuses the inputs.
+        """
+        if domain and domain not in self.graph.opset_imports:
+            self.graph.opset_imports[domain] = 1
+        operands = self._operands(op_type, domain, inputs)
+        node = ir.Node(
+            domain, op_type, operands,
+            ir.convenience.convert_attributes({k: v for k, v in attributes.items() if v is not None}),
+            num_outputs=outputs, name=self._name(op_type),
+        )  # fmt: skip
+        for index, value in enumerate(node.outputs):
+            value.name = node.name if outputs == 1 else f"{node.name}:{index}"
+        self.graph.append(node)
+        self._infer(node, like)
+        return node.outputs[0] if outputs == 1 else tuple(node.outputs)
+
+    @contextlib.contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        """Name what is made inside after `name`."""
+        self._scopes.append(f"{self._scopes[0]}/{name}")
+        try:
+            yield
+        finally:
+            self._scopes.pop()
+
+    # -- constants ------------------------------------------------------------------------
+
+    def const(self, value, dtype: ir.DataType | None = None) -> ir.Value:
+        """A constant of `value` (a number, list or array); by default of its NumPy dtype."""
+        array = np.asarray(value)
+        if dtype is not None:
+            array = array.astype(dtype.numpy())
+        key = (array.dtype.str, array.dtype.name, array.shape, array.tobytes())
+        if key not in self._constants:
+            name = f"{self._scopes[0]}/constant_{len(self._constants)}"
+            tensor = ir.tensor(np.ascontiguousarray(array).reshape(array.shape), dtype=dtype, name=name)
+            constant = ir.Value(
+                name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor
+            )
+            self.graph.register_initializer(constant)
+            self._constants[key] = constant
+        return self._constants[key]
+
+    def scalar(self, value: float, like: ir.Value) -> ir.Value:
+        """A 0-d constant of the dtype of `like`."""
+        return self.const(value, like.dtype)
+
+    # -- shapes ---------------------------------------------------------------------------
+
+    def shape(self, x: ir.Value) -> ir.Value:
+        """The shape of `x` as a 1-d int64 value; a constant where it is known."""
+        dims = static_dims(x)
+        return self.const(np.array(dims, np.int64)) if dims is not None else self.Shape(x)
+
+    def dim(self, x: ir.Value, axis: int) -> ir.Value:
+        """Size of one axis of `x` as a 1-element int64 value; a constant where it is known."""
+        if x.shape is not None and isinstance(size := x.shape[axis], int):
+            return self.const(np.array([size], np.int64))
+        if axis < 0:
+            return self.Shape(x, start=axis, end=axis + 1 or None)
+        return self.Shape(x, start=axis, end=axis + 1)
+
+    def size(self, x: ir.Value, axes: Sequence[int] | None = None) -> ir.Value:
+        """Number of elements of `x` (along `axes`) as a 0-d int64 value; a constant where it is known."""
+        if axes is None:
+            dims = static_dims(x)
+            return self.const(np.int64(np.prod(dims, dtype=np.int64))) if dims is not None else self.Size(x)
+        if x.shape is not None and all(isinstance(x.shape[axis], int) for axis in axes):
+            return self.const(np.int64(np.prod([x.shape[axis] for axis in axes], dtype=np.int64)))
+        picked = self.Gather(self.Shape(x), np.array(axes, np.int64))
+        return self.ReduceProd(picked, keepdims=0)
+
+    def reshape_as(self, a: ir.Value, x: ir.Value) -> ir.Value:
+        """`a` in the shape of `x`."""
+        if same_shape(a, x):
+            return a
+        return self._shaped_like(self.Reshape(a, self._reshape_target(x), allowzero=self._has_zero(x)), x)
+
+    def expand_as(self, a: ir.Value, x: ir.Value) -> ir.Value:
+        """`a` broadcast to the shape of `x`."""
+        return a if same_shape(a, x) else self._shaped_like(self.Expand(a, self.shape(x)), x)
+
+    def zeros_like(self, x: ir.Value) -> ir.Value:
+        """Zeros of the dtype and shape of `x`."""
+        return self.full_like(x, 0.0)
+
+    def full_like(self, x: ir.Value, value: float) -> ir.Value:
+        """A tensor of the dtype and shape of `x`, filled with `value`."""
+        fill = ir.tensor(np.full([1], value, x.dtype.numpy()), dtype=x.dtype)
+        return self._shaped_like(self.ConstantOfShape(self.shape(x), value=fill), x)
+
+    def cast_as(self, a: ir.Value, x: ir.Value) -> ir.Value:
+        """`a` in the dtype of `x`."""
+        return a if a.dtype == x.dtype else self.Cast(a, to=int(x.dtype))
+
+    # -- inside ---------------------------------------------------------------------------
+
+    def _name(self, op_type: str) -> str:
+        stem = f"{self._scopes[-1]}/{op_type}"
+        count = self._counts[stem] = self._counts.get(stem, -1) + 1
+        return f"{stem}_{count}"
+
+    def _operands(self, op_type: str, domain: str, inputs: Sequence) -> list[ir.Value | None]:
+        if all(x is None or isinstance(x, ir.Value) for x in inputs):
+            return list(inputs)
+        schema = _schema(op_type, self.graph.opset_imports[domain], domain)
+        formal = [_formal_input(schema, i) for i in range(len(inputs))]
+        bound = {f.type_str: x.dtype for f, x in zip(formal, inputs) if f is not None and isinstance(x, ir.Value)}
+        return [
+            x if x is None or isinstance(x, ir.Value) else self.const(x, _constant_dtype(x, f, bound))
+            for f, x in zip(formal, inputs)
+        ]
+
+    def _infer(self, node: ir.Node, like: ir.Value | None) -> None:
+        schema = _schema(node.op_type, self.graph.opset_imports[node.domain], node.domain)
+        if like is not None:
+            node.outputs[0].type, node.outputs[0].shape = like.type, like.shape
+        elif schema is not None:
+            infer_outputs(node, schema, self.graph.opset_imports)
+
+    def _shaped_like(self, value: ir.Value, x: ir.Value) -> ir.Value:
+        if x.shape is not None:
+            value.shape = x.shape.copy()
+        return value
+
+    def _reshape_target(self, x: ir.Value) -> ir.Value:
+        """The shape of `x` with at most one unknown axis as -1: a constant without a Shape node."""
+        if x.shape is not None and not self._has_zero(x):
+            dims = [d if isinstance(d, int) else -1 for d in x.shape.dims]
+            if dims.count(-1) <= 1:
+                return self.const(np.array(dims, np.int64))
+        return self.shape(x)
+
+    @staticmethod
+    def _has_zero(x: ir.Value) -> int | None:
+        return 1 if x.shape is not None and 0 in x.shape.dims else None
+
+
+def infer_outputs(node: ir.Node, schema: onnx.defs.OpSchema, opset_imports: dict[str, int]) -> None:
+    """Set dtype and shape of the outputs of `node` by ONNX's inference for its operator."""
+    types, data = {}, {}
+    for value in node.inputs:
+        if value is None or value.type is None:
+            continue
+        types[value.name] = ir.serde.serialize_type(value.type)
+        if value.shape is not None:
+            ir.serde.serialize_shape_into(types[value.name], value.shape)
+        if value.const_value is not None and value.const_value.size <= 64:
+            data[value.name] = ir.serde.serialize_tensor(value.const_value)
+    try:
+        inferred = shape_inference.infer_node_outputs(
+            schema, ir.serde.serialize_node(node), types, data,
+            opset_imports=[onnx.helper.make_opsetid(d, v) for d, v in opset_imports.items()],
+        )  # fmt: skip
+    except Exception as error:  # onnx raises several types from C++
+        shapes = ", ".join(f"{v.dtype}{v.shape}" if v is not None else "None" for v in node.inputs)
+        raise GradientError(f"cannot emit {node.op_type}({shapes}) named {node.name!r}: {error}") from error
+    for value in node.outputs:
+        if (proto := inferred.get(value.name)) is not None:
+            value.type = ir.serde.deserialize_type_proto_for_type(proto)
+            value.shape = ir.serde.deserialize_type_proto_for_shape(proto)
+
+
+def static_dims(x: ir.Value) -> tuple[int, ...] | None:
+    """The shape of `x` if every axis is a known number."""
+    if x.shape is None or not all(isinstance(d, int) for d in x.shape.dims):
+        return None
+    return tuple(x.shape.dims)
+
+
+def same_dim(a: int | ir.SymbolicDim, b: int | ir.SymbolicDim) -> bool:
+    """Whether two axes surely have one size: equal numbers or one name."""
+    if isinstance(a, int) or isinstance(b, int):
+        return a == b
+    return a.value is not None and a.value == b.value
+
+
+def same_shape(a: ir.Value, b: ir.Value) -> bool:
+    """Whether two values surely have one shape."""
+    if a.shape is None or b.shape is None or len(a.shape) != len(b.shape):
+        return False
+    return all(same_dim(p, q) for p, q in zip(a.shape.dims, b.shape.dims))
+
+
+@functools.lru_cache(maxsize=None)
+def _schema(op_type: str, opset: int, domain: str) -> onnx.defs.OpSchema | None:
+    try:
+        return onnx.defs.get_schema(op_type, opset, domain)
+    except onnx.defs.SchemaError:
+        return None
+
+
+def _formal_input(schema: onnx.defs.OpSchema | None, index: int):
+    """The formal parameter behind input `index`; the last one of a variadic operator repeats."""
+    if schema is None or not schema.inputs:
+        return None
+    return schema.inputs[min(index, len(schema.inputs) - 1)]
+
+
+def _constant_dtype(x, formal, bound: dict[str, ir.DataType]) -> ir.DataType | None:
+    """dtype of a Python constant: what the schema binds it to, else int64 for indices, else the tensors' own."""
+    if isinstance(x, (np.ndarray, np.generic)):
+        return None
+    if isinstance(x, bool):
+        return ir.DataType.BOOL
+    if formal is None:
+        return next(iter(bound.values()), None)
+    if formal.type_str in bound:
+        return bound[formal.type_str]
+    if "tensor(int64)" in formal.types and "tensor(float)" not in formal.types or formal.type_str == "tensor(int64)":
+        return INT64
+    return next(iter(bound.values()), None)
+
+
+def _unused_prefix(graph: ir.Graph, prefix: str) -> str:
+    """`prefix`, or the first of prefix_2, prefix_3, ... that no name in the graph starts with."""
+    taken = {(value.name or "").partition("/")[0] for node in graph for value in node.outputs}
+    taken |= {name.partition("/")[0] for name in graph.initializers} | {v.name.partition("/")[0] for v in graph.inputs}
+    candidate, count = prefix, 1
+    while candidate in taken:
+        count += 1
+        candidate = f"{prefix}_{count}"
+    return candidate

@@ -1,0 +1,1 @@
+"""One use of every operator with a rule, by family: each module here has a list `CASES`."""
