@@ -149,3 +149,11 @@ def check_root(root: int, size: int) -> None:
     """Raise InvalidArgumentError, unless `root` is a rank."""
     if not 0 <= root < size:
         raise InvalidArgumentError(f"root={root!r} is no rank: ranks are 0 to {size - 1}.")
+
+
+def communication_failed(collective: Collective, call: str, error: Exception) -> DistributedError:
+    """Restate an error of MPI or torch.distributed, with the rank and the call in it."""
+    return DistributedError(
+        f"{call} failed on rank {collective.rank} of {collective.size}: {error}. Either another "
+        f"rank has died, or the ranks made different calls or gave different shapes or dtypes."
+    )

@@ -122,12 +122,12 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
             are incomplete, or torchrun's and MPI's contradict each other.
     """
     by_torch, by_mpi = _read_torchrun(environ), _read_mpi(environ)
-    if by_torch.size > 1 and by_mpi.size > 1:
-        if (by_torch.rank, by_torch.size) != (by_mpi.rank, by_mpi.size):
-            raise DistributedError(
-                f"the environment contradicts itself: {by_torch} but {by_mpi}. "
-                f"Unset the variables of the launcher that did not start this process."
-            )
+    differ = (by_torch.rank, by_torch.size) != (by_mpi.rank, by_mpi.size)
+    if by_torch.size > 1 and by_mpi.size > 1 and differ:
+        raise DistributedError(
+            f"the environment contradicts itself: {by_torch} but {by_mpi}. "
+            f"Unset the variables of the launcher that did not start this process."
+        )
     if by_torch.size > 1:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
         if not missing:
@@ -272,8 +272,7 @@ def _compare_with_launch(launch: Launch, world_rank: int, world_size: int) -> No
     ):
         if given not in (default, launched):
             warnings.warn(
-                f"{name}={given} is not what the launcher says: using {launch}. "
-                f"Leave {name} out.",
+                f"{name}={given} is not what the launcher says: using {launch}. Leave {name} out.",
                 UserWarning,
                 stacklevel=4,
             )

