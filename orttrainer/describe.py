@@ -124,13 +124,25 @@ class InputSchema:
         _check_tensors([d.name_ for d in descriptions], batch)
         differences: list[str] = []
         specs = _settled_specs(descriptions, batch, differences)
-        if differences and strict:
-            raise SchemaError(_difference_text(differences))
-        if differences:
-            warnings.warn(_difference_text(differences), DescriptionMismatchWarning, stacklevel=3)
+        _report(differences, "first batch", "the batch", strict)
         schema = cls(specs, differences)
         schema.check(batch)
         return schema
+
+    @classmethod
+    def of_model(cls, inputs, descriptions, *, strict=False) -> InputSchema:
+        """Make the schema of a model that says itself what it takes; the declaration fills what it leaves open.
+
+        Args:
+            inputs: one `InputSpec` per input; an axis without size and name is None, as is the
+                shape of unknown rank.
+
+        Raises, warns: as `settle`; what the model has holds.
+        """
+        differences: list[str] = []
+        specs = [_spec_of_model(spec, description, differences) for spec, description in zip(inputs, descriptions)]
+        _report(differences, "model", "the model", strict)
+        return cls(specs, differences)
 
     def check(self, batch: Sequence[torch.Tensor]) -> None:
         """Raise SchemaError unless `batch` fits; a few hundred nanoseconds for known sizes."""
@@ -161,6 +173,7 @@ class InputSchema:
             for axis, (dim, size) in enumerate(zip(spec.shape, tensor.shape)):
                 if isinstance(dim, str):
                     _check_symbol(spec, axis, dim, size, bound)
+                    _check_not_empty(spec, axis, dim, size)
                 elif dim != size:
                     raise SchemaError(
                         f"input {spec.name!r}, axis {axis}: expected size {dim}, got {size}. Declare "
@@ -185,14 +198,21 @@ def _check_tensors(names, batch):
 def _check_dtype_and_rank(spec, tensor):
     if tensor.dtype != spec.dtype:
         raise SchemaError(
-            f"input {spec.name!r}: expected dtype {spec.dtype}, got {tensor.dtype}. "
-            f"Convert it with .to({spec.dtype})."
+            f"input {spec.name!r}: expected dtype {spec.dtype}, got {tensor.dtype}. Convert it with .to({spec.dtype})."
         )
     if tensor.dim() != len(spec.shape):
         raise SchemaError(
             f"input {spec.name!r}: expected {len(spec.shape)} axes {list(spec.shape)}, "
             f"got {tensor.dim()} {list(tensor.shape)}. Reshape the tensor, or describe the input with "
             f"the shape that every batch has."
+        )
+
+
+def _check_not_empty(spec, axis, symbol, size):
+    if size == 0:
+        raise SchemaError(
+            f"input {spec.name!r}, axis {axis} ({symbol!r}): expected at least 1 element, got 0. Leave empty "
+            f"batches out; an axis that is always empty is declared with the size 0."
         )
 
 
@@ -237,9 +257,7 @@ def _settled_axes(description, tensor, bound, differences):
         if isinstance(dim, str):
             expected, other = bound.setdefault(dim, (size, name))
             if size != expected:
-                differences.append(
-                    f"{where} ({dim!r}): expected size {expected} as in {other!r}, got {size}"
-                )
+                differences.append(f"{where} ({dim!r}): expected size {expected} as in {other!r}, got {size}")
                 dim = _own_symbol(name, axis)
         elif dim != size:
             differences.append(f"{where}: expected size {dim}, got {size}")
@@ -260,13 +278,37 @@ def _own_symbol(name, axis):
     return f"{name}_axis_{axis}"
 
 
-def _difference_text(differences):
+def _spec_of_model(spec, description, differences):
+    """The model's own dtype and axes; one that it leaves open is as declared."""
+    name, declared = spec.name, description.shape_
+    if description.dtype_ not in (None, spec.dtype):
+        differences.append(f"input {name!r}: declared dtype {description.dtype_}, the model has {spec.dtype}")
+    if spec.shape is None:
+        return InputSpec(name, spec.dtype, tuple(declared))
+    if len(declared) != len(spec.shape):
+        differences.append(f"input {name!r}: declared {len(declared)} axes {declared}, the model has {list(spec.shape)}")
+        declared = [None] * len(spec.shape)
+    shape = []
+    for axis, (dim, said) in enumerate(zip(spec.shape, declared)):
+        if isinstance(dim, int) and said not in (None, dim):
+            differences.append(f"input {name!r}, axis {axis}: declared {said!r}, the model has {dim}")
+        symbol = said if isinstance(said, str) else _own_symbol(name, axis)
+        shape.append(symbol if dim is None else dim)
+    return InputSpec(name, spec.dtype, tuple(shape))
+
+
+def _report(differences, what, holds, strict):
+    if not differences:
+        return
     lines = "".join(f"\n  {line}" for line in differences)
-    return (
-        f"the description differs from the first batch in {len(differences)} "
-        f"place{'s' * (len(differences) > 1)}; what the batch has is used:{lines}\n"
+    text = (
+        f"the description differs from the {what} in {len(differences)} place{'s' * (len(differences) > 1)}"
+        f"{'' if strict else f'; what {holds} has is used'}:{lines}\n"
         f"Correct the IODescription; name an axis, e.g. 'batch', to let it vary."
     )
+    if strict:
+        raise SchemaError(text)
+    warnings.warn(text, DescriptionMismatchWarning, stacklevel=4)
 
 
 # ---------------------------------------------------------------- validation of what users write
@@ -280,9 +322,7 @@ def _checked_name(name):
 
 def _checked_shape(name, shape):
     if not isinstance(shape, (list, tuple)):
-        raise SchemaError(
-            f"the shape of {name!r} is a list with one int or str per axis, got {shape!r}."
-        )
+        raise SchemaError(f"the shape of {name!r} is a list with one int or str per axis, got {shape!r}.")
     for axis, dim in enumerate(shape):
         symbol = isinstance(dim, str) and dim != ""
         # A real number is a wrong declaration that published samples make ([learning_rate]);
@@ -307,7 +347,5 @@ def _checked_descriptions(role, descriptions):
         raise SchemaError(f"{role} of a ModelDescription is a non-empty list, got {descriptions!r}.")
     for description in descriptions:
         if not isinstance(description, IODescription):
-            raise SchemaError(
-                f"{role} of a ModelDescription are IODescription objects, got {description!r}."
-            )
+            raise SchemaError(f"{role} of a ModelDescription are IODescription objects, got {description!r}.")
     return list(descriptions)

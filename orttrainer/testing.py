@@ -7,26 +7,27 @@ evaluator first, because float32 differences are too coarse to prove anything.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
-from onnx.reference.op_run import OpRun
 
-from orttrainer.differentiate import build_gradient
+from orttrainer import reference_arrays, reference_functions, reference_ops
+from orttrainer.differentiate.build import gradient_of
 
 __all__ = ["Case", "Fixed", "check_gradient", "check_vjp", "evaluate"]
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """A float input that the case does not differentiate, e.g. the scales of Resize."""
+    """A float input that the case does not differentiate; `dtype` where it is not the dtype of the others."""
 
     value: np.ndarray
+    dtype: type | None = None
 
 
 @dataclass(frozen=True, init=False)
@@ -118,6 +119,8 @@ def check_gradient(model: onnx.ModelProto, feeds: dict[str, np.ndarray], rtol: f
     values = evaluate(model, feeds)
     outputs = [name for name, value in values.items() if value.dtype == np.float64]
     cotangents = {name: np.asarray(rng.standard_normal(values[name].shape)) for name in outputs}
+    if len(outputs) > 1:  # `build_gradient` gives each scalar output the cotangent 1
+        cotangents |= {name: np.ones(()) for name in outputs if values[name].ndim == 0}
     gradients = _gradients(model, feeds, cotangents)
 
     def projection(shifted: dict[str, np.ndarray]) -> float:
@@ -137,19 +140,12 @@ def check_gradient(model: onnx.ModelProto, feeds: dict[str, np.ndarray], rtol: f
 
 
 def evaluate(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Run a model on ONNX's reference evaluator, with `Erf` in full float64 precision."""
-    session = ReferenceEvaluator(model, new_ops=[Erf])
+    """Run a model on ONNX's reference evaluator, with `REFERENCE_OPS` where that is wrong."""
+    session = ReferenceEvaluator(model, new_ops=list(REFERENCE_OPS))
     return dict(zip(session.output_names, map(np.asarray, session.run(None, feeds))))
 
 
-class Erf(OpRun):
-    """Erf in the input's own precision; ONNX's reference evaluator rounds it to float32."""
-
-    op_domain = ""
-
-    def _run(self, x):
-        return (np.vectorize(math.erf, otypes=[x.dtype])(x) if x.size else x,)
-
+REFERENCE_OPS = (*reference_ops.OPS, *reference_functions.OPS, *reference_arrays.OPS)
 
 # -- inside ---------------------------------------------------------------------------------
 
@@ -168,13 +164,13 @@ def _directional_derivative(f: Callable, feeds: dict, name: str, direction: np.n
 def _gradients(model, feeds, cotangents, run=evaluate) -> dict[str, np.ndarray]:
     floats = (TensorProto.DOUBLE, TensorProto.FLOAT)
     wrt = [v.name for v in model.graph.input if v.type.tensor_type.elem_type in floats]
-    gradient = build_gradient(model, of=list(cotangents), wrt=wrt)
+    gradient = gradient_of(ir.from_proto(model), of=list(cotangents), wrt=wrt)  # ONNX refuses some operators in float64
     wanted = {v.name for v in gradient.graph.input}
     given = feeds | {f"{name}_cotangent": value for name, value in cotangents.items()}
     scalars = {n: v for n, v in cotangents.items() if f"{n}_cotangent" not in wanted}
-    assert all(v.ndim == 0 for v in scalars.values()) and len(cotangents) == 1 or not scalars, "mixed scalar outputs"
+    assert len(cotangents) == 1 or all(v.ndim == 0 and v == 1 for v in scalars.values()), "several scalar outputs"
     results = run(gradient, {k: v for k, v in given.items() if k in wanted})
-    factor = next(iter(scalars.values())) if scalars else 1.0
+    factor = next(iter(scalars.values())) if scalars else 1.0  # one scalar output, or 1
     return {name: results[f"{name}_grad"] * factor for name in wrt}
 
 
@@ -220,7 +216,7 @@ def _model(case: Case, dtype: type, symbolic: bool = False) -> tuple[onnx.ModelP
         if entry is None:
             continue
         if isinstance(entry, Fixed) or (isinstance(entry, np.ndarray) and entry.dtype.kind in "iub"):
-            value = np.asarray(entry.value, dtype) if isinstance(entry, Fixed) else entry
+            value = np.asarray(entry.value, entry.dtype or dtype) if isinstance(entry, Fixed) else entry
             initializers.append(onnx.numpy_helper.from_array(value, name))
             continue
         value = np.asarray(entry, np.float64) if isinstance(entry, np.ndarray) else _random(case, entry, rng)
@@ -234,7 +230,21 @@ def _model(case: Case, dtype: type, symbolic: bool = False) -> tuple[onnx.ModelP
     graph = helper.make_graph([node], "case", inputs, infos, initializers)
     model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
     model = onnx.shape_inference.infer_shapes(model, data_prop=True)
+    _type_outputs(model, feeds, symbolic)
     return model, feeds
+
+
+def _type_outputs(model: onnx.ModelProto, feeds: dict[str, np.ndarray], symbolic: bool) -> None:
+    """Declare the outputs that ONNX does not infer, as a model must, by what they are when run."""
+    if all(output.type.tensor_type.HasField("shape") for output in model.graph.output):
+        return
+    values = evaluate(model, feeds)
+    for output in model.graph.output:
+        if not output.type.tensor_type.HasField("shape"):
+            value, name = values[output.name], output.name
+            shape = [f"{name}_d{axis}" for axis in range(value.ndim)] if symbolic else value.shape
+            elem = helper.np_dtype_to_tensor_dtype(value.dtype)
+            output.CopyFrom(helper.make_tensor_value_info(name, elem, shape))
 
 
 def _random(case: Case, shape: Sequence[int], rng: np.random.Generator) -> np.ndarray:

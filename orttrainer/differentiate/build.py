@@ -8,12 +8,15 @@ from collections.abc import Sequence
 import numpy as np
 import onnx
 import onnx_ir as ir
+from google.protobuf.message import DecodeError
 from onnx_ir.passes import common
 
 from orttrainer.differentiate.driver import FLOATS, differentiate
 from orttrainer.differentiate.prepare import prepare
-from orttrainer.errors import GradientError, ModelError
+from orttrainer.errors import InvalidArgumentError, ModelError
 from orttrainer.graph.builder import Builder, static_dims
+from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
+from orttrainer.graph.read import read_model
 
 
 def build_gradient(
@@ -42,8 +45,14 @@ def build_gradient(
 
     Example: `onnx.save(build_gradient("model.onnx", of="loss"), "gradient.onnx")`
     """
-    original = ir.from_proto(model if isinstance(model, onnx.ModelProto) else onnx.load(os.fspath(model)))
-    wrt = _default_sources(original.graph) if wrt is None else [wrt] if isinstance(wrt, str) else list(wrt)
+    return gradient_of(read_model(model if isinstance(model, onnx.ModelProto) else _load(model)), of, wrt)
+
+
+def gradient_of(
+    original: ir.Model, of: str | Sequence[str] | None = None, wrt: str | Sequence[str] | None = None
+) -> onnx.ModelProto:
+    """`build_gradient` of a model that is not checked, as `check_vjp` needs it for operators without a float64 form."""
+    wrt = _default_sources(original.graph) if wrt is None else _names("wrt", wrt)
     forward = prepare(original)
     graph = forward.graph
     outputs = _outputs(graph, of)
@@ -54,19 +63,31 @@ def build_gradient(
     for source in sources:
         gradient = gradients[source] if gradients[source] is not None else op.zeros_like(source)
         graph.outputs.append(named_output(op, gradient, f"{source.name}_grad", source))
+    RemoveStopGradientPass()(forward)
     common.RemoveUnusedNodesPass()(forward)
     common.CommonSubexpressionEliminationPass()(forward)
     return ir.to_proto(forward)
 
 
+def _load(path: str | os.PathLike) -> onnx.ModelProto:
+    if not isinstance(path, (str, os.PathLike)):
+        raise InvalidArgumentError(f"model must be an onnx.ModelProto or the path of one, got {type(path).__name__}")
+    try:
+        return onnx.load(os.fspath(path))
+    except (DecodeError, onnx.checker.ValidationError) as error:
+        raise ModelError(f"{os.fspath(path)!r} cannot be read as an ONNX model: {error}") from error
+
+
+def _names(role: str, given: str | Sequence[str]) -> list[str]:
+    names = [given] if isinstance(given, str) else list(given) if isinstance(given, (list, tuple)) else []
+    if not names or not all(isinstance(name, str) for name in names):
+        raise InvalidArgumentError(f"{role} must be a name or a list of names, got {given!r}")
+    return names
+
+
 def named_output(op: Builder, value: ir.Value, name: str, like: ir.Value) -> ir.Value:
     """`value` under the name `name` (or name_2, ... if that is taken), with the type of `like`."""
-    taken = {v.name for node in op.graph for v in node.outputs} | {v.name for v in op.graph.inputs}
-    taken |= set(op.graph.initializers)
-    unique, count = name, 1
-    while unique in taken:
-        count += 1
-        unique = f"{name}_{count}"
+    unique = _unused_name(op.graph, name)
     if value.producer() is None or value.is_graph_output() or not value.name.startswith("grad"):
         value = op.Identity(value)
     value.name = unique
@@ -80,7 +101,7 @@ def _outputs(graph: ir.Graph, of: str | Sequence[str] | None) -> list[ir.Value]:
     if not graph.outputs:
         raise ModelError("the model has no outputs")
     by_name = {value.name: value for value in graph.outputs}
-    names = [graph.outputs[0].name] if of is None else [of] if isinstance(of, str) else list(of)
+    names = [graph.outputs[0].name] if of is None else _names("of", of)
     for name in names:
         if name not in by_name:
             raise ModelError(f"of={name!r} is not an output of the model; its outputs are {sorted(by_name)}")
@@ -92,7 +113,9 @@ def _outputs(graph: ir.Graph, of: str | Sequence[str] | None) -> list[ir.Value]:
 def _default_sources(graph: ir.Graph) -> list[str]:
     """All float initializers of the model as given (not the constants that `prepare` adds), else all float inputs."""
     floats = [v.name for v in graph.initializers.values() if v.const_value is not None and v.const_value.dtype in FLOATS]
-    return floats or [v.name for v in graph.inputs if v.dtype in FLOATS]
+    if not (floats := floats or [v.name for v in graph.inputs if v.dtype in FLOATS]):
+        raise ModelError("the model has no float initializer and no float input, so there is nothing to differentiate by")
+    return floats
 
 
 def _sources(graph: ir.Graph, names: Sequence[str]) -> list[ir.Value]:
@@ -108,6 +131,17 @@ def _sources(graph: ir.Graph, names: Sequence[str]) -> list[ir.Value]:
 def _cotangent(op: Builder, output: ir.Value) -> ir.Value:
     if static_dims(output) == ():
         return op.const(np.ones((), output.dtype.numpy()), output.dtype)
-    cotangent = ir.Value(name=f"{output.name}_cotangent", type=output.type, shape=output.shape and output.shape.copy())
+    name = _unused_name(op.graph, f"{output.name}_cotangent")
+    cotangent = ir.Value(name=name, type=output.type, shape=output.shape and output.shape.copy())
     op.graph.inputs.append(cotangent)
     return cotangent
+
+
+def _unused_name(graph: ir.Graph, name: str) -> str:
+    """`name`, or the first of name_2, name_3, ... that the graph has not got."""
+    taken = {v.name for node in graph for v in node.outputs} | {v.name for v in graph.inputs} | set(graph.initializers)
+    unique, count = name, 1
+    while unique in taken:
+        count += 1
+        unique = f"{name}_{count}"
+    return unique

@@ -15,6 +15,7 @@ import onnx_ir as ir
 from orttrainer.differentiate.registry import find_rule, is_non_differentiable
 from orttrainer.errors import GradientError, MissingGradientError
 from orttrainer.graph.builder import Builder, same_dim
+from orttrainer.graph.fence import node_inputs
 
 FLOATS = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 
@@ -36,6 +37,7 @@ def differentiate(
         MissingGradientError: an operator on the way has no rule.
         GradientError: a rule returned a cotangent of the wrong dtype, rank or number.
     """
+    op.variables.update(wrt)
     nodes = list(op.graph)
     depends = _values_that_depend_on(wrt, nodes)
     pending: dict[ir.Value, list[ir.Value]] = {value: [cotangent] for value, cotangent in seeds.items()}
@@ -145,14 +147,6 @@ def _values_that_depend_on(sources: Iterable[ir.Value], nodes: Sequence[ir.Node]
         if any(x in reached for x in node_inputs(node)):
             reached.update(node.outputs)
     return reached
-
-
-def node_inputs(node: ir.Node) -> Iterable[ir.Value]:
-    """The inputs of a node, with those that its subgraphs capture."""
-    yield from (x for x in node.inputs if x is not None)
-    for attribute in node.attributes.values():
-        if attribute.type == ir.AttributeType.GRAPH:
-            yield from (x for inner in attribute.as_graph().all_nodes() for x in inner.inputs if x is not None)
 
 
 def _missing_rule(node: ir.Node, wrt: Sequence[ir.Value]) -> MissingGradientError:

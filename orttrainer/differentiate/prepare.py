@@ -7,7 +7,6 @@ every value gets its dtype and shape, and nodes are sorted and named.
 
 from __future__ import annotations
 
-import numpy as np
 import onnx
 import onnx.inliner
 import onnx_ir as ir
@@ -15,9 +14,16 @@ from onnx_ir.passes import common
 
 from orttrainer.differentiate.registry import find_rule, is_non_differentiable
 from orttrainer.errors import ModelError
+from orttrainer.graph.builder import infer_outputs
+from orttrainer.graph.passes.stop_gradient import DOMAIN as STOP_GRADIENT_DOMAIN
+from orttrainer.graph.passes.stop_gradient import STOP_GRADIENT
 
 OLDEST_OPSET = 18
 NEWEST_OPSET = 23
+
+# Operators that ONNX has no schema for; their first output has dtype and shape of the first input.
+LIKE_FIRST_INPUT = {("com.microsoft", op_type) for op_type in ("BiasGelu", "FastGelu", "Gelu", "Inverse", "QuickGelu")}
+LIKE_FIRST_INPUT.add((STOP_GRADIENT_DOMAIN, STOP_GRADIENT))
 
 
 def prepare(model: ir.Model) -> ir.Model:
@@ -32,6 +38,8 @@ def prepare(model: ir.Model) -> ir.Model:
     model = _with_function_bodies(model)
     common.TopologicalSortPass()(model)
     model = common.ShapeInferencePass(data_prop=True)(model).model
+    if _infer_foreign(model.graph):
+        model = common.ShapeInferencePass(data_prop=True)(model).model
     _complete_types(model.graph)
     _name_nodes(model.graph)
     return model
@@ -59,7 +67,6 @@ def _with_known_opset(model: ir.Model) -> ir.Model:
 
 def _with_function_bodies(model: ir.Model) -> ir.Model:
     """Replace operators that have a function body and no rule of ours, until none is left."""
-    tensors = {name: value.const_value for name, value in model.graph.initializers.items()}
     while ids := {
         (node.domain, node.op_type)
         for node in model.graph.all_nodes()
@@ -67,32 +74,72 @@ def _with_function_bodies(model: ir.Model) -> ir.Model:
         and not is_non_differentiable(node.domain, node.op_type)
         and _has_body(node, model.opset_imports)
     }:
-        model = ir.from_proto(_inline(model, sorted(ids)))
-        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-        for name, tensor in tensors.items():  # the caller's own tensors, not copies of them
-            model.graph.initializers[name].const_value = tensor
+        model = _inlined(model, sorted(ids))
     return model
 
 
-def _inline(model: ir.Model, ids: list[tuple[str, str]]) -> onnx.ModelProto:
-    """ONNX's inliner on a model whose large tensors stay behind (a protobuf ends at 2 GB)."""
-    large = [v for v in model.graph.initializers.values() if v.const_value is not None and v.const_value.nbytes > 1024]
-    tensors = [v.const_value for v in large]
-    for value in large:
-        value.const_value = ir.tensor(np.empty(0, value.dtype.numpy()), name=value.name, dtype=value.dtype)
-    try:
-        return onnx.inliner.inline_selected_functions(ir.to_proto(model), ids, False, True)
-    finally:
-        for value, tensor in zip(large, tensors):
-            value.const_value = tensor
+def _inlined(model: ir.Model, ids: list[tuple[str, str]]) -> ir.Model:
+    """ONNX's inliner on a model whose large tensors stay behind: a protobuf ends at 2 GB, and they are the caller's own."""
+    graph, inputs = model.graph, {value.name for value in model.graph.inputs}
+    tensors = {name: value.const_value for name, value in graph.initializers.items() if value.const_value is not None}
+    large = [name for name, tensor in tensors.items() if tensor.nbytes > 1024]
+    for name in large:
+        value = graph.initializers.pop(name)
+        value.const_value = None
+        if name not in inputs:
+            graph.inputs.append(value)
+    expanded = ir.from_proto(onnx.inliner.inline_selected_functions(ir.to_proto(model), ids, False, True))
+    given = {value.name: value for value in expanded.graph.inputs}
+    for name, tensor in tensors.items():
+        value = given.get(name) or expanded.graph.initializers[name]
+        value.const_value = tensor
+        if name in large:
+            if name not in inputs:
+                expanded.graph.inputs.remove(value)
+            expanded.graph.register_initializer(value)
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(expanded)
+    return expanded
 
 
 def _has_body(node: ir.Node, opset_imports: dict[str, int]) -> bool:
+    schema = schema_of(node, opset_imports)
+    return schema is not None and (schema.has_function or schema.has_context_dependent_function)
+
+
+def schema_of(node: ir.Node, opset_imports: dict[str, int]) -> onnx.defs.OpSchema | None:
+    """ONNX's schema of the operator of `node`, or None."""
     try:
-        schema = onnx.defs.get_schema(node.op_type, opset_imports.get(node.domain, 1), node.domain)
+        return onnx.defs.get_schema(node.op_type, opset_imports.get(node.domain, 1), node.domain)
     except onnx.defs.SchemaError:
-        return False
-    return schema.has_function or schema.has_context_dependent_function
+        return None
+
+
+def _infer_foreign(graph: ir.Graph) -> bool:
+    """Type the outputs of `LIKE_FIRST_INPUT` and FusedMatMul, and what lies between them; whether there was any."""
+    foreign = False
+    for node in graph:
+        y = node.outputs[0]
+        if (node.domain, node.op_type) in LIKE_FIRST_INPUT:
+            x = node.inputs[0]
+            foreign, y.type, y.shape = True, x.type, x.shape and x.shape.copy()
+        elif (node.domain, node.op_type) == ("com.microsoft", "FusedMatMul"):
+            foreign, y.type, y.shape = True, node.inputs[0].type, _fused_matmul_shape(node)
+        elif foreign and y.type is None and (schema := schema_of(node, graph.opset_imports)) is not None:
+            infer_outputs(node, schema, graph.opset_imports)
+    return foreign
+
+
+def _fused_matmul_shape(node: ir.Node) -> ir.Shape | None:
+    shapes = [x.shape for x in node.inputs]
+    if any(shape is None or len(shape) < 2 for shape in shapes):
+        return None
+    a, b = (
+        [*shape[:-2], shape[-1], shape[-2]] if name in node.attributes and node.attributes[name].as_int() else list(shape)
+        for shape, name in zip(shapes, ("transA", "transB"))
+    )
+    count = max(len(a), len(b)) - 2
+    batches = zip([1] * (count + 2 - len(a)) + a[:-2], [1] * (count + 2 - len(b)) + b[:-2])
+    return ir.Shape([q if p == 1 else p if q == 1 or p == q else None for p, q in batches] + [a[-2], b[-1]])
 
 
 def _complete_types(graph: ir.Graph) -> None:

@@ -30,12 +30,15 @@ class Builder:
         graph: the graph that nodes and constants are added to, after what it holds.
         prefix: first part of the names of everything that this builder makes.
 
-    `opset` is the version of the default domain that nodes are made for.
+    `opset` is the version of the default domain that nodes are made for. `variables` are
+    initializers whose values may change, so that no rule may build on them (the driver adds
+    what it differentiates with respect to); graph inputs are variables anyway.
     """
 
     def __init__(self, graph: ir.Graph, prefix: str = "grad"):
         self.graph = graph
         self.opset = graph.opset_imports[""]
+        self.variables: set[ir.Value] = set()
         self._scopes = [_unused_prefix(graph, prefix)]
         self._counts: dict[str, int] = {}
         self._constants: dict[tuple, ir.Value] = {}
@@ -109,6 +112,12 @@ class Builder:
         """A 0-d constant of the dtype of `like`."""
         return self.const(value, like.dtype)
 
+    def constant_value(self, x: ir.Value) -> np.ndarray | None:
+        """What `x` is in every run, or None if that may vary."""
+        if x.const_value is None or x.is_graph_input() or x in self.variables:
+            return None
+        return x.const_value.numpy()
+
     # -- shapes ---------------------------------------------------------------------------
 
     def shape(self, x: ir.Value) -> ir.Value:
@@ -150,8 +159,10 @@ class Builder:
 
     def full_like(self, x: ir.Value, value: float) -> ir.Value:
         """A tensor of the dtype and shape of `x`, filled with `value`."""
-        fill = ir.tensor(np.full([1], value, x.dtype.numpy()), dtype=x.dtype)
-        return self._shaped_like(self.ConstantOfShape(self.shape(x), value=fill), x)
+        # Before opset 20 ConstantOfShape makes no bfloat16.
+        dtype = ir.DataType.FLOAT if x.dtype == ir.DataType.BFLOAT16 and self.opset < 20 else x.dtype
+        fill = ir.tensor(np.full([1], value, dtype.numpy()), dtype=dtype)
+        return self._shaped_like(self.cast_as(self.ConstantOfShape(self.shape(x), value=fill), x), x)
 
     def cast_as(self, a: ir.Value, x: ir.Value) -> ir.Value:
         """`a` in the dtype of `x`."""

@@ -57,7 +57,7 @@ def load_text(folder=None, min_frequency=2):
 
 
 def read_python_topics():
-    """The prose of `pydoc_data.topics`, which every CPython carries: what help("FORMATTING") shows.
+    """The prose of `pydoc_data.topics`, which every CPython carries: what help("with") shows.
 
     A hash of its name puts each topic in a part, for good: about 8 of 10 train, 1 validates and
     1 tests. Topics quote one another, so a paragraph counts once, in the test part if any of its
@@ -76,7 +76,7 @@ def read_python_topics():
         found = dict.fromkeys(p for topic in names for p in prose(topics[topic]) if p not in seen)
         paragraphs[split] = list(found)
         seen.update(found)
-    return f"the documentation of Python {sys.version_info.major}.{sys.version_info.minor}", paragraphs
+    return (f"the documentation of Python {sys.version_info.major}.{sys.version_info.minor}", paragraphs)
 
 
 def prose(text):
@@ -146,7 +146,7 @@ def batchify(tokens, batch_size, rank=0, world_size=1):
 
 
 def batches(columns, bptt):
-    """Yield (data [n, batch], targets [n * batch]), n = bptt but for the last: targets are the next tokens."""
+    """Yield (data [n, batch], targets [n * batch]): each token and the next; n = bptt but at the end."""
     for start in range(0, len(columns) - 1, bptt):
         n = min(bptt, len(columns) - 1 - start)
         yield columns[start : start + n], columns[start + 1 : start + 1 + n].reshape(-1)

@@ -1,8 +1,9 @@
-"""Train a transformer language model with plain PyTorch.
+"""Train a transformer language model on text, with plain PyTorch.
 
-    python train.py --max-steps 100
+    python train.py
 
-train_ort.py does the same with ONNX Runtime: `diff train.py train_ort.py`.
+It ends with a line like: test loss 4.67 | test perplexity 106.25 (unigram baseline: 238.90)
+The same with ONNX Runtime is train_ort.py; what changes is: diff train.py train_ort.py
 """
 
 import torch
@@ -11,31 +12,32 @@ from common import Run, parse_arguments, read_text
 from data import batches
 from model import TransformerModel, loss_fn
 
-args = parse_arguments(__doc__, optimizers=["sgd", "adam"])
+OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
+
+args = parse_arguments(__doc__, OPTIMIZERS)
 torch.manual_seed(args.seed)
 text = read_text(args)
 ntokens = len(text.vocabulary)
 model = TransformerModel(ntokens, dropout=args.dropout).to(args.device)
+optimizer = OPTIMIZERS[args.optimizer](model.parameters(), args.lr)
+run = Run(args, text, args.device)
 
-optimizer = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[args.optimizer](model.parameters(), args.lr)
-run = Run(args, text)
 
-
-@torch.no_grad()
 def evaluate(columns):
-    """The mean loss per token, without dropout."""
+    """Return the mean loss per token, without dropout and without learning."""
     model.eval()
     total = 0.0
     for data, targets in batches(columns, args.bptt):
-        output = model(data)
-        loss = loss_fn(output, targets)
+        with torch.no_grad():
+            output = model(data)
+            loss = loss_fn(output, targets)
         total += len(data) * loss.item()
     return total / (len(columns) - 1)
 
 
-for epoch in run.epochs():
+for learning_rate in run.epochs():
+    optimizer.param_groups[0]["lr"] = learning_rate
     model.train()
-    optimizer.param_groups[0]["lr"] = run.learning_rate
     for data, targets in run.batches():
         optimizer.zero_grad()
         output = model(data)

@@ -1,27 +1,169 @@
-"""Matrix products: MatMul, Gemm, Einsum."""
+"""Matrix products: MatMul, Gemm, Einsum, and what comes from linear algebra."""
 
 from __future__ import annotations
+
+import string
+from collections.abc import Sequence
 
 import onnx_ir as ir
 
 from orttrainer.differentiate.registry import vjp
+from orttrainer.differentiate.rules.tools import attribute, join, operand, positions, rank, shaped
+from orttrainer.errors import GradientError
+
+MICROSOFT = "com.microsoft"
 
 
 def swap_last_two(op, x: ir.Value) -> ir.Value:
     """x^T in its last two axes."""
-    rank = len(x.shape)
-    return op.Transpose(x, perm=[*range(rank - 2), rank - 1, rank - 2])
+    dims = len(x.shape)
+    return op.Transpose(x, perm=[*range(dims - 2), dims - 1, dims - 2])
 
 
 @vjp("MatMul")
 def matmul(op, node, dy):
     """Y = A @ B  ->  dA = dY @ B^T,  dB = A^T @ dY; a 1-d operand is a row or column vector."""
     a, b = node.inputs
-    column, row = len(b.shape) == 1, len(a.shape) == 1
+    column, row = rank(node, b) == 1, rank(node, a) == 1
     if column:
         b, dy = op.Unsqueeze(b, [-1]), op.Unsqueeze(dy, [-1])
     if row:
         a, dy = op.Unsqueeze(a, [0]), op.Unsqueeze(dy, [-2])
-    da = op.MatMul(dy, swap_last_two(op, b))
-    db = op.MatMul(swap_last_two(op, a), dy)
+    da, db = _matmul_gradients(op, a, b, dy)
     return op.Squeeze(da, [-2]) if row else da, op.Squeeze(db, [-1]) if column else db
+
+
+def _matmul_gradients(op, a: ir.Value, b: ir.Value, dy: ir.Value) -> tuple[ir.Value, ir.Value]:
+    da = op.MatMul(dy, swap_last_two(op, b))
+    if len(b.shape) == 2 and len(a.shape) > 2:  # one product over all rows, not one for each batch and a sum
+        a, dy = _rows(op, a), _rows(op, dy)
+    return da, op.MatMul(swap_last_two(op, a), dy)
+
+
+def _rows(op, x: ir.Value) -> ir.Value:
+    """x as [all rows, columns]."""
+    return op.Reshape(x, join(op, -1, op.dim(x, -1)))
+
+
+@vjp("Gemm")
+def gemm(op, node, dy):
+    """Y = alpha * A' @ B' + beta * C  ->  dA' = alpha * dY @ B'^T,  dB' = alpha * A'^T @ dY,  dC = beta * dY."""
+    a, b = node.inputs[:2]
+    trans_a, trans_b = attribute(node, "transA", 0), attribute(node, "transB", 0)
+    alpha, beta = attribute(node, "alpha", 1.0), attribute(node, "beta", 1.0)
+    alpha = None if alpha == 1.0 else alpha
+    if trans_a:
+        da = op.Gemm(b, dy, alpha=alpha, transA=trans_b, transB=1)
+    else:
+        da = op.Gemm(dy, b, alpha=alpha, transB=1 - trans_b)
+    if trans_b:
+        db = op.Gemm(dy, a, alpha=alpha, transA=1, transB=trans_a)
+    else:
+        db = op.Gemm(a, dy, alpha=alpha, transA=1 - trans_a)
+    if operand(node, 2) is None:
+        return da, db
+    return da, db, dy if beta == 1.0 else op.Mul(dy, beta)
+
+
+@vjp("FusedMatMul", domain=MICROSOFT)
+def fused_matmul(op, node, dy):
+    """Y = alpha * A' @ B'  ->  dA' = alpha * dY @ B'^T,  dB' = alpha * A'^T @ dY."""
+    a, b = node.inputs
+    trans_a, trans_b = attribute(node, "transA", 0), attribute(node, "transB", 0)
+    if attribute(node, "transBatchA", 0) or attribute(node, "transBatchB", 0) or 1 in (rank(node, a), rank(node, b)):
+        raise GradientError(
+            f"no gradient for FusedMatMul node {node.name!r} with transBatchA, transBatchB or a vector; "
+            "give the model as it was before ONNX Runtime optimized it."
+        )
+    if (alpha := attribute(node, "alpha", 1.0)) != 1.0:
+        dy = op.Mul(dy, alpha)
+    a, b = (swap_last_two(op, x) if swap else x for x, swap in ((a, trans_a), (b, trans_b)))
+    da, db = _matmul_gradients(op, a, b, dy)
+    return swap_last_two(op, da) if trans_a else da, swap_last_two(op, db) if trans_b else db
+
+
+@vjp("Einsum")
+def einsum(op, node, dy):
+    """Y = the sum of products over the labels that Y does not have  ->  dX = the same, Y and X swapped."""
+    terms, result, hidden = _labels(node)
+    return [_einsum_gradient(op, node, k, terms, result, hidden, dy) for k in range(len(terms))]
+
+
+def _einsum_gradient(op, node: ir.Node, k: int, terms: list[str], result: str, hidden: str, dy: ir.Value) -> ir.Value:
+    x, term = node.inputs[k], terms[k]
+    operands = [(terms[j], other) for j, other in enumerate(node.inputs) if j != k]
+    factor = None if result else dy  # a scalar cotangent scales the rest
+    if result:
+        operands.insert(0, (result, dy))
+    available = set().union(*(t for t, _ in operands))
+    unique = "".join(dict.fromkeys(term))
+    kept = "".join(label for label in unique if label in available)
+    if not operands:
+        dx, factor = dy, None
+    elif [t for t, _ in operands] == [kept]:
+        dx = operands[0][1]
+    else:
+        equation = ",".join(t for t, _ in operands) + "->" + kept
+        if hidden and hidden in kept:  # unlike letters, `...` may broadcast
+            equation = equation.replace(hidden, "...")
+        dx = op.Einsum(*(v for _, v in operands), equation=equation)
+        dx.shape = ir.Shape([_size_of(label, terms, node.inputs) for label in kept])
+    if factor is not None:
+        dx = op.Mul(dx, factor)
+    if kept != term:
+        places = {label: term.index(label) for label in unique}
+        missing = [axis for axis in range(len(term)) if axis not in [places[label] for label in kept]]
+        dx = op.Unsqueeze(dx, missing)
+        if len(kept) < len(unique):  # summed over in X alone: every element has the same cotangent
+            dx = op.Expand(dx, op.shape(x))
+        for axis, label in enumerate(term):
+            if places[label] != axis:
+                dx = op.Mul(dx, _diagonal(op, x, places[label], axis))
+    return dx
+
+
+def _size_of(label: str, terms: list[str], inputs: Sequence[ir.Value]) -> int | ir.SymbolicDim | None:
+    """The broadcast size of a label, None if not known: ONNX's inference takes the first operand's, be it 1 or not."""
+    sizes = {x.shape[term.index(label)] for term, x in zip(terms, inputs) if label in term}
+    if len(sizes) == 1:
+        return sizes.pop()
+    return next((size for size in sizes if isinstance(size, int) and size > 1), None)
+
+
+def _diagonal(op, x: ir.Value, first: int, second: int) -> ir.Value:
+    """1 where the places along two axes of `x` are equal, else 0."""
+    dims = len(x.shape)
+    numbers = [op.Unsqueeze(positions(op, op.dim(x, a)), [k for k in range(dims) if k != a]) for a in (first, second)]
+    return op.cast_as(op.Equal(*numbers), x)
+
+
+def _labels(node: ir.Node) -> tuple[list[str], str, str]:
+    """One letter for each axis of every operand and of the result; and the letters that stand for `...`."""
+    left, arrow, right = attribute(node, "equation", "").replace(" ", "").partition("->")
+    terms = left.split(",")
+    free = [letter for letter in string.ascii_letters if letter not in left]
+    counts = [rank(node, x) - len(term.replace("...", "")) for term, x in zip(terms, node.inputs) if "..." in term]
+    hidden = "".join(free[: max(counts, default=0)])
+    if not arrow:
+        letters = sorted(set(left) - {",", "."})
+        right = ("..." if "..." in left else "") + "".join(c for c in letters if left.count(c) == 1)
+    return [term.replace("...", hidden) for term in terms], right.replace("...", hidden), hidden
+
+
+@vjp("Det")
+def det(op, node, dy):
+    """y = det(X)  ->  dX = dy * y * X^-T; com.microsoft Inverse, so not at singular matrices."""
+    (x,), (y,) = node.inputs, node.outputs
+    factor = op.Mul(dy, y)
+    if len(factor.shape) != len(x.shape):
+        factor = op.Unsqueeze(factor, [-2, -1])
+    inverse = op.node("Inverse", x, domain=MICROSOFT, like=x)
+    return shaped(op.Mul(factor, swap_last_two(op, inverse)), x)
+
+
+@vjp("Inverse", domain=MICROSOFT)
+def inverse(op, node, dy):
+    """Y = X^-1  ->  dX = -Y^T @ dY @ Y^T."""
+    (y,) = node.outputs
+    transposed = swap_last_two(op, y)
+    return op.Neg(op.MatMul(op.MatMul(transposed, dy), transposed))

@@ -1,0 +1,69 @@
+# make train   set up .venv and train the sample on the CPU
+# make test    set up .venv and run the tests
+# make help    everything else
+
+PYTHON ?= python3
+VENV := .venv
+LEGACY := .venv-legacy
+BIN := $(VENV)/bin
+PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: help train test test-gpu test-slow test-legacy-runtime bench lint clean
+
+help:
+	@echo "make train                train the getting-started sample on the CPU"
+	@echo "make test                 run the tests"
+	@echo "make test-legacy-runtime  run a slice of them on onnxruntime-training-cpu 1.19.2"
+	@echo "make test-gpu             run the tests that need a CUDA device (installs onnxruntime-gpu)"
+	@echo "make test-slow            run the long suites"
+	@echo "make bench                time train_step beside PyTorch"
+	@echo "make lint                 check style"
+	@echo "make clean                remove the environments"
+
+$(VENV)/.train: pyproject.toml constraints.txt
+	@echo "setting up $(VENV) (PyTorch, ONNX, ONNX Runtime); this happens once ..."
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "orttrainer needs Python 3.11 or newer, this is " + sys.version)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[cpu,text]'
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.train
+	@echo "adding what the tests need to $(VENV) ..."
+	@$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[cpu,text,mpi,test]'
+	@touch $@
+
+train: $(VENV)/.train
+	@echo "training the getting-started sample on the CPU; 'python samples/getting_started/train_ort.py --help' has the options"
+	@$(BIN)/python samples/getting_started/train_ort.py $(ARGS)
+
+test: $(VENV)/.test
+	@echo "running the tests; those that need a GPU are skipped where there is none"
+	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup $(ARGS)
+
+test-slow: $(VENV)/.test
+	@$(BIN)/python -m pytest -q -m slow $(ARGS)
+
+test-gpu: $(VENV)/.test
+	@$(BIN)/python -m pip uninstall --quiet -y onnxruntime
+	@$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[gpu,mpi,test]'
+	@$(BIN)/python -m pytest -q -m gpu $(ARGS)
+
+$(LEGACY)/.test: pyproject.toml constraints.txt
+	@echo "setting up $(LEGACY) with onnxruntime-training-cpu 1.19.2 (Python 3.12 or older) ..."
+	@test -x $(LEGACY)/bin/python || $(PYTHON) -m venv $(LEGACY)
+	@$(LEGACY)/bin/python -m pip install $(PIP_FLAGS) -e '.[mpi]' pytest onnxruntime-training-cpu==1.19.2
+	@touch $@
+
+test-legacy-runtime: $(LEGACY)/.test
+	@echo "running the legacy_runtime slice on onnxruntime-training-cpu 1.19.2"
+	@$(LEGACY)/bin/python -m pytest -q -m legacy_runtime $(ARGS)
+
+bench: $(VENV)/.test
+	@$(BIN)/python benchmarks/train_step.py $(ARGS)
+
+lint: $(VENV)/.test
+	@$(BIN)/ruff check orttrainer samples tests benchmarks
+	@$(BIN)/ruff format --check orttrainer samples tests benchmarks
+
+clean:
+	rm -rf $(VENV) $(LEGACY)

@@ -1,0 +1,347 @@
+"""Forward graph + optimizer -> ONE training graph: forward, loss, gradients and update.
+
+All state (parameters, optimizer state, running statistics, counters) goes in as graph inputs
+and comes out as graph outputs, so any runtime can train by feeding the outputs back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+from orttrainer.differentiate import differentiate
+from orttrainer.differentiate.prepare import prepare
+from orttrainer.errors import ModelError, NoGradientWarning
+from orttrainer.graph.builder import Builder
+from orttrainer.graph.fence import fence, node_inputs, unordered_readers
+from orttrainer.graph.passes.batch_norm import SplitBatchNormalizationPass, SwitchBatchNormalizationPass
+from orttrainer.graph.passes.dropout import CounterHashDropoutPass
+from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogSoftmaxNllPass
+from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
+from orttrainer.graph.passes.transpose import CancelTransposePairsPass
+from orttrainer.optim import Optimizer, global_norm
+
+IR_VERSION = 10  # the newest that ONNX Runtime 1.19 loads
+TRAINING_MODE = "training_mode"
+SEED = "Random_Seed"
+STEP = "Training_Step"
+NORM = "global_gradient_norm"
+
+
+@dataclass(frozen=True)
+class StateEntry:
+    """One tensor of state: a graph input, and the graph output that holds its next value.
+
+    Attributes:
+        name: the input; for a parameter or buffer its name in the model.
+        output: the output with the value after the step; None if a step never changes it.
+        role: "parameter" (trained), "optimizer" (moments and update counts), "buffer" (running
+            statistics, frozen weights, the model's other tensors) or "random" (step and seed
+            that dropout masks are made from).
+        parameter: the parameter that an "optimizer" entry belongs to; None if it is shared.
+        in_place: whether input and output may share memory. False if a node may read the old
+            value after the new one is written.
+    """
+
+    name: str
+    output: str | None
+    role: str
+    parameter: str | None = None
+    in_place: bool = True
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What the inputs and outputs of a training graph mean.
+
+    Attributes:
+        inputs: the described inputs, in order.
+        outputs: the described outputs, in order, loss first.
+        learning_rate: input, float32 [1].
+        training_mode: bool input, False to evaluate; None if nothing in the graph asks for it.
+        gradient_norm: output, the global L2 norm of all gradients before clipping, 0-d float32.
+        gradients: for each trained parameter the inner value that holds its gradient.
+        ordered_learning_rate: the inner copy of the learning rate that is only there once all
+            gradients are; what the update reads.
+        state: all state, in the order of the inputs.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    learning_rate: str
+    training_mode: str | None
+    gradient_norm: str
+    gradients: Mapping[str, str]
+    ordered_learning_rate: str
+    state: tuple[StateEntry, ...]
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the trained parameters."""
+        return tuple(entry.name for entry in self.state if entry.role == "parameter")
+
+
+class TrainingGraph:
+    """A compiled training graph.
+
+    Attributes:
+        graph: the graph as an `onnx_ir.Model`, without the values of its state.
+        signature: what its inputs and outputs mean.
+        tensors: the present value of each state input, by name. The trainer keeps the trained
+            tensors here, so `model` and `save` show the state of the moment.
+    """
+
+    def __init__(self, graph: ir.Model, signature: Signature, tensors: dict[str, ir.TensorProtocol]):
+        self.graph = graph
+        self.signature = signature
+        self.tensors = tensors
+
+    @property
+    def model(self) -> onnx.ModelProto:
+        """The graph as an ordinary ONNX model; the present state is the default of its state inputs.
+
+        State pairs are in `training_info` (`update_binding`), the signature as JSON in
+        `metadata_props` under "orttrainer.signature".
+        """
+        proto = ir.to_proto(self.graph)
+        for entry in self.signature.state:
+            initializer = ir.to_proto(self.tensors[entry.name])
+            initializer.name = entry.name
+            proto.graph.initializer.append(initializer)
+        info = proto.training_info.add()
+        for entry in self.signature.state:
+            if entry.output is not None:
+                info.update_binding.add(key=entry.name, value=entry.output)
+        signature = json.dumps(asdict(self.signature), sort_keys=True)
+        onnx.helper.set_model_props(proto, {"orttrainer.signature": signature})
+        return proto
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the graph to one file; past 2 GB the tensors go to `<path>.data` beside it."""
+        path = os.fspath(path)
+        size = sum(tensor.nbytes for tensor in self.tensors.values())
+        if size < 2**31 - 2**26:
+            onnx.save(self.model, path)
+        else:
+            onnx.save(self.model, path, save_as_external_data=True, location=f"{os.path.basename(path)}.data")
+
+
+def compile_training_graph(
+    forward, optimizer: Optimizer, *, learning_rate: str = "Learning_Rate", seed: int = 0, primitives: bool = False
+) -> TrainingGraph:
+    """Build the training graph of a forward graph.
+
+    Args:
+        forward: a `ForwardGraph`; its model is used up.
+        optimizer: emits the update of `forward.parameters`.
+        learning_rate: name of the learning rate's input.
+        seed: what dropout masks start from.
+        primitives: write batch normalization in elementary operators; CUDA has no kernel for
+            the training form of the operator.
+
+    Raises:
+        MissingGradientError: an operator has no gradient rule.
+        ModelError: no parameter reaches the loss, or the learning rate's name is taken.
+
+    Warns:
+        NoGradientWarning: a parameter has no path to the loss; it keeps its value.
+    """
+    build = _Build(forward, learning_rate, seed)
+    gradients = build.differentiate(forward.parameters, forward.unread)
+    rate, norm = build.order(gradients)
+    build.update(optimizer, gradients, rate, norm)
+    build.lower(primitives)
+    return build.finish(gradients, rate, norm)
+
+
+class _Build:
+    """The graph while it is being made, and the state that it has so far."""
+
+    def __init__(self, forward, learning_rate: str, seed: int):
+        described = [value.name for value in forward.model.graph.inputs]
+        self.outputs = [v.name for v in forward.model.graph.outputs if v.name not in forward.updates.values()]
+        self.tensors: dict[str, ir.TensorProtocol] = {}
+        self.roles: dict[str, tuple[str, str | None]] = {}  # state name -> role, parameter
+        self.new: dict[str, ir.Value] = {}  # state name -> its value after the step
+        self.learning_rate = learning_rate
+        model = prepare(forward.model)
+        graph = model.graph
+        self._take_state(graph, forward)
+        self.taken = {v.name for v in graph.inputs} | {v.name for node in graph for v in node.outputs} | set(graph.initializers)
+        for name in (learning_rate, TRAINING_MODE, NORM):
+            self._free(name)
+        self.described = described
+        self._input(graph, learning_rate, ir.DataType.FLOAT, [1])
+        self._input(graph, TRAINING_MODE, ir.DataType.BOOL, [])
+        self._state(graph, SEED, np.array([seed], np.int64), "random")
+        self._state(graph, STEP, np.array([0], np.int64), "random")
+        for rewrite in (
+            FuseLogSoftmaxNllPass(),
+            SplitBatchNormalizationPass(),
+            CounterHashDropoutPass(SEED, STEP, TRAINING_MODE),
+            common.TopologicalSortPass(),
+        ):
+            model = rewrite(model).model
+        self.model, self.op = model, Builder(model.graph, "step")
+        outputs = {value.name: value for value in model.graph.outputs}
+        self.new.update({name: outputs[output] for name, output in forward.updates.items()})
+        self._stateful_random()
+
+    def differentiate(self, parameters: Sequence[str], unread: Sequence[str] = ()) -> dict[str, ir.Value]:
+        """The gradient of the loss for each parameter that has one, named `<parameter>_grad`."""
+        op, inputs = self.op, self._inputs()
+        loss = self.model.graph.outputs[0]
+        one = op.const(np.ones((), loss.dtype.numpy()), loss.dtype)
+        found = differentiate(op, {loss: one}, [inputs[name] for name in parameters])
+        gradients = {name: found[inputs[name]] for name in parameters if found[inputs[name]] is not None}
+        if lost := [name for name in (*parameters, *unread) if name not in gradients]:
+            warnings.warn(
+                f"no path from {', '.join(map(repr, lost))} to the loss: training leaves "
+                f"{'it' if len(lost) == 1 else 'them'} unchanged",
+                NoGradientWarning, stacklevel=2,
+            )  # fmt: skip
+        if not gradients:
+            raise ModelError(
+                "nothing to train: no parameter reaches the loss. Check requires_grad, frozen_weights, "
+                f"and that output {loss.name!r} is the loss"
+            )
+        for name, gradient in gradients.items():
+            if gradient.producer() is None or gradient.name in {f"{n}_grad" for n in gradients}:
+                gradient = op.Identity(gradient)
+            gradient.name = self._free(f"{name}_grad")
+            gradients[name] = gradient
+            self.roles[name] = ("parameter", None)
+        return gradients
+
+    def order(self, gradients: dict[str, ir.Value]) -> tuple[ir.Value, ir.Value]:
+        """The learning rate as the update may see it: when nothing will read a parameter any more."""
+        op, inputs = self.op, self._inputs()
+        norm = op.Identity(global_norm(op, list(gradients.values())))
+        norm.name = NORM
+        late = unordered_readers(self.model.graph, {inputs[name]: norm for name in gradients}, norm)
+        nodes = dict.fromkeys(node for readers in late.values() for node in readers)
+        rate = fence(op, inputs[self.learning_rate], [norm, *(node.outputs[0] for node in nodes)])
+        rate.name = self._free(f"{self.learning_rate}_ordered")
+        return rate, norm
+
+    def update(self, optimizer: Optimizer, gradients: dict[str, ir.Value], rate: ir.Value, norm: ir.Value) -> None:
+        """Let the optimizer emit the new value of every parameter and of its own state."""
+        inputs, slots = self._inputs(), list(optimizer.shared_slots)
+        for name in gradients:
+            tensor = self.tensors[name]
+            slots += optimizer.slots(name, tuple(tensor.shape.numpy()), tensor.dtype)
+        state = {}
+        for slot in slots:
+            initial = np.full(slot.shape, slot.initial, slot.dtype.numpy())
+            state[slot.name] = self._state(self.model.graph, slot.name, initial, "optimizer", slot.parameter)
+        parameters = {name: inputs[name] for name in gradients}
+        with self.op.scope("update"):
+            self.new.update(optimizer.update(self.op, rate, norm, parameters, gradients, state))
+
+    def lower(self, primitives: bool) -> None:
+        """Replace operators whose kernels are slow or absent, now that their gradients are taken."""
+        graph = self.model.graph
+        norm = next(v for node in graph for v in node.outputs if v.name == NORM)
+        del graph.outputs[len(self.outputs) :]
+        graph.outputs.append(norm)
+        for name in [value.name for value in graph.inputs if value.name in self.new]:
+            value = self.new[name]
+            if value.producer() is None or value.is_graph_output():
+                value = self.op.Identity(value)
+            value.name = self._free(f"{name}_new")
+            self.new[name] = value
+            graph.outputs.append(value)
+        for rewrite in (
+            SwitchBatchNormalizationPass(TRAINING_MODE, primitives=primitives),
+            ExpandSoftmaxCrossEntropyPass(),
+            RemoveStopGradientPass(),
+            CancelTransposePairsPass(),
+            common.TopologicalSortPass(),
+            common.RemoveUnusedNodesPass(),
+            common.CommonSubexpressionEliminationPass(),
+        ):
+            self.model = rewrite(self.model).model
+
+    def finish(self, gradients: dict[str, ir.Value], rate: ir.Value, norm: ir.Value) -> TrainingGraph:
+        """Prove or repair the order of reads and writes, and write the signature down."""
+        graph, shared = self.model.graph, set()
+        outputs = {value.name: value for value in graph.outputs}
+        inputs = self._inputs()
+        updates = {inputs[name]: outputs[f"{name}_new"] for name in self.new}
+        for old, readers in unordered_readers(graph, updates, rate).items():
+            if not self._fence_counter(old, updates[old], readers):
+                shared.add(old.name)
+        used = {x for node in graph for x in node_inputs(node)}
+        for value in [v for v in graph.inputs if v not in used and v.name not in self.described]:
+            graph.inputs.remove(value)
+            self.tensors.pop(value.name, None)
+        state = tuple(
+            StateEntry(v.name, f"{v.name}_new" if v.name in self.new else None, *self.roles[v.name], v.name not in shared)
+            for v in graph.inputs
+            if v.name in self.tensors
+        )
+        common.TopologicalSortPass()(self.model)
+        common.ClearMetadataAndDocStringPass()(self.model)
+        self.model.ir_version = IR_VERSION
+        signature = Signature(
+            tuple(self.described), tuple(self.outputs), self.learning_rate,
+            TRAINING_MODE if any(v.name == TRAINING_MODE for v in graph.inputs) else None,
+            NORM, {name: value.name for name, value in gradients.items()}, rate.name, state,
+        )  # fmt: skip
+        return TrainingGraph(self.model, signature, self.tensors)
+
+    # -- state ----------------------------------------------------------------------------
+
+    def _take_state(self, graph: ir.Graph, forward) -> None:
+        """Turn parameters and buffers from initializers into inputs: their values will change."""
+        for name in (*forward.parameters, *forward.buffers):
+            value = graph.initializers.pop(name)
+            self.tensors[name], value.const_value = value.const_value, None
+            self.roles[name] = ("buffer", None)
+            if value not in graph.inputs:
+                graph.inputs.append(value)
+
+    def _state(self, graph: ir.Graph, name: str, initial: np.ndarray, role: str, parameter: str | None = None) -> ir.Value:
+        self.tensors[self._free(name)] = ir.tensor(initial, name=name)
+        self.roles[name] = (role, parameter)
+        return self._input(graph, name, self.tensors[name].dtype, initial.shape)
+
+    @staticmethod
+    def _input(graph: ir.Graph, name: str, dtype: ir.DataType, shape: Sequence[int]) -> ir.Value:
+        value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
+        graph.inputs.append(value)
+        return value
+
+    def _stateful_random(self) -> None:
+        """Count the steps if some dropout asks for them."""
+        step = self._inputs()[STEP]
+        if step.uses():
+            self.new[STEP] = self.op.Add(step, np.ones(1, np.int64))
+
+    def _fence_counter(self, old: ir.Value, new: ir.Value, readers: Sequence[ir.Node]) -> bool:
+        """Let a 1-element new value wait for the readers of the old one."""
+        if new.shape is None or tuple(new.shape.dims) != (1,):
+            return False
+        op, graph, name = self.op, self.model.graph, new.name
+        ordered = fence(op, new, [node.outputs[0] for node in readers])
+        graph.outputs[list(graph.outputs).index(new)] = ordered
+        new.name, ordered.name = f"{name}_early", name
+        return True
+
+    def _inputs(self) -> dict[str, ir.Value]:
+        return {value.name: value for value in self.model.graph.inputs}
+
+    def _free(self, name: str) -> str:
+        """`name`, which must not be that of a value of the model."""
+        if name in self.taken:
+            other = ", or give the learning rate another name" if name == self.learning_rate else ""
+            raise ModelError(f"the name {name!r} is needed for the training graph but the model uses it; rename it there{other}")
+        return name

@@ -1,0 +1,350 @@
+"""Resampling: Resize, GridSample, AffineGrid."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import onnx_ir as ir
+
+from orttrainer.differentiate.registry import vjp
+from orttrainer.differentiate.rules.convolution import reshape, sizes
+from orttrainer.differentiate.rules.tools import attribute, constant, operand, positions, rank, shaped
+from orttrainer.errors import GradientError
+
+FLOAT, DOUBLE = ir.DataType.FLOAT, ir.DataType.DOUBLE
+
+
+# -- Resize ---------------------------------------------------------------------------------
+
+
+@vjp("Resize")
+def resize(op, node, dy):
+    """Y = M_1 ... M_n X, a matrix along each axis  ->  dX = M_1^T ... M_n^T dY."""
+    x = node.inputs[0]
+    dims = rank(node, x)
+    mode = attribute(node, "coordinate_transformation_mode", "half_pixel")
+    axes = [axis % dims for axis in attribute(node, "axes", None) or range(dims)]
+    dx, blocks = dy, {}
+    for place, axis in enumerate(axes):
+        scale = _scale(node, place, axes)
+        size, resized = x.shape[axis], _resized(node, x, axis, axes, scale)
+        same = scale == 1 or (isinstance(size, int) and size == resized and scale is None)
+        if same and mode != "tf_crop_and_resize":
+            continue
+        if isinstance(size, int) and isinstance(resized, int):
+            matrix = interpolation_matrix(node, size, resized, scale or resized / size, _region(node, place, len(axes)))
+            if resized % size == 0 and np.array_equal(matrix, np.repeat(np.eye(size), resized // size, axis=0)):
+                blocks[axis] = resized // size
+                continue
+            dx = _along(op, dx, axis, op.const(matrix, x.dtype))
+        else:
+            dx = _along(op, dx, axis, _matrix_at_run_time(op, node, x, axis, scale))
+    if blocks:
+        dx = _sum_blocks(op, dx, x, blocks)
+    return (shaped(dx, x), *[None] * (len(node.inputs) - 1))
+
+
+def _scale(node: ir.Node, place: int, axes: list[int]) -> float | None:
+    """The scale along an axis; None where it follows from the sizes."""
+    scales = operand(node, 2)
+    if scales is None or (scales.shape is not None and scales.shape.dims == (0,)):
+        policy = attribute(node, "keep_aspect_ratio_policy", "stretch")
+        if policy == "stretch":
+            return None
+        wanted, given = constant(operand(node, 3)), [node.inputs[0].shape[axis] for axis in axes]
+        if wanted is None or not all(isinstance(d, int) for d in given):
+            raise _unknown(node, f"keep_aspect_ratio_policy={policy!r}")
+        ratios = [int(w) / d for w, d in zip(wanted, given)]
+        return min(ratios) if policy == "not_larger" else max(ratios)
+    known = constant(scales)
+    if known is None:
+        raise _unknown(node, "scales that are not constant")
+    return float(known[place])
+
+
+def _resized(node: ir.Node, x: ir.Value, axis: int, axes: list[int], scale: float | None):
+    """The size of an axis of the output, by ONNX's formula; None where it is only known at run time."""
+    if not isinstance(x.shape[axis], int):
+        return None
+    if scale is None:
+        wanted = constant(operand(node, 3))
+        return None if wanted is None else int(wanted[axes.index(axis)])
+    exact = x.shape[axis] * scale
+    return int(np.floor(exact)) if operand(node, 3) is None else int(exact + 0.5)
+
+
+def _region(node: ir.Node, place: int, count: int) -> tuple[float, float]:
+    """The part of an axis that tf_crop_and_resize takes."""
+    if attribute(node, "coordinate_transformation_mode", "half_pixel") != "tf_crop_and_resize":
+        return 0.0, 1.0
+    roi = constant(operand(node, 1))
+    if roi is None:
+        raise _unknown(node, "a region of interest that is not constant")
+    return float(roi[place]), float(roi[place + count])
+
+
+def interpolation_matrix(node: ir.Node, size: int, resized: int, scale: float, region) -> np.ndarray:
+    """M with Y = M X along an axis of `size`: [resized, size]."""
+    mode = attribute(node, "mode", "nearest")
+    # ONNX Runtime computes coordinates in float32; where a coordinate is rounded, the last bit decides.
+    x = _coordinates(node, size, resized, scale, region, np.float32 if mode == "nearest" else np.float64)
+    outside = (x < 0) | (x > size - 1)
+    matrix = np.zeros((resized, size))
+    rows = np.arange(resized)[:, None]
+    if mode == "nearest":
+        at, weights = _round(x, attribute(node, "nearest_mode", "round_prefer_floor"))[:, None], np.ones((resized, 1))
+    else:
+        kernel, reach = (_hat, 1) if mode == "linear" else (_cubic(attribute(node, "cubic_coeff_a", -0.75)), 2)
+        shrink = min(scale, 1.0) if attribute(node, "antialias", 0) else 1.0
+        reach = int(np.ceil(reach / shrink))
+        at = np.floor(x).astype(int)[:, None] + np.arange(1 - reach, 1 + reach)
+        weights = kernel((x[:, None] - at) * shrink)
+        if attribute(node, "exclude_outside", 0):
+            weights = np.where((at >= 0) & (at < size), weights, 0)
+        weights = weights / weights.sum(1, keepdims=True)
+    np.add.at(matrix, (rows, np.clip(at, 0, size - 1).astype(int)), weights)
+    if attribute(node, "coordinate_transformation_mode", "half_pixel") == "tf_crop_and_resize":
+        matrix[outside] = 0  # there Y is the constant extrapolation_value
+    return matrix
+
+
+def _coordinates(node, size, resized, scale, region, dtype) -> np.ndarray:
+    """Where in the input each position of the output is read."""
+    mode = attribute(node, "coordinate_transformation_mode", "half_pixel")
+    x, scale = np.arange(resized, dtype=dtype), dtype(scale)
+    if mode == "asymmetric":
+        return x / scale
+    if mode == "align_corners":
+        return x * dtype(size - 1) / dtype(resized - 1) if resized > 1 else 0 * x
+    if mode == "tf_crop_and_resize":
+        begin, end = (dtype(r) for r in region)
+        if resized == 1:
+            return 0 * x + dtype(0.5) * (begin + end) * dtype(size - 1)
+        return begin * dtype(size - 1) + x * (end - begin) * dtype(size - 1) / dtype(resized - 1)
+    if mode == "tf_half_pixel_for_nn":
+        return (x + dtype(0.5)) / scale
+    if mode == "pytorch_half_pixel" and resized == 1:
+        return 0 * x
+    centers = (x + dtype(0.5)) / scale - dtype(0.5)
+    if mode == "half_pixel_symmetric":
+        return centers + dtype(size / 2) * (1 - dtype(resized) / (scale * dtype(size)))
+    return centers
+
+
+def _round(x: np.ndarray, mode: str) -> np.ndarray:
+    down, up = np.ceil(x - x.dtype.type(0.5)), np.floor(x + x.dtype.type(0.5))
+    return {"round_prefer_floor": down, "round_prefer_ceil": up, "floor": np.floor(x), "ceil": np.ceil(x)}[mode]
+
+
+def _hat(t: np.ndarray) -> np.ndarray:
+    return np.maximum(0, 1 - np.abs(t))
+
+
+def _cubic(a: float):
+    def kernel(t: np.ndarray) -> np.ndarray:
+        t = np.abs(t)
+        near, far = ((a + 2) * t - (a + 3)) * t * t + 1, ((a * t - 5 * a) * t + 8 * a) * t - 4 * a
+        return np.where(t <= 1, near, np.where(t < 2, far, 0))
+
+    return kernel
+
+
+def _matrix_at_run_time(op, node: ir.Node, x: ir.Value, axis: int, scale: float | None) -> ir.Value:
+    """M of one axis whose sizes are only known at run time, for nearest and linear."""
+    kind, mode = attribute(node, "mode", "nearest"), attribute(node, "coordinate_transformation_mode", "half_pixel")
+    if kind == "cubic" or attribute(node, "antialias", 0):
+        raise _unknown(node, f"mode {kind!r} (antialias={attribute(node, 'antialias', 0)}) and symbolic sizes")
+    dtype = DOUBLE if x.dtype == DOUBLE and kind == "linear" else FLOAT
+    length, resized = (op.dim(v, axis) for v in (x, node.outputs[0]))
+    size, count = (op.Cast(d, to=int(dtype)) for d in (length, resized))
+    at = op.Cast(positions(op, resized), to=int(dtype))
+    if scale is not None:
+        ratio = op.scalar(scale, at)
+    else:
+        ratio = op.Div(count, size)
+    if mode == "asymmetric":
+        at = op.Div(at, ratio)
+    elif mode == "align_corners":
+        at = op.Div(op.Mul(at, op.Sub(size, 1.0)), op.Max(op.Sub(count, 1.0), 1.0))
+    elif mode == "half_pixel" or mode == "pytorch_half_pixel":
+        at = op.Sub(op.Div(op.Add(at, 0.5), ratio), 0.5)
+        if mode == "pytorch_half_pixel":
+            at = op.Where(op.Equal(resized, np.int64(1)), op.scalar(0.0, at), at)
+    else:
+        raise _unknown(node, f"coordinate_transformation_mode {mode!r} and symbolic sizes")
+    if kind == "nearest":
+        rounding = attribute(node, "nearest_mode", "round_prefer_floor")
+        half = {"round_prefer_floor": -0.5, "round_prefer_ceil": 0.5}.get(rounding, 0.0)
+        at = (op.Ceil if rounding in ("round_prefer_floor", "ceil") else op.Floor)(op.Add(at, half) if half else at)
+    at = op.Unsqueeze(op.Max(op.Min(at, op.Sub(size, 1.0)), 0.0), [1])  # [resized, 1]
+    distance = op.Abs(op.Sub(at, op.Cast(positions(op, length), to=int(dtype))))  # [resized, size]
+    return op.cast_as(op.Relu(op.Sub(1.0, distance)), x)
+
+
+def _along(op, dy: ir.Value, axis: int, matrix: ir.Value) -> ir.Value:
+    """M^T dY along one axis."""
+    last = len(dy.shape) - 1
+    if axis == last - 1:
+        return op.MatMul(op.Transpose(matrix, perm=[1, 0]), dy)
+    if axis == last:
+        return op.MatMul(dy, matrix)
+    swap = list(range(last + 1))
+    swap[axis], swap[last] = last, axis
+    return op.Transpose(op.MatMul(op.Transpose(dy, perm=swap), matrix), perm=swap)
+
+
+def _sum_blocks(op, dy: ir.Value, x: ir.Value, blocks: dict[int, int]) -> ir.Value:
+    """Each element of x was repeated `blocks[axis]` times."""
+    dims, summed = [], []
+    for axis in range(len(x.shape)):
+        dims += sizes(x, axis)
+        if axis in blocks:
+            summed.append(len(dims))
+            dims.append(blocks[axis])
+    return op.ReduceSum(reshape(op, dy, *dims), summed, keepdims=0)
+
+
+def _unknown(node: ir.Node, what: str) -> GradientError:
+    return GradientError(
+        f"the gradient of Resize node {node.name!r} is not implemented for {what}; "
+        "give the model constant sizes or scales and inputs of known size"
+    )
+
+
+# -- AffineGrid -----------------------------------------------------------------------------
+
+
+@vjp("AffineGrid")
+def affine_grid(op, node, dy):
+    """Y[n,p] = theta[n] @ (p, 1)  ->  dtheta[n] = sum over p of dY[n,p] (p, 1)^T."""
+    theta, size = node.inputs
+    spatial = rank(node, dy) - 2
+    identity = op.const(np.eye(spatial, spatial + 1)[None], theta.dtype)
+    one_image = op.Concat([1], op.Slice(size, [1], [spatial + 2]), axis=0)
+    points = op.AffineGrid(identity, one_image, align_corners=attribute(node, "align_corners", 0))
+    points = op.Reshape(points, [-1, spatial])
+    points = op.Concat(points, op.full_like(op.Slice(points, [0], [1], [1]), 1.0), axis=1)  # [points, spatial + 1]
+    flat = reshape(op, dy, *sizes(theta, 0), -1, spatial)
+    return shaped(op.MatMul(op.Transpose(flat, perm=[0, 2, 1]), points), theta), None
+
+
+# -- GridSample -----------------------------------------------------------------------------
+
+
+@vjp("GridSample")
+def grid_sample(op, node, dy):
+    """Y[p] = sum_k w_k(grid[p]) X[i_k]  ->  dX[i_k] += w_k dY[p],  dgrid[p] = sum_k w_k' dY[p] X[i_k]."""
+    x, grid = node.inputs
+    spatial = rank(node, x) - 2
+    images = reshape(op, x, *sizes(x, 0, 1), -1)  # [batch, channels, positions]
+    flat_dy = reshape(op, dy, *sizes(x, 0, 1), -1, 1)  # [batch, channels, points, 1]
+    lengths = [op.dim(x, axis + 2) for axis in range(spatial)]
+    at, weights, slopes, inside = [], [], [], []
+    for axis, length in enumerate(lengths):
+        where, slope = _in_pixels(op, node, op.Gather(grid, np.int64(spatial - 1 - axis), axis=spatial + 1), length)
+        where = reshape(op, where, *sizes(x, 0), -1)  # [batch, points]
+        for part, value in zip((at, weights, slopes, inside), _taps(op, node, where, length)):
+            part.append(_combine_axis(op, value, axis, spatial))
+        slopes[-1] = op.Mul(slopes[-1], slope) if slopes[-1] is not None else None
+    index = at[0]
+    for length, part in zip(lengths[1:], at[1:]):
+        index = op.Add(op.Mul(index, length), part)
+    index = _flat(op, index, x, points_and_taps=True)
+    index = op.Expand(op.Unsqueeze(index, [1]), op.Concat(op.dim(x, 0), op.dim(x, 1), [1], axis=0))
+    weight = _flat(op, _product(op, weights + [m for m in inside if m is not None]), x)
+    spread = op.Mul(flat_dy, op.Unsqueeze(weight, [1]))  # [batch, channels, points, taps]
+    dx = op.ScatterElements(
+        op.zeros_like(images), index, reshape(op, spread, *sizes(x, 0, 1), -1), axis=2, reduction="add"
+    )
+    dx = op.reshape_as(dx, x)
+    if slopes[0] is None:
+        return dx, op.zeros_like(grid)  # nearest: Y is piecewise constant in the grid
+    read = op.Reshape(op.GatherElements(images, index, axis=2), op.Shape(spread))
+    products = op.ReduceSum(op.Mul(read, flat_dy), [1], keepdims=0)  # [batch, points, taps]
+    partials = []
+    for axis in reversed(range(spatial)):
+        others = [w for k, w in enumerate(weights) if k != axis]
+        slope = _flat(op, _product(op, [slopes[axis], *others, *(m for m in inside if m is not None)]), x)
+        partials.append(op.ReduceSum(op.Mul(products, slope), [2], keepdims=1))
+    return dx, op.reshape_as(op.Concat(*partials, axis=2), grid)
+
+
+def _in_pixels(op, node: ir.Node, g: ir.Value, length: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """A coordinate in [-1, 1] as a position in pixels, and the derivative of that."""
+    length = op.cast_as(length, g)
+    if attribute(node, "align_corners", 0):
+        slope = op.Mul(op.Sub(length, 1.0), 0.5)
+        return op.Mul(op.Add(g, 1.0), slope), slope
+    slope = op.Mul(length, 0.5)
+    return op.Sub(op.Mul(op.Add(g, 1.0), slope), 0.5), slope
+
+
+def _taps(op, node: ir.Node, at: ir.Value, length: ir.Value):
+    """The pixels that a position is read from, their weights, the slopes of these, and (zeros) whether they exist."""
+    mode = attribute(node, "mode", "linear")
+    at = op.Unsqueeze(at, [2])  # [batch, points, 1]
+    if mode == "nearest":
+        first, offsets = op.Round(at), [0.0]
+        weights, slopes = op.full_like(at, 1.0), None
+    else:
+        first = op.Floor(at)
+        t = op.Sub(at, first)
+        if mode in ("linear", "bilinear"):
+            offsets = [0.0, 1.0]
+            weights = op.Concat(op.Sub(1.0, t), t, axis=2)
+            slopes = op.Concat(op.full_like(t, -1.0), op.full_like(t, 1.0), axis=2)
+        else:
+            offsets = [-1.0, 0.0, 1.0, 2.0]
+            # the coefficients of t^3, t^2, t, 1 for each of the four taps, a = -0.75
+            a = -0.75
+            cubic = np.array([[a, -2 * a, a, 0], [a + 2, -a - 3, 0, 1], [-a - 2, 2 * a + 3, -a, 0], [-a, a, 0, 0]])
+            weights = _polynomial(op, t, cubic)
+            slopes = _polynomial(op, t, cubic[:, :3] * [3, 2, 1])
+    pixel = op.Cast(op.Add(first, op.const(np.array(offsets), at.dtype)), to=int(ir.DataType.INT64))
+    last = op.Sub(length, np.int64(1))
+    inside = None
+    padding = attribute(node, "padding_mode", "zeros")
+    if padding == "zeros":
+        inside = op.And(op.GreaterOrEqual(pixel, np.int64(0)), op.LessOrEqual(pixel, last))
+        inside = op.Cast(inside, to=int(at.dtype))
+    elif padding == "reflection":
+        if attribute(node, "align_corners", 0):  # about the centers of the first and the last pixel
+            period = op.Max(op.Mul(last, np.int64(2)), np.int64(1))
+            pixel = op.Mod(pixel, period)
+            pixel = op.Min(pixel, op.Sub(period, pixel))
+        else:  # about their outer edges
+            period = op.Mul(length, np.int64(2))
+            pixel = op.Mod(pixel, period)
+            pixel = op.Min(pixel, op.Sub(op.Sub(period, np.int64(1)), pixel))
+    pixel = op.Max(op.Min(pixel, last), np.int64(0))
+    return pixel, weights, slopes, inside
+
+
+def _polynomial(op, t: ir.Value, coefficients: np.ndarray) -> ir.Value:
+    """Horner's scheme, for all taps at once."""
+    columns = [op.const(np.ascontiguousarray(c), t.dtype) for c in coefficients.T]
+    value = columns[0]
+    for column in columns[1:]:
+        value = op.Add(op.Mul(t, value), column)
+    return value
+
+
+def _combine_axis(op, value, axis: int, spatial: int):
+    """[batch, points, taps] with its taps on an axis of their own, so that all combinations broadcast."""
+    if value is None:
+        return None
+    extra = [2 + k for k in range(spatial) if k != axis]
+    return op.Unsqueeze(value, extra) if extra else value
+
+
+def _product(op, values):
+    return list(itertools.accumulate(values, op.Mul))[-1]
+
+
+def _flat(op, value, x, points_and_taps=False):
+    """[batch, points, taps...] -> [batch, points, all taps], or [batch, points * taps]."""
+    if points_and_taps:
+        return reshape(op, value, *sizes(x, 0), -1)
+    taps = [d for d in value.shape.dims[2:]]
+    return op.Reshape(value, [0, 0, int(np.prod(taps))])

@@ -1,0 +1,233 @@
+"""How the user's module is called: described inputs in, described outputs out."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from ..errors import InvalidArgumentError, SchemaError
+
+__all__ = ["LossModule", "in_train_mode", "state_names", "unchanged"]
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+class LossModule(nn.Module):
+    """Module and loss as one callable of the described inputs, the loss first among its outputs.
+
+    Args:
+        module: the user's module, kept as it is under the one attribute `module`.
+        loss_fn: `loss_fn(prediction, label)` or None, where the module returns the loss itself.
+        description: the `ModelDescription`; with a `loss_fn` its last input is the label.
+    """
+
+    def __init__(self, module, loss_fn, description):
+        super().__init__()
+        if loss_fn is not None:
+            _check_loss_fn(loss_fn)
+        self.module = module
+        self.loss_fn = loss_fn
+        self.output_names = [d.name_ for d in description.outputs_]
+        names = [d.name_ for d in description.inputs_]
+        self.keywords = _keywords(module, names if loss_fn is None else names[:-1])
+        # Buffers whose new values `forward` appends to its outputs (see `export_module`).
+        self.updated: tuple[str, ...] = ()
+
+    def forward(self, *inputs):
+        outputs = self.described_outputs(inputs)
+        return (*outputs, *(_attribute(self, name).clone() for name in self.updated))
+
+    def described_outputs(self, inputs):
+        """Call module and loss; return as many outputs as are described."""
+        if self.loss_fn is None:
+            outputs = _flat(self._predict(inputs))
+        else:
+            *inputs, label = inputs
+            prediction = self._predict(inputs)
+            outputs = [self.loss_fn(prediction, label), *_flat(prediction)]
+        return self._checked(outputs)
+
+    def _predict(self, inputs):
+        if self.keywords:
+            return self.module(**dict(zip(self.keywords, inputs)))
+        return self.module(*inputs)
+
+    def _checked(self, outputs):
+        names = self.output_names
+        if len(outputs) < len(names):
+            raise SchemaError(
+                f"{len(names)} outputs are described ({', '.join(names)}), but model and loss give "
+                f"{len(outputs)}. Describe only the outputs that exist, loss first."
+            )
+        for name, output in zip(names, outputs):
+            if not isinstance(output, torch.Tensor):
+                raise SchemaError(f"output {name!r} is a {type(output).__name__}, not a tensor.")
+        loss = outputs[0]
+        if loss.dim() != 0 or not loss.is_floating_point():
+            raise SchemaError(
+                f"the first output, {names[0]!r}, is trained as the loss and must be a 0-d float tensor; "
+                f"it has shape {list(loss.shape)} and dtype {loss.dtype}. Reduce it (mean or sum), or "
+                f"pass a loss_fn."
+            )
+        return outputs[: len(names)]
+
+
+def state_names(wrapper: LossModule) -> dict[str, str]:
+    """Map every qualified state name inside `wrapper` to its public name.
+
+    Parameters keep their `named_parameters()` name; a tied tensor has one name, the first.
+    State of a loss module gets the prefix `loss_fn.`.
+    """
+    taken = {name.split(".")[0] for name in _state(wrapper.module)}
+    loss_prefix = "loss_fn"
+    while loss_prefix in taken:  # the module has a child of that name
+        loss_prefix = "_" + loss_prefix
+    public: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, tensor in _state(wrapper).items():
+        root, rest = name.split(".", 1)
+        name_here = rest if root == "module" else f"{loss_prefix}.{rest}"
+        public[name] = first.setdefault(id(tensor), name_here)
+    return public
+
+
+def _state(module) -> dict[str, torch.Tensor]:
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+
+
+# ---------------------------------------------------------------- leaving no trace
+
+
+@contextlib.contextmanager
+def unchanged(module):
+    """Undo on exit whatever a forward or an exporter leaves behind.
+
+    Attributes, flags, hooks and buffers of every submodule, and the random generators. The
+    parameters stay the tensors they are.
+    """
+    attributes = [(m, _copied(vars(m))) for m in module.modules()]
+    buffers = [(b, b.detach().clone()) for b in module.buffers()]
+    flags = [(p, p.requires_grad, p.grad) for p in module.parameters()]
+    python_random = random.getstate()
+    devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=list(devices)):
+        try:
+            yield
+        finally:
+            random.setstate(python_random)
+            for owner, saved in attributes:
+                _restore(vars(owner), saved)
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+            for parameter, requires_grad, grad in flags:
+                parameter.requires_grad_(requires_grad)
+                parameter.grad = grad
+
+
+@contextlib.contextmanager
+def in_train_mode(module):
+    """Train mode for the whole module, unless it is in train mode already.
+
+    Then a submodule in eval mode was put there on purpose (a frozen BatchNorm) and stays so.
+    """
+    flags = [(m, m.training) for m in module.modules()]
+    if not module.training:
+        module.train()
+    try:
+        yield
+    finally:
+        for owner, training in flags:
+            owner.training = training
+
+
+def _copied(attributes):
+    """A copy two levels deep: hooks, parameters and buffers live in dicts of the module."""
+    return {k: (v, v.copy() if isinstance(v, dict) else None) for k, v in attributes.items()}
+
+
+def _restore(attributes, saved):
+    attributes.clear()
+    for key, (value, content) in saved.items():
+        if content is not None:
+            value.clear()
+            value.update(content)
+        attributes[key] = value
+
+
+# ---------------------------------------------------------------- signatures
+
+
+def _check_loss_fn(loss_fn):
+    """A loss takes exactly (prediction, label); what has a default may stay away."""
+    if not callable(loss_fn):
+        raise InvalidArgumentError(f"loss_fn must be callable, got {loss_fn!r}.")
+    function = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a builtin without a signature
+        return
+    positional = [p for p in parameters if p.kind in _POSITIONAL]
+    required = [p for p in parameters if _is_required(p)]
+    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if len(required) > 2 or (len(positional) < 2 and not variadic):
+        names = ", ".join(p.name for p in parameters)
+        raise InvalidArgumentError(
+            f"loss_fn must take exactly 2 arguments (prediction, label), but {loss_fn!r} takes "
+            f"({names}). Wrap it: lambda prediction, label: ..."
+        )
+
+
+def _is_required(parameter):
+    variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    return parameter.default is parameter.empty and not variadic
+
+
+def _keywords(module, names):
+    """The names to call `forward` with, or () for a call by position.
+
+    By keyword if every described name is a parameter of `forward`; then order and gaps do not
+    matter. Else names are free and the order counts.
+    """
+    parameters = inspect.signature(module.forward).parameters.values()
+    known = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    if names and set(names) <= known:
+        missing = [p.name for p in parameters if _is_required(p) and p.name not in names]
+        if not missing:
+            return tuple(names)
+    accepted = [p.name for p in parameters if p.kind in _POSITIONAL]
+    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if len(names) > len(accepted) and not variadic:
+        raise SchemaError(
+            f"{type(module).__name__}.forward takes {len(accepted)} inputs "
+            f"({', '.join(accepted)}), but {len(names)} are described ({', '.join(names)}). With a "
+            f"loss_fn the last described input is the label; without one, all go to forward."
+        )
+    return ()
+
+
+def _flat(outputs):
+    """Tensors in order out of nested tuples, lists, dicts and dataclasses; None is left out."""
+    if outputs is None:
+        return []
+    if isinstance(outputs, Mapping):  # the outputs of Hugging Face models too
+        outputs = tuple(outputs.values())
+    if isinstance(outputs, (tuple, list)):
+        return [tensor for output in outputs for tensor in _flat(output)]
+    if hasattr(outputs, "__dataclass_fields__"):
+        return _flat([getattr(outputs, field) for field in outputs.__dataclass_fields__])
+    return [outputs]
+
+
+def _attribute(module, name):
+    for part in name.split("."):
+        module = getattr(module, part)
+    return module

@@ -1,0 +1,33 @@
+"""The product of every exporter and the only thing that later stages see of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+__all__ = ["ForwardGraph"]
+
+
+@dataclass(frozen=True)
+class ForwardGraph:
+    """A model and its loss in standard ONNX operators, as it trains.
+
+    Attributes:
+        model: inputs are the described inputs, in order; outputs the described outputs, the
+            loss first, then one output per buffer update. Parameters and buffers are
+            initializers that share memory with the torch tensors. Every Dropout has three
+            inputs, a constant rate and a constant True.
+        parameters: names of the trainable float initializers that the graph uses.
+        buffers: names of the rest of the model's state that the graph reads or updates.
+        updates: buffer name -> name of the graph output with its new value.
+        unread: names of the trainable parameters of the module that the graph does not use.
+        exporter: what made the graph: "dynamo", "torchscript" or "onnx".
+    """
+
+    model: ir.Model
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    updates: dict[str, str] = field(default_factory=dict)
+    exporter: str = "onnx"
+    unread: tuple[str, ...] = ()

@@ -1,0 +1,87 @@
+"""Take an existing ONNX model, its loss inside, as a forward graph."""
+
+from __future__ import annotations
+
+import onnx
+import onnx_ir as ir
+import onnx_ir.passes.common as common
+
+from ..errors import ModelError
+from ..graph.read import read_model
+from . import normalize
+from .capture import MAX_OPSET
+from .forward_graph import ForwardGraph
+
+__all__ = ["from_onnx"]
+
+_FLOATS = (
+    ir.DataType.FLOAT,
+    ir.DataType.DOUBLE,
+    ir.DataType.FLOAT16,
+    ir.DataType.BFLOAT16,
+)
+_OLDEST_OPSET, _CONVERTED_TO = 17, 18
+
+
+def from_onnx(model: onnx.ModelProto, description) -> ForwardGraph:
+    """Wrap an ONNX model whose first described output is the scalar loss.
+
+    Every float initializer becomes a parameter, the others buffers. The given model is not
+    changed.
+
+    Raises:
+        ModelError: a described name is not in the model, an input has neither description nor
+            initializer, or the first output is no scalar float.
+    """
+    model = read_model(model)
+    common.InlinePass()(model)
+    if not _OLDEST_OPSET <= model.opset_imports.get("", 0) <= MAX_OPSET:
+        normalize.convert_opset(model, _CONVERTED_TO)
+    _select_inputs(model.graph, [d.name_ for d in description.inputs_])
+    _select_outputs(model.graph, [d.name_ for d in description.outputs_])
+    common.RemoveUnusedNodesPass()(model)
+    common.ShapeInferencePass(check_type=False, strict_mode=False)(model)
+    _check_loss(model.graph.outputs[0])
+    model.ir_version = min(model.ir_version, 10)
+    floats = [n for n, v in model.graph.initializers.items() if v.dtype in _FLOATS]
+    others = [n for n, v in model.graph.initializers.items() if v.dtype not in _FLOATS]
+    return ForwardGraph(model=model, parameters=tuple(floats), buffers=tuple(others))
+
+
+def _select_inputs(graph, names):
+    """Described inputs, in order; older files list initializers as inputs too."""
+    available = {v.name: v for v in graph.inputs if not v.is_initializer()}
+    _check_known("input", names, available)
+    open_inputs = [name for name in available if name not in names]
+    if open_inputs:
+        raise ModelError(
+            f"the ONNX model needs the inputs {open_inputs} as well. Describe them in the ModelDescription."
+        )
+    graph.inputs.clear()
+    graph.inputs.extend(available[name] for name in names)
+
+
+def _select_outputs(graph, names):
+    available = {v.name: v for v in graph.outputs}
+    _check_known("output", names, available)
+    graph.outputs.clear()
+    graph.outputs.extend(available[name] for name in names)
+
+
+def _check_known(role, names, available):
+    unknown = [name for name in names if name not in available]
+    if unknown:
+        raise ModelError(
+            f"the ONNX model has no {role} {', '.join(map(repr, unknown))}; it has "
+            f"{', '.join(map(repr, available))}. Use its names in the ModelDescription."
+        )
+
+
+def _check_loss(loss):
+    shape = None if loss.shape is None else [str(dim) for dim in loss.shape]
+    if loss.dtype not in _FLOATS or shape != []:
+        kind = "unknown" if shape is None else f"[{', '.join(shape)}]"
+        raise ModelError(
+            f"the first output, {loss.name!r}, is trained as the loss and must be a float scalar; it "
+            f"has shape {kind} and dtype {loss.dtype}. Put the loss output first, or reduce it."
+        )

@@ -1,0 +1,286 @@
+"""From an exporter's raw graph to a clean forward graph: names, state, updates, size.
+
+While passes run, the module's state is graph *input*, not initializer: no pass can then take a
+weight for a constant and fold it away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+
+import onnx_ir as ir
+import onnx_ir.passes.common as common
+import onnxscript.optimizer
+from onnxscript import version_converter
+
+from ..errors import ExportError
+from .batch_norm import copy_of, unbiased_running_var
+from .quiet import silence
+
+__all__ = [
+    "RANDOM_OPS",
+    "add_initializer",
+    "add_torchscript_updates",
+    "constant_of",
+    "convert_opset",
+    "name_interface",
+    "name_state",
+    "optimize",
+    "state_as_inputs",
+]
+
+RANDOM_OPS = frozenset(
+    ["Bernoulli", "Dropout", "Multinomial", "RandomNormal", "RandomNormalLike"] + ["RandomUniform", "RandomUniformLike"]
+)
+_MARK = "orttrainer_site"
+
+
+def constant_of(value):
+    """The numpy value of a constant or an initializer, else None."""
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    return None if tensor is None else tensor.numpy()
+
+
+def name_state(model, public: dict[str, str], tensors) -> None:
+    """Give state its public names; tied weights become one value.
+
+    Args:
+        public: qualified name inside the exported wrapper -> public name.
+        tensors: public name -> IR tensor that shares the torch tensor's memory.
+    """
+    graph = model.graph
+    by_name: dict[str, ir.Value] = {}
+    for name, value in list(graph.initializers.items()):
+        if name not in public:
+            continue
+        first = by_name.setdefault(public[name], value)
+        if first is not value:
+            value.replace_all_uses_with(first, replace_graph_outputs=True)
+        del graph.initializers[name]
+    for value in list(graph.initializers.values()):  # constants give way
+        if value.name in by_name:
+            _rename_initializer(graph, value, _free_name(value.name, {*graph.initializers, *by_name}))
+    for name, value in by_name.items():
+        value.name = name
+        value.const_value = tensors[name]
+        graph.register_initializer(value)
+
+
+def _rename_initializer(graph, value, name):
+    del graph.initializers[value.name]
+    value.name = name
+    graph.register_initializer(value)
+
+
+def _free_name(name, taken):
+    return next(f"{name}_{i}" for i in range(1, len(taken) + 2) if f"{name}_{i}" not in taken)
+
+
+def name_interface(model, input_names, output_names, symbols) -> None:
+    """Give inputs, outputs and symbolic dimensions their described names.
+
+    Args:
+        symbols: per input, {axis: symbol}.
+    """
+    common.OutputFixPass()(model)  # one value may be two outputs, or an input
+    graph = model.graph
+    reserved = {*input_names, *output_names}
+    for value in _values(graph):
+        if value.name in reserved:
+            _set_name(graph, value, _free_name(value.name, reserved))
+    for value, name in zip(graph.inputs, input_names, strict=True):
+        value.name = name
+    for value, name in zip(graph.outputs, output_names, strict=True):
+        value.name = name
+    _rename_dimensions(graph, symbols)
+
+
+def _values(graph):
+    yield from graph.inputs
+    yield from list(graph.initializers.values())
+    for node in graph.all_nodes():
+        yield from node.outputs
+
+
+def _set_name(graph, value, name):
+    if value.is_initializer():
+        _rename_initializer(graph, value, name)
+    else:
+        value.name = name
+
+
+def _rename_dimensions(graph, symbols):
+    """s21 -> batch, also inside expressions such as s21*s35."""
+    names: dict[str, str] = {}
+    for value, axes in zip(graph.inputs, symbols):
+        for axis, symbol in axes.items():
+            dim = value.shape[axis]
+            if isinstance(dim, int):
+                raise ExportError(
+                    f"axis {axis} of input {value.name!r} is declared as {symbol!r}, but the exporter "
+                    f"fixed it to {dim}, as forward compares it with a number. Declare the axis "
+                    f"with that size, or take the comparison out of forward."
+                )
+            names.setdefault(str(dim.value), symbol)
+    for value in _values(graph):
+        if value.shape is not None:
+            value.shape = ir.Shape([_renamed(dim, names) for dim in value.shape])
+    for value, axes in zip(graph.inputs, symbols):
+        value.shape = ir.Shape([axes.get(i, dim) for i, dim in enumerate(value.shape)])
+
+
+def _renamed(dim, names):
+    if isinstance(dim, int) or dim.value is None:
+        return dim
+    text = str(dim.value)
+    return names.get(text) or re.sub(r"[A-Za-z_]\w*", lambda m: names.get(m[0], m[0]), text)
+
+
+# ---------------------------------------------------------------- state as inputs
+
+
+@contextlib.contextmanager
+def state_as_inputs(model, names):
+    """Within the block, the named initializers are plain graph inputs without a value."""
+    graph, kept = model.graph, {}
+    for name in names:
+        value = graph.initializers.pop(name)
+        kept[name], value.const_value = value.const_value, None
+        graph.inputs.append(value)
+    try:
+        yield
+    finally:
+        for value in [v for v in graph.inputs if v.name in kept]:
+            graph.inputs.remove(value)
+            value.const_value = kept[value.name]
+            graph.register_initializer(value)
+
+
+# ---------------------------------------------------------------- size
+
+
+def optimize(model) -> None:
+    """Inline, fold, share and prune, without touching what training means.
+
+    Needs state as inputs. Random operators are never folded and never shared: two dropouts of
+    one value draw two masks.
+    """
+    output_names = [value.name for value in model.graph.outputs]
+    common.InlinePass()(model)
+    _mark_random(model)
+    onnxscript.optimizer.optimize_ir(model, should_fold=_may_fold, inline=False)
+    _unmark_random(model)
+    common.ClearMetadataAndDocStringPass()(model)
+    if not list(model.graph.subgraphs()):  # a branch may not return an outer value directly
+        common.IdentityEliminationPass()(model)
+    common.RemoveUnusedNodesPass()(model)
+    common.OutputFixPass()(model)
+    for value, name in zip(model.graph.outputs, output_names):
+        value.name = name  # an output that is an input, or two outputs, got an Identity
+    common.TopologicalSortPass()(model)
+    _infer_missing_shapes(model)
+
+
+def _mark_random(model):
+    """An attribute of its own keeps common-subexpression elimination off a random node."""
+    for site, node in enumerate(model.graph.all_nodes()):
+        if node.op_type in RANDOM_OPS:
+            node.attributes[_MARK] = ir.AttrInt64(_MARK, site)
+
+
+def _unmark_random(model):
+    for node in model.graph.all_nodes():
+        node.attributes.pop(_MARK, None)
+
+
+def _may_fold(node):
+    return False if node.op_type in RANDOM_OPS else None
+
+
+def _infer_missing_shapes(model):
+    """ONNX's inference, for values whose shape or dtype the exporter left open."""
+    known = {id(v): (v.shape, v.dtype) for v in _values(model.graph)}
+    common.ShapeInferencePass(check_type=False, strict_mode=False)(model)
+    for value in _values(model.graph):
+        shape, dtype = known[id(value)]
+        if shape is not None and all(isinstance(d, int) or d.value for d in shape):
+            value.shape = shape  # torch knows the dimensions by name
+        if dtype is not None:
+            value.dtype = dtype
+
+
+def convert_opset(model, opset) -> None:
+    """Bring the model to `opset` in place."""
+    if model.opset_imports.get("", opset) != opset:
+        common.InlinePass()(model)
+        with silence():
+            version_converter.convert_version(model, opset, fallback=True)
+
+
+# ---------------------------------------------------------------- TorchScript's buffers
+
+
+def add_torchscript_updates(model, counters) -> list[str]:
+    """Append the new values of BatchNorm's buffers as outputs; return the buffers' names.
+
+    A TorchScript graph has them as unused outputs of BatchNormalization, or not at all.
+
+    Args:
+        counters: integer buffers that forward counts up: {name: (IR tensor, step)}.
+    """
+    graph = model.graph
+    newest: dict[str, ir.Value] = {}
+    for node in list(graph):
+        if node.op_type == "BatchNormalization" and node.attributes.get_int("training_mode", 0):
+            _track_batch_norm(graph, node, newest)
+    for name, (tensor, step) in counters.items():
+        buffer = graph.initializers.get(name) or add_initializer(graph, tensor)
+        op = _Nodes()
+        newest[name] = op.Add(buffer, op.Constant(value=ir.tensor(step, dtype=buffer.dtype)))
+        graph.extend(op.nodes)
+    graph.outputs.extend(newest.values())
+    return list(newest)
+
+
+def add_initializer(graph, tensor) -> ir.Value:
+    """Register `tensor` under its own name."""
+    value = ir.Value(
+        name=tensor.name,
+        shape=ir.Shape(tensor.shape),
+        type=ir.TensorType(tensor.dtype),
+        const_value=tensor,
+    )
+    graph.register_initializer(value)
+    return value
+
+
+class _Nodes:
+    """`op.Add(a, b)` makes a node that no graph has yet; `nodes` lists them."""
+
+    def __init__(self):
+        self.nodes: list[ir.Node] = []
+
+    def __getattr__(self, op_type):
+        def make(*inputs, **attributes):
+            self.nodes.append(ir.node(op_type, inputs, attributes))
+            return self.nodes[-1].outputs[0]
+
+        return make
+
+
+def _track_batch_norm(graph, node, newest):
+    """A BatchNorm that forward calls twice starts from its first call's statistics."""
+    x, _, _, mean, var = node.inputs
+    if not mean.is_initializer() and mean.name not in newest:
+        return  # track_running_stats=False: the exporter feeds the batch's own statistics
+    old = [newest.get(statistic.name, statistic) for statistic in (mean, var)]
+    op = _Nodes()
+    for index, statistic in zip((3, 4), old):
+        node.replace_input_with(index, copy_of(op, statistic))
+    graph.insert_before(node, op.nodes)
+    op = _Nodes()
+    kept = node.attributes.get_float("momentum", 0.9)
+    corrected = unbiased_running_var(op, x, old[1], node.outputs[2], kept)
+    graph.insert_after(node, op.nodes)
+    newest.update({mean.name: node.outputs[1], var.name: corrected})

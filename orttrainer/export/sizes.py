@@ -1,0 +1,70 @@
+"""The same batch with other sizes of its symbolic axes."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+__all__ = ["resized", "without_ones"]
+
+_TRIES = 16
+
+
+def resized(inputs, symbols):
+    """Yield (symbol, inputs) with one symbolic axis after the other at another size.
+
+    Where a size is the product of two others (a flat label), it follows them.
+
+    Args:
+        symbols: per input, {axis: symbol}.
+    """
+    sizes = _sizes(inputs, symbols)
+    for symbol, size in sizes.items():
+        smaller = max(2, size // 2)  # cheap, and 1 would be a special case to broadcasting
+        changed = {symbol: smaller if smaller != size else size + 1}
+        for product, factor in _products_of(symbol, sizes):
+            changed[product] = changed[symbol] * factor
+        yield symbol, _with_sizes(inputs, symbols, changed)
+
+
+def without_ones(inputs, symbols, accepts):
+    """The batch with symbolic axes of size 1 made longer, if `accepts` takes one such batch.
+
+    Of a size 1 an exporter cannot tell whether it was a size or broadcasting.
+    """
+    sizes = _sizes(inputs, symbols)
+    if 1 not in sizes.values():
+        return inputs
+    # A size may be the product of others: it has to double with them, which only a try can tell.
+    choices = [(2, 4) if size == 1 else (size, 2 * size) for size in sizes.values()]
+    for choice in itertools.islice(itertools.product(*choices), _TRIES):
+        longer = _with_sizes(inputs, symbols, dict(zip(sizes, choice)))
+        if accepts(longer):
+            return longer
+    return inputs
+
+
+def _sizes(inputs, symbols):
+    return {s: t.shape[a] for t, axes in zip(inputs, symbols) for a, s in axes.items()}
+
+
+def _products_of(symbol, sizes):
+    """Yield (product, factor) where one symbol's size is that of `symbol` times a third one's."""
+    for product, total in sizes.items():
+        for other, factor in sizes.items():
+            if len({symbol, product, other}) == 3 and total == sizes[symbol] * factor:
+                yield product, factor
+
+
+def _with_sizes(inputs, symbols, sizes):
+    return [_resize(tensor, axes, sizes) for tensor, axes in zip(inputs, symbols)]
+
+
+def _resize(tensor, axes, sizes):
+    """Cut or repeat `tensor` along its symbolic axes."""
+    for axis, symbol in axes.items():
+        if symbol in sizes:
+            index = torch.arange(sizes[symbol], device=tensor.device) % tensor.shape[axis]
+            tensor = tensor.index_select(axis, index)
+    return tensor

@@ -1,0 +1,82 @@
+"""Order without arithmetic: who reads a buffer before it is overwritten.
+
+State inputs and outputs may share memory, which ONNX Runtime does not know. An update in
+place is right only if every node that reads the old value runs before the node that writes
+the new one, or is that node. `fence` makes it so, `unordered_readers` proves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from orttrainer.graph.builder import Builder
+
+
+def fence(op: Builder, value: ir.Value, after: Iterable[ir.Value]) -> ir.Value:
+    """A copy of the 1-element `value` that cannot be computed before all of `after`.
+
+    Its bits are those of `value`, also where `after` holds NaN: one element of each is put
+    behind it in one tensor, of which only the first element is taken.
+    """
+    pieces = [op.Reshape(value, [1])]
+    for other in after:
+        first = op.Slice(op.Reshape(other, [-1]), [0], [1])
+        pieces.append(op.cast_as(first, value))
+    return op.Gather(op.Concat(*pieces, axis=0), np.zeros(1, np.int64))
+
+
+def unordered_readers(
+    graph: ir.Graph, updates: Mapping[ir.Value, ir.Value], barrier: ir.Value | None = None
+) -> dict[ir.Value, list[ir.Node]]:
+    """For each old value the nodes that read it and need not run before its new value is written.
+
+    Args:
+        graph: the training graph.
+        updates: old value (a graph input) -> new value.
+        barrier: a value that most updates depend on; it only makes the search shorter.
+
+    Returns:
+        The old values that have such readers, with them.
+    """
+    readers = _readers(graph)
+    before_barrier = _ancestors(barrier, set()) if barrier is not None else set()
+    unordered = {}
+    for old, new in updates.items():
+        seen = _ancestors(new, before_barrier)
+        behind_barrier = before_barrier if barrier is not None and barrier.producer() in seen else ()
+        if late := [node for node in readers.get(old, ()) if node not in seen and node not in behind_barrier]:
+            unordered[old] = late
+    return unordered
+
+
+def node_inputs(node: ir.Node) -> Iterable[ir.Value]:
+    """The inputs of a node, with the values that its subgraphs capture."""
+    yield from (x for x in node.inputs if x is not None)
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            yield from (x for inner in attribute.as_graph().all_nodes() for x in inner.inputs if x is not None)
+
+
+def _readers(graph: ir.Graph) -> dict[ir.Value, list[ir.Node]]:
+    readers: dict[ir.Value, list[ir.Node]] = {}
+    for node in graph:
+        for value in node_inputs(node):
+            readers.setdefault(value, []).append(node)
+    return readers
+
+
+def _ancestors(value: ir.Value, known: set[ir.Node]) -> set[ir.Node]:
+    """The node that makes `value` and every node before it; nodes in `known` are not searched further."""
+    seen: set[ir.Node] = set()
+    stack = [value.producer()]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node not in known:
+            stack.extend(x.producer() for x in node_inputs(node))
+    return seen

@@ -1,0 +1,197 @@
+"""BatchNormalization that trains and evaluates in one graph.
+
+A training BatchNormalization does three things: it normalizes with the statistics of the
+batch, returns what its gradient needs (only if it is asked in the right way), and moves the
+running statistics. These passes take it apart, one before differentiation and one after:
+
+    Y, mean', var' = BatchNormalization(X, scale, bias, mean, var)      momentum m, training_mode 1
+    ->  Y, m_b, v_b = BatchNormalization(X, scale, bias, 0, 0)          momentum 0: statistics of the batch
+        mean' = mean + (m_b - mean) (1 - m);  var' likewise             SplitBatchNormalizationPass
+    ->  Y, m_b, v_b = If(training_mode) {the same} else {inference; mean; var}     SwitchBatchNormalizationPass
+
+In the last form the If comes before whatever writes mean' and var', and all other readers of mean
+and var are on the way to these: so the running statistics can be updated in their own memory.
+
+ONNX Runtime lets the statistics that the operator returns overwrite its inputs 3 and 4, be they
+constants or the caller's memory, unless they are outputs of their graph. So these inputs must
+not be constants in the split form (two nodes would share them, and a NaN would stay for ever);
+in a branch of an If they may be.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from orttrainer.errors import ModelError
+from orttrainer.graph.builder import Builder
+
+# Metadata of a split node: the names of its running statistics.
+RUNNING = ("orttrainer.running_mean", "orttrainer.running_var")
+
+
+class SplitBatchNormalizationPass(ir.passes.InPlacePass):
+    """Training BatchNormalization(momentum m) -> the same with momentum 0, and nodes that move the running statistics.
+
+    Its outputs 1 and 2 then are the mean and the biased variance of the batch. Its running inputs
+    become zeros, because 0 * inf is not 0; the node remembers their names for the second pass.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        nodes = [n for n in model.graph if _trains(n) and not _is_split(n)]
+        if not nodes:
+            return ir.passes.PassResult(model, modified=False)
+        op = Builder(model.graph, "batch_norm")
+        for node in nodes:
+            with op.scope(_named(node)):
+                self._split(op, node)
+        model.graph.sort()
+        return ir.passes.PassResult(model, modified=True)
+
+    def _split(self, op: Builder, node: ir.Node) -> None:
+        momentum = node.attributes.get_float("momentum", 0.9)
+        running = [_without_copy(value) for value in node.inputs[3:5]]
+        zeros = [op.cast_as(op.Less(value, value), value) for value in running]
+        y, mean, var = op.BatchNormalization(
+            *node.inputs[:3], *zeros, outputs=3, epsilon=_epsilon(node), momentum=0.0, training_mode=1
+        )
+        split = y.producer()
+        split.name = f"{node.name}/split"
+        split.metadata_props.update(node.metadata_props)
+        split.metadata_props.update({key: value.name for key, value in zip(RUNNING, running)})
+        _take_over(y, node.outputs[0])
+        for batch, value, moved in zip((mean, var), running, node.outputs[1:]):
+            if moved.name:  # else nobody asked for it
+                step = op.Mul(op.Sub(batch, value), op.const(1.0 - momentum, value.dtype))
+                _take_over(op.Add(value, step), moved)
+        node.graph.remove(node, safe=True)
+
+
+class SwitchBatchNormalizationPass(ir.passes.InPlacePass):
+    """Split training BatchNormalization -> If(training_mode) {itself} else {inference with the running statistics}.
+
+    Outputs 1 and 2 of the inference branch are the running statistics, so that these stay as
+    they are. Inference-only nodes stay.
+
+    Args:
+        training_mode: name of a boolean input of the graph; it is added if there is none.
+        primitives: write the training branch with ReduceMean, Sub, Mul, ... instead, for CUDA, which
+            refuses a training BatchNormalization from opset 14 on.
+    """
+
+    def __init__(self, training_mode: str = "training_mode", primitives: bool = False):
+        self.training_mode = training_mode
+        self.primitives = primitives
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        nodes = [n for n in model.graph if _trains(n)]
+        if not nodes:
+            return ir.passes.PassResult(model, modified=False)
+        if not all(_is_split(n) for n in nodes):
+            raise ModelError("SplitBatchNormalizationPass has to run before SwitchBatchNormalizationPass")
+        condition = self._condition(model.graph)
+        values = {v.name: v for v in model.graph.inputs} | dict(model.graph.initializers)
+        values |= {v.name: v for n in model.graph for v in n.outputs}
+        for node in nodes:
+            missing = [node.metadata_props[key] for key in RUNNING if node.metadata_props[key] not in values]
+            if missing:
+                raise ModelError(
+                    f"the running statistics {missing} of BatchNormalization {node.name!r} are not in the graph any "
+                    "more; keep their names between SplitBatchNormalizationPass and SwitchBatchNormalizationPass"
+                )
+            self._switch(node, condition, [values[node.metadata_props[key]] for key in RUNNING])
+        model.graph.sort()
+        return ir.passes.PassResult(model, modified=True)
+
+    def _condition(self, graph: ir.Graph) -> ir.Value:
+        for value in graph.inputs:
+            if value.name == self.training_mode:
+                return value
+        value = ir.Value(name=self.training_mode, type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([]))
+        graph.inputs.append(value)
+        return value
+
+    def _switch(self, node: ir.Node, condition: ir.Value, running: list[ir.Value]) -> None:
+        graph = node.graph
+        body = _with_primitives if self.primitives else _with_operator
+        training = _branch(graph, f"{node.name}/training", node, body, running)
+        inference = _branch(graph, f"{node.name}/inference", node, _inference, running)
+        attributes = [ir.AttrGraph("then_branch", training), ir.AttrGraph("else_branch", inference)]
+        switch = ir.Node("", "If", [condition], attributes, num_outputs=len(node.outputs), name=f"{node.name}/switch")
+        graph.insert_before(node, switch)
+        for new, old in zip(switch.outputs, node.outputs):
+            new.type, new.shape = old.type, old.shape
+            _take_over(new, old)
+        graph.remove(node, safe=True)
+
+
+# -- the branches ---------------------------------------------------------------------------
+
+
+def _branch(graph: ir.Graph, name: str, node: ir.Node, body, running: list[ir.Value]) -> ir.Graph:
+    """A subgraph without inputs: it reads the values around it."""
+    branch = ir.Graph([], [], nodes=[], opset_imports=graph.opset_imports, name=name)
+    op = Builder(branch, name)
+    for value in body(op, node, running):
+        if value.producer() is None or value.producer().graph is not branch:
+            value = op.Identity(value)
+        branch.outputs.append(value)
+    return branch
+
+
+def _with_operator(op: Builder, node: ir.Node, running: list[ir.Value]):
+    zeros = [op.zeros_like(value) for value in running]
+    inputs = [*node.inputs[:3], *zeros]
+    return op.BatchNormalization(*inputs, outputs=3, epsilon=_epsilon(node), momentum=0.0, training_mode=1)
+
+
+def _with_primitives(op: Builder, node: ir.Node, running: list[ir.Value]):
+    x, scale, bias = node.inputs[:3]
+    dtype = running[0].dtype
+    axes = [axis for axis in range(len(x.shape)) if axis != 1]
+    column = [-1] + [1] * (len(x.shape) - 2)  # [channels] as [channels, 1, ...]
+    inner = op.cast_as(x, running[0])
+    mean = op.ReduceMean(inner, axes, keepdims=1)
+    centered = op.Sub(inner, mean)
+    variance = op.ReduceMean(op.Mul(centered, centered), axes, keepdims=1)
+    deviation = op.Sqrt(op.Add(variance, op.const(_epsilon(node), dtype)))
+    factor = op.Div(op.Reshape(op.cast_as(scale, running[0]), column), deviation)
+    y = op.Add(op.Mul(centered, factor), op.Reshape(op.cast_as(bias, running[0]), column))
+    return op.cast_as(y, x), op.Squeeze(mean, axes), op.Squeeze(variance, axes)
+
+
+def _inference(op: Builder, node: ir.Node, running: list[ir.Value]):
+    return op.BatchNormalization(*node.inputs[:3], *running, epsilon=_epsilon(node)), *running
+
+
+def _epsilon(node: ir.Node) -> float:
+    return node.attributes.get_float("epsilon", 1e-5)
+
+
+# -- inside ---------------------------------------------------------------------------------
+
+
+def _trains(node: ir.Node) -> bool:
+    is_norm = node.domain == "" and node.op_type == "BatchNormalization"
+    return is_norm and node.attributes.get_int("training_mode", 0) == 1
+
+
+def _is_split(node: ir.Node) -> bool:
+    return all(key in node.metadata_props for key in RUNNING)
+
+
+def _named(node: ir.Node) -> str:
+    node.name = node.name or node.outputs[0].name
+    return node.name
+
+
+def _without_copy(value: ir.Value) -> ir.Value:
+    """What a Sum of one input copies, as exporters write it to keep ONNX Runtime off the original."""
+    producer = value.producer()
+    copied = producer is not None and producer.op_type == "Sum" and len(producer.inputs) == 1
+    return producer.inputs[0] if copied else value
+
+
+def _take_over(new: ir.Value, old: ir.Value) -> None:
+    """`new` in the place and under the name of `old`."""
+    new.name, old.name = old.name, f"{old.name}/replaced"
+    old.replace_all_uses_with(new, replace_graph_outputs=True)

@@ -1,0 +1,50 @@
+"""Read a foreign ONNX model, and refuse a broken one before anything else trips over it."""
+
+from __future__ import annotations
+
+import os
+
+import onnx
+import onnx_ir as ir
+from onnx.external_data_helper import ExternalDataInfo, uses_external_data
+
+from orttrainer.errors import ModelError
+
+STANDARD_DOMAINS = ("", "ai.onnx", "ai.onnx.ml")
+
+
+def read_model(proto: onnx.ModelProto) -> ir.Model:
+    """The model in the IR.
+
+    Raises:
+        ModelError: ONNX's checker refuses the model, or data that it keeps in another file is missing.
+    """
+    for tensor in proto.graph.initializer:
+        if uses_external_data(tensor) and not os.path.exists(location := ExternalDataInfo(tensor).location):
+            raise ModelError(
+                f"the data of {tensor.name!r} is in a file {location!r}, which is not here. Load the model with "
+                "onnx.load(path), which reads such data from the folder of the model."
+            )
+    try:
+        if proto.ByteSize() < onnx.checker.MAXIMUM_PROTOBUF:  # the checker takes no more
+            # Full: shapes and types as well, which ONNX infers only through operators that it knows.
+            known = all(node.domain in STANDARD_DOMAINS for node in proto.graph.node)
+            onnx.checker.check_model(proto, full_check=known)
+        model = ir.from_proto(proto)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ir.serde.SerdeError) as error:
+        raise ModelError(f"the ONNX model is broken: {_reason(error)}") from error
+    for node in model.graph.all_nodes():
+        if node.op_type == "Constant" and "value" in node.attributes:
+            _detach(node)
+    return model
+
+
+def _detach(constant: ir.Node) -> None:
+    """Let the tensor be renamed without renaming it in the caller's model."""
+    tensor = constant.attributes["value"].as_tensor()
+    if tensor.dtype != ir.DataType.STRING:
+        constant.attributes["value"] = ir.AttrTensor("value", ir.Tensor(tensor.numpy(), tensor.dtype, shape=tensor.shape))
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith("==>"))

@@ -1,0 +1,67 @@
+"""First and second moment of the gradient, which Adam and LAMB share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnx_ir as ir
+
+from orttrainer.errors import OptimizerError
+from orttrainer.graph import Builder
+from orttrainer.optim.optimizer import DECAY_RATE, NON_NEGATIVE, POSITIVE, ZERO_OR_ONE, Attribute, Slot
+from orttrainer.optim.scalars import INT64, Scalar, Scalars
+
+
+def attributes(epsilon: float, do_bias_correction: int, shared: bool) -> dict[str, Attribute]:
+    """The attributes that both have."""
+    return {
+        "alpha": Attribute(0.9, *DECAY_RATE),
+        "beta": Attribute(0.999, *DECAY_RATE),
+        "lambda": Attribute(0.0, *NON_NEGATIVE),
+        "epsilon": Attribute(epsilon, *NON_NEGATIVE),
+        "max_norm_clip": Attribute(1.0, *POSITIVE),
+        "do_bias_correction": Attribute(do_bias_correction, *ZERO_OR_ONE, shared=shared),
+    }
+
+
+def check_bias_correction(optimizer: str, parameter: str, values: Mapping[str, float | int]) -> None:
+    for key in ("alpha", "beta"):
+        if values["do_bias_correction"] and values[key] == 1.0:
+            raise OptimizerError(
+                f"{optimizer}: attribute {key!r} of parameter {parameter!r} is 1, which leaves its moment at 0, and "
+                f"bias correction divides by 1 - {key}; it must be below 1, or 'do_bias_correction' 0."
+            )
+
+
+def slots(name: str, shape: tuple[int, ...], dtype: ir.DataType) -> tuple[Slot, ...]:
+    return tuple(Slot(f"Moment_{i}_{name}", tuple(shape), dtype, 0.0, name) for i in (1, 2))
+
+
+def counter(name: str) -> Slot:
+    """Number of updates + 1, as legacy counts."""
+    return Slot(name, (1,), INT64, 1.0, None)
+
+
+def new_moments(
+    op: Builder, scalars: Scalars, values: Mapping[str, float | int], g: ir.Value, m: ir.Value, v: ir.Value
+) -> tuple[ir.Value, ir.Value]:
+    """m <- alpha * m + (1 - alpha) * (clip * g);  v <- beta * v + (1 - beta) * (clip * g)^2."""
+    alpha, beta, clip = values["alpha"], values["beta"], scalars.clip(values["max_norm_clip"])
+    m_share = scalars.like(g, scalars.product(clip, 1.0 - alpha))
+    v_share = scalars.like(g, scalars.product(clip, clip, 1.0 - beta))
+    m = op.Add(op.Mul(m, scalars.like(m, alpha)), op.Mul(g, m_share))
+    v = op.Add(op.Mul(v, scalars.like(v, beta)), op.Mul(op.Mul(g, g), v_share))
+    return m, v
+
+
+def corrections(scalars: Scalars, values: Mapping[str, float | int]) -> tuple[Scalar, Scalar]:
+    """(a, b) such that (m / ac) / (sqrt(v / bc) + epsilon) = a * m / (sqrt(v) + b * epsilon)."""
+    enabled = bool(values["do_bias_correction"])
+    ac, bc = (scalars.bias_correction(values[key], enabled) for key in ("alpha", "beta"))
+    b = scalars.sqrt(bc)
+    return scalars.quotient(b, ac), b
+
+
+def direction(op: Builder, scalars: Scalars, m: ir.Value, v: ir.Value, epsilon: Scalar) -> ir.Value:
+    """m / (sqrt(v) + epsilon)."""
+    return op.Div(m, op.Add(op.Sqrt(v), scalars.like(v, epsilon)))

@@ -1,0 +1,178 @@
+"""`Optimizer`: what every optimizer is to the compile stage, and the attributes a user may set."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import onnx_ir as ir
+
+from orttrainer.errors import OptimizerError
+from orttrainer.graph import Builder
+
+FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor of optimizer state.
+
+    Args:
+        name: key in a state dict, e.g. "Moment_1_encoder.weight" or "Step".
+        shape, dtype: of the tensor.
+        initial: what every element starts from.
+        parameter: the parameter that it belongs to; None where all parameters share it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: ir.DataType
+    initial: float
+    parameter: str | None
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """One number that a user may set per parameter.
+
+    Args:
+        default: the value where the user sets none; its type, int or float, is the attribute's.
+        rule: what a value must be, in words that end "it must be ...".
+        allows: whether a value (a number of the right type, never NaN) is so.
+        shared: whether all parameters must have one value.
+    """
+
+    default: float | int
+    rule: str
+    allows: Callable[[float], bool]
+    shared: bool = False
+
+
+NON_NEGATIVE = ("finite and not negative", lambda x: 0.0 <= x < math.inf)
+POSITIVE = ("finite and above 0", lambda x: 0.0 < x < math.inf)
+DECAY_RATE = ("between 0 and 1", lambda x: 0.0 <= x <= 1.0)
+ZERO_OR_ONE = ("0 or 1", lambda x: x in (0, 1))
+NUMBER = ("a number", lambda x: True)
+
+
+class Optimizer(abc.ABC):
+    """An update rule that emits its nodes into a training graph.
+
+    Args:
+        attributes: for every parameter to train, the attributes that the user gave for it.
+        clip: whether gradients are scaled down to a global norm of `max_norm_clip`
+            (an optimizer without that attribute never clips).
+
+    Raises:
+        OptimizerError: an attribute that the optimizer does not have, or that has a value it
+            cannot use.
+
+    `self.attributes` holds the complete attributes of each parameter. What `update` emits may
+    be run in place, with each state tensor read from and written to one buffer: every node that
+    reads an old value is the node that makes the new one, or comes before it on the way there.
+    """
+
+    name: ClassVar[str]
+    known: ClassVar[Mapping[str, Attribute]] = {}
+
+    def __init__(self, attributes: Mapping[str, Mapping[str, float | int]], clip: bool = True):
+        self.clip = clip
+        self.attributes = {parameter: self._complete(parameter, given) for parameter, given in attributes.items()}
+        self._check_shared()
+
+    def slots(self, name: str, shape: tuple[int, ...], dtype: ir.DataType) -> tuple[Slot, ...]:
+        """The state that belongs to one parameter; by default none."""
+        self._check_dtype(name, dtype)
+        return ()
+
+    @property
+    def shared_slots(self) -> tuple[Slot, ...]:
+        """The state that all parameters share; by default none."""
+        return ()
+
+    @abc.abstractmethod
+    def update(
+        self,
+        op: Builder,
+        learning_rate: ir.Value,
+        gradient_norm: ir.Value,
+        parameters: Mapping[str, ir.Value],
+        gradients: Mapping[str, ir.Value],
+        state: Mapping[str, ir.Value],
+    ) -> dict[str, ir.Value]:
+        """Emit one update.
+
+        Args:
+            op: builder of the training graph.
+            learning_rate: float32, shape [1].
+            gradient_norm: global norm of `gradients`, 0-d float; unused where nothing is clipped.
+            parameters, gradients: by name of the parameter, equal in dtype and shape.
+            state: by name of the slot.
+
+        Returns:
+            The new value of every parameter and every slot, by name.
+        """
+
+    # -- attributes -----------------------------------------------------------------------
+
+    def _complete(self, parameter: str, given: Mapping[str, float | int]) -> dict[str, float | int]:
+        for key, value in given.items():
+            if key not in self.known:
+                known = ", ".join(map(repr, self.known)) or "none"
+                raise OptimizerError(
+                    f"{self.name} has no attribute {key!r} (given for parameter {parameter!r}); it has: {known}."
+                )
+            self._check(parameter, key, value)
+        values = {key: attribute.default for key, attribute in self.known.items()}
+        for key, value in given.items():
+            values[key] = type(values[key])(value)
+        self._check_together(parameter, values)
+        return values
+
+    def _check(self, parameter: str, key: str, value: float | int) -> None:
+        attribute = self.known[key]
+        if isinstance(attribute.default, float):
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise self._error(parameter, key, value, f"a float, not {_a(value)}")
+            if math.isnan(value):
+                raise self._error(parameter, key, value, attribute.rule)
+        elif not isinstance(value, (bool, int)):
+            raise self._error(parameter, key, value, f"an int or a bool, not {_a(value)}")
+        if not attribute.allows(value):
+            raise self._error(parameter, key, value, attribute.rule)
+
+    def _check_together(self, parameter: str, values: Mapping[str, float | int]) -> None:  # noqa: B027
+        """Check attributes of one parameter that depend on each other; by default nothing."""
+
+    def _check_shared(self) -> None:
+        for key, attribute in self.known.items():
+            if not attribute.shared:
+                continue
+            first: dict[float | int, str] = {}
+            for parameter, values in self.attributes.items():
+                first.setdefault(values[key], parameter)
+            if len(first) > 1:
+                (one, p), (other, q) = list(first.items())[:2]
+                raise OptimizerError(
+                    f"{self.name}: attribute {key!r} must be equal for all parameters, but it is {one!r} for {p!r} "
+                    f"and {other!r} for {q!r}."
+                )
+
+    def _check_dtype(self, name: str, dtype: ir.DataType) -> None:
+        if dtype not in FLOATS:
+            raise OptimizerError(
+                f"{self.name} cannot update parameter {name!r} of dtype {dtype.name}; it needs float32 or float64."
+            )
+
+    def _error(self, parameter: str, key: str, value: object, rule: str) -> OptimizerError:
+        return OptimizerError(
+            f"{self.name}: attribute {key!r} of parameter {parameter!r} is {value!r}; it must be {rule}."
+        )
+
+
+def _a(value: object) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

@@ -1,0 +1,107 @@
+"""The scalar side of an update: learning rate, clipping and bias correction as 0-d float64 values.
+
+Each is emitted once and shared by all parameters that use it. Tensors are then multiplied with
+products of them, so that none costs a pass of its own over a tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import onnx_ir as ir
+
+from orttrainer.graph import Builder
+
+DOUBLE = ir.DataType.DOUBLE
+INT64 = ir.DataType.INT64
+
+Scalar = ir.Value | float
+
+EMITTED_ONCE = ("clip", "bias_correction", "product", "quotient", "sqrt", "complement", "_like")
+
+
+class Scalars:
+    """Scalars of one update.
+
+    Args:
+        op: builder of the training graph.
+        learning_rate: float, shape [1].
+        gradient_norm: global norm of the gradients, 0-d float; None: do not clip.
+        count: number of updates, this one included, plus 1: int64, shape [1] (legacy counts from 1).
+    """
+
+    def __init__(
+        self,
+        op: Builder,
+        learning_rate: ir.Value,
+        gradient_norm: ir.Value | None = None,
+        count: ir.Value | None = None,
+    ):
+        self.op = op
+        self.learning_rate = self._double(learning_rate)
+        self._norm = gradient_norm if gradient_norm is None else self._double(gradient_norm)
+        self._count = count
+        for method in EMITTED_ONCE:
+            setattr(self, method, functools.cache(getattr(self, method)))
+
+    @functools.cached_property
+    def step(self) -> ir.Value:
+        """Number of this update: 1 at the first."""
+        return self.op.Sub(self._double(self._count), 1.0)
+
+    def clip(self, max_norm: float) -> Scalar:
+        """max_norm / norm where norm > max_norm, else 1: also where norm is NaN, so that NaN gradients stay seen."""
+        if self._norm is None:
+            return 1.0
+        above = self.op.Greater(self._norm, max_norm)
+        return self.op.Where(above, self.op.Div(self.op.scalar(max_norm, self._norm), self._norm), self._one)
+
+    def bias_correction(self, decay: float, enabled: bool) -> Scalar:
+        """1 - decay ** step where step > 0, else 1. In float64: float32 loses half the digits for decay near 1."""
+        if not enabled:
+            return 1.0
+        corrected = self.op.Sub(self._one, self.op.Pow(self.op.const(decay, DOUBLE), self.step))
+        return self.op.Where(self._started, corrected, self._one)
+
+    def product(self, *factors: Scalar) -> Scalar:
+        """Product of all factors; the known ones are multiplied here and now."""
+        known = math.prod(f for f in factors if not isinstance(f, ir.Value))
+        values = [f for f in factors if isinstance(f, ir.Value)]
+        if not values:
+            return known
+        return functools.reduce(self.op.Mul, values if known == 1.0 else [*values, known])
+
+    def quotient(self, a: Scalar, b: Scalar) -> Scalar:
+        if not isinstance(b, ir.Value):
+            return self.product(a, 1.0 / b)
+        return self.op.Div(a if isinstance(a, ir.Value) else self.op.const(a, DOUBLE), b)
+
+    def sqrt(self, a: Scalar) -> Scalar:
+        return self.op.Sqrt(a) if isinstance(a, ir.Value) else math.sqrt(a)
+
+    def complement(self, a: Scalar) -> Scalar:
+        """1 - a."""
+        return self.op.Sub(self._one, a) if isinstance(a, ir.Value) else 1.0 - a
+
+    def like(self, x: ir.Value, scalar: Scalar) -> ir.Value:
+        """`scalar` as a 0-d value of the dtype of `x`."""
+        return self._like(x.dtype, scalar)
+
+    def _like(self, dtype: ir.DataType, scalar: Scalar) -> ir.Value:
+        if not isinstance(scalar, ir.Value):
+            return self.op.const(scalar, dtype)
+        return scalar if scalar.dtype == dtype else self.op.Cast(scalar, to=int(dtype))
+
+    @functools.cached_property
+    def _started(self) -> ir.Value:
+        return self.op.Greater(self.step, 0.0)
+
+    @property
+    def _one(self) -> ir.Value:
+        return self.op.const(1.0, DOUBLE)
+
+    def _double(self, x: ir.Value) -> ir.Value:
+        """`x` as a 0-d float64 value."""
+        x = x if x.dtype == DOUBLE else self.op.Cast(x, to=int(DOUBLE))
+        return x if x.shape is not None and len(x.shape) == 0 else self.op.Squeeze(x, [0])

@@ -1,0 +1,264 @@
+"""Run a training graph: sessions, IO binding, state buffers.
+
+What a call fetches decides what runs: loss and outputs evaluate, new state trains. ONNX Runtime
+does not skip what no fetched output needs, so each kind of call has a session of its own, cut
+out of the one graph when it is first asked for. All of them share the state's memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import torch
+from onnx_ir.passes import common
+
+from orttrainer import runtime
+from orttrainer.compile import TrainingGraph
+from orttrainer.distributed import Collective, SingleProcess
+from orttrainer.errors import ExecutionError
+from orttrainer.graph.fence import node_inputs
+
+_ELEMENT_TYPES = {
+    torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16,
+    torch.bfloat16: onnx.TensorProto.BFLOAT16, torch.bool: np.bool_, torch.uint8: np.uint8, torch.int8: np.int8,
+    torch.int16: np.int16, torch.int32: np.int32, torch.int64: np.int64,
+}  # fmt: skip
+
+
+# What the kernels of Gather, GatherElements and GatherND say of a wrong index.
+_NODE_FAILED = re.compile(r"running (\w+) node\. Name:'([^']*)' Status Message: (.*)")
+_SOURCE_LINE = re.compile(r"^\S+\.\w+:\d+ .*?\)(?: const)?(?: \[with .*?\])? ")  # C++ file, line and function
+_OUT_OF_RANGE = ("out of data bounds", "Out of range value in index", "invalid index found")
+
+
+class Runner:
+    """Runs one training graph on one device, in place on `state`.
+
+    Args:
+        graph: the compiled training graph.
+        state: a contiguous tensor on `device` for each entry of the signature's state.
+        device: where state, inputs and outputs are.
+        providers: execution providers, by default those of the device.
+        collective: the ranks to average gradients with.
+        session_options: called on the SessionOptions of each new session.
+        in_place: False gives every new state a buffer of its own and copies it back after the
+            step: slower, same numbers.
+    """
+
+    def __init__(
+        self,
+        graph: TrainingGraph,
+        state: Mapping[str, torch.Tensor],
+        device: torch.device,
+        providers: Sequence | None = None,
+        collective: Collective | None = None,
+        session_options=None,
+        in_place: bool = True,
+    ):
+        self.graph = graph
+        self.state = dict(state)
+        self.device = device
+        self._providers = runtime.choose_providers(device, providers)
+        self._collective = collective if collective is not None else SingleProcess()
+        self._configure = session_options
+        self._in_place = in_place
+        self._train: Sequence[_Phase] = ()
+        self._evaluate: dict[tuple[str, ...], _Phase] = {}
+        self._needed: dict[tuple[str, ...], set[str]] = {}
+        self._on, self._off = (torch.tensor(value) for value in (True, False))
+        self.gradient_norm = torch.zeros((), device=device)
+
+    def train_step(self, inputs: Mapping[str, torch.Tensor], learning_rate: torch.Tensor) -> list[torch.Tensor]:
+        """Run forward, backward and update; return the described outputs.
+
+        Raises:
+            ExecutionError: ONNX Runtime failed, e.g. on an index that is out of range.
+        """
+        if not self._train:
+            self._train = self._training_phases()
+        signature, outputs = self.graph.signature, []
+        feeds = {**inputs, signature.learning_rate: learning_rate, signature.ordered_learning_rate: learning_rate}
+        feeds["training_mode"] = self._on
+        for phase in self._train:
+            outputs += phase.run(feeds)
+        return outputs
+
+    def eval_step(self, inputs: Mapping[str, torch.Tensor], fetches: Sequence[str]) -> list[torch.Tensor]:
+        """Run what the fetched outputs need, in evaluation mode; change nothing."""
+        key = tuple(fetches)
+        if key not in self._evaluate:
+            self._evaluate[key] = self._phase(self._cut(None, fetches), fetches)
+        return self._evaluate[key].run({**inputs, "training_mode": self._off})
+
+    def inputs_of(self, fetches: Sequence[str]) -> set[str]:
+        """Names of the described inputs that the fetched outputs depend on."""
+        key = tuple(fetches)
+        if key not in self._needed:
+            described = set(self.graph.signature.inputs)
+            self._needed[key] = {value.name for value in self._cut(None, fetches).graph.inputs} & described
+        return self._needed[key]
+
+    # -- phases ---------------------------------------------------------------------------
+
+    def _training_phases(self) -> list[_Phase]:
+        """One session for one process; around the all-reduce two, joined by the gradients' buffer."""
+        signature = self.graph.signature
+        updates = {entry.name: entry.output for entry in signature.state if entry.output is not None}
+        norm = {signature.gradient_norm: self.gradient_norm}
+        if self._collective.size == 1:
+            cut = self._cut(None, [*signature.outputs, signature.gradient_norm, *updates.values()])
+            return [self._phase(cut, signature.outputs, written=norm, updates=updates)]
+        early = {e.name: e.output for e in signature.state if e.output and e.role in ("buffer", "random")}
+        late = {name: output for name, output in updates.items() if name not in early}
+        buffer, gradients = self._gradient_buffer()
+        backward = self._cut(None, [*signature.outputs, *gradients, *early.values()])
+        update = self._cut([*gradients, signature.ordered_learning_rate], [signature.gradient_norm, *late.values()])
+        return [
+            self._phase(backward, signature.outputs, written=gradients, updates=early),
+            _AllReduce(self._collective, buffer),
+            self._phase(update, (), read=gradients, written=norm, updates=late),
+        ]
+
+    def _gradient_buffer(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """One contiguous buffer for all gradients, and each gradient's view of it (64-byte aligned)."""
+        signature, offset, places = self.graph.signature, 0, {}
+        dtype = {self.state[name].dtype for name in signature.gradients}
+        assert len(dtype) == 1, "parameters of several dtypes need a buffer each"
+        for name, gradient in signature.gradients.items():
+            places[gradient] = (offset, self.state[name].shape)
+            offset += -(-self.state[name].numel() // 16) * 16
+        buffer = torch.zeros(offset, dtype=dtype.pop(), device=self.device)
+        views = {g: buffer[start : start + shape.numel()].view(shape) for g, (start, shape) in places.items()}
+        return buffer, views
+
+    def _cut(self, inputs: Sequence[str] | None, outputs: Sequence[str]) -> ir.Model:
+        """The part of the graph that makes `outputs`, between `inputs` and the graph's own inputs."""
+        graph = self.graph.graph.graph
+        starts = [value.name for value in graph.inputs] + list(inputs or ())
+        part = ir.convenience.extract(graph, starts, list(outputs))
+        model = ir.Model(part, ir_version=self.graph.graph.ir_version)
+        common.RemoveUnusedNodesPass()(model)
+        used = {value for node in part for value in node_inputs(node)} | set(part.outputs)
+        for value in [value for value in part.inputs if value not in used]:
+            part.inputs.remove(value)
+        return model
+
+    def _phase(self, cut: ir.Model, fetches: Sequence[str], read=None, written=None, updates=None) -> _Phase:
+        """Open a session for a cut and bind what stays where it is: state and shared buffers."""
+        bound_in = {v.name: self.state[v.name] for v in cut.graph.inputs if v.name in self.state} | dict(read or {})
+        bound_out, copies = dict(written or {}), []
+        # Counters and statistics do not wait for the gradients: in place, a step that fails would leave them changed.
+        in_place = {
+            entry.name: entry.in_place and self._in_place and (entry.role == "parameter" or entry.parameter is not None)
+            for entry in self.graph.signature.state
+        }
+        for name, output in (updates or {}).items():
+            bound_out[output] = self.state[name]
+            if not in_place[name]:
+                bound_out[output] = torch.empty_like(self.state[name])
+                copies.append((self.state[name], bound_out[output]))
+        free = [value.name for value in cut.graph.inputs if value.name not in bound_in]
+        session = _open_session(cut, self._providers, self._configure)
+        return _Phase(session, self.device, free, fetches, bound_in, bound_out, copies)
+
+
+class _Phase:
+    """One session with its bindings: state bound once, batches at each run."""
+
+    def __init__(self, session, device, free, fetches, bound_in, bound_out, copies):
+        self._session, self._device, self._free, self._fetches = session, device, tuple(free), tuple(fetches)
+        self._kept = (bound_in, bound_out)  # the bindings hold bare pointers
+        self._copies = copies
+        self._quiet = runtime.load().RunOptions()
+        self._quiet.log_severity_level = 4  # an error is raised, once and in our words
+        self._binding = session.io_binding()
+        for name in self._fetches:  # first, so that their results are the first outputs
+            self._binding.bind_output(name, device.type, device.index or 0)
+        for name, tensor in bound_in.items():
+            self._binding.bind_input(*_pointer(name, tensor))
+        for name, tensor in bound_out.items():
+            self._binding.bind_output(*_pointer(name, tensor))
+
+    def run(self, feeds: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Run once; return the fetched outputs as new tensors."""
+        binding, device = self._binding, self._device
+        batch = [feeds[name].contiguous() for name in self._free]
+        for name, tensor in zip(self._free, batch):
+            binding.bind_input(*_pointer(name, tensor))
+        for name in self._fetches:
+            binding.bind_output(name, device.type, device.index or 0)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # ONNX Runtime computes on a stream of its own
+        try:
+            self._session.run_with_iobinding(binding, self._quiet)
+        except Exception as error:  # ONNX Runtime raises a dozen classes without a common base
+            raise ExecutionError(_restate(error)) from error
+        for old, new in self._copies:
+            old.copy_(new)
+        results = binding.get_outputs_as_ortvaluevector()
+        return [_to_torch(results[index]) for index in range(len(self._fetches))]
+
+
+class _AllReduce:
+    """The phase between backward and update: average the gradients over all ranks."""
+
+    def __init__(self, collective: Collective, buffer: torch.Tensor):
+        self._collective, self._buffer = collective, buffer
+
+    def run(self, feeds: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        self._collective.all_reduce_mean_(self._buffer)
+        return []
+
+
+def _pointer(name: str, tensor: torch.Tensor) -> tuple:
+    """The arguments that bind `name` to the memory of `tensor`."""
+    device = tensor.device
+    return name, device.type, device.index or 0, _ELEMENT_TYPES[tensor.dtype], tuple(tensor.shape), tensor.data_ptr()
+
+
+def _to_torch(value) -> torch.Tensor:
+    """A result as a tensor that owns it, without a copy; bool by a copy where DLPack has none."""
+    try:
+        tensor = torch.utils.dlpack.from_dlpack(value.to_dlpack())
+    except (AttributeError, RuntimeError):
+        return torch.from_numpy(value.numpy().copy())
+    return tensor.bool() if value.data_type() == "tensor(bool)" else tensor
+
+
+def _open_session(model: ir.Model, providers: Sequence, configure):
+    onnxruntime = runtime.load()
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = torch.get_num_threads()  # one setting, torch.set_num_threads, for both
+    options.enable_mem_pattern = False  # as fast without, and a quarter less memory (benchmarks/)
+    if configure is not None:
+        configure(options)
+    try:
+        session = onnxruntime.InferenceSession(
+            ir.to_proto(model).SerializeToString(), options, providers=list(providers), enable_fallback=0
+        )
+    except Exception as error:  # ONNX Runtime raises a dozen classes without a common base
+        raise ExecutionError(
+            f"ONNX Runtime {onnxruntime.__version__} cannot load the training graph: {_first_line(error)}"
+        ) from error
+    runtime.check_providers(providers, session.get_providers())
+    return session
+
+
+def _restate(error: Exception) -> str:
+    text, hint = _first_line(error), ""
+    if failed := _NODE_FAILED.search(text):
+        operator, node, text = failed.groups()
+        text = f"{operator} (node {node!r}): {_SOURCE_LINE.sub('', text)}"
+    if any(known in text for known in _OUT_OF_RANGE):
+        hint = "An index (a token id, a label) is out of range: check the batch against the size of the embedding and of the output. "
+    return f"ONNX Runtime failed in this step; the state is as it was before. {hint}It said: {text}"
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return text.split(" : ", 2)[-1]

@@ -1,0 +1,159 @@
+"""Find the ONNX Runtime that is installed, and the execution providers for a device.
+
+Three distributions share the import name `onnxruntime`. None is imported before it is needed;
+none, or two at once, is an error that says what to do.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+
+from orttrainer.errors import InvalidArgumentError, RuntimeNotFoundError
+
+DISTRIBUTIONS = (
+    "onnxruntime", "onnxruntime-gpu", "onnxruntime-training", "onnxruntime-training-cpu",
+    "onnxruntime-directml", "onnxruntime-openvino", "onnxruntime-qnn", "onnxruntime-rocm", "onnxruntime-migraphx",
+)  # fmt: skip
+
+_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+_CHOICES = (
+    "  pip install 'orttrainer[cpu]'       onnxruntime, for the CPU\n"
+    "  pip install 'orttrainer[gpu]'       onnxruntime-gpu, for CUDA 13\n"
+    "  pip install 'orttrainer[training]'  onnxruntime-training 1.19.2, for Python 3.11"
+)
+
+
+def installed_distributions() -> dict[str, str]:
+    """Name and version of every installed distribution of ONNX Runtime."""
+    found = {}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@functools.cache
+def load() -> ModuleType:
+    """Import `onnxruntime`.
+
+    Raises:
+        RuntimeNotFoundError: none is installed, or two that overwrite each other.
+    """
+    found = installed_distributions()
+    if len(found) > 1:
+        names = " and ".join(f"{name} {version}" for name, version in found.items())
+        raise RuntimeNotFoundError(
+            f"{names} are installed together. They own the same folder `onnxruntime/` and corrupt each other. "
+            f"Uninstall all of them (pip uninstall -y {' '.join(found)}), then install one:\n{_CHOICES}"
+        )
+    try:
+        import onnxruntime
+    except ImportError as error:
+        if not found:
+            raise RuntimeNotFoundError(f"no ONNX Runtime is installed. Install one:\n{_CHOICES}") from error
+        name, version = next(iter(found.items()))
+        raise RuntimeNotFoundError(
+            f"{name} {version} is installed but does not import ({error}). Reinstall it: pip install --force-reinstall {name}"
+        ) from error
+    if not hasattr(onnxruntime, "InferenceSession"):
+        raise RuntimeNotFoundError(
+            "the installed ONNX Runtime is damaged (two distributions were installed over each other). "
+            f"Uninstall all of them, then install one:\n{_CHOICES}"
+        )
+    return onnxruntime
+
+
+def parse_device(device: str | torch.device) -> torch.device:
+    """`device` as a torch.device with an index for CUDA.
+
+    Raises:
+        InvalidArgumentError: neither a CPU nor a CUDA device.
+    """
+    try:
+        parsed = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgumentError(f"device={device!r} is not a device; use 'cpu', 'cuda' or 'cuda:1'") from error
+    if parsed.type not in _PROVIDERS:
+        raise InvalidArgumentError(f"device={device!r} is not supported; use 'cpu', 'cuda' or 'cuda:1'")
+    return torch.device("cuda", parsed.index or 0) if parsed.type == "cuda" else torch.device("cpu")
+
+
+def check_device(device: torch.device) -> None:
+    """Raise unless torch and ONNX Runtime can both use `device`.
+
+    Raises:
+        RuntimeNotFoundError: CUDA was asked for and one of them has none.
+        InvalidArgumentError: there is no CUDA device of that index.
+    """
+    if device.type != "cuda":
+        return
+    available = load().get_available_providers()
+    if _PROVIDERS["cuda"] not in available:
+        name = ", ".join(f"{k} {v}" for k, v in installed_distributions().items()) or "onnxruntime"
+        raise RuntimeNotFoundError(
+            f"device='{device}' needs ONNX Runtime with CUDA, but {name} has only {', '.join(available)}. "
+            "Run: pip uninstall -y onnxruntime && pip install 'orttrainer[gpu]'; or pass device='cpu'."
+        )
+    if not torch.cuda.is_available():
+        raise RuntimeNotFoundError(
+            f"device='{device}' needs PyTorch with CUDA and an NVIDIA GPU, but torch {torch.__version__} sees none. "
+            "Check nvidia-smi, install a CUDA build of torch, or pass device='cpu'."
+        )
+    if device.index >= torch.cuda.device_count():
+        raise InvalidArgumentError(f"device='{device}' does not exist: there are {torch.cuda.device_count()} CUDA devices")
+
+
+def choose_providers(device: torch.device, providers: Sequence | None = None) -> list:
+    """Execution providers for sessions on `device`; `providers` overrides them.
+
+    Raises:
+        RuntimeNotFoundError: a provider that this ONNX Runtime does not have.
+        InvalidArgumentError: `providers` is no list of providers.
+    """
+    if providers is None:
+        if device.type == "cuda":
+            # ONNX Runtime would use TF32, which has 10 bits of mantissa; do as torch is told to.
+            tf32 = str(int(torch.get_float32_matmul_precision() != "highest"))
+            return [(_PROVIDERS["cuda"], {"device_id": str(device.index), "use_tf32": tf32}), _PROVIDERS["cpu"]]
+        return [_PROVIDERS["cpu"]]
+    available = load().get_available_providers()
+    if not isinstance(providers, (list, tuple)) or not providers or not all(map(_is_provider, providers)):
+        raise InvalidArgumentError(
+            f"providers must be a list of names or of (name, dict of options), got {providers!r}; this ONNX Runtime has "
+            f"{', '.join(available)}"
+        )
+    for name in map(_provider_name, providers):
+        if name not in available:
+            raise RuntimeNotFoundError(f"execution provider {name!r} is not in this ONNX Runtime; it has {', '.join(available)}")
+    return list(providers)
+
+
+def check_providers(asked: Sequence, started: Sequence[str]) -> None:
+    """Raise if a session runs without a provider that was asked for.
+
+    Raises:
+        RuntimeNotFoundError: ONNX Runtime could not start it and went on without.
+    """
+    if lost := [name for name in map(_provider_name, asked) if name not in started]:
+        raise RuntimeNotFoundError(
+            f"ONNX Runtime could not start {', '.join(lost)} and would run on {', '.join(started)} alone; its log says why "
+            "(often a CUDA or cuDNN library that is missing or of another version). Reinstall it with its libraries: "
+            "pip install 'orttrainer[gpu]'; or pass device='cpu'."
+        )
+
+
+def _provider_name(provider) -> str:
+    return provider if isinstance(provider, str) else provider[0]
+
+
+def _is_provider(provider) -> bool:
+    if isinstance(provider, tuple):
+        return len(provider) == 2 and isinstance(provider[0], str) and isinstance(provider[1], dict)
+    return isinstance(provider, str)

@@ -1,0 +1,95 @@
+"""Imports point one way only, and importing the package stays light."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import orttrainer
+
+PACKAGE = pathlib.Path(orttrainer.__file__).parent
+
+# room -> the rooms of the package that it may import (errors is open to all)
+MAY_IMPORT = {
+    "errors": set(),
+    "graph": set(),
+    "differentiate": {"graph"},
+    "optim": {"graph"},
+    "distributed": set(),
+    "seed": set(),
+    "runtime": set(),
+    "describe": set(),
+    "export": {"describe", "graph", "runtime"},
+    "compile": {"differentiate", "graph", "optim"},
+    "run": {"compile", "distributed", "graph", "runtime"},
+    "trainer": {"compile", "describe", "distributed", "export", "optim", "run", "runtime", "seed"},
+    "reference_arrays": set(),
+    "reference_functions": set(),
+    "reference_ops": set(),
+    "testing": {"differentiate", "reference_arrays", "reference_functions", "reference_ops"},
+    "__init__": {"describe", "differentiate", "seed", "trainer"},
+}
+WITHOUT_TORCH = {"errors", "graph", "differentiate", "optim", "compile"}
+
+
+def room(path: pathlib.Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_modules(path: pathlib.Path, anywhere: bool = True) -> set[str]:
+    """Absolute names of the modules that a file imports, inside functions as well unless told otherwise."""
+    tree = ast.parse(path.read_text())
+    package = ["orttrainer", *path.relative_to(PACKAGE).parent.parts]
+    names = set()
+    for node in ast.walk(tree) if anywhere else tree.body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            names |= {module} if node.module else {f"{module}.{alias.name}" for alias in node.names}
+            if module == "orttrainer":
+                names |= {f"orttrainer.{alias.name}" for alias in node.names}
+    return names
+
+
+def test_every_file_is_in_a_known_room():
+    assert {room(path) for path in PACKAGE.rglob("*.py")} == set(MAY_IMPORT)
+
+
+def test_rooms_import_only_what_they_may():
+    wrong = []
+    for path in PACKAGE.rglob("*.py"):
+        allowed = MAY_IMPORT[room(path)] | {room(path), "errors"}
+        for name in imported_modules(path):
+            parts = name.split(".")
+            if parts[0] == "orttrainer" and len(parts) > 1 and parts[1] not in allowed:
+                wrong.append(f"{path.relative_to(PACKAGE)} imports {name}")
+    assert not wrong
+
+
+def test_rules_and_optimizers_work_without_torch():
+    wrong = [
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if room(path) in WITHOUT_TORCH and any(name.split(".")[0] == "torch" for name in imported_modules(path))
+    ]
+    assert not wrong
+
+
+def test_importing_the_package_loads_neither_onnxruntime_nor_an_exporter():
+    code = (
+        "import sys, orttrainer\n"
+        "heavy = {'onnxruntime', 'torch.onnx', 'onnxscript', 'transformers', 'mpi4py', 'onnx', 'torch'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_build_gradient_needs_no_torch():
+    code = "import sys\nfrom orttrainer import build_gradient\nprint('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"

@@ -1,0 +1,99 @@
+"""Step for step like PyTorch: losses and parameters of 30 steps, for every model and optimizer."""
+
+from __future__ import annotations
+
+import models
+import onnx
+import pytest
+import reference_optimizers as reference
+import torch
+
+from orttrainer import ORTTrainer
+
+STEPS = 30
+# Adam divides by sqrt(v) + epsilon. Some gradients are zero but for rounding (the bias of an
+# attention key, a bias before BatchNorm), and with the default of 1e-8 the update of these few
+# numbers would be noise over noise, in PyTorch too. They do not change the loss.
+EPSILON = 1e-4
+
+
+def decay(name: str) -> float:
+    return 0.0 if name.endswith("bias") else 0.01
+
+
+OPTIMIZERS = {
+    "sgd": ("SGDOptimizer", None, 0.1, lambda p, lr: reference.SGD(p, lr)),
+    "adam": (
+        "AdamOptimizer", lambda name: {"lambda": decay(name), "epsilon": EPSILON}, 2e-3,
+        lambda p, lr: reference.AdamBefore(p, lr, decay, EPSILON),
+    ),
+    "adam-after": (
+        "AdamOptimizer", lambda name: {"lambda": decay(name), "epsilon": EPSILON, "weight_decay_mode": 1}, 2e-3,
+        lambda p, lr: reference.AdamAfter(p, lr, decay, EPSILON),
+    ),
+    "lamb": (
+        "LambOptimizer", lambda name: {"lambda": decay(name), "epsilon": EPSILON}, 1e-2,
+        lambda p, lr: reference.Lamb(p, lr, decay, EPSILON),
+    ),
+}  # fmt: skip
+
+
+def train_in_pytorch(name: str, optimizer: str, steps: int = STEPS):
+    """Losses and the trained module."""
+    setup, module = models.make(name)
+    step = OPTIMIZERS[optimizer][3](dict(module.named_parameters()), OPTIMIZERS[optimizer][2])
+    losses = []
+    for index in range(steps):
+        module.zero_grad()
+        loss = setup.loss(module, setup.batch(index))
+        loss.backward()
+        step.step()
+        losses.append(loss.item())
+    return losses, module
+
+
+def make_trainer(name: str, optimizer: str, **options):
+    setup, module = models.make(name)
+    kind, attributes, _, _ = OPTIMIZERS[optimizer]
+    trainer = ORTTrainer(
+        module, setup.loss_fn, setup.description(), kind, attributes, models.LEARNING_RATE, "cpu", **options
+    )
+    return setup, module, trainer
+
+
+def train(setup, trainer, optimizer: str, steps=range(STEPS)) -> list[float]:
+    rate = torch.tensor([OPTIMIZERS[optimizer][2]])
+    return [trainer.train_step(*setup.batch(index), rate)[0].item() for index in steps]
+
+
+def assert_equal_state(actual: dict, expected: dict) -> None:
+    """1e-5 of the largest entry of each tensor."""
+    for name, want in expected.items():
+        if not want.is_floating_point():
+            assert torch.equal(actual[name], want), name
+            continue
+        error, scale = (actual[name] - want).abs().max().item(), want.abs().max().item()
+        assert error <= 1e-5 * max(scale, 1e-2), f"{name} is off by {error} at scale {scale}"
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", models.SETUPS)
+def test_losses_and_parameters_are_those_of_pytorch(name, optimizer):
+    expected, expected_module = train_in_pytorch(name, optimizer)
+    setup, module, trainer = make_trainer(name, optimizer)
+    losses = train(setup, trainer, optimizer)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert_equal_state(module.state_dict(), expected_module.state_dict())
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "lamb"])
+def test_an_onnx_model_with_its_loss_inside_trains_like_the_module_it_came_from(optimizer, tmp_path):
+    setup, module, source = make_trainer("mlp", optimizer)
+    source.eval_step(*setup.batch(0))
+    source.save_as_onnx(str(tmp_path / "forward.onnx"))
+    model = onnx.load(str(tmp_path / "forward.onnx"))
+    kind, attributes, _, _ = OPTIMIZERS[optimizer]
+    trainer = ORTTrainer(model, None, setup.description(), kind, attributes, models.LEARNING_RATE, "cpu")
+    expected, expected_module = train_in_pytorch("mlp", optimizer)
+    assert train(setup, trainer, optimizer) == pytest.approx(expected, rel=1e-5)
+    assert_equal_state(trainer.state_dict(), expected_module.state_dict())

@@ -1,0 +1,33 @@
+"""The transpose pass removes what does nothing, and nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from onnx_ir.passes import common
+
+from orttrainer.graph.passes.transpose import CancelTransposePairsPass
+from orttrainer.testing import evaluate
+
+TEXT = """
+<ir_version: 8, opset_import: ["" : 18]>
+g (float[2,3,4] x) => (float[P,Q,R] y) {
+  a = Transpose <perm=%s> (x)
+  b = Transpose <perm=%s> (a)
+  y = Neg(b)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "p, q, left", [([0, 2, 1], [0, 2, 1], 0), ([1, 2, 0], [2, 0, 1], 0), ([1, 2, 0], [1, 2, 0], 2), ([0, 2, 1], [2, 1, 0], 2)]
+)
+def test_only_transposes_that_undo_each_other_go(p, q, left):
+    model = ir.from_onnx_text(TEXT % (p, q))
+    feeds = {"x": np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)}
+    before = evaluate(ir.to_proto(model), feeds)["y"]
+    CancelTransposePairsPass()(model)
+    common.RemoveUnusedNodesPass()(model)
+    assert sum(node.op_type == "Transpose" for node in model.graph) == left
+    np.testing.assert_array_equal(evaluate(ir.to_proto(model), feeds)["y"], before)

@@ -1,0 +1,138 @@
+"""The compiled graph as a file of its own, and its in-place updates."""
+
+from __future__ import annotations
+
+import json
+
+import models
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from test_parity import OPTIMIZERS, make_trainer, train
+
+from orttrainer import set_seed
+from orttrainer.compile import TrainingGraph
+from orttrainer.graph.fence import unordered_readers
+from orttrainer.run import Runner
+
+
+def compiled(name: str, optimizer: str):
+    """A trainer that has compiled and not yet trained."""
+    setup, module, trainer = make_trainer(name, optimizer)
+    trainer.eval_step(*setup.batch(0))
+    return setup, module, trainer
+
+
+def train_from_file(path: str, setup: models.Setup, rate: float, steps: int) -> list[float]:
+    """Train with nothing but ONNX Runtime and what the file says about itself."""
+    proto = onnx.load(path)
+    bindings = {pair.key: pair.value for pair in proto.training_info[0].update_binding}
+    signature = json.loads({p.key: p.value for p in proto.metadata_props}["orttrainer.signature"])
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    wanted = [signature["outputs"][0], *bindings.values()]
+    state, losses = {}, []
+    for index in range(steps):
+        feeds = {name: t.numpy() for name, t in zip(signature["inputs"], setup.batch(index))}
+        feeds[signature["learning_rate"]] = np.array([rate], np.float32)
+        if signature["training_mode"]:
+            feeds[signature["training_mode"]] = np.array(True)
+        loss, *new = session.run(wanted, feeds | state)
+        state = dict(zip(bindings, new))
+        losses.append(float(loss))
+    return losses
+
+
+@pytest.mark.legacy_runtime
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "lamb"])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "transformer"])
+def test_saved_file_passes_the_checker_and_trains_from_a_bare_session(name, optimizer, tmp_path):
+    setup, _, trainer = compiled(name, optimizer)
+    path = str(tmp_path / "training.onnx")
+    trainer.training_graph.save(path)
+    onnx.checker.check_model(path, full_check=True)
+    losses = train_from_file(path, setup, OPTIMIZERS[optimizer][2], 5)
+    assert losses == pytest.approx(train(setup, trainer, optimizer, range(5)), rel=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", models.SETUPS)
+def test_training_in_place_equals_double_buffering_bit_for_bit(name, optimizer):
+    setup, _, trainer = compiled(name, optimizer)
+    apart = {key: tensor.clone() for key, tensor in trainer._runner.state.items()}
+    double = Runner(trainer.training_graph, apart, torch.device("cpu"), in_place=False)
+    rate = torch.tensor([OPTIMIZERS[optimizer][2]])
+    names = trainer.training_graph.signature.inputs
+    for step in range(5):
+        batch = setup.batch(step)
+        for mine, other in zip(trainer.train_step(*batch, rate), double.train_step(dict(zip(names, batch)), rate)):
+            assert torch.equal(mine, other)
+    for key, tensor in trainer._runner.state.items():
+        assert torch.equal(tensor, double.state[key]), key
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", models.SETUPS)
+def test_every_reader_of_a_state_runs_before_it_is_overwritten(name, optimizer):
+    _, _, trainer = compiled(name, optimizer)
+    graph = trainer.training_graph.graph.graph
+    values = {v.name: v for v in (*graph.inputs, *graph.outputs)}
+    entries = [entry for entry in trainer.training_graph.signature.state if entry.output and entry.in_place]
+    assert {entry.role for entry in entries} >= {"parameter"}
+    assert not unordered_readers(graph, {values[e.name]: values[e.output] for e in entries})
+
+
+def test_a_graph_whose_loss_gradient_does_not_need_the_forward_pass_is_fenced():
+    """d sum(x W + b) / dW does not depend on x W, so only the fence makes x W run before W changes."""
+    module = torch.nn.Linear(64, 64)
+    description = models.ModelDescription(
+        [models.IODescription("x", ["batch", 64], torch.float32)], [models.IODescription("loss", []), models.IODescription("y", ["batch", 64])]
+    )
+
+    class Loss(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = module
+
+        def forward(self, x):
+            y = self.inner(x)
+            return y.sum(), y * 2
+
+    trainer = models_trainer(Loss(), description)
+    x = torch.randn(512, 64)
+    for _ in range(20):
+        expected = 2 * module(x).detach()
+        _, y = trainer.train_step(x, 0.1)
+        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-3)
+
+
+def models_trainer(module, description):
+    from orttrainer import ORTTrainer
+
+    return ORTTrainer(module, None, description, "SGDOptimizer", None, models.LEARNING_RATE, "cpu")
+
+
+def test_equal_models_give_equal_files():
+    def file() -> bytes:
+        set_seed(5)
+        return compiled("transformer", "adam")[2].training_graph.model.SerializeToString(deterministic=True)
+
+    assert file() == file()
+
+
+def test_signature_names_every_input_and_output_by_role():
+    _, _, trainer = compiled("cnn", "adam")
+    graph: TrainingGraph = trainer.training_graph
+    signature, proto = graph.signature, graph.model
+    state = [entry.name for entry in signature.state]
+    assert [v.name for v in proto.graph.input if v.name not in state] == [
+        *signature.inputs, signature.learning_rate, signature.training_mode,
+    ]  # fmt: skip
+    written = [entry.output for entry in signature.state if entry.output]
+    assert [v.name for v in proto.graph.output] == [*signature.outputs, signature.gradient_norm, *written]
+    assert set(signature.parameters) == {name for name, _ in trainer._model.named_parameters()}
+    assert {"Moment_1_head.bias", "Moment_2_head.bias", "bn1.running_mean"} <= set(state)
+    assert {entry.role for entry in signature.state} == {"parameter", "optimizer", "buffer"}
