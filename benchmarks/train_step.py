@@ -62,6 +62,7 @@ def engine_step(engine: str, workload):
 def worker(workload_name: str, engine: str, steps: int, warmup: int, threads: int) -> None:
     """Run one workload on one engine and print the timings as JSON."""
     import torch
+
     from workloads import WORKLOADS
 
     torch.set_num_threads(threads)
@@ -122,7 +123,12 @@ def machine(threads: int) -> str:
 
 def table(title: str, summary: dict[str, dict]) -> str:
     best = min((row["median_ms"] for engine, row in summary.items() if engine != "orttrainer"), default=float("nan"))
-    lines = [f"### {title}", "", "| engine | ms/step median | p20 | ratio to best peer | first step s | peak MB |", "|---|---|---|---|---|---|"]
+    lines = [
+        f"### {title}",
+        "",
+        "| engine | ms/step median | p20 | ratio to best peer | first step s | peak MB |",
+        "|---|---|---|---|---|---|",
+    ]
     lines += [
         f"| {engine} | {row['median_ms']:.2f} | {row['p20_ms']:.2f} | {row['median_ms'] / best:.2f} | "
         f"{row['first_s']:.1f} | {row['peak_mb']:.0f} |"

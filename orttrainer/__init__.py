@@ -16,7 +16,15 @@ _HOME = {
     "set_seed": "orttrainer.seed",
 }
 
-__all__ = [*_HOME, "__version__"]
+__all__ = [
+    "IODescription",
+    "ModelDescription",
+    "ORTTrainer",
+    "__version__",
+    "build_gradient",
+    "generate_sample",
+    "set_seed",
+]
 
 if TYPE_CHECKING:
     from orttrainer.describe import IODescription, ModelDescription, generate_sample

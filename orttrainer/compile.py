@@ -175,7 +175,9 @@ class _Build:
         model = prepare(forward.model)
         graph = model.graph
         self._take_state(graph, forward)
-        self.taken = {v.name for v in graph.inputs} | {v.name for node in graph for v in node.outputs} | set(graph.initializers)
+        self.taken = (
+            {v.name for v in graph.inputs} | {v.name for node in graph for v in node.outputs} | set(graph.initializers)
+        )
         for name in (learning_rate, TRAINING_MODE, NORM):
             self._free(name)
         self.described = described
@@ -284,7 +286,9 @@ class _Build:
             graph.inputs.remove(value)
             self.tensors.pop(value.name, None)
         state = tuple(
-            StateEntry(v.name, f"{v.name}_new" if v.name in self.new else None, *self.roles[v.name], v.name not in shared)
+            StateEntry(
+                v.name, f"{v.name}_new" if v.name in self.new else None, *self.roles[v.name], v.name not in shared
+            )
             for v in graph.inputs
             if v.name in self.tensors
         )
@@ -309,7 +313,9 @@ class _Build:
             if value not in graph.inputs:
                 graph.inputs.append(value)
 
-    def _state(self, graph: ir.Graph, name: str, initial: np.ndarray, role: str, parameter: str | None = None) -> ir.Value:
+    def _state(
+        self, graph: ir.Graph, name: str, initial: np.ndarray, role: str, parameter: str | None = None
+    ) -> ir.Value:
         self.tensors[self._free(name)] = ir.tensor(initial, name=name)
         self.roles[name] = (role, parameter)
         return self._input(graph, name, self.tensors[name].dtype, initial.shape)
@@ -343,5 +349,7 @@ class _Build:
         """`name`, which must not be that of a value of the model."""
         if name in self.taken:
             other = ", or give the learning rate another name" if name == self.learning_rate else ""
-            raise ModelError(f"the name {name!r} is needed for the training graph but the model uses it; rename it there{other}")
+            raise ModelError(
+                f"the name {name!r} is needed for the training graph but the model uses it; rename it there{other}"
+            )
         return name

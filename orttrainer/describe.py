@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .errors import DescriptionMismatchWarning, SchemaError
+from orttrainer.errors import DescriptionMismatchWarning, SchemaError
 
 __all__ = ["IODescription", "InputSchema", "InputSpec", "ModelDescription", "generate_sample"]
 
@@ -286,7 +286,9 @@ def _spec_of_model(spec, description, differences):
     if spec.shape is None:
         return InputSpec(name, spec.dtype, tuple(declared))
     if len(declared) != len(spec.shape):
-        differences.append(f"input {name!r}: declared {len(declared)} axes {declared}, the model has {list(spec.shape)}")
+        differences.append(
+            f"input {name!r}: declared {len(declared)} axes {declared}, the model has {list(spec.shape)}"
+        )
         declared = [None] * len(spec.shape)
     shape = []
     for axis, (dim, said) in enumerate(zip(spec.shape, declared)):

@@ -162,7 +162,7 @@ class Runner:
                 bound_out[output] = torch.empty_like(self.state[name])
                 copies.append((self.state[name], bound_out[output]))
         free = [value.name for value in cut.graph.inputs if value.name not in bound_in]
-        session = _open_session(cut, self._providers, self._configure)
+        session = _open_session(cut, self._providers, self._configure, training=bool(updates))
         return _Phase(session, self.device, free, fetches, bound_in, bound_out, copies)
 
 
@@ -229,14 +229,14 @@ def _to_torch(value) -> torch.Tensor:
     return tensor.bool() if value.data_type() == "tensor(bool)" else tensor
 
 
-def _open_session(model: ir.Model, providers: Sequence, configure):
+def _open_session(model: ir.Model, providers: Sequence, configure, training: bool):
     onnxruntime = runtime.load()
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = torch.get_num_threads()  # one setting, torch.set_num_threads, for both
     options.enable_mem_pattern = False  # as fast without, and a quarter less memory (benchmarks/)
     if configure is not None:
-        configure(options)
+        configure(options, training)
     try:
         session = onnxruntime.InferenceSession(
             ir.to_proto(model).SerializeToString(), options, providers=list(providers), enable_fallback=0

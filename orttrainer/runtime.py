@@ -107,7 +107,9 @@ def check_device(device: torch.device) -> None:
             "Check nvidia-smi, install a CUDA build of torch, or pass device='cpu'."
         )
     if device.index >= torch.cuda.device_count():
-        raise InvalidArgumentError(f"device='{device}' does not exist: there are {torch.cuda.device_count()} CUDA devices")
+        raise InvalidArgumentError(
+            f"device='{device}' does not exist: there are {torch.cuda.device_count()} CUDA devices"
+        )
 
 
 def choose_providers(device: torch.device, providers: Sequence | None = None) -> list:
@@ -131,7 +133,9 @@ def choose_providers(device: torch.device, providers: Sequence | None = None) ->
         )
     for name in map(_provider_name, providers):
         if name not in available:
-            raise RuntimeNotFoundError(f"execution provider {name!r} is not in this ONNX Runtime; it has {', '.join(available)}")
+            raise RuntimeNotFoundError(
+                f"execution provider {name!r} is not in this ONNX Runtime; it has {', '.join(available)}"
+            )
     return list(providers)
 
 

@@ -52,7 +52,9 @@ def _generator(step: int) -> torch.Generator:
 
 class MLP(nn.Sequential):
     def __init__(self, dropout: float = 0.0):
-        super().__init__(nn.Linear(12, 32), nn.GELU(), nn.Dropout(dropout), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 5))
+        super().__init__(
+            nn.Linear(12, 32), nn.GELU(), nn.Dropout(dropout), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 5)
+        )
 
 
 class CNN(nn.Module):

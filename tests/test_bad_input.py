@@ -6,6 +6,7 @@ import builtins
 import re
 import warnings
 
+import models
 import numpy as np
 import onnx
 import onnx.parser
@@ -45,7 +46,16 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
 
 
-def make(model=None, loss_fn=nn.functional.mse_loss, desc=None, name="AdamOptimizer", attributes=None, rate=RATE, device="cpu", **options):
+def make(
+    model=None,
+    loss_fn=nn.functional.mse_loss,
+    desc=None,
+    name="AdamOptimizer",
+    attributes=None,
+    rate=RATE,
+    device="cpu",
+    **options,
+):
     model, desc = net() if model is None else model, describe() if desc is None else desc
     return ORTTrainer(model, loss_fn, desc, name, attributes, rate, device, **options)
 
@@ -96,13 +106,28 @@ def test_every_error_is_ours_and_python_s(name, builtin):
 
 DESCRIPTIONS = {
     "a name that is no str": (lambda: IODescription(3, [1]), "the name of an IODescription is a non-empty str, got 3"),
-    "a shape that is an int": (lambda: IODescription("x", 4), "the shape of 'x' is a list with one int or str per axis, got 4"),
-    "a shape with None": (lambda: IODescription("x", [None, 4]), "the shape of 'x' has None at axis 0; use an int >= 0"),
-    "a negative size": (lambda: IODescription("x", [-1, 4]), "the shape of 'x' has -1 at axis 0; use an int >= 0...'batch'"),
-    "a dtype as a str": (lambda: IODescription("x", [4], "float32"), "the dtype of 'x' is a torch.dtype or None, got 'float32'"),
+    "a shape that is an int": (
+        lambda: IODescription("x", 4),
+        "the shape of 'x' is a list with one int or str per axis, got 4",
+    ),
+    "a shape with None": (
+        lambda: IODescription("x", [None, 4]),
+        "the shape of 'x' has None at axis 0; use an int >= 0",
+    ),
+    "a negative size": (
+        lambda: IODescription("x", [-1, 4]),
+        "the shape of 'x' has -1 at axis 0; use an int >= 0...'batch'",
+    ),
+    "a dtype as a str": (
+        lambda: IODescription("x", [4], "float32"),
+        "the dtype of 'x' is a torch.dtype or None, got 'float32'",
+    ),
     "NumPy's dtype": (lambda: IODescription("x", [4], np.float32), "the dtype of 'x' is a torch.dtype or None"),
     "no inputs": (lambda: describe(inputs=[]), "inputs of a ModelDescription is a non-empty list, got []"),
-    "names only": (lambda: describe(outputs=["loss"]), "outputs of a ModelDescription are IODescription objects, got 'loss'"),
+    "names only": (
+        lambda: describe(outputs=["loss"]),
+        "outputs of a ModelDescription are IODescription objects, got 'loss'",
+    ),
     "one name twice": (lambda: describe(inputs=[X, X]), "the name 'x' is described twice"),
     "an output named as an input": (lambda: describe(outputs=[LOSS, X]), "the name 'x' is described twice"),
 }
@@ -263,10 +288,22 @@ def test_a_wrong_call_changes_nothing_and_the_next_right_one_works(case, trained
 
 
 SCHEDULES = {
-    "None": (lambda step: None, SchemaError, "the learning rate that get_lr_this_step(7) returned must be a number...got None"),
-    "NaN": (lambda step: float("nan"), InvalidArgumentError, "get_lr_this_step(7) returned must be a finite number >= 0...got nan"),
+    "None": (
+        lambda step: None,
+        SchemaError,
+        "the learning rate that get_lr_this_step(7) returned must be a number...got None",
+    ),
+    "NaN": (
+        lambda step: float("nan"),
+        InvalidArgumentError,
+        "get_lr_this_step(7) returned must be a finite number >= 0...got nan",
+    ),
     "a list": (lambda step: [0.1, 0.2], SchemaError, "get_lr_this_step(7) returned must be a number...got [0.1, 0.2]"),
-    "two rates": (lambda step: torch.ones(2), SchemaError, "get_lr_this_step(7) returned must have one element, got shape [2]"),
+    "two rates": (
+        lambda step: torch.ones(2),
+        SchemaError,
+        "get_lr_this_step(7) returned must have one element, got shape [2]",
+    ),
 }
 
 
@@ -444,7 +481,10 @@ def test_an_index_out_of_range_is_explained_and_no_state_changes(case, tagger, c
     tokens, label, operator = case
     before = snapshot(tagger)
     for call in (lambda: tagger.train_step(tokens, label, 0.1), lambda: tagger.eval_step(tokens, label)):
-        with raises(ExecutionError, f"the state is as it was before. An index (a token id, a label) is out of range...{operator}...(node '") as caught:
+        with raises(
+            ExecutionError,
+            f"the state is as it was before. An index (a token id, a label) is out of range...{operator}...(node '",
+        ) as caught:
             call()
         assert "onnxruntime_src" not in str(caught.value) and caught.value.__cause__ is not None
     assert_untouched(tagger, before)
@@ -465,9 +505,13 @@ LINEAR = "output = MatMul (x, W) d = Sub (output, label) q = Mul (d, d) loss = R
 W = np.linspace(-1, 1, 8, dtype=np.float32).reshape(4, 2)
 
 
-def onnx_model(body: str = LINEAR, outputs: str = "float loss, float[batch, 2] output", opset: int = 18, weight: np.ndarray = W):
+def onnx_model(
+    body: str = LINEAR, outputs: str = "float loss, float[batch, 2] output", opset: int = 18, weight: np.ndarray = W
+):
     header = f'<ir_version: 8, opset_import: ["" : {opset}, "my.domain" : 3]>'
-    proto = onnx.parser.parse_model(f"{header} model (float[batch, 4] x, float[batch, 2] label) => ({outputs}) {{ {body} }}")
+    proto = onnx.parser.parse_model(
+        f"{header} model (float[batch, 4] x, float[batch, 2] label) => ({outputs}) {{ {body} }}"
+    )
     proto.graph.initializer.append(onnx.numpy_helper.from_array(weight, "W"))
     return proto
 
@@ -561,7 +605,10 @@ def test_an_onnx_model_checks_its_first_batch_against_itself(case):
 
 def test_a_wrong_declaration_of_an_onnx_model_is_one_warning_and_the_model_holds():
     wrong = describe([IODescription("x", ["batch", 7], torch.int64), LABEL])
-    with pytest.warns(DescriptionMismatchWarning, match="(?s)differs from the model in 2 places; what the model has is used.*'x', axis 1: declared 7"):
+    with pytest.warns(
+        DescriptionMismatchWarning,
+        match="(?s)differs from the model in 2 places; what the model has is used.*'x', axis 1: declared 7",
+    ):
         trainer = make(onnx_model(), None, wrong)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -571,9 +618,16 @@ def test_a_wrong_declaration_of_an_onnx_model_is_one_warning_and_the_model_holds
 
 # -- build_gradient ---------------------------------------------------------------------------------
 
-INTEGERS = onnx.parser.parse_model('<ir_version: 8, opset_import: ["" : 18]> m (int64[3] i) => (float s) { f = Cast <to = 1> (i) s = ReduceSum <keepdims = 0> (f) }')
-TEXTS = onnx.parser.parse_model('<ir_version: 8, opset_import: ["" : 18]> m (string[3] s, float f) => (string[3] t, float g) { t = Identity (s) g = Neg (f) }')
-INTEGER_LOSS = onnx_model("output = MatMul (x, W) s = Shape (output) loss = ReduceSum <keepdims = 0> (s)", "int64 loss, float[batch, 2] output")
+INTEGERS = onnx.parser.parse_model(
+    '<ir_version: 8, opset_import: ["" : 18]> m (int64[3] i) => (float s) { f = Cast <to = 1> (i) s = ReduceSum <keepdims = 0> (f) }'
+)
+TEXTS = onnx.parser.parse_model(
+    '<ir_version: 8, opset_import: ["" : 18]> m (string[3] s, float f) => (string[3] t, float g) { t = Identity (s) g = Neg (f) }'
+)
+INTEGER_LOSS = onnx_model(
+    "output = MatMul (x, W) s = Shape (output) loss = ReduceSum <keepdims = 0> (s)",
+    "int64 loss, float[batch, 2] output",
+)
 
 GRADIENTS = {
     "of an unknown output": ((onnx_model(), "cost"), ModelError, "of='cost' is not an output of the model; its outputs are ['loss', 'output']"),
@@ -605,3 +659,16 @@ def test_a_gradient_that_cannot_be_built_says_why(case):
     arguments, error, text = case
     with raises(error, text):
         build_gradient(*arguments)
+
+
+@pytest.mark.parametrize("place, text", [("tokens", "token id"), ("labels", "label")])
+def test_a_negative_index_is_an_error_as_in_pytorch(place, text):
+    setup, module = models.make("tied")
+    trainer = ORTTrainer(module, setup.loss_fn, setup.description(), "SGDOptimizer", None, models.LEARNING_RATE, "cpu")
+    tokens, labels = setup.batch(0)
+    trainer.train_step(tokens, labels, 0.1)
+    before = module.embedding.weight.clone()
+    (tokens if place == "tokens" else labels)[3] = -1
+    with pytest.raises(ExecutionError, match=f"index.*{text}"):
+        trainer.train_step(tokens, labels, 0.1)
+    assert torch.equal(module.embedding.weight, before)

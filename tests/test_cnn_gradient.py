@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from onnx import TensorProto, helper, numpy_helper
 
 from orttrainer.differentiate import build_gradient
-from orttrainer.testing import _run_onnxruntime, check_gradient, evaluate
+from orttrainer.testing import check_gradient, evaluate
+from orttrainer.testing.check import _run_onnxruntime
 
 RNG = np.random.default_rng(11)
 WEIGHTS = {

@@ -23,7 +23,8 @@ STEPS = 20
 
 # As root, and with more ranks than cores, Open MPI wants to be told.
 ENVIRONMENT = {
-    "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }  # fmt: skip
 
@@ -133,7 +134,9 @@ def test_eval_step_is_local(ranks):
         parameter.data.sub_(OPTIMIZERS["sgd"][2] * gradient)
     assert ranks[0]["evaluation"]["loss"] == pytest.approx(setup.loss(replica, setup.batch(9)).item(), rel=1e-5)
     for rank in range(2):
-        assert ranks[rank]["evaluation"]["next"] == pytest.approx(setup.loss(replica, setup.batch(rank)).item(), rel=1e-5)
+        assert ranks[rank]["evaluation"]["next"] == pytest.approx(
+            setup.loss(replica, setup.batch(rank)).item(), rel=1e-5
+        )
 
 
 def assert_independent(mask: torch.Tensor, other: torch.Tensor) -> None:
@@ -155,7 +158,9 @@ def test_a_run_resumed_from_the_state_of_rank_0_has_the_masks_of_the_run_itself_
 
 def test_models_of_different_shapes_are_an_error_on_every_rank(ranks):
     for rank in ranks:
-        assert "the ranks differ in the state of the training graph: rank 0 has ('weight', (3, 4)" in rank["disagreement"]
+        assert (
+            "the ranks differ in the state of the training graph: rank 0 has ('weight', (3, 4)" in rank["disagreement"]
+        )
         assert "rank 1 has ('weight', (4, 4)" in rank["disagreement"]
         assert "Build the same model with the same arguments on every rank." in rank["disagreement"]
 

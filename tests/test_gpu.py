@@ -256,5 +256,7 @@ def test_the_graph_of_cuda_saves_and_trains_as_a_file_too(tmp_path):
 
 def test_a_cuda_device_that_does_not_exist_is_an_error():
     count = torch.cuda.device_count()
-    with pytest.raises(InvalidArgumentError, match=rf"device='cuda:{count}' does not exist: there are {count} CUDA devices"):
+    with pytest.raises(
+        InvalidArgumentError, match=rf"device='cuda:{count}' does not exist: there are {count} CUDA devices"
+    ):
         make_trainer("mlp", "sgd", f"cuda:{count}")

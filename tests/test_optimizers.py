@@ -1,7 +1,5 @@
 """The update rules against the legacy kernels' published numbers, PyTorch and NumPy in float64."""
 
-# ruff: noqa: E501  (an error text stays on one line)
-
 import functools
 import math
 

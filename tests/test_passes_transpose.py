@@ -21,7 +21,8 @@ g (float[2,3,4] x) => (float[P,Q,R] y) {
 
 
 @pytest.mark.parametrize(
-    "p, q, left", [([0, 2, 1], [0, 2, 1], 0), ([1, 2, 0], [2, 0, 1], 0), ([1, 2, 0], [1, 2, 0], 2), ([0, 2, 1], [2, 1, 0], 2)]
+    "p, q, left",
+    [([0, 2, 1], [0, 2, 1], 0), ([1, 2, 0], [2, 0, 1], 0), ([1, 2, 0], [1, 2, 0], 2), ([0, 2, 1], [2, 1, 0], 2)],
 )
 def test_only_transposes_that_undo_each_other_go(p, q, left):
     model = ir.from_onnx_text(TEXT % (p, q))

@@ -12,7 +12,8 @@ from onnx import TensorProto, helper, numpy_helper
 from orttrainer.differentiate import build_gradient
 from orttrainer.differentiate.build import gradient_of
 from orttrainer.errors import GradientError
-from orttrainer.testing import _model, check_gradient, evaluate
+from orttrainer.testing import check_gradient, evaluate
+from orttrainer.testing.check import _model
 
 FLOAT, HALF, DOUBLE, INT64, BOOL = (
     TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.INT64, TensorProto.BOOL,

@@ -7,7 +7,8 @@ import pytest
 from onnx import helper
 
 from orttrainer.differentiate import build_gradient
-from orttrainer.testing import _type_outputs, check_gradient
+from orttrainer.testing import check_gradient
+from orttrainer.testing.check import _type_outputs
 
 DATA = (4, 5)
 

@@ -54,7 +54,13 @@ def _escaped(text: str) -> str:
 
 def test_no_onnxruntime_names_the_three_to_choose_from(installation):
     installation(None)
-    with raises(RuntimeNotFoundError, "no ONNX Runtime is installed", "orttrainer[cpu]", "orttrainer[gpu]", "orttrainer[training]"):
+    with raises(
+        RuntimeNotFoundError,
+        "no ONNX Runtime is installed",
+        "orttrainer[cpu]",
+        "orttrainer[gpu]",
+        "orttrainer[training]",
+    ):
         runtime.load()
 
 
@@ -69,13 +75,19 @@ def test_two_distributions_together_are_refused_before_any_import(installation):
 
 def test_a_package_that_does_not_import_is_to_be_reinstalled(installation):
     installation(None, onnxruntime_gpu="1.31.0")
-    with raises(RuntimeNotFoundError, "onnxruntime-gpu 1.31.0 is installed but does not import", "--force-reinstall onnxruntime-gpu"):
+    with raises(
+        RuntimeNotFoundError,
+        "onnxruntime-gpu 1.31.0 is installed but does not import",
+        "--force-reinstall onnxruntime-gpu",
+    ):
         runtime.load()
 
 
 def test_the_ruin_of_two_distributions_is_recognised(installation):
     installation(types.ModuleType("onnxruntime"), onnxruntime="1.31.1")
-    with raises(RuntimeNotFoundError, "the installed ONNX Runtime is damaged", "Uninstall all of them, then install one"):
+    with raises(
+        RuntimeNotFoundError, "the installed ONNX Runtime is damaged", "Uninstall all of them, then install one"
+    ):
         runtime.load()
 
 
@@ -130,17 +142,34 @@ CPU = torch.device("cpu")
 
 def test_an_unknown_provider_is_named_with_those_there_are(installation):
     installation(fake("CPUExecutionProvider"), onnxruntime="1.31.1")
-    with raises(RuntimeNotFoundError, "execution provider 'TpuExecutionProvider' is not in this ONNX Runtime; it has CPUExecutionProvider"):
+    with raises(
+        RuntimeNotFoundError,
+        "execution provider 'TpuExecutionProvider' is not in this ONNX Runtime; it has CPUExecutionProvider",
+    ):
         runtime.choose_providers(CPU, ["TpuExecutionProvider"])
 
 
 @pytest.mark.parametrize(
-    "providers", ["CPUExecutionProvider", [], 5, [3], [()], [("CPUExecutionProvider", "fast")], {"CPUExecutionProvider"}], ids=repr
+    "providers",
+    ["CPUExecutionProvider", [], 5, [3], [()], [("CPUExecutionProvider", "fast")], {"CPUExecutionProvider"}],
+    ids=repr,
 )
 def test_providers_of_another_form_are_refused(providers, installation):
     installation(fake("CPUExecutionProvider"), onnxruntime="1.31.1")
-    with raises(InvalidArgumentError, "providers must be a list of names or of (name, dict of options), got", "this ONNX Runtime has CPUExecutionProvider"):
+    with raises(
+        InvalidArgumentError,
+        "providers must be a list of names or of (name, dict of options), got",
+        "this ONNX Runtime has CPUExecutionProvider",
+    ):
         runtime.choose_providers(CPU, providers)
+
+
+@pytest.mark.parametrize(("precision", "tf32"), [("highest", "0"), ("high", "1")])
+def test_cuda_multiplies_as_precisely_as_torch_is_told_to(precision, tf32, monkeypatch):
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    (name, options), fallback = runtime.choose_providers(torch.device("cuda", 1))
+    assert (name, options["device_id"], options["use_tf32"]) == ("CUDAExecutionProvider", "1", tf32)
+    assert fallback == "CPUExecutionProvider"
 
 
 def test_a_provider_that_does_not_start_is_an_error_and_no_silent_cpu_run():

@@ -277,7 +277,7 @@ def train(*arguments, env=()):
 
 
 def test_train_learns_and_reports():
-    done = train("--max-steps", 80, "--log-interval", 40)
+    done = train("--max-steps", 80, "--log-interval", 40, "--optimizer", "adam", "--lr", 0.001)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     steps = [(int(step), float(loss)) for step, loss in re.findall(r"step +(\d+) .* loss ([\d.]+)", done.stdout)]

@@ -5,7 +5,8 @@ import pytest
 from cases import activation, elementwise, reduction
 
 from orttrainer import build_gradient
-from orttrainer.testing import _model, check_gradient, evaluate
+from orttrainer.testing import check_gradient, evaluate
+from orttrainer.testing.check import _model
 
 # The product of the others is another formula at each zero: right there, but not differentiable from there.
 NOT_SMOOTH = {"ReduceProd-zeros", "ReduceProd-one-zero", "ReduceProd-many-zeros"}

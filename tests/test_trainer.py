@@ -53,7 +53,9 @@ def batch(step: int = 0, rows: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(rows, 4, generator=generator), torch.randint(0, 3, (rows,), generator=generator)
 
 
-def make(module=None, optimizer="SGDOptimizer", attributes=None, loss_fn=nn.functional.cross_entropy, desc=None, **options):
+def make(
+    module=None, optimizer="SGDOptimizer", attributes=None, loss_fn=nn.functional.cross_entropy, desc=None, **options
+):
     module = net() if module is None else module
     desc = description() if desc is None else desc
     return ORTTrainer(module, loss_fn, desc, optimizer, attributes, models.LEARNING_RATE, "cpu", **options)
@@ -213,7 +215,9 @@ def test_fetches_choose_outputs_and_their_order_and_the_step_is_made_all_the_sam
 def test_an_unknown_fetch_is_an_error(call):
     trainer = make()
     rate = (LR,) if call == "train_step" else ()
-    with pytest.raises(SchemaError, match=r"fetches=\['logits'\] are not described outputs; those are \['loss', 'output'\]"):
+    with pytest.raises(
+        SchemaError, match=r"fetches=\['logits'\] are not described outputs; those are \['loss', 'output'\]"
+    ):
         getattr(trainer, call)(*batch(), *rate, fetches=["output", "logits"])
 
 
@@ -255,14 +259,20 @@ def test_eval_step_needs_no_label_for_the_prediction_alone():
     assert torch.equal(trainer.eval_step(x, fetches=["output"]), expected)
     assert torch.equal(trainer.eval_step([x], fetches=["output"]), expected)
     assert torch.equal(trainer.eval_step(x=x, fetches=["output"]), expected)
-    with pytest.raises(SchemaError, match="eval_step lacks \\['label'\\]"):
+    with pytest.raises(SchemaError, match=r"eval_step lacks \['label'\]"):
         trainer.eval_step(x)
+
+
+def test_an_onnx_model_evaluates_without_its_label_at_its_first_call(tmp_path):
+    trainer = make(forward_model(tmp_path), loss_fn=None)
+    x, _ = batch(3)
+    torch.testing.assert_close(trainer.eval_step(x, fetches=["output"]), net()(x).detach())
 
 
 def test_a_wrong_dtype_is_named_also_where_the_label_is_left_out():
     trainer = make()
     trainer.eval_step(*batch())
-    with pytest.raises(SchemaError, match="input 'x': expected dtype torch.float32, got torch.float64"):
+    with pytest.raises(SchemaError, match=r"input 'x': expected dtype torch.float32, got torch.float64"):
         trainer.eval_step(batch()[0].double(), fetches=["output"])
 
 
@@ -283,7 +293,7 @@ def test_get_lr_this_step_is_called_with_the_global_step_before_the_increment():
         torch.testing.assert_close(loss, torch_step(module, *batch(step), rate=0.1 * (step + 1)))
     assert seen == [7, 8, 9, 10]
     assert (trainer.global_step_, trainer.current_step) == (11, 4)
-    with pytest.raises(SchemaError, match="got 3 inputs but takes 2"):
+    with pytest.raises(SchemaError, match=r"got 3 inputs but takes 2"):
         trainer.train_step(*batch(), LR)
 
 
@@ -337,7 +347,7 @@ def test_an_onnx_model_compiles_at_once_and_has_its_full_state_before_any_step(t
 
 
 def test_an_onnx_model_ignores_a_loss_function_with_a_warning(tmp_path):
-    with pytest.warns(UserWarning, match="loss_fn is ignored: an ONNX model has its loss inside"):
+    with pytest.warns(UserWarning, match=r"loss_fn is ignored: an ONNX model has its loss inside"):
         make(forward_model(tmp_path), loss_fn=nn.functional.mse_loss)
 
 
@@ -354,7 +364,7 @@ def test_batches_of_any_size_train_like_pytorch_without_compiling_again(counted)
 def test_a_fixed_batch_size_refuses_another_one():
     trainer = make(desc=description(rows=6))
     trainer.train_step(*batch(), LR)
-    with pytest.raises(SchemaError, match="input 'x', axis 0: expected size 6, got 7.*'batch', to let it vary"):
+    with pytest.raises(SchemaError, match=r"input 'x', axis 0: expected size 6, got 7.*'batch', to let it vary"):
         trainer.train_step(*batch(rows=7), LR)
 
 
@@ -407,7 +417,7 @@ def test_the_published_script_runs_with_one_warning_and_one_line_about_its_opset
 
 
 def test_strict_makes_the_published_declarations_an_error():
-    with pytest.raises(SchemaError, match="input 'label': expected 3 axes \\[35, 20, 29\\], got 1 \\[700\\]"):
+    with pytest.raises(SchemaError, match=r"input 'label': expected 3 axes \[35, 20, 29\], got 1 \[700\]"):
         published_trainer(strict=True).train_step(*published_batch(), LR)
 
 
@@ -498,7 +508,7 @@ def test_update_counts_start_at_one_as_in_legacy():
 
 
 def test_state_dict_is_empty_with_a_warning_before_the_first_step():
-    with pytest.warns(UserWarning, match="no state before its first step"):
+    with pytest.warns(UserWarning, match=r"no state before its first step"):
         assert make().state_dict() == {}
 
 
@@ -572,8 +582,11 @@ def test_loading_a_tensor_of_another_shape_loads_nothing():
 
 
 @pytest.mark.legacy_runtime
-@pytest.mark.parametrize("optimizer", LEGACY_KEYS)
-@pytest.mark.parametrize("pending", [False, True], ids=["loaded after the first step", "loaded before it"])
+@pytest.mark.parametrize(
+    ("optimizer", "pending"),
+    [("SGDOptimizer", True), ("AdamOptimizer", True), ("AdamOptimizer", False), ("LambOptimizer", True)],
+    ids=["sgd", "adam", "adam, loaded after the first step", "lamb"],
+)
 def test_ten_steps_equal_five_save_load_and_five_more(optimizer, pending, tmp_path):
     set_seed(3)
     through = make(net(dropout=0.4), optimizer)
@@ -596,7 +609,7 @@ def test_ten_steps_equal_five_save_load_and_five_more(optimizer, pending, tmp_pa
 @pytest.mark.legacy_runtime
 def test_save_as_onnx_writes_the_trained_forward_graph_with_the_names_of_the_parameters(tmp_path):
     path, trainer = str(tmp_path / "trained.onnx"), make()
-    with pytest.warns(UserWarning, match="no graph before its first step"):
+    with pytest.warns(UserWarning, match=r"no graph before its first step"):
         trainer.save_as_onnx(path)
     assert not (tmp_path / "trained.onnx").exists()
     for step in range(3):
@@ -678,7 +691,8 @@ def test_frozen_weights_and_buffers_stay_and_the_others_train_like_pytorch(optim
 
 
 def test_an_unknown_frozen_weight_is_an_error_that_lists_the_weights():
-    with pytest.raises(ModelError, match=r"frozen_weights=\['0.wieght'\] are not weights of the model; it has \['0.bias', '0.weight'"):
+    text = r"frozen_weights=\['0.wieght'\] are not weights of the model; it has \['0.bias', '0.weight'"
+    with pytest.raises(ModelError, match=text):
         make(frozen_weights=["0.wieght"]).train_step(*batch(), LR)
 
 
@@ -724,7 +738,7 @@ def test_parameters_without_a_path_to_the_loss_are_named_in_one_warning_and_keep
 
 
 def test_a_model_with_nothing_to_train_is_an_error():
-    with pytest.raises(ModelError, match="nothing to train"):
+    with pytest.raises(ModelError, match=r"nothing to train"):
         make(frozen_weights=[name for name, _ in net().named_parameters()]).train_step(*batch(), LR)
 
 
@@ -790,16 +804,17 @@ def test_a_network_with_relu_trains_like_pytorch_in_float64():
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn"])
-def test_a_batch_that_fails_leaves_the_state_as_it_was(name):
+def test_a_batch_that_fails_leaves_the_state_as_it_was_and_prints_nothing(name, capfd):
     setup, module = models.make(name)
     trainer = make(module, "AdamOptimizer", loss_fn=setup.loss_fn, desc=setup.description())
     x, y = setup.batch(0)
     trainer.train_step(x, y, LR)
     before, counted = snapshot(trainer), trainer.current_step
-    with pytest.raises(ExecutionError, match="the state is as it was before. An index .* is out of range"):
+    with pytest.raises(ExecutionError, match=r"the state is as it was before. An index .* is out of range"):
         trainer.train_step(x, y + 100, LR)
     assert_same(snapshot(trainer), before)
     assert trainer.current_step == counted
+    assert capfd.readouterr() == ("", "")
     trainer.train_step(x, y, LR)
 
 

@@ -89,7 +89,8 @@ def test_a_graph_whose_loss_gradient_does_not_need_the_forward_pass_is_fenced():
     """d sum(x W + b) / dW does not depend on x W, so only the fence makes x W run before W changes."""
     module = torch.nn.Linear(64, 64)
     description = models.ModelDescription(
-        [models.IODescription("x", ["batch", 64], torch.float32)], [models.IODescription("loss", []), models.IODescription("y", ["batch", 64])]
+        [models.IODescription("x", ["batch", 64], torch.float32)],
+        [models.IODescription("loss", []), models.IODescription("y", ["batch", 64])],
     )
 
     class Loss(torch.nn.Module):

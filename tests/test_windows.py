@@ -8,7 +8,8 @@ from cases import convolution, pooling, resize
 
 from orttrainer.differentiate import build_gradient
 from orttrainer.errors import GradientError
-from orttrainer.testing import _compare, _gradients, _model, _run_onnxruntime, check_gradient, evaluate
+from orttrainer.testing import check_gradient, evaluate
+from orttrainer.testing.check import _compare, _gradients, _model, _run_onnxruntime
 
 CASES = [case for module in (convolution, pooling) for case in module.CASES if case.op_type != "MaxUnpool"]
 

@@ -6,5 +6,10 @@ from orttrainer.differentiate.driver import differentiate
 from orttrainer.differentiate.registry import differentiable_ops, non_differentiable, non_differentiable_ops, vjp
 
 __all__ = [
-    "build_gradient", "differentiate", "differentiable_ops", "non_differentiable", "non_differentiable_ops", "vjp",
+    "build_gradient",
+    "differentiable_ops",
+    "differentiate",
+    "non_differentiable",
+    "non_differentiable_ops",
+    "vjp",
 ]  # fmt: skip

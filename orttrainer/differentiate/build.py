@@ -112,9 +112,13 @@ def _outputs(graph: ir.Graph, of: str | Sequence[str] | None) -> list[ir.Value]:
 
 def _default_sources(graph: ir.Graph) -> list[str]:
     """All float initializers of the model as given (not the constants that `prepare` adds), else all float inputs."""
-    floats = [v.name for v in graph.initializers.values() if v.const_value is not None and v.const_value.dtype in FLOATS]
+    floats = [
+        v.name for v in graph.initializers.values() if v.const_value is not None and v.const_value.dtype in FLOATS
+    ]
     if not (floats := floats or [v.name for v in graph.inputs if v.dtype in FLOATS]):
-        raise ModelError("the model has no float initializer and no float input, so there is nothing to differentiate by")
+        raise ModelError(
+            "the model has no float initializer and no float input, so there is nothing to differentiate by"
+        )
     return floats
 
 
@@ -122,7 +126,9 @@ def _sources(graph: ir.Graph, names: Sequence[str]) -> list[ir.Value]:
     by_name = {value.name: value for value in graph.inputs} | dict(graph.initializers)
     for name in names:
         if name not in by_name:
-            raise ModelError(f"wrt={name!r} is neither an input nor an initializer of the model; it has {sorted(by_name)}")
+            raise ModelError(
+                f"wrt={name!r} is neither an input nor an initializer of the model; it has {sorted(by_name)}"
+            )
         if by_name[name].dtype not in FLOATS:
             raise ModelError(f"{name!r} has dtype {by_name[name].dtype}; only float tensors have gradients")
     return [by_name[name] for name in dict.fromkeys(names)]

@@ -151,7 +151,8 @@ def _values_that_depend_on(sources: Iterable[ir.Value], nodes: Sequence[ir.Node]
 
 def _missing_rule(node: ir.Node, wrt: Sequence[ir.Value]) -> MissingGradientError:
     source = next(
-        (v.name for v in wrt if any(x in _values_that_depend_on([v], list(node.graph)) for x in node_inputs(node))), None
+        (v.name for v in wrt if any(x in _values_that_depend_on([v], list(node.graph)) for x in node_inputs(node))),
+        None,
     )
     domain = node.domain or "ai.onnx"
     version = node.graph.opset_imports.get(node.domain) if node.graph is not None else None

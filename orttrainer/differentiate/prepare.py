@@ -51,7 +51,9 @@ def _with_known_opset(model: ir.Model) -> ir.Model:
         model.opset_imports[""] = OLDEST_OPSET
         return model
     if not 12 <= opset <= NEWEST_OPSET:
-        raise ModelError(f"opset {opset} of the default domain is not supported; convert the model to 12 to {NEWEST_OPSET}")
+        raise ModelError(
+            f"opset {opset} of the default domain is not supported; convert the model to 12 to {NEWEST_OPSET}"
+        )
     if opset >= OLDEST_OPSET:
         return model
     from onnxscript import version_converter  # here: slow to import, seldom needed
@@ -59,7 +61,9 @@ def _with_known_opset(model: ir.Model) -> ir.Model:
     try:
         version_converter.convert_version(model, OLDEST_OPSET, fallback=True)
     except Exception as error:  # the converter raises whatever its adapters raise
-        raise ModelError(f"the model has opset {opset} and ONNX cannot convert it to {OLDEST_OPSET}: {error}") from error
+        raise ModelError(
+            f"the model has opset {opset} and ONNX cannot convert it to {OLDEST_OPSET}: {error}"
+        ) from error
     if model.opset_imports[""] < OLDEST_OPSET:
         raise ModelError(f"the model has opset {opset} and ONNX cannot convert it to {OLDEST_OPSET}; export it again")
     return model
@@ -134,7 +138,9 @@ def _fused_matmul_shape(node: ir.Node) -> ir.Shape | None:
     if any(shape is None or len(shape) < 2 for shape in shapes):
         return None
     a, b = (
-        [*shape[:-2], shape[-1], shape[-2]] if name in node.attributes and node.attributes[name].as_int() else list(shape)
+        [*shape[:-2], shape[-1], shape[-2]]
+        if name in node.attributes and node.attributes[name].as_int()
+        else list(shape)
         for shape, name in zip(shapes, ("transA", "transB"))
     )
     count = max(len(a), len(b)) - 2

@@ -4,8 +4,8 @@
 for one process. Importing this package imports neither mpi4py nor torch.
 """
 
-from .collective import Collective, SingleProcess, check_ranks_agree
-from .launch import Launch, device_of_rank, find_collective, read_launch
+from orttrainer.distributed.collective import Collective, SingleProcess, check_ranks_agree
+from orttrainer.distributed.launch import Launch, device_of_rank, find_collective, read_launch
 
 __all__ = [
     "Collective",

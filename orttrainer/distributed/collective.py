@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from typing import TYPE_CHECKING, Any, final
 
-from ..errors import DistributedError, InvalidArgumentError
+from orttrainer.errors import DistributedError, InvalidArgumentError
 
 if TYPE_CHECKING:
     import torch

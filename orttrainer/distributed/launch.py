@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..errors import DistributedError, InvalidArgumentError
-from .collective import Collective, SingleProcess
+from orttrainer.distributed.collective import Collective, SingleProcess
+from orttrainer.errors import DistributedError, InvalidArgumentError
 
 if TYPE_CHECKING:
     import torch
@@ -85,11 +85,11 @@ def find_collective(
         launch = _initialised_mpi() or launch
     _compare_with_launch(launch, world_rank, world_size)
     if launch.kind == "torch":
-        from .torch_distributed import open_torch
+        from orttrainer.distributed.torch_distributed import open_torch
 
         return open_torch(launch.local_rank, device)
     if launch.kind == "mpi":
-        from .mpi import open_mpi
+        from orttrainer.distributed.mpi import open_mpi
 
         return open_mpi(launch, device, cuda_aware=cuda_aware_mpi)
     return SingleProcess()
@@ -258,13 +258,11 @@ def _compare_with_launch(launch: Launch, world_rank: int, world_size: int) -> No
     """Hold the caller's rank and size against the launcher's, which win with a warning."""
     if launch.size == 1 and world_size > 1:
         raise DistributedError(
-            f"world_size={world_size}, but this is {launch}. "
-            + _HOW_TO_LAUNCH.format(size=world_size)
+            f"world_size={world_size}, but this is {launch}. " + _HOW_TO_LAUNCH.format(size=world_size)
         )
     if launch.size == 1 and world_rank > 0:
         raise InvalidArgumentError(
-            f"world_rank={world_rank} is out of range: this is {launch}. "
-            + _HOW_TO_LAUNCH.format(size=world_rank + 1)
+            f"world_rank={world_rank} is out of range: this is {launch}. " + _HOW_TO_LAUNCH.format(size=world_rank + 1)
         )
     for name, given, default, launched in (
         ("world_rank", world_rank, 0, launch.rank),

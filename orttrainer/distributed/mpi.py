@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 import torch.distributed as dist
 
-from ..errors import DistributedError
-from .collective import Collective, check_mean_operand, check_root, communication_failed
-from .torch_distributed import TorchCollective, backend_for, join_group, local_rank_or_guess
+from orttrainer.distributed.collective import Collective, check_mean_operand, check_root, communication_failed
+from orttrainer.distributed.torch_distributed import TorchCollective, backend_for, join_group, local_rank_or_guess
+from orttrainer.errors import DistributedError
 
 if TYPE_CHECKING:
-    from .launch import Launch
+    from orttrainer.distributed.launch import Launch
 
 # Elements of one message. MPI-3 counts elements in 32 bits, and a bounded message bounds the host
 # buffer through which CUDA and 16-bit tensors go (64 MiB of float32).

@@ -13,9 +13,9 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from ..errors import DistributedError
-from .collective import Collective, check_mean_operand, check_root, communication_failed
-from .launch import device_of_rank
+from orttrainer.distributed.collective import Collective, check_mean_operand, check_root, communication_failed
+from orttrainer.distributed.launch import device_of_rank
+from orttrainer.errors import DistributedError
 
 logger = logging.getLogger("orttrainer.distributed")
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from ..errors import InvalidArgumentError, SchemaError
+from orttrainer.errors import InvalidArgumentError, SchemaError
 
-__all__ = ["LossModule", "in_train_mode", "state_names", "unchanged"]
+__all__ = ["LossModule", "in_train_mode", "named_state", "state_names", "unchanged"]
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -94,6 +94,18 @@ def state_names(wrapper: LossModule) -> dict[str, str]:
         name_here = rest if root == "module" else f"{loss_prefix}.{rest}"
         public[name] = first.setdefault(id(tensor), name_here)
     return public
+
+
+def named_state(module: nn.Module, loss_fn) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer of a module and of its loss, by the public name, tied ones once."""
+    holder = nn.Module()
+    holder.module = module
+    if isinstance(loss_fn, nn.Module):
+        holder.loss_fn = loss_fn
+    public, tensors = state_names(holder), {}
+    for name, tensor in _state(holder).items():
+        tensors.setdefault(public[name], tensor)
+    return tensors
 
 
 def _state(module) -> dict[str, torch.Tensor]:

@@ -14,9 +14,10 @@ import onnx_ir as ir
 import torch
 from onnx_ir.tensor_adapters import TorchTensor
 
-from .batch_norm import TRANSLATIONS
-from .faithful import faithful
-from .quiet import silence
+from orttrainer.export import stop_gradient
+from orttrainer.export.batch_norm import TRANSLATIONS
+from orttrainer.export.faithful import faithful
+from orttrainer.export.quiet import silence
 
 __all__ = ["MAX_OPSET", "MIN_OPSET", "capture_dynamo", "capture_torchscript", "state_tensor"]
 
@@ -48,6 +49,7 @@ def capture_torchscript(wrapper, inputs, symbols, opset) -> ir.Model:
     """Export through a TorchScript trace; weights stay out of the file and are attached here."""
     names = [f"described_input_{i}" for i in range(len(inputs))]
     file = io.BytesIO()
+    stop_gradient.register_symbolic(min(opset, _TORCHSCRIPT_MAX_OPSET))
     with silence(), faithful(wrapper):
         torch.onnx.export(
             wrapper,

@@ -14,14 +14,15 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from .. import runtime
-from ..errors import ExportMismatchError, OrtTrainerError, RuntimeNotFoundError, UnsupportedModelError
-from .call import in_train_mode, unchanged
-from .faithful import MutedDropout
-from .normalize import RANDOM_OPS, constant_of, state_as_inputs
-from .sizes import resized
+from orttrainer import runtime
+from orttrainer.errors import ExportMismatchError, OrtTrainerError, RuntimeNotFoundError, UnsupportedModelError
+from orttrainer.export.call import LossModule, in_train_mode, state_names, unchanged
+from orttrainer.export.faithful import MutedDropout
+from orttrainer.export.normalize import RANDOM_OPS, constant_of, state_as_inputs
+from orttrainer.export.sizes import resized
+from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
 
-__all__ = ["Observation", "check_dropouts", "check_values", "observe"]
+__all__ = ["Observation", "check_dropouts", "check_values", "observe", "observe_gradients"]
 
 log = logging.getLogger("orttrainer")
 
@@ -202,7 +203,9 @@ def _runner(forward):
     feeds = {name: initializers[name].const_value for name in state}
     names = [value.name for value in forward.model.graph.inputs]
     with state_as_inputs(forward.model, state):
-        proto = ir.to_proto(forward.model)
+        model = ir.from_proto(ir.to_proto(forward.model))
+    RemoveStopGradientPass()(model)
+    proto = ir.to_proto(model)
     _pass_through_dropouts(proto.graph)
     options = ort.SessionOptions()
     options.log_severity_level = 4
@@ -231,12 +234,32 @@ def _pass_through_dropouts(graph):
 
 def _ort_value(ort, tensor):
     tensor = tensor.detach().cpu().contiguous()
-    if tensor.dtype == torch.bool:  # DLPack in ONNX Runtime has no bool
+    if tensor.dtype == torch.bool or not hasattr(ort.OrtValue, "from_dlpack"):  # no bool; and none at all before 1.20
         return ort.OrtValue.ortvalue_from_numpy(tensor.numpy())
     return ort.OrtValue.from_dlpack(tensor)
 
 
 def _torch_tensor(value):
-    if value.data_type() == "tensor(bool)":
+    if value.data_type() == "tensor(bool)" or not hasattr(value, "from_dlpack"):
         return torch.from_numpy(np.array(value.numpy()))
     return torch.from_dlpack(value).clone()
+
+
+# ---------------------------------------------------------------- what autograd gives
+
+
+def observe_gradients(module, loss_fn, description, inputs) -> dict[str, torch.Tensor]:
+    """The gradient of the loss for each parameter, by public name, from autograd: train mode, dropout off.
+
+    A parameter that the loss does not depend on is left out. The module is left as it was.
+    """
+    wrapper = LossModule(module, loss_fn, description)
+    public = state_names(wrapper)
+    parameters = {public[n]: p for n, p in wrapper.named_parameters() if p.requires_grad and p.is_floating_point()}
+    with unchanged(wrapper), in_train_mode(wrapper.module), torch.enable_grad():
+        with MutedDropout():
+            loss = wrapper.described_outputs(inputs)[0]
+        if not loss.requires_grad:
+            return {}
+        found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return {name: gradient for name, gradient in zip(parameters, found) if gradient is not None}

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..errors import UnsupportedModelError
+from orttrainer.errors import UnsupportedModelError
+from orttrainer.export import stop_gradient
 
 __all__ = ["MutedDropout", "faithful"]
 
@@ -36,7 +37,8 @@ def faithful(wrapper):
             mock.patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", _declared_is_causal),
             mock.patch.object(F, "_in_projection_packed", _split_projection),
             _symbolic_len(wrapper),
-            _Rewrites(),
+            _Rewrites() as rewrites,
+            mock.patch.object(torch.autograd.Function, "apply", rewrites.apply_function()),
         ):
             yield
     finally:
@@ -84,11 +86,32 @@ def _len(sized):
 
 
 class _Rewrites(TorchFunctionMode):
-    """Calls the faithful form of a function where there is one."""
+    """Calls the faithful form of a function where there is one; marks what forward computes under `no_grad`."""
+
+    def __init__(self):
+        super().__init__()
+        self._custom_functions = 0  # how many are being applied: autograd runs their forward under no_grad
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        rewritten = _REWRITES.get(func)
-        return (rewritten or func)(*args, **(kwargs or {}))
+        result = _REWRITES.get(func, func)(*args, **(kwargs or {}))
+        # In-place functions return what they changed, which a copy could not stand for.
+        in_place = any(result is argument for argument in args)
+        if torch.is_grad_enabled() or self._custom_functions or in_place or func in _PLUMBING:
+            return result
+        return stop_gradient.stopped(result)
+
+    def apply_function(self):
+        """`torch.autograd.Function.apply`: the graph gets the derivative of its forward, and `verify` compares."""
+        original = torch.autograd.Function.apply.__func__
+
+        def apply(cls, *args, **kwargs):
+            self._custom_functions += 1
+            try:
+                return original(cls, *args, **kwargs)
+            finally:
+                self._custom_functions -= 1
+
+        return classmethod(apply)
 
 
 # ---------------------------------------------------------------- faithful forms
@@ -147,10 +170,12 @@ def _cross_entropy(
     """F.cross_entropy; ONNX has no label smoothing and no class probabilities: spell them out."""
     if size_average is not None or reduce is not None:  # the spelling of torch 0.4
         reduction = torch.nn._reduction.legacy_get_string(size_average, reduce, emit_warning=False)
+    axis = min(1, input.dim() - 1)
+    if not target.is_floating_point():
+        target = _out_of_range(target, input.size(axis), ignore_index)
     plain = label_smoothing == 0.0 and not target.is_floating_point()
     if plain:
         return F.cross_entropy(input, target, weight, ignore_index=ignore_index, reduction=reduction)
-    axis = min(1, input.dim() - 1)
     log_prob = F.log_softmax(input, dim=axis)
     weighted = log_prob if weight is None else log_prob * _along(weight, axis, input.dim())
     if target.is_floating_point():
@@ -166,6 +191,20 @@ def _cross_entropy(
         count = count * weight[torch.where(valid, target, 0)]
     smooth = _reduced(smooth, reduction, count.sum())
     return (1.0 - label_smoothing) * nll + smooth * (label_smoothing / input.size(axis))
+
+
+def _nll_loss(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean"):
+    """F.nll_loss, which refuses negative labels."""
+    if size_average is not None or reduce is not None:
+        reduction = torch.nn._reduction.legacy_get_string(size_average, reduce, emit_warning=False)
+    target = _out_of_range(target, input.size(min(1, input.dim() - 1)), ignore_index)
+    return F.nll_loss(input, target, weight, ignore_index=ignore_index, reduction=reduction)
+
+
+def _out_of_range(target, classes, ignore_index):
+    """A negative label, which ONNX counts from the back, as one that is too large, which it refuses as torch does."""
+    negative = (target < 0) & (target != ignore_index) if ignore_index < 0 else target < 0
+    return torch.where(negative, classes, target)
 
 
 def _along(weight, axis, rank):
@@ -247,8 +286,12 @@ def _recurrent(recurrent):
     return call
 
 
+_PLUMBING = {torch.Tensor.requires_grad.__get__, torch.Tensor.grad.__get__, torch.Tensor.grad_fn.__get__}
+
 _REWRITES = {
+    **stop_gradient.REWRITES,
     F.cross_entropy: _cross_entropy,
+    F.nll_loss: _nll_loss,
     F.dropout: _out_of_place_dropout,
     F.dropout1d: _unbatched_feature_dropout(2),
     F.dropout2d: _feature_dropout,

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+
 import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from ..errors import ModelError
-from ..graph.read import read_model
-from . import normalize
-from .capture import MAX_OPSET
-from .forward_graph import ForwardGraph
+from orttrainer.errors import ModelError
+from orttrainer.export import normalize
+from orttrainer.export.capture import MAX_OPSET
+from orttrainer.export.forward_graph import ForwardGraph
+from orttrainer.graph.read import read_model
 
 __all__ = ["from_onnx"]
+
+log = logging.getLogger("orttrainer")
 
 _FLOATS = (
     ir.DataType.FLOAT,
@@ -26,8 +30,9 @@ _OLDEST_OPSET, _CONVERTED_TO = 17, 18
 def from_onnx(model: onnx.ModelProto, description) -> ForwardGraph:
     """Wrap an ONNX model whose first described output is the scalar loss.
 
-    Every float initializer becomes a parameter, the others buffers. The given model is not
-    changed.
+    Every float initializer becomes a parameter, except the running statistics of a
+    BatchNormalization (buffers; its training form updates them, as ONNX says) and scalars
+    (constants, with a warning). The others are buffers. The given model is not changed.
 
     Raises:
         ModelError: a described name is not in the model, an input has neither description nor
@@ -43,9 +48,43 @@ def from_onnx(model: onnx.ModelProto, description) -> ForwardGraph:
     common.ShapeInferencePass(check_type=False, strict_mode=False)(model)
     _check_loss(model.graph.outputs[0])
     model.ir_version = min(model.ir_version, 10)
-    floats = [n for n, v in model.graph.initializers.items() if v.dtype in _FLOATS]
-    others = [n for n, v in model.graph.initializers.items() if v.dtype not in _FLOATS]
-    return ForwardGraph(model=model, parameters=tuple(floats), buffers=tuple(others))
+    updates = _batch_norm_updates(model.graph)
+    statistics = {v.name for n in model.graph if _is_batch_norm(n) for v in n.inputs[3:5]}
+    initializers = model.graph.initializers
+    floats = [n for n, v in initializers.items() if v.dtype in _FLOATS and n not in statistics]
+    scalars = [n for n in floats if tuple(initializers[n].shape) == ()]
+    if scalars:
+        log.warning(
+            "the 0-d initializers %s are taken for constants of the model and not trained; give one the shape [1] if it is a weight",
+            ", ".join(map(repr, scalars)),
+        )
+    parameters = tuple(n for n in floats if n not in scalars)
+    buffers = tuple(n for n in initializers if n not in parameters and n not in scalars)
+    return ForwardGraph(model=model, parameters=parameters, buffers=buffers, updates=updates)
+
+
+def _is_batch_norm(node):
+    return node.op_type == "BatchNormalization" and node.domain in ("", "ai.onnx")
+
+
+def _batch_norm_updates(graph):
+    """The new running statistics of training BatchNormalizations as outputs: buffer -> output."""
+    updates = {}
+    for node in graph:
+        if not _is_batch_norm(node) or not node.attributes.get_int("training_mode", 0):
+            continue
+        node.resize_outputs(3)
+        for statistic, output in zip(node.inputs[3:5], node.outputs[1:3]):
+            if not statistic.is_initializer():
+                continue
+            if statistic.name in updates:
+                raise ModelError(f"two BatchNormalizations update {statistic.name!r}; give each statistics of its own.")
+            output.name = output.name or f"{statistic.name}_update"
+            output.type, output.shape = statistic.type, statistic.shape
+            if not output.is_graph_output():
+                graph.outputs.append(output)
+            updates[statistic.name] = output.name
+    return updates
 
 
 def _select_inputs(graph, names):

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
-from ..describe import InputSchema, ModelDescription
-from ..errors import ExportError, InvalidArgumentError, RuntimeNotFoundError, UnsupportedModelError
-from . import normalize
-from .call import LossModule, in_train_mode, state_names, unchanged
-from .capture import MAX_OPSET, MIN_OPSET, capture_dynamo, capture_torchscript, state_tensor
-from .check import check_dropouts, check_values, observe
-from .forward_graph import ForwardGraph
-from .sizes import without_ones
+from orttrainer.describe import InputSchema, ModelDescription
+from orttrainer.errors import ExportError, InvalidArgumentError, RuntimeNotFoundError, UnsupportedModelError
+from orttrainer.export import normalize
+from orttrainer.export.call import LossModule, in_train_mode, state_names, unchanged
+from orttrainer.export.capture import MAX_OPSET, MIN_OPSET, capture_dynamo, capture_torchscript, state_tensor
+from orttrainer.export.check import check_dropouts, check_values, observe
+from orttrainer.export.forward_graph import ForwardGraph
+from orttrainer.export.sizes import without_ones
 
 __all__ = ["export_module"]
 
@@ -125,7 +125,8 @@ class _Job:
         with unchanged(self.wrapper), in_train_mode(self.wrapper.module):
             for owner, name in self._cached_tensors() if forget_cached else ():
                 setattr(owner, name, None)
-            with torch.no_grad():
+            # With gradients on: what forward itself computes under no_grad is then told apart.
+            with torch.enable_grad():
                 return exporter(self.wrapper, self.example, self.symbols, self.opset)
 
     def _accepts(self, inputs):

@@ -14,9 +14,9 @@ import onnx_ir.passes.common as common
 import onnxscript.optimizer
 from onnxscript import version_converter
 
-from ..errors import ExportError
-from .batch_norm import copy_of, unbiased_running_var
-from .quiet import silence
+from orttrainer.errors import ExportError
+from orttrainer.export.batch_norm import copy_of, unbiased_running_var
+from orttrainer.export.quiet import silence
 
 __all__ = [
     "RANDOM_OPS",

@@ -50,7 +50,9 @@ class Builder:
             raise AttributeError(op_type)
         return functools.partial(self.node, op_type)
 
-    def node(self, op_type: str, *inputs, domain: str = "", outputs: int = 1, like: ir.Value | None = None, **attributes):
+    def node(
+        self, op_type: str, *inputs, domain: str = "", outputs: int = 1, like: ir.Value | None = None, **attributes
+    ):
         """Append one node.
 
         Args:
@@ -257,7 +259,7 @@ def same_shape(a: ir.Value, b: ir.Value) -> bool:
     return all(same_dim(p, q) for p, q in zip(a.shape.dims, b.shape.dims))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _schema(op_type: str, opset: int, domain: str) -> onnx.defs.OpSchema | None:
     try:
         return onnx.defs.get_schema(op_type, opset, domain)
@@ -282,7 +284,7 @@ def _constant_dtype(x, formal, bound: dict[str, ir.DataType]) -> ir.DataType | N
         return next(iter(bound.values()), None)
     if formal.type_str in bound:
         return bound[formal.type_str]
-    if "tensor(int64)" in formal.types and "tensor(float)" not in formal.types or formal.type_str == "tensor(int64)":
+    if ("tensor(int64)" in formal.types and "tensor(float)" not in formal.types) or formal.type_str == "tensor(int64)":
         return INT64
     return next(iter(bound.values()), None)
 

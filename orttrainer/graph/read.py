@@ -26,7 +26,7 @@ def read_model(proto: onnx.ModelProto) -> ir.Model:
                 "onnx.load(path), which reads such data from the folder of the model."
             )
     try:
-        if proto.ByteSize() < onnx.checker.MAXIMUM_PROTOBUF:  # the checker takes no more
+        if _checkable(proto):
             # Full: shapes and types as well, which ONNX infers only through operators that it knows.
             known = all(node.domain in STANDARD_DOMAINS for node in proto.graph.node)
             onnx.checker.check_model(proto, full_check=known)
@@ -39,11 +39,19 @@ def read_model(proto: onnx.ModelProto) -> ir.Model:
     return model
 
 
+def _checkable(proto: onnx.ModelProto) -> bool:
+    """The checker takes no model of 2 GB, and no input or output of unknown rank, which runtimes do."""
+    types = [value.type for value in (*proto.graph.input, *proto.graph.output)]
+    ranked = all(t.HasField("tensor_type") and t.tensor_type.HasField("shape") for t in types)
+    return ranked and proto.ByteSize() < onnx.checker.MAXIMUM_PROTOBUF
+
+
 def _detach(constant: ir.Node) -> None:
     """Let the tensor be renamed without renaming it in the caller's model."""
     tensor = constant.attributes["value"].as_tensor()
     if tensor.dtype != ir.DataType.STRING:
-        constant.attributes["value"] = ir.AttrTensor("value", ir.Tensor(tensor.numpy(), tensor.dtype, shape=tensor.shape))
+        own = ir.Tensor(tensor.numpy(), tensor.dtype, shape=tensor.shape)
+        constant.attributes["value"] = ir.AttrTensor("value", own)
 
 
 def _reason(error: Exception) -> str:

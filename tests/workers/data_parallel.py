@@ -66,7 +66,8 @@ def train(name: str, optimizer: str, rank: int, size: int, steps: int = STEPS) -
 def legacy_arguments(rank: int, size: int) -> dict:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        _, _, trainer = make_trainer("mlp", "sgd", 0, world_rank=rank, world_size=size, allreduce_post_accumulation=True)
+        arguments = {"world_rank": rank, "world_size": size, "allreduce_post_accumulation": True}
+        _, _, trainer = make_trainer("mlp", "sgd", 0, **arguments)
     return {"rank": trainer.world_rank, "size": trainer.world_size, "warnings": [str(w.message) for w in caught]}
 
 
@@ -124,9 +125,7 @@ def disagree(rank: int) -> str:
         [IODescription("x", ["batch", 4], torch.float32), IODescription("label", ["batch"], torch.int64)],
         [IODescription("loss", [], torch.float32)],
     )
-    trainer = ORTTrainer(
-        module, nn.functional.cross_entropy, desc, "SGDOptimizer", None, models.LEARNING_RATE, "cpu"
-    )
+    trainer = ORTTrainer(module, nn.functional.cross_entropy, desc, "SGDOptimizer", None, models.LEARNING_RATE, "cpu")
     try:
         trainer.train_step(torch.randn(2, 4), torch.zeros(2, dtype=torch.int64), 0.1)
     except DistributedError as error:

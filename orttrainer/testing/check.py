@@ -16,8 +16,8 @@ import onnx_ir as ir
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
-from orttrainer import reference_arrays, reference_functions, reference_ops
 from orttrainer.differentiate.build import gradient_of
+from orttrainer.testing import reference_arrays, reference_functions, reference_windows
 
 __all__ = ["Case", "Fixed", "check_gradient", "check_vjp", "evaluate"]
 
@@ -73,9 +73,11 @@ class Case:
             object.__setattr__(self, key, value)
 
     def __str__(self) -> str:
-        shapes = "x".join(str(list(np.shape(x))) if isinstance(x, np.ndarray) else str(x) for x in self.inputs if x is not None)
+        shapes = "x".join(
+            str(list(np.shape(x))) if isinstance(x, np.ndarray) else str(x) for x in self.inputs if x is not None
+        )
         attributes = ",".join(f"{k}={v}" for k, v in self.attributes.items())
-        return self.name and f"{self.op_type}-{self.name}" or f"{self.op_type}({shapes[:60]})[{attributes[:60]}]"
+        return (self.name and f"{self.op_type}-{self.name}") or f"{self.op_type}({shapes[:60]})[{attributes[:60]}]"
 
 
 def check_vjp(case: Case, rtol: float = 1e-7, runtime_rtol: float = 2e-4) -> None:
@@ -108,7 +110,9 @@ def check_vjp(case: Case, rtol: float = 1e-7, runtime_rtol: float = 2e-4) -> Non
         _compare(_torch_gradients(case, model, feeds, cotangents), gradients, 1e-9, f"{case}: PyTorch")
 
 
-def check_gradient(model: onnx.ModelProto, feeds: dict[str, np.ndarray], rtol: float = 1e-7, what: str = "model") -> tuple[dict, dict]:
+def check_gradient(
+    model: onnx.ModelProto, feeds: dict[str, np.ndarray], rtol: float = 1e-7, what: str = "model"
+) -> tuple[dict, dict]:
     """Check `build_gradient` of a float64 model with respect to all its float64 inputs.
 
     Returns:
@@ -132,7 +136,9 @@ def check_gradient(model: onnx.ModelProto, feeds: dict[str, np.ndarray], rtol: f
         expected = _directional_derivative(projection, feeds, name, direction)
         actual = float(np.vdot(gradients[name], direction))
         scale = max(abs(expected), float(np.sum(np.abs(gradients[name] * direction))), 1e-3)
-        assert gradients[name].shape == feeds[name].shape, f"{what}: {name} has a gradient of shape {gradients[name].shape}"
+        assert gradients[name].shape == feeds[name].shape, (
+            f"{what}: {name} has a gradient of shape {gradients[name].shape}"
+        )
         assert abs(actual - expected) <= rtol * scale, (
             f"{what}: gradient of {name} along a random direction is {actual!r}, finite differences give {expected!r}"
         )
@@ -145,7 +151,7 @@ def evaluate(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> dict[str, 
     return dict(zip(session.output_names, map(np.asarray, session.run(None, feeds))))
 
 
-REFERENCE_OPS = (*reference_ops.OPS, *reference_functions.OPS, *reference_arrays.OPS)
+REFERENCE_OPS = (*reference_windows.OPS, *reference_functions.OPS, *reference_arrays.OPS)
 
 # -- inside ---------------------------------------------------------------------------------
 

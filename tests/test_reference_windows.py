@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from cases import convolution, pooling, resize
 
-from orttrainer.testing import _model, _run_onnxruntime, evaluate
+from orttrainer.testing.check import _model, _run_onnxruntime, evaluate
 
 CASES = [case for module in (convolution, pooling, resize) for case in module.CASES if case.runtime]
 

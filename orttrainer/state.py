@@ -1,0 +1,187 @@
+"""The state of a training graph as torch tensors, shared with the module that they came from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import onnx_ir as ir
+import torch
+
+from orttrainer.compile import SEED, TrainingGraph
+from orttrainer.distributed import Collective, check_ranks_agree
+from orttrainer.errors import InvalidArgumentError, StateError, UnsupportedFeatureError
+from orttrainer.export import named_state
+from orttrainer.seed import seed_of_rank, seed_of_run
+
+log = logging.getLogger("orttrainer")
+
+
+class TrainedState:
+    """One tensor for each state of the graph: the module's own where it has one; equal on all ranks.
+
+    Args:
+        graph: the compiled graph; its `tensors` show this state from now on.
+        module, loss_fn: the torch modules that the graph was made from; None for an ONNX model.
+        device: where new tensors are made.
+        collective: the ranks of the run; rank 0's values are taken by all.
+
+    Attributes:
+        tensors: name in the graph -> tensor, what a `Runner` works on.
+    """
+
+    def __init__(self, graph: TrainingGraph, module, loss_fn, device: torch.device, collective: Collective):
+        self.signature, self.rank = graph.signature, collective.rank
+        self._modules = [m for m in (module, loss_fn) if isinstance(m, torch.nn.Module)] if module is not None else []
+        own = named_state(module, loss_fn) if module is not None else {}
+        self._own_names = {name for name in own}
+        self.tensors: dict[str, torch.Tensor] = {}
+        for entry in graph.signature.state:
+            tensor = own.get(entry.name)
+            if tensor is None:
+                tensor = torch.from_numpy(graph.tensors[entry.name].numpy().copy()).to(device)
+            self.tensors[entry.name] = tensor.detach()
+        check_ranks_agree(
+            collective,
+            "the state of the training graph",
+            [(n, tuple(t.shape), str(t.dtype)) for n, t in self.tensors.items()],
+        )
+        for entry in graph.signature.state:
+            if entry.role != "random":
+                collective.broadcast_(self.tensors[entry.name])
+        graph.tensors.update({name: ir_view(name, tensor) for name, tensor in self.tensors.items()})
+        self._places = self._shared_places(own)
+
+    def keep_sharing(self) -> None:
+        """Take over what torch put in the place of a shared tensor, and share again.
+
+        New data, a new Parameter, `load_state_dict(assign=True)` and moving the module all give a
+        tensor other memory; without this the module and the graph would part in silence.
+        """
+        for owner, key, name, pointer in self._places:
+            tensor = owner.get(key)
+            if tensor is not None and tensor.data_ptr() == pointer:
+                continue
+            shared = self.tensors[name]
+            if tensor is None or tensor.shape != shared.shape or tensor.dtype != shared.dtype:
+                now = "gone" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+                raise StateError(
+                    f"{name!r} of the module is {now}, but was {shared.dtype} {list(shared.shape)} when the graph was "
+                    "compiled. Make a new ORTTrainer for a changed module, or restore it."
+                )
+            shared.copy_(tensor.detach())
+            tensor.data = shared
+
+    def copies(self, include_optimizer_state: bool) -> dict[str, torch.Tensor]:
+        """What `state_dict` returns: CPU copies; the seed is that of the run, which any rank can load."""
+        copied = {name: t.detach().to("cpu", copy=True) for name, t in self._live(include_optimizer_state).items()}
+        if SEED in copied:
+            copied[SEED].fill_(seed_of_run(self.rank, copied[SEED].item()))
+        return copied
+
+    def load(self, given: Mapping[str, torch.Tensor], strict: bool) -> None:
+        """Overwrite the state in place with the entries of `given` that it has.
+
+        Raises:
+            StateError: an entry does not fit, or, if `strict`, the names differ. Nothing is loaded.
+        """
+        own = self._live(True)
+        _check_fits(own, given, strict)
+        for name, tensor in own.items():
+            if name in given:
+                tensor.copy_(torch.as_tensor(given[name]))
+        if SEED in own and SEED in given:
+            own[SEED].fill_(seed_of_rank(self.rank, own[SEED].item()))
+
+    def _live(self, include_optimizer_state: bool) -> dict[str, torch.Tensor]:
+        """The tensors behind `state_dict`, under its names."""
+        entries = {entry.name: entry for entry in self.signature.state}
+        if self._modules:
+            found = {
+                n: t.detach()
+                for n, t in self._modules[0].state_dict(keep_vars=True).items()
+                if isinstance(t, torch.Tensor)
+            }
+            found |= {n: t for n, t in self.tensors.items() if n in self._own_names and n not in found}  # a loss's own
+        else:
+            found = {name: t for name, t in self.tensors.items() if entries[name].role in ("parameter", "buffer")}
+        if not include_optimizer_state:
+            return found
+        for name, tensor in self.tensors.items():
+            if name == "Update_Count":  # one count in the graph, one per weight in a legacy state dict
+                found |= {f"Update_Count_{parameter}": tensor for parameter in self.signature.parameters}
+            elif entries[name].role in ("optimizer", "random"):
+                found[name] = tensor
+        return found
+
+    def _shared_places(self, own: Mapping[str, torch.Tensor]) -> list[tuple[dict, str, str, int]]:
+        """Where the modules keep what is shared: (dict, key, name, address), a tied tensor several times."""
+        names = {id(tensor): name for name, tensor in own.items() if name in self.tensors}
+        return [
+            (owner, key, names[id(tensor)], tensor.data_ptr())
+            for root in self._modules
+            for module in root.modules()
+            for owner in (module._parameters, module._buffers)
+            for key, tensor in owner.items()
+            if id(tensor) in names
+        ]
+
+
+def on_device(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """The module where the engine can share its memory: on `device`, contiguous.
+
+    Raises:
+        InvalidArgumentError: it is on another device than the CPU or `device`, or without values.
+        UnsupportedFeatureError: it has half-precision parameters.
+    """
+    places = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    if places - {device} == {torch.device("cpu")}:
+        log.info("moving the module from the CPU to %s", device)
+        module.to(device)
+    elif torch.device("meta") in places:
+        raise InvalidArgumentError(
+            f"the module is on the meta device: its parameters have no values. Make them with "
+            f"model.to_empty(device='{device}') and load or initialise them, then make the trainer."
+        )
+    elif places - {device}:
+        raise InvalidArgumentError(
+            f"the module is on {', '.join(sorted(map(str, places)))} but device='{device}'. "
+            f"Move it with model.to('{device}'), or pass the device it is on."
+        )
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.dtype in (torch.float16, torch.bfloat16) and tensor.requires_grad:
+            raise UnsupportedFeatureError(
+                f"parameters of dtype {tensor.dtype} need mixed precision, which this version does not have; "
+                "convert the module with model.float()"
+            )
+        if not tensor.is_contiguous():
+            tensor.data = tensor.data.contiguous()
+    return module
+
+
+def ir_view(name: str, tensor: torch.Tensor) -> ir.TensorProtocol:
+    """An ONNX tensor that shows what `tensor` holds at the moment it is written."""
+    dtype = ir.DataType.from_numpy(torch.empty(0, dtype=tensor.dtype).numpy().dtype)
+
+    def read() -> ir.TensorProtocol:
+        return ir.tensor(tensor.detach().cpu().numpy(), name=name)
+
+    return ir.LazyTensor(read, dtype=dtype, shape=ir.Shape(tensor.shape), name=name, cache=False)
+
+
+def _check_fits(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor], strict: bool) -> None:
+    missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys(), key=str)
+    if strict and (missing or unexpected):
+        raise StateError(f"the state dict does not fit: missing {missing}, unexpected {unexpected}. Nothing was loaded")
+    for name in own.keys() & given.keys():
+        try:
+            shape = torch.as_tensor(given[name]).shape
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise StateError(f"{name!r} is a {type(given[name]).__name__}, not a tensor. Nothing was loaded") from error
+        if shape != own[name].shape:
+            raise StateError(f"{name!r} has shape {list(shape)}, expected {list(own[name].shape)}. Nothing was loaded")
+    counts = {int(given[name]) for name in own.keys() & given.keys() if name.startswith("Update_Count_")}
+    if len(counts) > 1:
+        raise StateError(
+            f"the weights have different update counts, {sorted(counts)}; this engine keeps one. Nothing was loaded"
+        )

@@ -1,0 +1,40 @@
+"""The sample, run as a user runs it."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import onnx
+import pytest
+
+SAMPLE = pathlib.Path(__file__).parent.parent / "samples" / "getting_started"
+
+
+def run(script: str, *arguments: str) -> str:
+    command = [sys.executable, str(SAMPLE / script), "--log-interval", "10", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+def losses(output: str) -> list[float]:
+    found = [float(text) for text in re.findall(r"loss +(\d+\.\d+)", output)]
+    assert len(found) >= 5
+    return found
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_the_two_scripts_print_the_same_losses_without_dropout(optimizer):
+    arguments = ["--dropout", "0", "--max-steps", "40", "--optimizer", optimizer]
+    # 4 digits; the last printed one may round either way
+    assert losses(run("train_ort.py", *arguments)) == pytest.approx(losses(run("train.py", *arguments)), rel=1e-4)
+
+
+def test_the_sample_learns_with_dropout_and_writes_its_graph(tmp_path):
+    path = tmp_path / "training.onnx"
+    found = losses(run("train_ort.py", "--max-steps", "70", "--lr", "0.1", "--save-graph", str(path)))
+    assert found[0] > 7.0 and found[-1] < 6.3  # ln 2,022 words = 7.6
+    onnx.checker.check_model(str(path), full_check=True)

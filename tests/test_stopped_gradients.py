@@ -1,0 +1,141 @@
+"""Gradients that autograd does not follow, or follows in its own way: exported faithfully or refused."""
+
+from __future__ import annotations
+
+import models
+import pytest
+import torch
+from torch import nn
+
+from orttrainer import IODescription, ModelDescription, ORTTrainer
+from orttrainer.errors import ExportMismatchError
+
+
+class Detach(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return (y * y.detach()).sum()
+
+
+class NoGrad(Detach):
+    def forward(self, x):
+        y = self.linear(x)
+        with torch.no_grad():
+            target = torch.tanh(self.linear(x)) * 2
+        return ((y - target) ** 2).sum()
+
+
+class StraightThrough(Detach):
+    def forward(self, x):
+        y = self.linear(x)
+        return ((y + (torch.round(y) - y).detach()) ** 2).sum()
+
+
+class Data(Detach):
+    def forward(self, x):
+        y = self.linear(x)
+        return (y / y.data.norm()).sum()
+
+
+class Padding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(6, 3, padding_idx=2)
+        self.decoder = nn.Linear(3, 6, bias=False)
+        self.decoder.weight = self.embedding.weight  # tied: the padding row still learns through the decoder
+
+    def forward(self, x):
+        tokens = (x.abs() * 3).long() % 6
+        return (self.decoder(self.embedding(tokens)) ** 2).sum()
+
+
+class SquareWithWrongBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        return dy * x  # not 2 x
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        return 2 * dy * x
+
+
+class TrueBackward(Detach):
+    def forward(self, x):
+        return Square.apply(self.linear(x)).sum()
+
+
+class CustomBackward(Detach):
+    def forward(self, x):
+        return SquareWithWrongBackward.apply(self.linear(x)).sum()
+
+
+def description() -> ModelDescription:
+    return ModelDescription([IODescription("x", ["batch", 4], torch.float32)], [IODescription("loss", [])])
+
+
+def make_trainer(module, **options) -> ORTTrainer:
+    return ORTTrainer(module, None, description(), "SGDOptimizer", None, models.LEARNING_RATE, "cpu", **options)
+
+
+@pytest.mark.parametrize("kind", [Detach, NoGrad, StraightThrough, Data, Padding, TrueBackward])
+def test_what_autograd_leaves_out_is_left_out_of_the_graph(kind):
+    torch.manual_seed(0)
+    module, twin = kind(), kind()
+    twin.load_state_dict(module.state_dict())
+    optimizer, trainer = torch.optim.SGD(twin.parameters(), lr=0.01), make_trainer(module)
+    for step in range(5):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss = twin(x)
+        loss.backward()
+        optimizer.step()
+        assert trainer.train_step(x, 0.01).item() == pytest.approx(loss.item(), rel=1e-5)
+    for mine, other in zip(module.parameters(), twin.parameters()):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_backward_of_its_own_is_refused_by_the_name_of_the_parameter():
+    torch.manual_seed(0)
+    module = CustomBackward()
+    before = module.linear.weight.clone()
+    with pytest.raises(
+        ExportMismatchError, match=r"gradient of parameter 'linear\.(weight|bias)' differs.*check_export=False"
+    ):
+        make_trainer(module).train_step(torch.randn(3, 4), 0.01)
+    assert torch.equal(module.linear.weight, before)
+    make_trainer(module, check_export=False).train_step(torch.randn(3, 4), 0.01)
+
+
+def test_the_check_leaves_the_module_as_it_was():
+    module = NoGrad()
+    module.linear.weight.grad = torch.ones(4, 4)
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    make_trainer(module).eval_step(torch.ones(3, 4))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(module.linear.weight.grad, torch.ones(4, 4))
+
+
+def test_saved_forward_graph_has_standard_operators_only():
+    trainer = make_trainer(Detach())
+    trainer.train_step(torch.randn(3, 4), 0.01)
+    assert {node.domain for node in trainer.onnx_model_.graph.node} == {""}
+    assert {node.domain for node in trainer.training_graph.model.graph.node} == {""}
