@@ -14,7 +14,8 @@ from cases import activation, elementwise, reduction
 from onnx import TensorProto, helper
 
 from orttrainer import build_gradient
-from orttrainer.testing import Case, _model, _run_onnxruntime, evaluate
+from orttrainer.testing import Case, evaluate
+from orttrainer.testing.check import _model, _run_onnxruntime
 
 CASES = [
     case
