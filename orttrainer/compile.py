@@ -25,6 +25,7 @@ from orttrainer.graph.fence import fence, node_inputs, unordered_readers
 from orttrainer.graph.passes.batch_norm import SplitBatchNormalizationPass, SwitchBatchNormalizationPass
 from orttrainer.graph.passes.dropout import CounterHashDropoutPass
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogSoftmaxNllPass
+from orttrainer.graph.passes.matmul import VectorMatMulPass
 from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
 from orttrainer.graph.passes.transpose import CancelTransposePairsPass
 from orttrainer.optim import Optimizer, global_norm
@@ -186,6 +187,7 @@ class _Build:
         self._state(graph, SEED, np.array([seed], np.int64), "random")
         self._state(graph, STEP, np.array([0], np.int64), "random")
         for rewrite in (
+            VectorMatMulPass(),
             FuseLogSoftmaxNllPass(),
             SplitBatchNormalizationPass(),
             CounterHashDropoutPass(SEED, STEP, TRAINING_MODE),
@@ -281,7 +283,7 @@ class _Build:
         for old, readers in unordered_readers(graph, updates, rate).items():
             if not self._fence_counter(old, updates[old], readers):
                 shared.add(old.name)
-        used = {x for node in graph for x in node_inputs(node)}
+        used = {x for node in graph for x in node_inputs(node)} | {inputs[name] for name in self.new}
         for value in [v for v in graph.inputs if v not in used and v.name not in self.described]:
             graph.inputs.remove(value)
             self.tensors.pop(value.name, None)

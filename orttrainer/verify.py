@@ -21,6 +21,7 @@ from orttrainer.differentiate.prepare import prepare
 from orttrainer.errors import ExportMismatchError
 from orttrainer.export import ForwardGraph, observe_gradients
 from orttrainer.graph.builder import Builder
+from orttrainer.graph.passes.matmul import VectorMatMulPass
 from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
 
 log = logging.getLogger("orttrainer")
@@ -89,7 +90,7 @@ def _deterministic_copy(forward: ForwardGraph) -> ir.Model:
         value = model.graph.initializers.pop(name)
         value.const_value = None
         model.graph.inputs.append(value)
-    return prepare(model)
+    return VectorMatMulPass()(prepare(model)).model
 
 
 def _run(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray] | None:
