@@ -97,3 +97,19 @@ def test_an_onnx_model_with_its_loss_inside_trains_like_the_module_it_came_from(
     expected, expected_module = train_in_pytorch("mlp", optimizer)
     assert train(setup, trainer, optimizer) == pytest.approx(expected, rel=1e-5)
     assert_equal_state(trainer.state_dict(), expected_module.state_dict())
+
+
+def test_batch_norm_of_an_onnx_model_trains_and_moves_its_statistics_as_onnx_says(tmp_path):
+    setup, _, source = make_trainer("cnn", "sgd")
+    source.eval_step(*setup.batch(0))
+    source.save_as_onnx(str(tmp_path / "forward.onnx"))
+    model = onnx.load(str(tmp_path / "forward.onnx"))
+    trainer = ORTTrainer(model, None, setup.description(), "SGDOptimizer", None, models.LEARNING_RATE, "cpu")
+    expected, expected_module = train_in_pytorch("cnn", "sgd", steps=5)
+    assert train(setup, trainer, "sgd", range(5)) == pytest.approx(expected, rel=1e-5)
+    actual, wanted = trainer.state_dict(), expected_module.state_dict()
+    variances = {name for name in wanted if name.endswith("running_var")}
+    assert_equal_state(actual, {n: t for n, t in wanted.items() if n not in variances and t.is_floating_point()})
+    count = 6 * 14 * 14  # values per channel of the first BatchNorm
+    kept = 0.9**5  # of the initial variance 1; ONNX takes the biased variance of each batch, torch the unbiased
+    assert torch.allclose(actual["bn1.running_var"] - kept, (wanted["bn1.running_var"] - kept) * (count - 1) / count)

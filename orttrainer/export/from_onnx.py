@@ -49,7 +49,7 @@ def from_onnx(model: onnx.ModelProto, description) -> ForwardGraph:
     _check_loss(model.graph.outputs[0])
     model.ir_version = min(model.ir_version, 10)
     updates = _batch_norm_updates(model.graph)
-    statistics = {v.name for n in model.graph if _is_batch_norm(n) for v in n.inputs[3:5]}
+    statistics = {_original(v).name for n in model.graph if _is_batch_norm(n) for v in n.inputs[3:5]}
     initializers = model.graph.initializers
     floats = [n for n, v in initializers.items() if v.dtype in _FLOATS and n not in statistics]
     scalars = [n for n in floats if tuple(initializers[n].shape) == ()]
@@ -67,6 +67,13 @@ def _is_batch_norm(node):
     return node.op_type == "BatchNormalization" and node.domain in ("", "ai.onnx")
 
 
+def _original(value):
+    """What a Sum of one input copies; our own exports put one before a BatchNormalization."""
+    producer = value.producer()
+    copied = producer is not None and producer.op_type == "Sum" and len(producer.inputs) == 1
+    return producer.inputs[0] if copied else value
+
+
 def _batch_norm_updates(graph):
     """The new running statistics of training BatchNormalizations as outputs: buffer -> output."""
     updates = {}
@@ -75,6 +82,7 @@ def _batch_norm_updates(graph):
             continue
         node.resize_outputs(3)
         for statistic, output in zip(node.inputs[3:5], node.outputs[1:3]):
+            statistic = _original(statistic)
             if not statistic.is_initializer():
                 continue
             if statistic.name in updates:

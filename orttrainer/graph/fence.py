@@ -7,12 +7,20 @@ the new one, or is that node. `fence` makes it so, `unordered_readers` proves it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import numpy as np
 import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder
+
+# The output may be the input's own memory: ONNX Runtime computes the first five without a copy, and removes any of
+# the others that does nothing, such as a product with 1.
+VIEWS = frozenset(
+    ["Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"]
+    + ["Add", "Cast", "Concat", "Div", "Dropout", "Expand", "Mul", "Slice", "Sub", "Sum", "Transpose"]
+)
 
 
 def fence(op: Builder, value: ir.Value, after: Iterable[ir.Value]) -> ir.Value:
@@ -47,7 +55,12 @@ def unordered_readers(
     for old, new in updates.items():
         seen = _ancestors(new, before_barrier)
         behind_barrier = before_barrier if barrier is not None and barrier.producer() in seen else ()
-        if late := [node for node in readers.get(old, ()) if node not in seen and node not in behind_barrier]:
+        late = [
+            node
+            for node in _all_readers(old, new.producer(), readers)
+            if node not in seen and node not in behind_barrier
+        ]
+        if late:
             unordered[old] = late
     return unordered
 
@@ -58,6 +71,33 @@ def node_inputs(node: ir.Node) -> Iterable[ir.Value]:
     for attribute in node.attributes.values():
         if attribute.type == ir.AttributeType.GRAPH:
             yield from (x for inner in attribute.as_graph().all_nodes() for x in inner.inputs if x is not None)
+
+
+def _all_readers(
+    value: ir.Value, writer: ir.Node | None, readers: Mapping[ir.Value, list[ir.Node]]
+) -> Iterable[ir.Node]:
+    """The nodes that read the memory of `value`, be it through what may be a view of it.
+
+    What `writer` makes is the new value: whoever reads that reads the right one.
+    """
+    found: dict[ir.Node, None] = {}
+    stack = [value]
+    while stack:
+        source = stack.pop()
+        for node in readers.get(source, ()):
+            same_size = node.outputs[0].shape is None or source.shape is None or _may_view(source, node.outputs[0])
+            if node not in found and node is not writer and node.op_type in VIEWS and same_size:
+                stack.append(node.outputs[0])
+            found[node] = None
+    return found
+
+
+def _may_view(source: ir.Value, output: ir.Value) -> bool:
+    """Whether the output can be all of the source's memory: as many elements, as far as is known."""
+    dims = [value.shape.dims for value in (source, output)]
+    if not all(isinstance(dim, int) for shape in dims for dim in shape):
+        return True
+    return math.prod(dims[0]) == math.prod(dims[1])
 
 
 def _readers(graph: ir.Graph) -> dict[ir.Value, list[ir.Node]]:

@@ -1,0 +1,65 @@
+"""What runs before a buffer is overwritten: fences and the proof that they hold."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+
+from orttrainer.differentiate.prepare import prepare
+from orttrainer.graph import Builder
+from orttrainer.graph.fence import fence, unordered_readers
+
+HEADER = '<ir_version: 8, opset_import: ["" : 18]>'
+
+
+def parse(text: str):
+    model = prepare(ir.from_onnx_text(HEADER + text))
+    values = {value.name: value for value in model.graph.inputs}
+    values |= {value.name: value for node in model.graph for value in node.outputs}
+    return model, values
+
+
+def late_readers(text: str) -> list[str]:
+    model, values = parse(text)
+    found = unordered_readers(model.graph, {values["w"]: values["w_new"]})
+    return [node.outputs[0].name for node in found.get(values["w"], [])]
+
+
+def test_the_writer_itself_and_what_leads_to_it_are_in_order():
+    assert late_readers("g (float[2] w) => (float[2] w_new) { a = Neg(w) b = Mul(a, w) w_new = Sub(w, b) }") == []
+
+
+def test_a_reader_beside_the_way_to_the_new_value_is_late():
+    assert late_readers("g (float[2] w) => (float[2] w_new, float[2] y) { y = Neg(w) w_new = Mul(w, w) }") == ["y"]
+
+
+@pytest.mark.parametrize("view", ["Identity(w)", "Reshape(w, s)", "Unsqueeze(w, s)", "Flatten(w)"])
+def test_a_reader_of_a_view_reads_the_memory_of_what_is_viewed(view):
+    text = f"""g (float[2] w) => (float[2] w_new, float[P, Q] y) <int64[1] s = {{0}}>
+    {{ v = {view} y = Exp(v) n = Neg(w) u = Reshape(v, s) k = Mul(n, u) w_new = Sub(w, k) }}"""
+    if view == "Reshape(w, s)":
+        text = text.replace("{0}", "{-1}").replace("float[P, Q] y", "float[P] y")
+    assert "y" in late_readers(text)
+
+
+@pytest.mark.parametrize("other", [np.nan, np.inf, 3.0])
+def test_a_fence_passes_its_value_on_bit_for_bit(other):
+    model, values = parse("g (float[1] rate, float[2, 3] x) => (float[2, 3] y) { y = Neg(x) }")
+    op = Builder(model.graph, "t")
+    fenced = fence(op, values["rate"], [values["y"]])
+    model.graph.outputs.append(fenced)
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    rate = np.array([0.1], np.float32)
+    feeds = {"rate": rate, "x": np.full((2, 3), other, np.float32)}
+    np.testing.assert_array_equal(session.run([fenced.name], feeds)[0], rate)
+
+
+def test_a_fence_waits_for_an_empty_tensor_too():
+    model, values = parse("g (float[1] rate, float[N] x) => (float[N] y) { y = Neg(x) }")
+    op = Builder(model.graph, "t")
+    model.graph.outputs.append(fenced := fence(op, values["rate"], [values["y"]]))
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    feeds = {"rate": np.array([0.1], np.float32), "x": np.zeros(0, np.float32)}
+    np.testing.assert_array_equal(session.run([fenced.name], feeds)[0], feeds["rate"])
