@@ -28,6 +28,7 @@ from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogS
 from orttrainer.graph.passes.matmul import VectorMatMulPass
 from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
 from orttrainer.graph.passes.transpose import CancelTransposePairsPass
+from orttrainer.graph.write import write_model
 from orttrainer.optim import Optimizer, global_norm
 
 IR_VERSION = 10  # the newest that ONNX Runtime 1.19 loads
@@ -127,12 +128,7 @@ class TrainingGraph:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the graph to one file; past 2 GB the tensors go to `<path>.data` beside it."""
-        path = os.fspath(path)
-        size = sum(tensor.nbytes for tensor in self.tensors.values())
-        if size < 2**31 - 2**26:
-            onnx.save(self.model, path)
-        else:
-            onnx.save(self.model, path, save_as_external_data=True, location=f"{os.path.basename(path)}.data")
+        write_model(self.model, path)
 
 
 def compile_training_graph(

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 import onnx_ir as ir
 import torch
 
+from orttrainer import export
 from orttrainer.compile import SEED, TrainingGraph
 from orttrainer.distributed import Collective, check_ranks_agree
 from orttrainer.errors import InvalidArgumentError, StateError, UnsupportedFeatureError
-from orttrainer.export import named_state
 from orttrainer.seed import seed_of_rank, seed_of_run
 
 log = logging.getLogger("orttrainer")
@@ -33,7 +33,7 @@ class TrainedState:
     def __init__(self, graph: TrainingGraph, module, loss_fn, device: torch.device, collective: Collective):
         self.signature, self.rank = graph.signature, collective.rank
         self._modules = [m for m in (module, loss_fn) if isinstance(m, torch.nn.Module)] if module is not None else []
-        own = named_state(module, loss_fn) if module is not None else {}
+        own = export.named_state(module, loss_fn) if module is not None else {}
         self._own_names = {name for name in own}
         self.tensors: dict[str, torch.Tensor] = {}
         for entry in graph.signature.state:

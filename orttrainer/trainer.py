@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import onnx
 import onnx_ir as ir
 import torch
 from onnx_ir import tensor_adapters
 
-from orttrainer import runtime
+from orttrainer import export, runtime
 from orttrainer.arguments import (
     check_model,
     check_schedule,
@@ -26,14 +26,17 @@ from orttrainer.compile import TrainingGraph, compile_training_graph
 from orttrainer.describe import InputSchema, InputSpec, IODescription, ModelDescription
 from orttrainer.distributed import device_of_rank, find_collective
 from orttrainer.errors import ModelError, SchemaError, StateError
-from orttrainer.export import ForwardGraph, export_module, from_onnx, named_state
 from orttrainer.graph.passes.constants import InitializersToConstantsPass
 from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
+from orttrainer.graph.write import write_model
 from orttrainer.optim import make_optimizer
 from orttrainer.run import Runner
 from orttrainer.seed import seed_of_rank
 from orttrainer.state import TrainedState, ir_view, on_device
 from orttrainer.verify import check_gradients
+
+if TYPE_CHECKING:
+    from orttrainer.export import ForwardGraph
 
 
 class ORTTrainer:
@@ -149,7 +152,7 @@ class ORTTrainer:
         self._schema: InputSchema | None = None
         self._state: TrainedState | None = None
         if isinstance(model, onnx.ModelProto):
-            forward = from_onnx(model, model_desc)
+            forward = export.from_onnx(model, model_desc)
             self._schema = InputSchema.of_model(_input_specs(forward.model), model_desc.inputs_, strict=strict)
             self._compile(forward)
 
@@ -273,7 +276,7 @@ class ORTTrainer:
         if self._runner is None:
             warnings.warn("the trainer has no graph before its first step; nothing was written", stacklevel=2)
             return
-        onnx.save(self.onnx_model_, os.fspath(path))
+        write_model(self.onnx_model_, path)
 
     @property
     def onnx_model_(self) -> onnx.ModelProto | None:
@@ -301,7 +304,7 @@ class ORTTrainer:
         return {name: _to_device(tensor, self.device) for name, tensor in given.items()}
 
     def _export(self, batch: Sequence[torch.Tensor], schema: InputSchema) -> ForwardGraph:
-        forward = export_module(
+        forward = export.export_module(
             self._model, self._loss_fn, self.model_desc_, batch,
             schema=schema, opset=self._opset, check=self._check_export,
         )  # fmt: skip
@@ -335,7 +338,7 @@ class ORTTrainer:
             self._pending_state = None
 
     def _named_state(self) -> dict[str, torch.Tensor]:
-        return named_state(self._model, self._loss_fn) if isinstance(self._model, torch.nn.Module) else {}
+        return export.named_state(self._model, self._loss_fn) if isinstance(self._model, torch.nn.Module) else {}
 
     # -- small things ---------------------------------------------------------------------
 

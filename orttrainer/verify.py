@@ -9,20 +9,23 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 import torch
 from onnx_ir.passes import common
 
-from orttrainer import runtime
+from orttrainer import export, runtime
 from orttrainer.differentiate import differentiate
 from orttrainer.differentiate.prepare import prepare
 from orttrainer.errors import ExportMismatchError
-from orttrainer.export import ForwardGraph, observe_gradients
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.matmul import VectorMatMulPass
 from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
+
+if TYPE_CHECKING:
+    from orttrainer.export import ForwardGraph
 
 log = logging.getLogger("orttrainer")
 
@@ -43,7 +46,7 @@ def check_gradients(
     found = graph_gradients(forward, batch)
     if found is None:
         return
-    expected = observe_gradients(module, loss_fn, description, batch)
+    expected = export.observe_gradients(module, loss_fn, description, batch)
     errors = _errors(found, expected, forward.parameters)
     if max(errors.values(), default=0.0) <= TOLERANCE:
         return
@@ -127,7 +130,7 @@ def _errors(found: Mapping, expected: Mapping, names: Sequence[str]) -> dict[str
 def _allowed(module, loss_fn, description, batch, expected, names) -> dict[str, float]:
     """Ten times the rounding error of PyTorch's own float32 gradients; 5e-2 where float64 cannot be asked."""
     try:
-        exact = observe_gradients(
+        exact = export.observe_gradients(
             copy.deepcopy(module).double(), copy.deepcopy(loss_fn), description,
             [tensor.double() if tensor.is_floating_point() else tensor for tensor in batch],
         )  # fmt: skip
