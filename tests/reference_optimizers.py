@@ -1,8 +1,11 @@
-"""The legacy optimizers once more, in plain PyTorch: what the training graphs are compared with."""
+"""The legacy optimizers once more, in other people's PyTorch where there is some: what the training graphs are compared with."""
 
 from __future__ import annotations
 
+import math
+
 import torch
+import torch_optimizer
 
 
 class SGD:
@@ -63,19 +66,12 @@ class AdamAfter(ClippedOptimizer):
 
 
 class Lamb(ClippedOptimizer):
-    """LAMB (arXiv 1904.00962, algorithm 2) without bias correction, as the legacy front end built it."""
+    """torch-optimizer's LAMB without its bound on the weight norm: no bias correction, as the legacy front end built it."""
 
     def __init__(self, parameters, lr, decay, epsilon=1e-6, clip=True):
         super().__init__(parameters, lr, clip)
-        self.decay, self.epsilon = decay, epsilon
-        self.moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in self.parameters.items()}
+        groups = [{"params": [p], "weight_decay": decay(name)} for name, p in self.parameters.items()]
+        self.optimizer = torch_optimizer.Lamb(groups, lr=lr, eps=epsilon, clamp_value=math.inf)
 
     def update(self):
-        for name, p in self.parameters.items():
-            m, v = self.moments[name]
-            m.copy_(0.9 * m + 0.1 * p.grad)
-            v.copy_(0.999 * v + 0.001 * p.grad**2)
-            direction = m / (v.sqrt() + self.epsilon) + self.decay(name) * p
-            weight, length = p.norm(), direction.norm()
-            ratio = weight / length if weight > 0 and length > 0 else 1.0
-            p.sub_(self.lr * ratio * direction)
+        self.optimizer.step()
