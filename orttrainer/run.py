@@ -173,8 +173,6 @@ class _Phase:
         self._session, self._device, self._free, self._fetches = session, device, tuple(free), tuple(fetches)
         self._kept = (bound_in, bound_out)  # the bindings hold bare pointers
         self._copies = copies
-        self._quiet = runtime.load().RunOptions()
-        self._quiet.log_severity_level = 4  # an error is raised, once and in our words
         self._binding = session.io_binding()
         for name in self._fetches:  # first, so that their results are the first outputs
             self._binding.bind_output(name, device.type, device.index or 0)
@@ -194,13 +192,13 @@ class _Phase:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # ONNX Runtime computes on a stream of its own
         try:
-            self._session.run_with_iobinding(binding, self._quiet)
+            self._session.run_with_iobinding(binding)
         except Exception as error:  # ONNX Runtime raises a dozen classes without a common base
             raise ExecutionError(_restate(error)) from error
         for old, new in self._copies:
             old.copy_(new)
         results = binding.get_outputs_as_ortvaluevector()
-        return [_to_torch(results[index]) for index in range(len(self._fetches))]
+        return [_to_torch(results[index], device) for index in range(len(self._fetches))]
 
 
 class _AllReduce:
@@ -220,19 +218,19 @@ def _pointer(name: str, tensor: torch.Tensor) -> tuple:
     return name, device.type, device.index or 0, _ELEMENT_TYPES[tensor.dtype], tuple(tensor.shape), tensor.data_ptr()
 
 
-def _to_torch(value) -> torch.Tensor:
+def _to_torch(value, device: torch.device) -> torch.Tensor:
     """A result as a tensor that owns it, without a copy; bool by a copy where DLPack has none."""
     try:
         tensor = torch.utils.dlpack.from_dlpack(value.to_dlpack())
     except (AttributeError, RuntimeError):
-        return torch.from_numpy(value.numpy().copy())
+        return torch.from_numpy(value.numpy().copy()).to(device)
     return tensor.bool() if value.data_type() == "tensor(bool)" else tensor
 
 
 def _open_session(model: ir.Model, providers: Sequence, configure, training: bool):
     onnxruntime = runtime.load()
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # an error is raised, once and in our words
     options.intra_op_num_threads = torch.get_num_threads()  # one setting, torch.set_num_threads, for both
     options.enable_mem_pattern = False  # as fast without, and a quarter less memory (benchmarks/)
     if configure is not None:

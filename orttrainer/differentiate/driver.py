@@ -99,7 +99,8 @@ def sum_to_shape_of(op: Builder, cotangent: ir.Value, x: ir.Value) -> ir.Value:
         elif not isinstance(size, int) and not same_dim(size, given):
             return _sum_to_runtime_shape(op, cotangent, x)
     if not axes:
-        return cotangent
+        # Inference may know less than that, and ONNX Runtime reuses memory only where shapes are known to be equal.
+        return cotangent if cotangent.producer() is None else _with_shape(cotangent, x)
     if axes == list(range(extra)):
         return _with_shape(op.ReduceSum(cotangent, axes, keepdims=0), x)
     summed = op.ReduceSum(cotangent, axes, keepdims=1)

@@ -23,7 +23,7 @@ def softmax_cross_entropy_loss(op, node, dloss, dlog_prob=None):
         coefficient = classes.coefficient(dloss)
         p_label = op.Exp(op.GatherElements(log_prob, classes.column, axis=1))
         at_label = op.Mul(op.Sub(p_label, 1.0), coefficient)  # in place of p: nothing to add, in any dtype
-        dx = op.ScatterElements(op.Mul(p, coefficient), classes.column, at_label, axis=1)
+        dx = op.ScatterElements(shaped(op.Mul(p, coefficient), x), classes.column, at_label, axis=1)
         dweights = classes.weights_cotangent(log_prob, dloss)
     if dlog_prob is not None:
         more = op.Sub(dlog_prob, op.Mul(p, op.ReduceSum(dlog_prob, [1], keepdims=1)))
