@@ -27,7 +27,7 @@ from orttrainer.graph.passes.dropout import CounterHashDropoutPass
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogSoftmaxNllPass
 from orttrainer.graph.passes.matmul import VectorMatMulPass
 from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
-from orttrainer.graph.passes.transpose import CancelTransposePairsPass
+from orttrainer.graph.passes.transpose import CancelTransposePairsPass, TransposedProductPass
 from orttrainer.graph.write import write_model
 from orttrainer.optim import Optimizer, global_norm
 
@@ -264,6 +264,7 @@ class _Build:
             ExpandSoftmaxCrossEntropyPass(),
             RemoveStopGradientPass(),
             CancelTransposePairsPass(),
+            TransposedProductPass(),
             common.TopologicalSortPass(),
             common.RemoveUnusedNodesPass(),
             common.CommonSubexpressionEliminationPass(),

@@ -7,7 +7,7 @@ import onnx_ir as ir
 import pytest
 from onnx_ir.passes import common
 
-from orttrainer.graph.passes.transpose import CancelTransposePairsPass
+from orttrainer.graph.passes.transpose import CancelTransposePairsPass, TransposedProductPass
 from orttrainer.testing import evaluate
 
 TEXT = """
@@ -32,3 +32,33 @@ def test_only_transposes_that_undo_each_other_go(p, q, left):
     common.RemoveUnusedNodesPass()(model)
     assert sum(node.op_type == "Transpose" for node in model.graph) == left
     np.testing.assert_array_equal(evaluate(ir.to_proto(model), feeds)["y"], before)
+
+
+def test_a_product_that_is_transposed_afterwards_comes_out_transposed():
+    model = ir.from_onnx_text("""
+    <ir_version: 8, opset_import: ["" : 18]>
+    g (float[5,2] a, float[5,3] b) => (float[3,2] y) {
+      t = Transpose <perm=[1, 0]> (a)
+      p = MatMul(t, b)
+      y = Transpose <perm=[1, 0]> (p)
+    }""")
+    rng = np.random.default_rng(0)
+    feeds = {name: rng.standard_normal((5, n)).astype(np.float32) for name, n in (("a", 2), ("b", 3))}
+    before = evaluate(ir.to_proto(model), feeds)["y"]
+    assert TransposedProductPass()(model).modified
+    common.RemoveUnusedNodesPass()(model)
+    assert [node.op_type for node in model.graph] == ["Transpose", "MatMul"]
+    assert [value.name for value in model.graph.outputs] == ["y"]
+    np.testing.assert_allclose(evaluate(ir.to_proto(model), feeds)["y"], before, rtol=1e-6)
+
+
+def test_a_product_that_is_read_as_it_is_stays():
+    model = ir.from_onnx_text("""
+    <ir_version: 8, opset_import: ["" : 18]>
+    g (float[5,2] a, float[5,3] b) => (float[3,2] y, float[2,3] z) {
+      t = Transpose <perm=[1, 0]> (a)
+      p = MatMul(t, b)
+      y = Transpose <perm=[1, 0]> (p)
+      z = Neg(p)
+    }""")
+    assert not TransposedProductPass()(model).modified
