@@ -42,6 +42,8 @@ MAY_IMPORT = {
         "verify",
     },
     "testing": {"differentiate"},
+    "cli": {"differentiate", "graph"},
+    "__main__": {"cli"},
     "__init__": {"describe", "differentiate", "seed", "trainer"},
 }
 WITHOUT_TORCH = {"errors", "graph", "differentiate", "optim", "compile"}

@@ -672,3 +672,14 @@ def test_a_negative_index_is_an_error_as_in_pytorch(place, text):
     with pytest.raises(ExecutionError, match=f"index.*{text}"):
         trainer.train_step(tokens, labels, 0.1)
     assert torch.equal(module.embedding.weight, before)
+
+
+def test_an_operator_without_a_schema_is_named_also_where_its_output_has_no_declared_type():
+    text = """<ir_version: 8, opset_import: ["" : 18, "my.domain" : 1]>
+    g (float[2,3] x) => (float y) <float[3,3] W = {1,2,3,4,5,6,7,8,9}> {
+      a = MatMul(x, W)
+      b = my.domain.Mix(a)
+      y = ReduceSum<keepdims=0>(b)
+    }"""
+    with pytest.raises(MissingGradientError, match=r"no gradient rule for 'Mix'.*'W' -> MatMul .* -> Mix .* -> 'y'"):
+        build_gradient(onnx.parser.parse_model(text))

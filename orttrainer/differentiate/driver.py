@@ -7,7 +7,8 @@ are only known at run time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -49,17 +50,22 @@ def differentiate(
         active = [x is not None and x in depends and x.dtype in FLOATS for x in node.inputs]
         if is_non_differentiable(node.domain, node.op_type):
             continue
+        for x in node.inputs:
+            if x is not None and x in depends and x.dtype is None:
+                raise _untyped(x, wrt, seeds)
         with op.scope(node.name or node.op_type):
-            for x, dx, wanted in zip(node.inputs, _apply_rule(op, node, cotangents, wrt), active):
+            for x, dx, wanted in zip(node.inputs, _apply_rule(op, node, cotangents, wrt, seeds), active):
                 if wanted and dx is not None:
                     pending.setdefault(x, []).append(sum_to_shape_of(op, _checked(node, x, dx), x))
     return {value: _total(op, pending, value, keep=True) if value in pending else None for value in wrt}
 
 
-def _apply_rule(op: Builder, node: ir.Node, cotangents: list, wrt: Sequence[ir.Value]) -> Sequence[ir.Value | None]:
+def _apply_rule(
+    op: Builder, node: ir.Node, cotangents: list, wrt: Sequence[ir.Value], seeds: Iterable[ir.Value]
+) -> Sequence[ir.Value | None]:
     rule = find_rule(node.domain, node.op_type)
     if rule is None:
-        raise _missing_rule(node, wrt)
+        raise _missing_rule(node, wrt, seeds)
     result = rule(op, node, *cotangents)
     if result is None or isinstance(result, ir.Value):
         result = (result,)
@@ -150,17 +156,62 @@ def _values_that_depend_on(sources: Iterable[ir.Value], nodes: Sequence[ir.Node]
     return reached
 
 
-def _missing_rule(node: ir.Node, wrt: Sequence[ir.Value]) -> MissingGradientError:
-    source = next(
-        (v.name for v in wrt if any(x in _values_that_depend_on([v], list(node.graph)) for x in node_inputs(node))),
-        None,
+def _untyped(value: ir.Value, wrt: Sequence[ir.Value], outputs: Iterable[ir.Value]) -> GradientError:
+    """The error for a value whose dtype is not known: the first operator that ONNX cannot type is to blame."""
+    node = value.producer()
+    while node is not None and (before := [x for x in node.inputs if x is not None and x.dtype is None]):
+        value, node = before[0], before[0].producer()
+    if node is not None and find_rule(node.domain, node.op_type) is None:
+        return _missing_rule(node, wrt, outputs)
+    return GradientError(
+        f"ONNX's inference finds no dtype for {value.name!r}"
+        + (f", made by {_named(node)}" if node is not None else "")
+        + ". Declare it in the model's value_info."
     )
+
+
+def _missing_rule(node: ir.Node, wrt: Sequence[ir.Value], outputs: Iterable[ir.Value]) -> MissingGradientError:
+    sources = set(wrt)
+    before = _shortest_path(node_inputs(node), lambda value: value in sources)
+    after = _shortest_path(outputs, lambda value: value.producer() is node)
+    source, hops = before[0].name, [_named(value.producer()) for value in before[1:]]
+    later = [_named(value.producer()) for value in after[1:]]
+    path = [repr(source), *_shortened(hops), _named(node), *_shortened(later), repr(after[-1].name)]
     domain = node.domain or "ai.onnx"
     version = node.graph.opset_imports.get(node.domain) if node.graph is not None else None
     hint = f', domain="{node.domain}"' if node.domain else ""
     return MissingGradientError(
         f"no gradient rule for {node.op_type!r} (domain {domain}, opset {version}), needed by node {node.name!r} "
-        f"between {source!r} and the output that is differentiated. "
+        f"between {source!r} and the output that is differentiated; path: {' -> '.join(path)}. "
         f'Add one with @vjp("{node.op_type}"{hint}), or leave {source!r} out of what is differentiated '
         "(frozen_weights=[...])."
     )
+
+
+def _shortest_path(ends: Iterable[ir.Value], is_start: Callable[[ir.Value], bool]) -> list[ir.Value]:
+    """The values from the nearest start to one of `ends`, in the order in which they are computed."""
+    following: dict[ir.Value, ir.Value | None] = dict.fromkeys(ends)
+    queue = deque(following)
+    while queue:
+        value = queue.popleft()
+        if is_start(value):
+            path = [value]
+            while (value := following[value]) is not None:
+                path.append(value)
+            return path
+        producer = value.producer()
+        if producer is None or is_non_differentiable(producer.domain, producer.op_type):
+            continue
+        for x in node_inputs(producer):
+            if x not in following:
+                following[x] = value
+                queue.append(x)
+    raise AssertionError("the driver asks for the rule of a node only if it lies on such a path")
+
+
+def _named(node: ir.Node) -> str:
+    return f"{node.op_type} {node.name!r}"
+
+
+def _shortened(names: list[str]) -> list[str]:
+    return names if len(names) <= 2 else [names[0], "...", names[-1]]

@@ -92,7 +92,13 @@ def _inlined(model: ir.Model, ids: list[tuple[str, str]]) -> ir.Model:
         value.const_value = None
         if name not in inputs:
             graph.inputs.append(value)
-    expanded = ir.from_proto(onnx.inliner.inline_selected_functions(ir.to_proto(model), ids, False, True))
+    try:
+        expanded = ir.from_proto(onnx.inliner.inline_selected_functions(ir.to_proto(model), ids, False, True))
+    except Exception as error:  # onnx raises several types from C++
+        names = ", ".join(op_type for _, op_type in ids)
+        raise ModelError(
+            f"ONNX cannot expand the function bodies of {names}, which have no rule here: {error}"
+        ) from error
     given = {value.name: value for value in expanded.graph.inputs}
     for name, tensor in tensors.items():
         value = given.get(name) or expanded.graph.initializers[name]

@@ -17,7 +17,7 @@ from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
 from orttrainer.differentiate.build import gradient_of
-from orttrainer.testing import reference_arrays, reference_functions, reference_windows
+from orttrainer.testing import reference_arrays, reference_functions, reference_recurrent, reference_windows
 
 __all__ = ["Case", "Fixed", "check_gradient", "check_vjp", "evaluate"]
 
@@ -151,7 +151,7 @@ def evaluate(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> dict[str, 
     return dict(zip(session.output_names, map(np.asarray, session.run(None, feeds))))
 
 
-REFERENCE_OPS = (*reference_windows.OPS, *reference_functions.OPS, *reference_arrays.OPS)
+REFERENCE_OPS = (*reference_windows.OPS, *reference_functions.OPS, *reference_arrays.OPS, *reference_recurrent.OPS)
 
 # -- inside ---------------------------------------------------------------------------------
 

@@ -1,0 +1,437 @@
+"""Recurrent layers: LSTM, GRU, RNN, by one backward Scan a direction.
+
+The hidden states are in Y, so all gates are computed again in one product over all times. Whatever
+does not depend on the recurrence is a factor that is computed for all times at once; what is left in
+the body of the Scan is the chain itself. Then W, R, B and X get one product each.
+
+Inside, a value is hidden-major, [time, hidden, batch], so that the weight is the left operand of the
+product of a step. A Scan goes through time in either direction, so nothing is reversed.
+
+Where `sequence_lens` ends a sequence, its factors are such that a step hands the cotangents on as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from orttrainer.differentiate.registry import vjp
+from orttrainer.differentiate.rules.tools import attribute, join, operand, output, positions, shaped, zeros
+from orttrainer.errors import GradientError
+from orttrainer.graph.builder import Builder
+
+INITIAL_H, INITIAL_C = 5, 6  # inputs
+
+
+@vjp("LSTM")
+def lstm(op, node, dy, dy_h=None, dy_c=None):
+    """[i o f g] = [sig sig sig tanh](W X + R H' + B),  C = f C' + i g,  H = o tanh(C), at each time, from H' and C'.
+
+    dC = dH o (1 - tanh(C)^2) + dC f (of the next time),  dH = dY + R^T dZ (of the next time),
+    dZ = [dC g i(1-i); dH tanh(C) o(1-o); dC C' f(1-f); dC i (1-g^2)],
+    dW = dZ X^T,  dR = dZ H'^T,  dB = sum dZ,  dX = W^T dZ.
+    """
+    _refuse(node, {"sigmoid tanh tanh"}, "input_forget")
+    if operand(node, 7) is not None:
+        raise _unsupported(node, "peepholes (input P)", "leave the input P out")
+    return _per_direction(op, node, _lstm_direction, dy, dy_h, dy_c)
+
+
+@vjp("GRU")
+def gru(op, node, dy, dy_h=None):
+    """[z r] = sig(W X + R H' + B),  n = tanh(Wn X + U + b),  H = (1 - z) n + z H', at each time, from H'.
+
+    U = r (Rn H' + c) with linear_before_reset, else Rn (r H') + c. With N = dH (1-z)(1-n^2), Z = dH (H'-n) z(1-z):
+    linear_before_reset:  S = N (Rn H' + c) r(1-r),  dH' = dH z + [Rz; Rr; Rn]^T [Z; S; N r]
+    else, with q = Rn^T N:  S = q H' r(1-r),         dH' = dH z + q r + [Rz; Rr]^T [Z; S]
+    dW = [Z; S; N] X^T,  dX = W^T [Z; S; N], and dR likewise from what R is multiplied by.
+    """
+    _refuse(node, {"sigmoid tanh"})
+    rule = functools.partial(_gru_direction, linear_before_reset=attribute(node, "linear_before_reset", 0) == 1)
+    return _per_direction(op, node, rule, dy, dy_h)
+
+
+@vjp("RNN")
+def rnn(op, node, dy, dy_h=None):
+    """H = f(W X + R H' + B) at each time  ->  dZ = dH f'(H),  dH' = R^T dZ,  dW = dZ X^T,  dR = dZ H'^T,  dX = W^T dZ."""
+    _refuse(node, {"tanh", "relu"})
+    return _per_direction(op, node, _rnn_direction, dy, dy_h)
+
+
+# -- one direction of each --------------------------------------------------------------------
+
+
+@dataclass
+class Direction:
+    """One direction of a node: its share of the inputs and cotangents, without the axis of directions.
+
+    `x`, `y`, `before` (the hidden state that each time starts from): [time, batch, features]; `dy`, `x_t`,
+    `before_t`: [time, features, batch]; `dh`, `dc`, `initial_c`: [hidden, batch]. `valid` is 1 inside a sequence, 0 behind its end.
+    """
+
+    x: ir.Value
+    y: ir.Value
+    before: ir.Value
+    x_t: ir.Value
+    before_t: ir.Value
+    w: ir.Value  # [gates, input]
+    r: ir.Value  # [gates, hidden]
+    w_bias: ir.Value | None  # [gates, 1]
+    r_bias: ir.Value | None
+    initial_c: ir.Value | None
+    dy: ir.Value | None
+    dh: ir.Value
+    dc: ir.Value | None
+    valid: ir.Value | None  # [time, 1, batch]
+    reverse: bool
+    activation: str
+
+
+@dataclass
+class Cotangents:
+    """`w_gates` and `r_gates`: cotangents of W X + b and of R H' + c, [time, gates, batch]; `dh`, `dc`: of the states.
+
+    `reset`: what the last third of R was multiplied by, where that is not the hidden state, [time, batch, hidden].
+    """
+
+    w_gates: ir.Value
+    r_gates: ir.Value
+    dh: ir.Value
+    dc: ir.Value | None = None
+    reset: ir.Value | None = None
+
+
+def _lstm_direction(op, d: Direction) -> Cotangents:
+    bias = None if d.w_bias is None else op.Add(d.w_bias, d.r_bias)
+    gates = op.Add(_affine(op, d.w, d.x_t, bias), op.MatMul(d.r, d.before_t))
+    i, o, f, g = op.Split(gates, axis=1, num_outputs=4, outputs=4)
+    i, o, f, g = op.Sigmoid(i), op.Sigmoid(o), op.Sigmoid(f), op.Tanh(g)
+    keep, new = f, op.Mul(i, g)
+    if d.valid is not None:
+        keep, new = _or_one(op, f, d.valid), op.Mul(new, d.valid)
+
+    def cell(op, states, inputs):
+        (c,), (keep, new) = states, inputs
+        return [op.Add(op.Mul(keep, c), new)], [c]
+
+    _, (c_before,) = scan(op, cell, [d.initial_c], [keep, new], d.reverse)
+    c = op.Add(op.Mul(keep, c_before), new)
+    tanh_c = op.Tanh(c)
+    into_c = op.Mul(o, _one_minus_square(op, tanh_c))
+    factors = op.Concat(
+        op.Mul(g, _slope(op, i)), op.Mul(tanh_c, _slope(op, o)), op.Mul(c_before, _slope(op, f)),
+        op.Mul(i, _one_minus_square(op, g)), axis=1,
+    )  # fmt: skip
+    if d.valid is not None:
+        into_c, factors = op.Mul(into_c, d.valid), op.Mul(factors, d.valid)
+    r_t = op.Transpose(d.r, perm=[1, 0])
+
+    def step(op, states, inputs):
+        dh, dc, (into_c, factors, keep, past, dy) = *states, inputs
+        dh = dh if dy is None else op.Add(dh, dy)
+        dc = op.Add(op.Mul(dh, into_c), dc)
+        dz = op.Mul(op.Concat(dc, dh, dc, dc, axis=0), factors)
+        return [_product(op, r_t, dz, None if past is None else op.Mul(dh, past)), op.Mul(dc, keep)], [dz]
+
+    inputs = [into_c, factors, keep, _past(op, d), d.dy]
+    (dh, dc), (dz,) = scan(op, step, [d.dh, d.dc], inputs, not d.reverse)
+    return Cotangents(dz, dz, dh, dc)
+
+
+def _gru_direction(op, d: Direction, linear_before_reset: bool) -> Cotangents:
+    w_z, w_r, w_n = op.Split(_affine(op, d.w, d.x_t, d.w_bias), axis=1, num_outputs=3, outputs=3)
+    reset = None
+    if linear_before_reset:
+        r_z, r_r, u = op.Split(_affine(op, d.r, d.before_t, d.r_bias), axis=1, num_outputs=3, outputs=3)
+        z, r = op.Sigmoid(op.Add(w_z, r_z)), op.Sigmoid(op.Add(w_r, r_r))
+        n = op.Tanh(op.Add(w_n, op.Mul(r, u)))
+    else:
+        rows = op.Split(d.r, axis=0, num_outputs=3, outputs=3)
+        biases = [None] * 3 if d.r_bias is None else op.Split(d.r_bias, axis=0, num_outputs=3, outputs=3)
+        z, r = (
+            op.Sigmoid(op.Add(w, _affine(op, row, d.before_t, bias)))
+            for w, row, bias in zip((w_z, w_r), rows, biases)
+        )  # fmt: skip
+        reset_t = op.Mul(r, d.before_t)
+        reset = _swap(op, reset_t)
+        n = op.Tanh(op.Add(w_n, _affine(op, rows[2], reset_t, biases[2])))
+    into_n = op.Mul(op.Sub(1.0, z), _one_minus_square(op, n))
+    into_z = op.Mul(op.Sub(d.before_t, n), _slope(op, z))
+    keep, slope_r = z, _slope(op, r)
+    if d.valid is not None:
+        keep, into_n, into_z = _or_one(op, z, d.valid), op.Mul(into_n, d.valid), op.Mul(into_z, d.valid)
+    if linear_before_reset:
+        into_r = op.Mul(into_n, op.Mul(u, slope_r))
+        factors = op.Concat(into_z, into_r, op.Mul(into_n, r), axis=1)
+        r_t = op.Transpose(d.r, perm=[1, 0])
+
+        def step(op, states, inputs):
+            (dh,), (factors, keep, dy) = states, inputs
+            dh = dh if dy is None else op.Add(dh, dy)
+            gates = op.Mul(op.Concat(dh, dh, dh, axis=0), factors)
+            return [op.Gemm(r_t, gates, op.Mul(dh, keep))], [gates, dh]
+
+        (dh,), (gates, dh_all) = scan(op, step, [d.dh], [factors, keep, d.dy], not d.reverse)
+        dz, dr, _ = op.Split(gates, axis=1, num_outputs=3, outputs=3)
+        return Cotangents(op.Concat(dz, dr, op.Mul(dh_all, into_n), axis=1), gates, dh)
+
+    into_r = op.Mul(d.before_t, slope_r)
+    two, r_n_t = op.Transpose(op.Concat(*rows[:2], axis=0), perm=[1, 0]), op.Transpose(rows[2], perm=[1, 0])
+
+    def step_of_reset(op, states, inputs):
+        (dh,), (into_z, into_r, into_n, r, keep, dy) = states, inputs
+        dh = dh if dy is None else op.Add(dh, dy)
+        dn = op.Mul(dh, into_n)
+        q = op.MatMul(r_n_t, dn)
+        dz, dr = op.Mul(dh, into_z), op.Mul(q, into_r)
+        rest = op.Add(op.Mul(dh, keep), op.Mul(q, r))
+        return [op.Gemm(two, op.Concat(dz, dr, axis=0), rest)], [op.Concat(dz, dr, dn, axis=0)]
+
+    (dh,), (gates,) = scan(op, step_of_reset, [d.dh], [into_z, into_r, into_n, r, keep, d.dy], not d.reverse)
+    return Cotangents(gates, gates, dh, reset=reset)
+
+
+def _rnn_direction(op, d: Direction) -> Cotangents:
+    h = _swap(op, d.y)
+    if d.activation == "relu":
+        slope = op.cast_as(op.Greater(h, 0.0), h)  # 0 at 0
+    else:
+        slope = _one_minus_square(op, h)
+    slope = _times(op, slope, d.valid)
+    r_t = op.Transpose(d.r, perm=[1, 0])
+
+    def step(op, states, inputs):
+        (dh,), (slope, past, dy) = states, inputs
+        dh = dh if dy is None else op.Add(dh, dy)
+        dz = op.Mul(dh, slope)
+        return [_product(op, r_t, dz, None if past is None else op.Mul(dh, past))], [dz]
+
+    (dh,), (dz,) = scan(op, step, [d.dh], [slope, _past(op, d), d.dy], not d.reverse)
+    return Cotangents(dz, dz, dh)
+
+
+# -- what is common ---------------------------------------------------------------------------
+
+
+def _per_direction(op, node, rule, dy, dy_h, dy_c=None) -> list[ir.Value | None]:
+    """The cotangents of all inputs, of `rule` for each direction."""
+    x, w, r = node.inputs[:3]
+    bias, lengths, h0, c0 = (operand(node, index) for index in (3, 4, INITIAL_H, INITIAL_C))
+    directions = _directions(node)
+    count = len(directions)
+    hidden = attribute(node, "hidden_size", None) or op.dim(r, 2)
+    x_t = _swap(op, x)
+    no_state = zeros(op, join(op, hidden, op.dim(x, 1)), x.dtype)  # [hidden, batch]
+    valid = mask = filled = None
+    if lengths is not None:
+        filled = op.cast_as(op.Unsqueeze(op.Greater(lengths, 0), [0]), x)  # ORT's last states of no time are 0
+        mask = op.Less(op.Unsqueeze(positions(op, op.dim(x, 0)), [1]), op.Cast(lengths, to=int(ir.DataType.INT64)))
+        valid = op.cast_as(op.Unsqueeze(mask, [1]), x)
+    shares = {
+        name: [None] * count if value is None else _shares(op, value, count, axis)
+        for name, value, axis in (
+            ("y", output(op, node, 0), 1), ("dy", dy, 1), ("w", w, 0), ("r", r, 0), ("bias", bias, 0),
+            ("h0", h0, 0), ("c0", c0, 0), ("dy_h", dy_h, 0), ("dy_c", dy_c, 0),
+        )
+    }  # fmt: skip
+    found, dx = [], None
+    for k, (reverse, activation) in enumerate(directions):
+        y, dy_k, w_k, r_k, bias_k, h0_k, c0_k, dy_h_k, dy_c_k = (shares[name][k] for name in shares)
+        before = _before(op, y, h0_k, reverse, mask)
+        biases = [None, None]
+        if bias_k is not None:
+            biases = op.Split(op.Unsqueeze(bias_k, [1]), axis=0, num_outputs=2, outputs=2)
+        dy_t = None if dy_k is None else _times(op, _swap(op, dy_k), valid)
+        initial_c, dh, dc = (no_state if s is None else op.Transpose(s, perm=[1, 0]) for s in (c0_k, dy_h_k, dy_c_k))
+        dh, dc = _times(op, dh, filled), _times(op, dc, filled)
+        d = Direction(
+            x, y, before, x_t, _swap(op, before), w_k, r_k, *biases, initial_c, dy_t, dh, dc, valid, reverse, activation
+        )  # fmt: skip
+        result = rule(op, d)
+        w_gates = _rows(op, result.w_gates)  # [time * batch, gates]
+        r_gates = w_gates if result.r_gates is result.w_gates else _rows(op, result.r_gates)
+        dx_k = op.MatMul(w_gates, w_k)
+        dx = dx_k if dx is None else op.Add(dx, dx_k)
+        dw = op.Gemm(w_gates, _flat(op, x), transA=1)
+        w_sum = op.ReduceSum(w_gates, [0], keepdims=0)
+        r_sum = w_sum if r_gates is w_gates else op.ReduceSum(r_gates, [0], keepdims=0)
+        found.append(
+            {
+                "w": shaped(dw, w_k),
+                "r": shaped(_dr(op, r_gates, before, result.reset), r_k),
+                "bias": op.Concat(w_sum, r_sum, axis=0),
+                "h": op.Transpose(result.dh, perm=[1, 0]),
+                "c": None if result.dc is None else op.Transpose(result.dc, perm=[1, 0]),
+            }
+        )
+
+    def stacked(name: str, like: ir.Value | None) -> ir.Value | None:
+        if like is None:
+            return None
+        parts = [op.Unsqueeze(part[name], [0]) for part in found]
+        return shaped(parts[0] if count == 1 else op.Concat(*parts, axis=0), like)
+
+    cotangents = [op.reshape_as(dx, x), stacked("w", w), stacked("r", r), stacked("bias", bias), None]
+    cotangents += [stacked("h", h0), stacked("c", c0)]
+    return cotangents[: len(node.inputs)]
+
+
+def _directions(node: ir.Node) -> list[tuple[bool, str]]:
+    """For each direction, whether it goes from the last time to the first, and its activations in lower case."""
+    reverse = {"forward": [False], "reverse": [True], "bidirectional": [False, True]}[
+        attribute(node, "direction", "forward")
+    ]
+    names = attribute(node, "activations", ())
+    size = len(names) // len(reverse)
+    return [(way, " ".join(names[k * size : (k + 1) * size]).lower()) for k, way in enumerate(reverse)]
+
+
+def _refuse(node: ir.Node, activations: set[str], *flags: str) -> None:
+    """Raise for what this file has no gradient of; `activations` are those that one direction may have."""
+    if not all(given in activations for _, given in _directions(node) if given):
+        allowed = " or ".join(sorted(names.title() for names in activations))
+        raise _unsupported(node, f"activations {list(attribute(node, 'activations', ()))}", f"use {allowed}")
+    if attribute(node, "clip", None) is not None:
+        raise _unsupported(node, f"clip={attribute(node, 'clip', None)!r}", "leave it out")
+    for flag in ("layout", *flags):
+        if attribute(node, flag, 0):
+            raise _unsupported(node, f"{flag}={attribute(node, flag, 0)!r}", f"use {flag}=0")
+
+
+def _unsupported(node: ir.Node, what: str, instead: str) -> GradientError:
+    return GradientError(f"the gradient of {node.op_type!r} does not support {what} of node {node.name!r}; {instead}")
+
+
+def scan(
+    op: Builder,
+    step: Callable,
+    states: Sequence[ir.Value],
+    inputs: Sequence[ir.Value | None],
+    reverse: bool,
+) -> tuple[list[ir.Value], list[ir.Value]]:
+    """Append a Scan along axis 0.
+
+    Args:
+        step: `step(op, states, inputs)` emits one step on a builder of the body, and returns the new states and the
+            outputs of the step; it may use values from outside.
+        states: the first states.
+        inputs: what the steps read one slice each of; None stays None, and the first is not.
+        reverse: go from the last slice to the first; outputs are in the order of the inputs all the same.
+
+    Returns:
+        The last states, and the outputs of all steps.
+    """
+    given = [x for x in inputs if x is not None]
+    name = f"{given[0].name}/scan"
+    body = ir.Graph([], [], nodes=[], opset_imports=op.graph.opset_imports, name=name)
+    inner = Builder(body, name)
+    for k, state in enumerate(states):
+        body.inputs.append(ir.Value(name=f"{name}/state_{k}", type=state.type, shape=state.shape))
+    for k, x in enumerate(given):
+        shape = None if x.shape is None else ir.Shape(x.shape.dims[1:])
+        body.inputs.append(ir.Value(name=f"{name}/input_{k}", type=x.type, shape=shape))
+    slices = iter(body.inputs[len(states) :])
+    slots = [None if x is None else next(slices) for x in inputs]
+    new, results = step(inner, list(body.inputs[: len(states)]), slots)
+    for value in (*new, *results):
+        if value.producer() is None or value in body.outputs:  # an output is made by a node of its own
+            value = inner.Identity(value)
+        body.outputs.append(value)
+    attributes = [
+        ir.AttrGraph("body", body),
+        ir.AttrInt64("num_scan_inputs", len(given)),
+        ir.AttrInt64s("scan_input_directions", [int(reverse)] * len(given)),
+        ir.AttrInt64s("scan_output_directions", [int(reverse)] * len(results)),
+    ]
+    node = ir.Node("", "Scan", [*states, *given], attributes, num_outputs=len(new) + len(results), name=name)
+    op.graph.append(node)
+    time = None if given[0].shape is None else given[0].shape.dims[0]
+    for k, (value, inside) in enumerate(zip(node.outputs, body.outputs)):
+        value.name, value.type, value.shape = f"{name}:{k}", inside.type, None
+        if k < len(states):
+            value.shape = states[k].shape
+        elif inside.shape is not None:
+            value.shape = ir.Shape([time, *inside.shape.dims])
+    return list(node.outputs[: len(new)]), list(node.outputs[len(new) :])
+
+
+def _shares(op, value: ir.Value, count: int, axis: int) -> list[ir.Value]:
+    """One value for each direction, without the axis of directions."""
+    parts = [value] if count == 1 else op.Split(value, axis=axis, num_outputs=count, outputs=count)
+    return [op.Squeeze(part, [axis]) for part in parts]
+
+
+def _before(op, y: ir.Value, initial: ir.Value | None, reverse: bool, mask: ir.Value | None) -> ir.Value:
+    """The hidden state that each time starts from, [time, batch, hidden]."""
+    if initial is None:
+        initial = zeros(op, join(op, 1, op.dim(y, 1), op.dim(y, 2)), y.dtype)
+    else:
+        initial = op.Unsqueeze(initial, [0])
+    if not reverse:
+        return shaped(op.Concat(initial, op.Slice(y, [0], [-1], [0]), axis=0), y)
+    after = op.Slice(y, [1], [np.iinfo(np.int64).max], [0])
+    before = shaped(op.Concat(after, initial, axis=0), y)
+    if mask is None:
+        return before
+    last = op.Expand(np.zeros(1, bool), join(op, 1, op.dim(y, 1)))
+    goes_on = op.Concat(op.Slice(mask, [1], [np.iinfo(np.int64).max], [0]), last, axis=0)
+    return shaped(op.Where(op.Unsqueeze(goes_on, [2]), before, initial), y)
+
+
+def _dr(op, gates: ir.Value, before: ir.Value, reset: ir.Value | None) -> ir.Value:
+    """gates^T @ H', where the last third of the gates may have had another operand than H'."""
+    if reset is None:
+        return op.Gemm(gates, _flat(op, before), transA=1)
+    z, r, n = op.Split(gates, axis=1, num_outputs=3, outputs=3)
+    first = op.Gemm(op.Concat(z, r, axis=1), _flat(op, before), transA=1)
+    return op.Concat(first, op.Gemm(n, _flat(op, reset), transA=1), axis=0)
+
+
+def _affine(op, weight: ir.Value, x: ir.Value, bias: ir.Value | None) -> ir.Value:
+    product = op.MatMul(weight, x)
+    return product if bias is None else op.Add(product, bias)
+
+
+def _product(op, a: ir.Value, b: ir.Value, c: ir.Value | None) -> ir.Value:
+    return op.MatMul(a, b) if c is None else op.Gemm(a, b, c)
+
+
+def _times(op, value: ir.Value, factor: ir.Value | None) -> ir.Value | None:
+    return value if factor is None else op.Mul(value, factor)
+
+
+def _past(op, d: Direction) -> ir.Value | None:
+    """1 behind the end of a sequence, 0 inside."""
+    return None if d.valid is None else op.Sub(1.0, d.valid)
+
+
+def _or_one(op, value: ir.Value, valid: ir.Value) -> ir.Value:
+    """`value` inside a sequence, 1 behind its end."""
+    return op.Add(op.Mul(value, valid), op.Sub(1.0, valid))
+
+
+def _slope(op, s: ir.Value) -> ir.Value:
+    return op.Mul(s, op.Sub(1.0, s))
+
+
+def _one_minus_square(op, t: ir.Value) -> ir.Value:
+    return op.Sub(1.0, op.Mul(t, t))
+
+
+def _swap(op, x: ir.Value) -> ir.Value:
+    """[time, batch, features] <-> [time, features, batch]."""
+    return op.Transpose(x, perm=[0, 2, 1])
+
+
+def _flat(op, x: ir.Value) -> ir.Value:
+    """[time, batch, features] as [time * batch, features]."""
+    return op.Reshape(x, join(op, -1, op.dim(x, 2)))
+
+
+def _rows(op, gates: ir.Value) -> ir.Value:
+    """[time, gates, batch] as [time * batch, gates]."""
+    return _flat(op, _swap(op, gates))

@@ -1,0 +1,177 @@
+"""LSTM, GRU and RNN: one output at a time, what is refused, and language models trained like in PyTorch."""
+
+from __future__ import annotations
+
+import models
+import numpy as np
+import onnx
+import pytest
+import torch
+from cases import recurrent
+from onnx import TensorProto, helper
+from torch import nn
+
+from orttrainer import IODescription, ModelDescription, ORTTrainer, build_gradient
+from orttrainer.errors import GradientError
+from orttrainer.testing import evaluate
+from orttrainer.testing.check import _compare, _model, _torch_gradients
+
+KINDS = sorted(recurrent.TORCH)
+VOCABULARY, RATE = 23, 0.5
+
+
+# ---------------------------------------------------------------- one node
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
+@pytest.mark.parametrize("output", [0, 1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_output_alone_has_the_gradient_that_pytorch_gives_it(kind, output, direction):
+    if output == 2 and kind != "LSTM":
+        pytest.skip("there is no output Y_c")
+    case = recurrent.case(kind, "alone", direction, lengths=recurrent.LENGTHS if direction != "reverse" else None,
+                          **recurrent.RESET[kind])  # fmt: skip
+    model, feeds = _model(case, np.float64)
+    values = evaluate(model, feeds)
+    cotangents = {name: np.zeros_like(value) for name, value in values.items()}
+    name = f"y{output}"
+    cotangents[name] = np.random.default_rng(5).standard_normal(values[name].shape)
+    gradient = build_gradient(model, of=name, wrt=list(feeds))
+    results = evaluate(gradient, feeds | {f"{name}_cotangent": cotangents[name]})
+    actual = {x: results[f"{x}_grad"] for x in feeds}
+    _compare(actual, _torch_gradients(case, model, feeds, cotangents), 1e-12, str(case))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_hidden_states_are_asked_for_where_the_model_has_only_the_last_one(kind):
+    case = recurrent.case(kind, "last", "bidirectional", **recurrent.RESET[kind])
+    model, feeds = _model(case, np.float64)
+    wanted = build_gradient(model, of="y1", wrt=list(feeds))
+    feeds["y1_cotangent"] = np.random.default_rng(5).standard_normal((2, 3, 4))
+    expected = evaluate(wanted, feeds)
+    model.graph.node[0].output[:] = ["", "y1"]
+    last = [value for value in model.graph.output if value.name == "y1"]
+    del model.graph.output[:]
+    model.graph.output.extend(last)
+    actual = evaluate(build_gradient(model, of="y1", wrt=[x for x in feeds if x.startswith("x")]), feeds)
+    _compare(actual, {name: expected[name] for name in actual}, 1e-12, kind)
+
+
+def test_the_body_of_the_backward_scan_does_not_grow_with_the_sequence():
+    sizes = []
+    for time in (3, 300):
+        case = recurrent.case("LSTM", "long", shape=(time, 3, 2))
+        model, feeds = _model(case, np.float64)
+        gradient = build_gradient(model, of="y0", wrt=list(feeds))
+        scans = [node for node in gradient.graph.node if node.op_type == "Scan"]
+        sizes.append((len(gradient.graph.node), [len(scan.attribute[0].g.node) for scan in scans]))
+    assert sizes[0] == sizes[1]
+    assert max(sizes[0][1]) <= 8
+
+
+# ---------------------------------------------------------------- what is refused
+
+GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
+REFUSED = {
+    "LSTM-activations": ("LSTM", {"activations": ["Sigmoid", "Relu", "Tanh"]}, "activations .*Relu"),
+    "LSTM-second-direction": (
+        "LSTM", {"activations": ["Sigmoid", "Tanh", "Tanh", "Sigmoid", "Tanh", "Elu"],
+                 "direction": "bidirectional"}, "activations .*Elu",
+    ),
+    "GRU-activations": ("GRU", {"activations": ["HardSigmoid", "Tanh"]}, "activations .*HardSigmoid"),
+    "RNN-activations": ("RNN", {"activations": ["LeakyRelu"]}, "activations .*LeakyRelu"),
+    "LSTM-clip": ("LSTM", {"clip": 3.0}, "clip=3.0"),
+    "LSTM-coupled": ("LSTM", {"input_forget": 1}, "input_forget=1"),
+    "GRU-layout": ("GRU", {"layout": 1}, "layout=1"),
+}  # fmt: skip
+
+
+def one_node(kind: str, attributes: dict, extra: dict[str, list[int]] | None = None) -> onnx.ModelProto:
+    count, gates, extra = 1 + (attributes.get("direction") == "bidirectional"), 4 * GATES[kind], extra or {}
+    shapes = {"x": [5, 3, 2], "w": [count, gates, 2], "r": [count, gates, 4], **extra}
+    inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()]
+    names = ["x", "w", "r"] + ([""] * 4 + ["p"] if "p" in extra else [])
+    node = helper.make_node(kind, names, ["y"], name="layer", hidden_size=4, **attributes)
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, [None] * 4)
+    graph = helper.make_graph([node], "one", inputs, [y])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_gradient_is_refused_by_name(name):
+    kind, attributes, message = REFUSED[name]
+    with pytest.raises(GradientError, match=f"{kind}.*{message}.*layer"):
+        build_gradient(one_node(kind, attributes), wrt=["w"])
+
+
+def test_peepholes_are_refused():
+    with pytest.raises(GradientError, match=r"LSTM.*peepholes.*layer"):
+        build_gradient(one_node("LSTM", {}, {"p": [1, 12]}), wrt=["w"])
+
+
+# ---------------------------------------------------------------- language models
+
+
+class LanguageModel(nn.Module):
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(VOCABULARY, 8), kind(8, 12, **options)
+        self.decoder = nn.Linear(12 * (1 + self.layer.bidirectional), VOCABULARY)
+
+    def forward(self, tokens):
+        return self.decoder(self.layer(self.embedding(tokens))[0])
+
+
+class Classifier(LanguageModel):
+    """Of the last hidden and cell state."""
+
+    def forward(self, tokens):
+        _, (h, c) = self.layer(self.embedding(tokens))
+        return self.decoder(torch.cat([h[-1], c[0]], -1))
+
+
+MODELS = {
+    "lstm": (LanguageModel, nn.LSTM, {}),
+    "lstm-2": (LanguageModel, nn.LSTM, {"num_layers": 2}),
+    "lstm-bidirectional": (LanguageModel, nn.LSTM, {"num_layers": 2, "bidirectional": True, "batch_first": True}),
+    "lstm-no-bias": (LanguageModel, nn.LSTM, {"bias": False}),
+    "lstm-states": (Classifier, nn.LSTM, {"bidirectional": True}),
+    "rnn": (LanguageModel, nn.RNN, {"bidirectional": True}),
+    "gru": (LanguageModel, nn.GRU, {"batch_first": True}),
+    "gru-bidirectional": (LanguageModel, nn.GRU, {"num_layers": 2, "bidirectional": True}),
+}
+
+
+def make(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    cls, kind, options = MODELS[name]
+    return cls(kind, **options)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_five_steps_are_those_of_pytorch_at_every_length_and_batch(name):
+    module, twin = make(name), make(name)
+    last = isinstance(module, Classifier)
+    dims = ["batch"] if last else ["length", "batch"]
+    description = ModelDescription(
+        [IODescription("tokens", ["length", "batch"], torch.int64),
+         IODescription("labels", ["batch"] if last else ["tokens"], torch.int64)],
+        [IODescription("loss", [], torch.float32), IODescription("scores", [*dims, VOCABULARY], torch.float32)],
+    )  # fmt: skip
+    trainer = ORTTrainer(
+        module, models.flat_cross_entropy, description, "SGDOptimizer", None, models.LEARNING_RATE, "cpu"
+    )
+    optimizer = torch.optim.SGD(twin.parameters(), RATE)
+    for step in range(5):
+        generator = torch.Generator().manual_seed(step)
+        length, batch = [(7, 4), (5, 3)][step % 2]
+        tokens = torch.randint(0, VOCABULARY, (length, batch), generator=generator)
+        labels = torch.randint(0, VOCABULARY, (batch if last else length * batch,), generator=generator)
+        loss = trainer.train_step(tokens, labels, torch.tensor([RATE]))[0]
+        optimizer.zero_grad()
+        expected = models.flat_cross_entropy(twin(tokens), labels)
+        expected.backward()
+        optimizer.step()
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for name, want in twin.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name], want, rtol=1e-5, atol=1e-6)
