@@ -26,6 +26,7 @@ from orttrainer.graph.passes.batch_norm import SplitBatchNormalizationPass, Swit
 from orttrainer.graph.passes.dropout import CounterHashDropoutPass
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogSoftmaxNllPass
 from orttrainer.graph.passes.matmul import VectorMatMulPass
+from orttrainer.graph.passes.random import ShareSubexpressionsPass
 from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
 from orttrainer.graph.passes.transpose import CancelTransposePairsPass, TransposedProductPass
 from orttrainer.graph.write import write_model
@@ -267,7 +268,7 @@ class _Build:
             TransposedProductPass(),
             common.TopologicalSortPass(),
             common.RemoveUnusedNodesPass(),
-            common.CommonSubexpressionEliminationPass(),
+            ShareSubexpressionsPass(),
         ):
             self.model = rewrite(self.model).model
 

@@ -15,6 +15,7 @@ from orttrainer.differentiate.driver import FLOATS, differentiate
 from orttrainer.differentiate.prepare import prepare
 from orttrainer.errors import InvalidArgumentError, ModelError
 from orttrainer.graph.builder import Builder, static_dims
+from orttrainer.graph.passes.random import ShareSubexpressionsPass
 from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
 from orttrainer.graph.read import read_model
 
@@ -65,7 +66,7 @@ def gradient_of(
         graph.outputs.append(named_output(op, gradient, f"{source.name}_grad", source))
     RemoveStopGradientPass()(forward)
     common.RemoveUnusedNodesPass()(forward)
-    common.CommonSubexpressionEliminationPass()(forward)
+    ShareSubexpressionsPass()(forward)
     return ir.to_proto(forward)
 
 

@@ -19,8 +19,9 @@ from orttrainer import runtime
 from orttrainer.errors import ExportMismatchError, OrtTrainerError, RuntimeNotFoundError, UnsupportedModelError
 from orttrainer.export.call import LossModule, in_train_mode, state_names, unchanged
 from orttrainer.export.faithful import MutedDropout
-from orttrainer.export.normalize import RANDOM_OPS, constant_of, state_as_inputs
+from orttrainer.export.normalize import constant_of, state_as_inputs
 from orttrainer.export.sizes import resized
+from orttrainer.graph.passes.random import RANDOM_OPS
 from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
 
 __all__ = ["Observation", "check_dropouts", "check_values", "observe", "observe_gradients"]

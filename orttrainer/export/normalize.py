@@ -17,9 +17,9 @@ from onnxscript import version_converter
 from orttrainer.errors import ExportError
 from orttrainer.export.batch_norm import copy_of, unbiased_running_var
 from orttrainer.export.quiet import silence
+from orttrainer.graph.passes.random import RANDOM_OPS, random_nodes_apart
 
 __all__ = [
-    "RANDOM_OPS",
     "add_initializer",
     "add_torchscript_updates",
     "constant_of",
@@ -29,11 +29,6 @@ __all__ = [
     "optimize",
     "state_as_inputs",
 ]
-
-RANDOM_OPS = frozenset(
-    ["Bernoulli", "Dropout", "Multinomial", "RandomNormal", "RandomNormalLike"] + ["RandomUniform", "RandomUniformLike"]
-)
-_MARK = "orttrainer_site"
 
 
 def constant_of(value):
@@ -168,9 +163,8 @@ def optimize(model) -> None:
     """
     output_names = [value.name for value in model.graph.outputs]
     common.InlinePass()(model)
-    _mark_random(model)
-    onnxscript.optimizer.optimize_ir(model, should_fold=_may_fold, inline=False)
-    _unmark_random(model)
+    with random_nodes_apart(model):
+        onnxscript.optimizer.optimize_ir(model, should_fold=_may_fold, inline=False)
     common.ClearMetadataAndDocStringPass()(model)
     if not list(model.graph.subgraphs()):  # a branch may not return an outer value directly
         common.IdentityEliminationPass()(model)
@@ -180,18 +174,6 @@ def optimize(model) -> None:
         value.name = name  # an output that is an input, or two outputs, got an Identity
     common.TopologicalSortPass()(model)
     _infer_missing_shapes(model)
-
-
-def _mark_random(model):
-    """An attribute of its own keeps common-subexpression elimination off a random node."""
-    for site, node in enumerate(model.graph.all_nodes()):
-        if node.op_type in RANDOM_OPS:
-            node.attributes[_MARK] = ir.AttrInt64(_MARK, site)
-
-
-def _unmark_random(model):
-    for node in model.graph.all_nodes():
-        node.attributes.pop(_MARK, None)
 
 
 def _may_fold(node):

@@ -20,6 +20,7 @@ from orttrainer.differentiate.rules.tools import (
 )
 from orttrainer.errors import GradientError
 
+non_differentiable("Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
 non_differentiable("Shape", "Size", "ConstantOfShape", "EyeLike")
 
 
