@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, final
 
@@ -185,6 +186,11 @@ def _join_group_over_mpi(comm: Any, backend: str) -> None:
     join_group(backend, store=store, rank=rank, world_size=size)
 
 
+# Seconds. A launcher passes on what its ranks print through pipes of its own, and drops what is in them on an abort:
+# on a busy machine that was the traceback.
+_TIME_TO_FORWARD = 1.0
+
+
 class _AbortAll:
     """An excepthook: print the traceback as before, then end every rank."""
 
@@ -199,6 +205,7 @@ class _AbortAll:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
+        time.sleep(_TIME_TO_FORWARD)
         self.comm.Abort(1)
 
 
