@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import ClassVar, final
 
 from orttrainer.optim import moments
-from orttrainer.optim.optimizer import ZERO_OR_ONE, Attribute, Optimizer
-from orttrainer.optim.scalars import Scalars
-
-COUNT = "Update_Count"
+from orttrainer.optim.optimizer import ZERO_OR_ONE, Attribute
 
 
 @final
-class Adam(Optimizer):
+class Adam(moments.MomentOptimizer):
     """Adam (https://arxiv.org/abs/1412.6980) with decoupled decay (https://arxiv.org/abs/1711.05101).
 
         m <- alpha * m + (1 - alpha) * g;   v <- beta * v + (1 - beta) * g^2
@@ -27,38 +24,19 @@ class Adam(Optimizer):
     """
 
     name = "AdamOptimizer"
+    count = "Update_Count"
     known: ClassVar = {
         **moments.attributes(epsilon=1e-8, do_bias_correction=1, shared=False),
         "weight_decay_mode": Attribute(0, *ZERO_OR_ONE),
     }
 
-    def slots(self, name, shape, dtype):
-        self._check_dtype(name, dtype)
-        return moments.slots(name, shape, dtype)
-
-    @property
-    def shared_slots(self):
-        return (moments.counter(COUNT),)
-
-    def update(self, op, learning_rate, gradient_norm, parameters, gradients, state):
-        count = op.Add(state[COUNT], 1)
-        scalars = Scalars(op, learning_rate, gradient_norm if self.clip else None, count)
-        updated = {COUNT: count}
-        for name in sorted(parameters):
-            x, g, values = parameters[name], gradients[name], self.attributes[name]
-            m, v = (state[f"Moment_{i}_{name}"] for i in (1, 2))
-            m, v = moments.new_moments(op, scalars, values, g, m, v)
-            a, b = moments.corrections(scalars, values)
-            late_decay = values["weight_decay_mode"] == 1
-            d = moments.direction(op, scalars, m, v, scalars.product(1.0 if late_decay else b, values["epsilon"]))
-            step = scalars.product(scalars.learning_rate, a)
-            if values["lambda"]:
-                keep = scalars.complement(scalars.product(scalars.learning_rate, values["lambda"]))
-                step = scalars.product(step, keep) if late_decay else step
-                x = op.Mul(x, scalars.like(x, keep))
-            updated[name] = op.Sub(x, op.Mul(d, scalars.like(d, step)))
-            updated[f"Moment_1_{name}"], updated[f"Moment_2_{name}"] = m, v
-        return updated
-
-    def _check_together(self, parameter, values):
-        moments.check_bias_correction(self.name, parameter, values)
+    def step(self, op, scalars, values, x, m, v):
+        a, b = moments.corrections(scalars, values)
+        late_decay = values["weight_decay_mode"] == 1
+        d = moments.direction(op, scalars, m, v, scalars.product(1.0 if late_decay else b, values["epsilon"]))
+        step = scalars.product(scalars.learning_rate, a)
+        if values["lambda"]:
+            keep = scalars.complement(scalars.product(scalars.learning_rate, values["lambda"]))
+            step = scalars.product(step, keep) if late_decay else step
+            x = op.Mul(x, scalars.like(x, keep))
+        return op.Sub(x, op.Mul(d, scalars.like(d, step)))

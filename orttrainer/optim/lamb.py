@@ -10,14 +10,11 @@ import onnx_ir as ir
 from orttrainer.graph import Builder
 from orttrainer.optim import moments
 from orttrainer.optim.clip import sum_of_squares
-from orttrainer.optim.optimizer import NUMBER, Attribute, Optimizer
-from orttrainer.optim.scalars import Scalars
-
-COUNT = "Step"
+from orttrainer.optim.optimizer import NUMBER, Attribute
 
 
 @final
-class Lamb(Optimizer):
+class Lamb(moments.MomentOptimizer):
     """LAMB (https://arxiv.org/abs/1904.00962), with the decay inside the direction.
 
         m <- alpha * m + (1 - alpha) * g;   v <- beta * v + (1 - beta) * g^2
@@ -32,44 +29,28 @@ class Lamb(Optimizer):
     """
 
     name = "LambOptimizer"
+    count = "Step"
     known: ClassVar = {
         **moments.attributes(epsilon=1e-6, do_bias_correction=0, shared=True),
         "ratio_min": Attribute(-math.inf, *NUMBER, shared=True),
         "ratio_max": Attribute(math.inf, *NUMBER, shared=True),
     }
 
-    def slots(self, name, shape, dtype):
-        self._check_dtype(name, dtype)
-        return moments.slots(name, shape, dtype)
-
-    @property
-    def shared_slots(self):
-        return (moments.counter(COUNT),)
-
-    def update(self, op, learning_rate, gradient_norm, parameters, gradients, state):
-        count = op.Add(state[COUNT], 1)
-        scalars = Scalars(op, learning_rate, gradient_norm if self.clip else None, count)
-        updated = {COUNT: count}
-        for name in sorted(parameters):
-            x, g, values = parameters[name], gradients[name], self.attributes[name]
-            m, v = (state[f"Moment_{i}_{name}"] for i in (1, 2))
-            m, v = moments.new_moments(op, scalars, values, g, m, v)
-            a, b = moments.corrections(scalars, values)
-            d = moments.direction(op, scalars, m, v, scalars.product(b, values["epsilon"]))
-            if values["lambda"]:
-                # d / a instead of d: one product with a tensor fewer, and a * |d / a| = |d|.
-                decay = scalars.quotient(values["lambda"], a)
-                d = op.Add(op.Mul(x, scalars.like(x, decay)), d)
-            norm = op.Sqrt(sum_of_squares(op, d))
-            norm = op.Mul(norm, scalars.like(norm, a)) if isinstance(a, ir.Value) else norm
-            ratio = _trust_ratio(op, op.Sqrt(sum_of_squares(op, x)), norm, values)
-            step = op.Mul(scalars.like(x, scalars.product(scalars.learning_rate, a)), ratio)
-            updated[name] = op.Sub(x, op.Mul(d, step))
-            updated[f"Moment_1_{name}"], updated[f"Moment_2_{name}"] = m, v
-        return updated
+    def step(self, op, scalars, values, x, m, v):
+        a, b = moments.corrections(scalars, values)
+        d = moments.direction(op, scalars, m, v, scalars.product(b, values["epsilon"]))
+        if values["lambda"]:
+            # d / a instead of d: one product with a tensor fewer, and a * |d / a| = |d|.
+            decay = scalars.quotient(values["lambda"], a)
+            d = op.Add(op.Mul(x, scalars.like(x, decay)), d)
+        norm = op.Sqrt(sum_of_squares(op, d))
+        norm = op.Mul(norm, scalars.like(norm, a)) if isinstance(a, ir.Value) else norm
+        ratio = _trust_ratio(op, op.Sqrt(sum_of_squares(op, x)), norm, values)
+        step = op.Mul(scalars.like(x, scalars.product(scalars.learning_rate, a)), ratio)
+        return op.Sub(x, op.Mul(d, step))
 
     def _check_together(self, parameter, values):
-        moments.check_bias_correction(self.name, parameter, values)
+        super()._check_together(parameter, values)
         if values["ratio_min"] > values["ratio_max"]:
             rule = f"at most 'ratio_max', which is {values['ratio_max']!r}"
             raise self._error(parameter, "ratio_min", values["ratio_min"], rule)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping
+from typing import ClassVar
 
 import onnx_ir as ir
 
 from orttrainer.errors import OptimizerError
 from orttrainer.graph import Builder
-from orttrainer.optim.optimizer import DECAY_RATE, NON_NEGATIVE, POSITIVE, ZERO_OR_ONE, Attribute, Slot
+from orttrainer.optim.optimizer import DECAY_RATE, NON_NEGATIVE, POSITIVE, ZERO_OR_ONE, Attribute, Optimizer, Slot
 from orttrainer.optim.scalars import INT64, Scalar, Scalars
 
 
@@ -65,3 +67,36 @@ def corrections(scalars: Scalars, values: Mapping[str, float | int]) -> tuple[Sc
 def direction(op: Builder, scalars: Scalars, m: ir.Value, v: ir.Value, epsilon: Scalar) -> ir.Value:
     """m / (sqrt(v) + epsilon)."""
     return op.Div(m, op.Add(op.Sqrt(v), scalars.like(v, epsilon)))
+
+
+class MomentOptimizer(Optimizer):
+    """What Adam and LAMB share: both moments of every parameter, one count, and their update; not the step itself."""
+
+    count: ClassVar[str]  # name of the shared counter
+
+    def slots(self, name, shape, dtype):
+        self._check_dtype(name, dtype)
+        return slots(name, shape, dtype)
+
+    @property
+    def shared_slots(self):
+        return (counter(self.count),)
+
+    def update(self, op, learning_rate, gradient_norm, parameters, gradients, state):
+        count = op.Add(state[self.count], 1)
+        scalars = Scalars(op, learning_rate, gradient_norm if self.clip else None, count)
+        updated = {self.count: count}
+        for name in sorted(parameters):
+            x, values = parameters[name], self.attributes[name]
+            m, v = (state[f"Moment_{i}_{name}"] for i in (1, 2))
+            m, v = new_moments(op, scalars, values, gradients[name], m, v)
+            updated[name] = self.step(op, scalars, values, x, m, v)
+            updated[f"Moment_1_{name}"], updated[f"Moment_2_{name}"] = m, v
+        return updated
+
+    @abc.abstractmethod
+    def step(self, op: Builder, scalars: Scalars, values: Mapping[str, float | int], x, m, v) -> ir.Value:
+        """The new value of parameter `x`, from its new moments `m` and `v` and its attributes."""
+
+    def _check_together(self, parameter, values):
+        check_bias_correction(self.name, parameter, values)
