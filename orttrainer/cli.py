@@ -33,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Add the gradient of an ONNX model to it: one more output <name>_grad for each name in --wrt. An "
         "output that is not a scalar is differentiated along one more input, <output>_cotangent.",
     )
-    gradient.add_argument("model", help="an ONNX file, opset 12 to 23")
+    gradient.add_argument("model", help="an ONNX file, opset 12 to 28")
     gradient.add_argument("-o", "--output", required=True, metavar="FILE", help="where to write the new model")
     gradient.add_argument(
         "--of", type=_names, metavar="NAMES", help="outputs to differentiate: a,b (default: the first)"

@@ -241,3 +241,18 @@ def test_mod_rounds_to_the_integer_that_it_took_away(fmod, function):
     a, b = np.array([1e6 + 0.3, -7.0, 0.9999999, -0.3]), np.array([0.7, 2.0, 1.0, 5.0])
     for actual, expected in zip(gradients("Mod", a, b, fmod=fmod), torch_gradients(function, a, b)):
         np.testing.assert_array_equal(actual, expected)
+
+
+def test_rows_of_a_softmax_that_are_masked_whole_have_no_gradient():
+    """-inf everywhere gives NaN, which Where drops; 0 * NaN is NaN, and would spread from there."""
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 18]>
+        g (float[2, 3] x, float[2, 3] bias, bool[2, 1] masked) => (float[2, 3] y)
+        { z = Add (x, bias) p = Softmax (z) zero = Constant <value = float {0}> () y = Where (masked, zero, p) }""")
+    gradient = build_gradient(model, of="y", wrt="x")
+    x = np.array([[0.1, 0.7, -0.3], [0.2, 0.4, 0.5]], np.float32)
+    bias, masked = np.array([[0, 0, -np.inf], [-np.inf] * 3], np.float32), np.array([[False], [True]])
+    dy = np.array([[1.0, 2.0, 3.0]] * 2, np.float32)
+    with np.errstate(invalid="ignore"):
+        dx = evaluate(gradient, {"x": x, "bias": bias, "masked": masked, "y_cotangent": dy})["x_grad"]
+    p = 1 / (1 + np.exp(0.6))  # of two classes, the first
+    np.testing.assert_allclose(dx, [[-p * (1 - p), p * (1 - p), 0], [0, 0, 0]], rtol=1e-6)

@@ -126,25 +126,6 @@ def test_transposed_convolution_with_output_shape_and_symbolic_sizes_is_refused(
         build_gradient(model, wrt="x")
 
 
-def test_resize_that_is_not_implemented_is_refused():
-    empty, scales = (
-        onnx.numpy_helper.from_array(np.array(v, np.float32), n) for v, n in (([], "roi"), ([1, 1, 2], "scales"))
-    )
-    model = one_node("Resize", {"x": [1, 1, "n"]}, [1, 1, "m"], [empty, scales], mode="cubic")
-    with pytest.raises(GradientError, match="Resize node 'node' is not implemented for mode 'cubic'"):
-        build_gradient(model, wrt="x")
-
-
-def test_unpooling_to_an_output_shape_is_refused():
-    indices, size = (
-        onnx.numpy_helper.from_array(np.array([[[1, 2]]]), "i"),
-        onnx.numpy_helper.from_array(np.array([1, 1, 5]), "size"),
-    )
-    model = one_node("MaxUnpool", {"x": [1, 1, 2]}, [1, 1, 5], [indices, size], kernel_shape=[2], strides=[2])
-    with pytest.raises(GradientError, match="MaxUnpool node 'node' with an output_shape is not implemented"):
-        build_gradient(model, wrt="x")
-
-
 def test_a_partial_gradient_stays_small():
     """dW of a wide convolution would take batch * weights floats if every image had its own."""
     model = one_node("Conv", {"x": [32, 512, 7, 7], "w": [512, 512, 3, 3]}, [32, 512, 7, 7], pads=[1] * 4)

@@ -15,6 +15,7 @@ from orttrainer.differentiate.driver import FLOATS, differentiate
 from orttrainer.differentiate.prepare import prepare
 from orttrainer.errors import InvalidArgumentError, ModelError
 from orttrainer.graph.builder import Builder, static_dims
+from orttrainer.graph.passes.axes import AllAxesPass
 from orttrainer.graph.passes.random import ShareSubexpressionsPass
 from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
 from orttrainer.graph.read import read_model
@@ -28,7 +29,7 @@ def build_gradient(
     """Add the gradient of an ONNX model to it.
 
     Args:
-        model: an ONNX model (opset 12 to 23), or the path of one.
+        model: an ONNX model (opset 12 to 28), or the path of one.
         of: name or names of the float outputs to differentiate; by default the first output.
             A scalar output is differentiated with cotangent 1; for any other the new model
             has one more input, `<output>_cotangent`, of the output's dtype and shape.
@@ -66,6 +67,7 @@ def gradient_of(
         graph.outputs.append(named_output(op, gradient, f"{source.name}_grad", source))
     RemoveStopGradientPass()(forward)
     common.RemoveUnusedNodesPass()(forward)
+    AllAxesPass()(forward)
     ShareSubexpressionsPass()(forward)
     return ir.to_proto(forward)
 

@@ -13,7 +13,8 @@ import onnx
 from onnx import defs, helper
 
 from orttrainer.differentiate import registry
-from orttrainer.differentiate.prepare import NEWEST_OPSET, OLDEST_OPSET
+from orttrainer.differentiate.limits import LIMITS
+from orttrainer.differentiate.prepare.opsets import NEWEST_OPSET, OLDEST_OPSET, READABLE_OPSET
 
 FIRST_OPSET = 12  # `prepare` converts opsets from here up to OLDEST_OPSET
 
@@ -23,23 +24,11 @@ NO_GRADIENT = "no gradient by definition"
 NOT_YET = "not yet"
 STATES = (RULE, FUNCTION_BODY, NO_GRADIENT, NOT_YET)
 
-# Why an operator without a rule has no gradient yet, whatever else ONNX says: its tags are wrong for DFT and STFT.
-CONTROL_FLOW = "control flow: the gradient of a subgraph is not built yet"
-SEQUENCE = "sequences and optionals: cotangents are tensors only"
-QUANTISED = "quantisation: export the model before it is quantised"
-RANDOM = "random: its draws do not vary with its input, but that is not declared yet"
-SIGNAL = "linear in the signal (whatever ONNX's tag says), but without a rule yet"
-HIDDEN = "the gradient of its function body needs ranks that ONNX's shape inference does not find in it"
-SAMPLED = "samples at computed places: without a rule yet"
+# Why an operator without a rule has no gradient yet, whatever else ONNX says.
+SEQUENCE = "resolved where the length and the positions are known; a cotangent is a tensor, never a sequence"
 REASONS = {
-    **dict.fromkeys(("If", "Loop", "Scan"), CONTROL_FLOW),
     **dict.fromkeys(("ConcatFromSequence", "Optional", "OptionalGetElement", "SequenceAt", "SequenceConstruct"), SEQUENCE),
     **dict.fromkeys(("SequenceErase", "SequenceInsert", "SequenceMap", "SplitToSequence"), SEQUENCE),
-    "DequantizeLinear": QUANTISED,
-    "RotaryEmbedding": HIDDEN,
-    **dict.fromkeys(("RandomNormalLike", "RandomUniformLike"), RANDOM),
-    **dict.fromkeys(("DFT", "STFT"), SIGNAL),
-    **dict.fromkeys(("DeformConv", "MaxRoiPool", "RoiAlign"), SAMPLED),
 }  # fmt: skip
 
 _TAGGED_CONSTANT = defs.OpSchema.DifferentiationCategory.NonDifferentiable
@@ -58,7 +47,7 @@ class Row:
 
 
 def coverage() -> list[Row]:
-    """One row for each operator of ai.onnx (opsets 12 to 23, none that is deprecated) and each foreign one that is registered."""
+    """One row for each operator of ai.onnx (opsets 12 to 26, none that is deprecated) and each foreign one that is registered."""
     history: dict[str, list[int]] = collections.defaultdict(list)
     for schema in defs.get_all_schemas_with_history():
         if schema.domain == "" and schema.since_version <= NEWEST_OPSET:
@@ -68,7 +57,8 @@ def coverage() -> list[Row]:
         if not defs.get_schema(op_type, NEWEST_OPSET).deprecated:
             first = max((v for v in versions if v <= FIRST_OPSET), default=FIRST_OPSET)
             rows.append(Row("", op_type, tuple(sorted(v for v in versions if v >= first)), *_state(op_type)))
-    foreign = {op for op in registry.differentiable_ops() | registry.non_differentiable_ops() if op[0]}
+    registered = registry.differentiable_ops() | registry.non_differentiable_ops()
+    foreign = {(domain, op_type) for domain, op_type in registered if domain or op_type not in history}
     return rows + [Row(domain, op_type, (1,), *_registered(domain, op_type)) for domain, op_type in sorted(foreign)]
 
 
@@ -81,7 +71,8 @@ def markdown() -> str:
         "Made by `orttrainer operators --markdown > docs/operators.md`; a test fails when it is stale.",
         "",
         f"Every operator of `ai.onnx` in opsets {FIRST_OPSET} to {NEWEST_OPSET} that is not deprecated, and those of "
-        "other domains that have a rule.",
+        f"other domains that have a rule. A model of opset 27 or {READABLE_OPSET} is brought down to {NEWEST_OPSET}: what is new "
+        "there is replaced by its function body (CausalConvWithState, LinearAttention, SwiGLU).",
         "",
         "| state | operators | meaning |",
         "|---|---|---|",
@@ -93,6 +84,14 @@ def markdown() -> str:
         "| operator | opsets | state | note |",
         "|---|---|---|---|",
         *(f"| {_name(row)} | {_opsets(row)} | {row.state} | {_cell(row)} |" for row in rows),
+        "",
+        "## Limits",
+        "",
+        "What has no gradient although its operator has one. What is refused is refused with a `GradientError` that names the node.",
+        "",
+        "| operators | use | refused | why |",
+        "|---|---|---|---|",
+        *(f"| {x.operators} | {x.use} | {'yes' if x.refusals else 'no'} | {x.why} |" for x in LIMITS),
     ]
     return "\n".join(lines) + "\n"
 

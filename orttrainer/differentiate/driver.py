@@ -16,13 +16,16 @@ import onnx_ir as ir
 from orttrainer.differentiate.registry import find_rule, is_non_differentiable
 from orttrainer.errors import GradientError, MissingGradientError
 from orttrainer.graph.builder import Builder, same_dim
-from orttrainer.graph.fence import node_inputs
+from orttrainer.graph.subgraphs import captured_values, node_inputs
 
 FLOATS = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 
 
 def differentiate(
-    op: Builder, seeds: Mapping[ir.Value, ir.Value], wrt: Sequence[ir.Value]
+    op: Builder,
+    seeds: Mapping[ir.Value, ir.Value],
+    wrt: Sequence[ir.Value],
+    nodes: Sequence[ir.Node] | None = None,
 ) -> dict[ir.Value, ir.Value | None]:
     """Append the gradient nodes of `seeds` with respect to `wrt` to the builder's graph.
 
@@ -30,6 +33,7 @@ def differentiate(
         op: builder on a graph whose nodes are topologically sorted and typed (see `prepare`).
         seeds: for each output to differentiate, its cotangent: same dtype and shape.
         wrt: float inputs, initializers or inner values of the graph.
+        nodes: those to look at, in the order of the graph; by default all.
 
     Returns:
         For each value of `wrt` its gradient, or None if no seed depends on it.
@@ -39,42 +43,60 @@ def differentiate(
         GradientError: a rule returned a cotangent of the wrong dtype, rank or number.
     """
     op.variables.update(wrt)
-    nodes = list(op.graph)
-    depends = _values_that_depend_on(wrt, nodes)
+    nodes = list(op.graph) if nodes is None else nodes
+    depends = values_that_depend_on(wrt, nodes)
+    outer, op.active = op.active, depends
     pending: dict[ir.Value, list[ir.Value]] = {value: [cotangent] for value, cotangent in seeds.items()}
     targets = set(wrt)
     for node in reversed(nodes):
         if not any(y in depends and y in pending for y in node.outputs):
             continue
         cotangents = [_total(op, pending, y, keep=y in targets) if y in depends else None for y in node.outputs]
-        active = [x is not None and x in depends and x.dtype in FLOATS for x in node.inputs]
         if is_non_differentiable(node.domain, node.op_type):
             continue
-        for x in node.inputs:
+        inputs = [*node.inputs, *captured_values(node)]
+        active = [x is not None and x in depends and x.dtype in FLOATS for x in inputs]
+        for x in inputs:
             if x is not None and x in depends and x.dtype is None:
                 raise _untyped(x, wrt, seeds)
         with op.scope(node.name or node.op_type):
-            for x, dx, wanted in zip(node.inputs, _apply_rule(op, node, cotangents, wrt, seeds), active):
+            for x, dx, wanted in zip(inputs, _apply_rule(op, node, inputs, cotangents, wrt, seeds), active):
                 if wanted and dx is not None:
                     pending.setdefault(x, []).append(sum_to_shape_of(op, _checked(node, x, dx), x))
+    op.active = outer
     return {value: _total(op, pending, value, keep=True) if value in pending else None for value in wrt}
 
 
 def _apply_rule(
-    op: Builder, node: ir.Node, cotangents: list, wrt: Sequence[ir.Value], seeds: Iterable[ir.Value]
+    op: Builder, node: ir.Node, inputs: list, cotangents: list, wrt: Sequence[ir.Value], seeds: Iterable[ir.Value]
 ) -> Sequence[ir.Value | None]:
     rule = find_rule(node.domain, node.op_type)
     if rule is None:
         raise _missing_rule(node, wrt, seeds)
-    result = rule(op, node, *cotangents)
+    try:
+        result = rule(op, node, *cotangents)
+    except (AttributeError, TypeError) as error:  # a rule that reads the shape of a value that has none
+        open_ = [x.name for x in (*inputs, *node.outputs, *cotangents) if x is not None and x.shape is None]
+        if not open_:
+            raise
+        raise unknown_rank(node, open_[0]) from error
     if result is None or isinstance(result, ir.Value):
         result = (result,)
-    if len(result) > len(node.inputs):
+    if len(result) > len(inputs):
         raise GradientError(
             f"the rule of {node.op_type!r} returned {len(result)} cotangents for the "
-            f"{len(node.inputs)} inputs of node {node.name!r}; return one per input"
+            f"{len(inputs)} inputs of node {node.name!r}; return one per input"
         )
     return result
+
+
+def unknown_rank(node: ir.Node, name: str) -> GradientError:
+    """The error for a rule that cannot do without a rank that ONNX does not find."""
+    return GradientError(
+        f"the rule of {node.op_type!r} needs the rank of {name!r}, a value of node {node.name!r}, "
+        "and ONNX's shape inference does not find it. Give the model's inputs shapes (symbolic sizes will do), "
+        "or make the shapes that it reshapes to of known length."
+    )
 
 
 def _total(op: Builder, pending: dict, value: ir.Value, keep: bool = False) -> ir.Value | None:
@@ -145,7 +167,7 @@ def _checked(node: ir.Node, x: ir.Value, dx: ir.Value) -> ir.Value:
     return dx
 
 
-def _values_that_depend_on(sources: Iterable[ir.Value], nodes: Sequence[ir.Node]) -> set[ir.Value]:
+def values_that_depend_on(sources: Iterable[ir.Value], nodes: Iterable[ir.Node]) -> set[ir.Value]:
     """Every value that a source reaches, through float and integer values alike, subgraphs included."""
     reached = set(sources)
     for node in nodes:
@@ -161,7 +183,8 @@ def _untyped(value: ir.Value, wrt: Sequence[ir.Value], outputs: Iterable[ir.Valu
     node = value.producer()
     while node is not None and (before := [x for x in node.inputs if x is not None and x.dtype is None]):
         value, node = before[0], before[0].producer()
-    if node is not None and find_rule(node.domain, node.op_type) is None:
+    known = node is None or find_rule(node.domain, node.op_type) or is_non_differentiable(node.domain, node.op_type)
+    if not known:
         return _missing_rule(node, wrt, outputs)
     return GradientError(
         f"ONNX's inference finds no dtype for {value.name!r}"

@@ -20,14 +20,15 @@ def vjp(*op_types: str, domain: str = "") -> Callable[[Callable], Callable]:
 
     The rule is called as `rule(op, node, *cotangents)`: a `Builder`, the forward `ir.Node`, and
     one cotangent for each node output (None where nothing depends on that output). It returns
-    one cotangent for each node input, in order: None where the input has no gradient (indices,
-    shapes, conditions), a bare value if the node has one input. A cotangent may still carry
-    the broadcast shape; the driver sums it to the input's own.
+    one cotangent for each node input, in order, then one for each value that its subgraphs
+    capture: None where the input has no gradient (indices, shapes, conditions), a bare value if
+    the node has one input. A cotangent may still carry the broadcast shape; the driver sums it
+    to the input's own.
     """
 
     def register(rule: Callable) -> Callable:
         for op_type in op_types:
-            key = (_canonical(domain), op_type)
+            key = (canonical(domain), op_type)
             if key in _rules or key in _non_differentiable:
                 raise ValueError(f"{op_type!r} (domain {domain!r}) is registered twice")
             _rules[key] = rule
@@ -39,7 +40,7 @@ def vjp(*op_types: str, domain: str = "") -> Callable[[Callable], Callable]:
 def non_differentiable(*op_types: str, domain: str = "") -> None:
     """Declare operators whose outputs are constant, integer or boolean functions of their inputs."""
     for op_type in op_types:
-        key = (_canonical(domain), op_type)
+        key = (canonical(domain), op_type)
         if key in _rules:
             raise ValueError(f"{op_type!r} (domain {domain!r}) already has a rule")
         _non_differentiable.add(key)
@@ -47,12 +48,12 @@ def non_differentiable(*op_types: str, domain: str = "") -> None:
 
 def find_rule(domain: str, op_type: str) -> Callable | None:
     """The rule of an operator, or None."""
-    return _rules.get((_canonical(domain), op_type))
+    return _rules.get((canonical(domain), op_type))
 
 
 def is_non_differentiable(domain: str, op_type: str) -> bool:
     """Whether the operator is declared to have no gradient."""
-    return (_canonical(domain), op_type) in _non_differentiable
+    return (canonical(domain), op_type) in _non_differentiable
 
 
 def differentiable_ops() -> set[OpId]:
@@ -65,5 +66,6 @@ def non_differentiable_ops() -> set[OpId]:
     return set(_non_differentiable)
 
 
-def _canonical(domain: str) -> str:
+def canonical(domain: str) -> str:
+    """The one name of the default domain, which has two."""
     return "" if domain == "ai.onnx" else domain

@@ -32,13 +32,15 @@ class Builder:
 
     `opset` is the version of the default domain that nodes are made for. `variables` are
     initializers whose values may change, so that no rule may build on them (the driver adds
-    what it differentiates with respect to); graph inputs are variables anyway.
+    what it differentiates with respect to); graph inputs are variables anyway. `active` are the
+    values that depend on what the driver differentiates by at present.
     """
 
     def __init__(self, graph: ir.Graph, prefix: str = "grad"):
         self.graph = graph
         self.opset = graph.opset_imports[""]
         self.variables: set[ir.Value] = set()
+        self.active: set[ir.Value] = set()
         self._scopes = [_unused_prefix(graph, prefix)]
         self._counts: dict[str, int] = {}
         self._constants: dict[tuple, ir.Value] = {}
@@ -75,7 +77,7 @@ class Builder:
         node = ir.Node(
             domain, op_type, operands,
             ir.convenience.convert_attributes({k: v for k, v in attributes.items() if v is not None}),
-            num_outputs=outputs, name=self._name(op_type),
+            num_outputs=outputs, name=self.new_name(op_type),
         )  # fmt: skip
         for index, value in enumerate(node.outputs):
             value.name = node.name if outputs == 1 else f"{node.name}:{index}"
@@ -170,12 +172,13 @@ class Builder:
         """`a` in the dtype of `x`."""
         return a if a.dtype == x.dtype else self.Cast(a, to=int(x.dtype))
 
-    # -- inside ---------------------------------------------------------------------------
-
-    def _name(self, op_type: str) -> str:
-        stem = f"{self._scopes[-1]}/{op_type}"
+    def new_name(self, stem: str) -> str:
+        """A name that this builder has not given yet: the present scope, `stem` and a count."""
+        stem = f"{self._scopes[-1]}/{stem}"
         count = self._counts[stem] = self._counts.get(stem, -1) + 1
         return f"{stem}_{count}"
+
+    # -- inside ---------------------------------------------------------------------------
 
     def _operands(self, op_type: str, domain: str, inputs: Sequence) -> list[ir.Value | None]:
         if all(x is None or isinstance(x, ir.Value) for x in inputs):
@@ -194,6 +197,8 @@ class Builder:
             node.outputs[0].type, node.outputs[0].shape = like.type, like.shape
         elif schema is not None:
             infer_outputs(node, schema, self.graph.opset_imports)
+            for value in node.outputs:
+                _name_dims(value)
 
     def _shaped_like(self, value: ir.Value, x: ir.Value) -> ir.Value:
         if x.shape is not None:
@@ -236,6 +241,14 @@ def infer_outputs(node: ir.Node, schema: onnx.defs.OpSchema, opset_imports: dict
         if (proto := inferred.get(value.name)) is not None:
             value.type = ir.serde.deserialize_type_proto_for_type(proto)
             value.shape = ir.serde.deserialize_type_proto_for_shape(proto)
+
+
+def _name_dims(value: ir.Value) -> None:
+    """Name the sizes that are not known: what is computed from a value element by element then surely has its shape."""
+    if value.shape is not None:
+        sizes = enumerate(value.shape.dims)
+        named = [size if isinstance(size, int) or size.value else f"{value.name}.{axis}" for axis, size in sizes]
+        value.shape = ir.Shape(named)
 
 
 def static_dims(x: ir.Value) -> tuple[int, ...] | None:

@@ -14,9 +14,10 @@ import numpy as np
 import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder
+from orttrainer.graph.subgraphs import node_inputs
 
 # The output may be the input's own memory: ONNX Runtime computes the first five without a copy, and removes any of
-# the others that does nothing, such as a product with 1.
+# the others that does nothing, such as a product with 1. What a subgraph hands out is a copy.
 VIEWS = frozenset(
     ["Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"]
     + ["Add", "Cast", "Concat", "Div", "Dropout", "Expand", "Mul", "Slice", "Sub", "Sum", "Transpose"]
@@ -65,14 +66,6 @@ def unordered_readers(
     return unordered
 
 
-def node_inputs(node: ir.Node) -> Iterable[ir.Value]:
-    """The inputs of a node, with the values that its subgraphs capture."""
-    yield from (x for x in node.inputs if x is not None)
-    for attribute in node.attributes.values():
-        if attribute.type == ir.AttributeType.GRAPH:
-            yield from (x for inner in attribute.as_graph().all_nodes() for x in inner.inputs if x is not None)
-
-
 def _all_readers(
     value: ir.Value, writer: ir.Node | None, readers: Mapping[ir.Value, list[ir.Node]]
 ) -> Iterable[ir.Node]:
@@ -85,15 +78,16 @@ def _all_readers(
     while stack:
         source = stack.pop()
         for node in readers.get(source, ()):
-            same_size = node.outputs[0].shape is None or source.shape is None or _may_view(source, node.outputs[0])
-            if node not in found and node is not writer and node.op_type in VIEWS and same_size:
-                stack.append(node.outputs[0])
+            if node not in found and node is not writer and node.op_type in VIEWS:
+                stack.extend(y for y in node.outputs if _may_view(source, y))
             found[node] = None
     return found
 
 
 def _may_view(source: ir.Value, output: ir.Value) -> bool:
     """Whether the output can be all of the source's memory: as many elements, as far as is known."""
+    if source.shape is None or output.shape is None:
+        return True
     dims = [value.shape.dims for value in (source, output)]
     if not all(isinstance(dim, int) for shape in dims for dim in shape):
         return True

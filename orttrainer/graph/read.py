@@ -12,6 +12,10 @@ from orttrainer.errors import ModelError
 
 STANDARD_DOMAINS = ("", "ai.onnx", "ai.onnx.ml")
 
+# GroupNormalization of opsets 18 to 20 is deprecated; ONNX Runtime's optimizer writes the others into models that have not
+# got them, by their opset or at all.
+UNCHECKED = ("GroupNormalization", "LayerNormalization", "SimplifiedLayerNormalization")
+
 
 def read_model(proto: onnx.ModelProto) -> ir.Model:
     """The model in the IR.
@@ -40,10 +44,16 @@ def read_model(proto: onnx.ModelProto) -> ir.Model:
 
 
 def _checkable(proto: onnx.ModelProto) -> bool:
-    """The checker takes no model of 2 GB, and no input or output of unknown rank, which runtimes do."""
+    """Whether the checker takes such models: none of 2 GB, no input or output of unknown rank, and no `UNCHECKED` operator.
+
+    Runtimes take all of these.
+    """
+    opset = max((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), default=1)
+    unchecked = [op_type for op_type in UNCHECKED if op_type != "LayerNormalization" or opset < 17]
     types = [value.type for value in (*proto.graph.input, *proto.graph.output)]
     ranked = all(t.HasField("tensor_type") and t.tensor_type.HasField("shape") for t in types)
-    return ranked and proto.ByteSize() < onnx.checker.MAXIMUM_PROTOBUF
+    checked = all(node.domain not in ("", "ai.onnx") or node.op_type not in unchecked for node in proto.graph.node)
+    return ranked and checked and proto.ByteSize() < onnx.checker.MAXIMUM_PROTOBUF
 
 
 def _detach(constant: ir.Node) -> None:

@@ -17,7 +17,15 @@ from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
 from orttrainer.differentiate.build import gradient_of
-from orttrainer.testing import reference_arrays, reference_functions, reference_recurrent, reference_windows
+from orttrainer.testing import (
+    reference_arrays,
+    reference_control_flow,
+    reference_functions,
+    reference_microsoft,
+    reference_recurrent,
+    reference_sampling,
+    reference_windows,
+)
 
 __all__ = ["Case", "Fixed", "check_gradient", "check_vjp", "evaluate"]
 
@@ -151,7 +159,15 @@ def evaluate(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> dict[str, 
     return dict(zip(session.output_names, map(np.asarray, session.run(None, feeds))))
 
 
-REFERENCE_OPS = (*reference_windows.OPS, *reference_functions.OPS, *reference_arrays.OPS, *reference_recurrent.OPS)
+REFERENCE_OPS = (
+    *reference_arrays.OPS,
+    *reference_control_flow.OPS,
+    *reference_functions.OPS,
+    *reference_microsoft.OPS,
+    *reference_recurrent.OPS,
+    *reference_sampling.OPS,
+    *reference_windows.OPS,
+)
 
 # -- inside ---------------------------------------------------------------------------------
 
@@ -168,8 +184,11 @@ def _directional_derivative(f: Callable, feeds: dict, name: str, direction: np.n
 
 
 def _gradients(model, feeds, cotangents, run=evaluate) -> dict[str, np.ndarray]:
-    floats = (TensorProto.DOUBLE, TensorProto.FLOAT)
-    wrt = [v.name for v in model.graph.input if v.type.tensor_type.elem_type in floats]
+    of_dtype = {
+        dtype: [v.name for v in model.graph.input if v.type.tensor_type.elem_type == dtype]
+        for dtype in (TensorProto.DOUBLE, TensorProto.FLOAT)
+    }
+    wrt = of_dtype[TensorProto.DOUBLE] or of_dtype[TensorProto.FLOAT]  # beside float64, float32 is a setting
     gradient = gradient_of(ir.from_proto(model), of=list(cotangents), wrt=wrt)  # ONNX refuses some operators in float64
     wanted = {v.name for v in gradient.graph.input}
     given = feeds | {f"{name}_cotangent": value for name, value in cotangents.items()}

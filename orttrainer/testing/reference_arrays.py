@@ -33,16 +33,6 @@ class GatherElements(OpRun):
         return (data[tuple(places)],)
 
 
-class FusedMatMul(OpRun):
-    """com.microsoft: alpha * A' @ B'."""
-
-    op_domain = "com.microsoft"
-
-    def _run(self, a, b, alpha=1.0, transA=0, transB=0):
-        a, b = (np.swapaxes(x, -1, -2) if swap else x for x, swap in ((a, transA), (b, transB)))
-        return (np.asarray(np.matmul(a, b) * (alpha or 1.0), a.dtype),)
-
-
 class Inverse(OpRun):
     """com.microsoft: the inverse of each matrix."""
 
@@ -74,6 +64,32 @@ class LRN(OpRun):
         return (x * (float(bias) + float(alpha) / size * squares) ** -float(beta),)
 
 
+class GroupNormalization(OpRun):
+    """Per group of channels, in the dtype of x; ONNX's function body goes through float32."""
+
+    op_domain = ""
+
+    def _run(self, x, scale, bias, epsilon=None, num_groups=None, stash_type=None):
+        groups = x.reshape(x.shape[0], num_groups, -1)
+        centered = groups - groups.mean(2, keepdims=True)
+        y = centered / np.sqrt(np.mean(centered**2, 2, keepdims=True) + (epsilon or 1e-5))
+        affine = [v if len(v) == x.shape[1] else np.repeat(v, x.shape[1] // num_groups) for v in (scale, bias)]
+        scale, bias = (v.reshape(1, -1, *[1] * (x.ndim - 2)) for v in affine)
+        return ((y.reshape(x.shape) * scale + bias).astype(x.dtype),)
+
+
+class DynamicQuantizeLinear(OpRun):
+    """The scale in the dtype of x; ONNX's reference evaluator rounds it to float32."""
+
+    op_domain = ""
+
+    def _run(self, x):
+        low, high = min(0, x.min()), max(0, x.max())
+        scale = np.asarray((high - low) / 255, x.dtype)
+        zero = np.rint(np.clip(-low / scale, 0, 255))
+        return np.clip(np.rint(x / scale) + zero, 0, 255).astype(np.uint8), scale, np.asarray(zero, np.uint8)
+
+
 class MeanVarianceNormalization(OpRun):
     """(X - mean) / (standard deviation + 1e-9); ONNX's function body has float32 constants."""
 
@@ -85,4 +101,13 @@ class MeanVarianceNormalization(OpRun):
         return (centered / (np.sqrt(np.mean(centered**2, axes, keepdims=True)) + 1e-9),)
 
 
-OPS = (FusedMatMul, GatherElements, Inverse, LRN, LpNormalization, MeanVarianceNormalization, Pad)
+OPS = (
+    DynamicQuantizeLinear,
+    GatherElements,
+    GroupNormalization,
+    Inverse,
+    LRN,
+    LpNormalization,
+    MeanVarianceNormalization,
+    Pad,
+)

@@ -27,6 +27,29 @@ def tanh_gelu(x):
     return (x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2).astype(x.dtype)
 
 
+def named_activation(name, x, a=None, b=None):
+    """`name` of `x`, with up to two parameters."""
+    e = np.exp(-np.abs(x))
+    sigmoid = np.where(x > 0, 1 / (1 + e), e / (1 + e))
+    return {
+        "affine": lambda: a * x + b,
+        "clip": lambda: np.clip(x, a, b),
+        "elu": lambda: np.where(x > 0, x, a * np.expm1(np.minimum(x, 0))),
+        "hardsigmoid": lambda: np.clip(a * x + b, 0, 1),
+        "hardswish": lambda: x * np.clip(x / 6 + 0.5, 0, 1),
+        "leakyrelu": lambda: np.where(x > 0, x, a * x),
+        "parametricsoftplus": lambda: a * np.logaddexp(0, b * x),
+        "relu": lambda: np.maximum(x, 0),
+        "scaledtanh": lambda: a * np.tanh(b * x),
+        "selu": lambda: b * np.where(x > 0, x, a * np.expm1(np.minimum(x, 0))),
+        "sigmoid": lambda: sigmoid,
+        "softplus": lambda: np.logaddexp(0, x),
+        "softsign": lambda: x / (1 + np.abs(x)),
+        "tanh": lambda: np.tanh(x),
+        "thresholdedrelu": lambda: np.where(x > a, x, 0),
+    }[name.lower()]().astype(x.dtype)
+
+
 class Erf(OpRun):
     op_domain = ""
 

@@ -231,6 +231,11 @@ class Resize(OnnxResize):
         if attributes["mode"] != "nearest":
             return super()._run(x, roi, scales, sizes, **attributes)
         axes = attributes["axes"] or range(x.ndim)
+        policy = attributes.get("keep_aspect_ratio_policy") or "stretch"
+        if policy != "stretch":
+            ratios = [wanted / x.shape[axis] for wanted, axis in zip(sizes, axes)]
+            ratio = min(ratios) if policy == "not_larger" else max(ratios)
+            sizes, scales = [int(ratio * x.shape[axis] + 0.5) for axis in axes], [ratio] * len(axes)
         y = x
         for place, axis in enumerate(axes):
             size = x.shape[axis]
@@ -242,6 +247,8 @@ class Resize(OnnxResize):
                 at = at * np.float32(size - 1) / np.float32(max(resized - 1, 1))
             elif mode == "asymmetric":
                 at = at / scale
+            elif mode == "tf_half_pixel_for_nn":
+                at = (at + np.float32(0.5)) / scale
             else:
                 at = (at + np.float32(0.5)) / scale - np.float32(0.5)
             whole, part = np.floor(at), at - np.floor(at)

@@ -72,6 +72,8 @@ SMOOTH = [
     Case("BiasGelu", (2, 4, 3), (3,), **ms, torch=lambda x, b: F.gelu(x + b)),
     Case("FastGelu", (2, 3), **ms, torch=lambda x: F.gelu(x, approximate="tanh")),
     Case("FastGelu", (2, 4, 3), (3,), **ms, torch=lambda x, b: F.gelu(x + b, approximate="tanh")),
+    Case("Swish", (2, 3), opset=24, torch=F.silu),
+    Case("Swish", (2, 3), opset=24, alpha=0.5, torch=lambda x: x * torch.sigmoid(0.5 * x)),
     Case("QuickGelu", (2, 3), **ms, torch=lambda x: x * torch.sigmoid(1.702 * x)),
     Case("QuickGelu", (2, 3), **ms, alpha=1.0, torch=F.silu),
 ]

@@ -25,6 +25,7 @@ CASES = [
     Case("MatMul", (2, 5, 4, 3), (3, 2), torch=torch.matmul),
     Case("MatMul", (4, 3), (2, 3, 2), torch=torch.matmul),
     Case("MatMul", (2, 4, 3), (3,), torch=torch.matmul),
+    Case("MatMul", (2, 4, 0), (0, 3), symbolic=False, torch=torch.matmul),  # of nothing
     Case("MatMul", (3,), (3, 2), torch=torch.matmul),
     Case("MatMul", (3,), (3,), torch=torch.matmul),
     Case("Gemm", (2, 3), (3, 4), torch=gemm()),
@@ -51,11 +52,9 @@ CASES = [
     einsum("...ij->...", (2, 3, 4), name="ellipsis alone"),
     einsum("b...,b...->b...", (2, 3), (2, 3), name="ellipsis last"),
     einsum("...i,...i", (2, 3), (2, 3), name="ellipsis implicit"),
-    Case("FusedMatMul", (2, 3), (3, 4), domain=MICROSOFT, alpha=0.5, torch=lambda a, b: 0.5 * a @ b),
-    Case("FusedMatMul", (2, 3, 4), (5, 4), domain=MICROSOFT, transB=1, torch=lambda a, b: a @ b.mT),
-    Case("FusedMatMul", (2, 3, 4), (2, 3, 5), domain=MICROSOFT, transA=1, alpha=2.0, torch=lambda a, b: 2 * a.mT @ b),
-    Case("FusedMatMul", (2, 3, 4), (5, 3), domain=MICROSOFT, transA=1, transB=1, torch=lambda a, b: a.mT @ b.mT),
     Case("Det", (3, 3), torch=torch.linalg.det),
     Case("Det", (2, 2, 2), torch=torch.linalg.det),
+    Case("Det", (2, 4, 4), torch=torch.linalg.det),
+    Case("Det", (3, 1, 1), torch=torch.linalg.det),
     Case("Inverse", (2, 3, 3), domain=MICROSOFT, torch=torch.linalg.inv),
 ]

@@ -61,6 +61,30 @@ def case(kind, name, direction="forward", bias=True, states=True, lengths=None, 
     )  # fmt: skip
 
 
+def special(kind, name, direction="forward", shape=(4, 3, 2), extra=(), lengths=None, **attributes):
+    """With biases and initial states, and `extra` inputs; compared with no other layer than the reference."""
+    hidden, gates = 3, {"LSTM": 4, "GRU": 3, "RNN": 1}[kind] * 3
+    count = 1 + (direction == "bidirectional")
+    by_batch = attributes.get("layout")
+    batch = shape[0] if by_batch else shape[1]
+    states = [(batch, count, hidden) if by_batch else (count, batch, hidden)] * (2 if kind == "LSTM" else 1)
+    return Case(
+        kind, shape, (count, gates, 2), (count, gates, hidden), (count, 2 * gates), lengths, *states, *extra,
+        low=-1.0, high=1.0, outputs=1 + len(states), name=f"special-{name}", hidden_size=hidden, direction=direction,
+        runtime=not by_batch, **attributes,
+    )  # fmt: skip
+
+
+def activation_cases():
+    for name, alpha, beta in [
+        ("Affine", 0.5, 0.25), ("LeakyRelu", 0.25, None), ("ThresholdedRelu", 0.25, None), ("ScaledTanh", 0.75, 0.5),
+        ("HardSigmoid", 0.25, 0.5), ("Elu", 0.5, None), ("Softsign", None, None), ("Softplus", None, None),
+    ]:  # fmt: skip
+        given = {"activation_alpha": [alpha]} if alpha else {}
+        given |= {"activation_beta": [beta]} if beta else {}
+        yield special("RNN", name, activations=[name], **given)
+
+
 RESET = {"LSTM": {}, "RNN": {}, "GRU": {"linear_before_reset": 1}}  # as PyTorch's
 
 # fmt: off
@@ -89,5 +113,27 @@ CASES = [
          hidden_size=4, name="only-the-cell"),
     Case("LSTM", (5, 3, 2), (1, 16, 2), (1, 16, 4), None, LENGTHS, (1, 3, 4), low=-1.0, high=1.0, outputs=3,
          hidden_size=4, direction="reverse", name="only-the-hidden-state"),
+    *activation_cases(),
+    *(special(kind, f"clip-{direction}", direction, clip=0.625, **RESET[kind])
+      for kind in TORCH for direction in ("forward", "reverse", "bidirectional")),
+    *(special(kind, "clip-lengths", "bidirectional", clip=0.5, lengths=np.array([4, 0, 2], np.int32)) for kind in TORCH),
+    *(special(kind, "by-batch", "bidirectional", layout=1, **RESET[kind]) for kind in TORCH),
+    special("LSTM", "by-batch-peepholes", layout=1, extra=[(1, 9)]),
+    *(special("LSTM", f"peepholes-{direction}", direction, extra=[(count, 9)])
+      for direction, count in (("forward", 1), ("reverse", 1), ("bidirectional", 2))),
+    special("LSTM", "peepholes-lengths", extra=[(1, 9)], lengths=np.array([4, 1, 2], np.int32)),
+    special("LSTM", "coupled", input_forget=1),
+    special("LSTM", "coupled-peepholes-clip", "reverse", extra=[(1, 9)], input_forget=1, clip=0.5),
+    special("LSTM", "activations", activations=["HardSigmoid", "LeakyRelu", "ScaledTanh"],
+            activation_alpha=[0.25, 0.375, 0.5], activation_beta=[0.5, 0.75]),
+    special("LSTM", "activations-of-two", "bidirectional", activation_alpha=[0.25],
+            activations=["Sigmoid", "Tanh", "Tanh", "Sigmoid", "Elu", "Softsign"]),
+    special("GRU", "activations", activations=["HardSigmoid", "Softsign"], activation_alpha=[0.25],
+            activation_beta=[0.375]),
+    special("GRU", "activations-of-two", "bidirectional", activations=["Sigmoid", "Tanh", "Sigmoid", "Softsign"],
+            linear_before_reset=1),
+    Case("LSTM", (4, 3, 2), (1, 12, 2), (1, 12, 3), None, None, None, None, (1, 9), low=-1.0, high=1.0, hidden_size=3,
+         name="special-bare"),
+    Case("GRU", (4, 3, 2), (1, 9, 2), (1, 9, 3), low=-1.0, high=1.0, hidden_size=3, clip=0.875, name="special-bare"),
 ]
 # fmt: on

@@ -56,6 +56,7 @@ CASES = [
     Case("Pad", (2, 4, 5), ints(2, 1), None, ints(1), mode="reflect", name="reflect one axis"),
     Case("DepthToSpace", (2, 8, 2, 3), blocksize=2),
     Case("DepthToSpace", (2, 8, 2, 3), blocksize=2, mode="CRD", torch=lambda x: F.pixel_shuffle(x, 2)),
+    Case("DepthToSpace", (1, 4, 1, 0), blocksize=2, mode="CRD", symbolic=False),
     Case("SpaceToDepth", (2, 2, 4, 6), blocksize=2),
     Case("Col2Im", (2, 12, 6), ints(3, 4), ints(2, 2), torch=lambda x: F.fold(x, (3, 4), (2, 2))),
     Case("Col2Im", (1, 12, 4), ints(5, 4), ints(2, 3), strides=[2, 1], pads=[1, 0, 0, 2], dilations=[2, 2],

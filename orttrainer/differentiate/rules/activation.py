@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from orttrainer.differentiate.registry import vjp
 from orttrainer.differentiate.rules.elementwise import compare, mask
+from orttrainer.differentiate.rules.tools import widened
 
 SQRT_HALF = math.sqrt(0.5)
 SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
@@ -170,12 +171,22 @@ def fast_gelu(op, node, dy):
     return [dx] * len(node.inputs)
 
 
+@vjp("Swish")
+def swish(op, node, dy):
+    """Y = X S, S = sigmoid(alpha X)  ->  dX = dY * S * (1 + alpha X (1 - S))."""
+    return op.Mul(dy, _swish_slope(op, node.inputs[0], node.attributes.get_float("alpha", 1.0)))
+
+
 @vjp("QuickGelu", domain="com.microsoft")
 def quick_gelu(op, node, dy):
     """Y = X S, S = sigmoid(alpha X)  ->  dX = dY * S * (1 + alpha X (1 - S))."""
-    u = op.Mul(node.inputs[0], node.attributes.get_float("alpha", 1.702))
+    return op.Mul(dy, _swish_slope(op, node.inputs[0], node.attributes.get_float("alpha", 1.702)))
+
+
+def _swish_slope(op, x: ir.Value, alpha: float) -> ir.Value:
+    u = op.Mul(x, alpha)
     s = op.Sigmoid(u)
-    return op.Mul(dy, op.Mul(s, op.Add(op.Mul(u, op.Sub(1.0, s)), 1.0)))
+    return op.Mul(s, op.Add(op.Mul(u, op.Sub(1.0, s)), 1.0))
 
 
 def gelu_slope(op, x: ir.Value) -> ir.Value:
@@ -202,7 +213,15 @@ def softmax(op, node, dy):
     """Y = softmax(X)  ->  dX = Y * (dY - sum(dY * Y))."""
     (y,) = node.outputs
     axis = node.attributes.get_int("axis", -1)
+    if _is_selected_from(y):  # what is dropped may be NaN, and 0 * NaN is NaN: where all of a row is masked by -inf
+        y = op.Where(op.IsNaN(*widened(op, y)), op.scalar(0.0, y), y)
     return op.Mul(y, op.Sub(dy, op.ReduceSum(op.Mul(dy, y), [axis], keepdims=1)))
+
+
+def _is_selected_from(y: ir.Value) -> bool:
+    """Whether a Where takes only some of the elements of `y`."""
+    readers = [use.node for use in y.uses()]
+    return any(n.op_type == "Where" or (n.op_type == "Cast" and _is_selected_from(n.outputs[0])) for n in readers)
 
 
 @vjp("LogSoftmax")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from orttrainer.differentiate.registry import vjp
-from orttrainer.differentiate.rules.tools import constant, operand, output
+from orttrainer.differentiate.rules.tools import constant, operand, output, refuse_gradient_by
 
 
 @vjp("Dropout")
 def dropout(op, node, dy, _=None):
     """Y = X * mask / (1 - ratio)  ->  dX = dY * mask / (1 - ratio); Y = X outside training mode."""
+    refuse_gradient_by(op, node, 1, "ratio")
     x, ratio, training = node.inputs[0], operand(node, 1), operand(node, 2)
     mode = constant(training)
     if training is None or (mode is not None and not mode.any()):

@@ -11,6 +11,7 @@ import math
 import numpy as np
 import onnx_ir as ir
 
+from orttrainer.differentiate.driver import FLOATS
 from orttrainer.differentiate.registry import non_differentiable, vjp
 from orttrainer.differentiate.rules.tools import operand, widened
 
@@ -157,7 +158,8 @@ def cast(op, node, dy):
 @vjp("CastLike")
 def cast_like(op, node, dy):
     """Y = X in the dtype of T  ->  dX = dY in the dtype of X; T has no gradient."""
-    return op.cast_as(dy, node.inputs[0]), None
+    (x, _) = node.inputs
+    return op.cast_as(dy, x) if x.dtype in FLOATS else None, None  # op.Cast knows no 2-bit integers before opset 25
 
 
 # -- powers, exponentials, logarithms ---------------------------------------------------------

@@ -140,13 +140,19 @@ def _scattered(op, node: ir.Node, dy: ir.Value, pick: Callable, place: Callable)
 
 
 def _product_of_others(op, x: ir.Value, updates: ir.Value, pick: Callable, place: Callable) -> ir.Value:
-    """For each update, the product of the others that go to its place: exact with zeros among them."""
+    """For each update, the product of the others that go to its place: exact with zeros among them.
+
+    If just one of them is 0, that factor is the update itself, so that the gradient of the gradient is right too.
+    """
     zero = op.Equal(updates, op.scalar(0.0, updates))
     is_zero = op.cast_as(zero, updates)
     others = op.Sub(pick(place(op.zeros_like(x), is_zero, "add")), is_zero)  # zeros among the others
+    value = op.Mul(updates, is_zero)  # 0, but the update to whoever differentiates it
+    factor = op.Sub(pick(place(op.zeros_like(x), value, "add")), value)
     nonzero = op.Where(zero, op.scalar(1.0, updates), updates)
     product = op.Div(pick(place(op.full_like(x, 1.0), nonzero, "mul")), nonzero)
-    return op.Where(op.Equal(others, op.scalar(0.0, updates)), product, op.scalar(0.0, updates))
+    of_one_zero = op.Where(op.Equal(others, op.scalar(1.0, updates)), op.Mul(product, factor), op.scalar(0.0, updates))
+    return op.Where(op.Equal(others, op.scalar(0.0, updates)), product, of_one_zero)
 
 
 @vjp("TopK")

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import math
 import string
 from collections.abc import Sequence
 
+import numpy as np
 import onnx_ir as ir
 
 from orttrainer.differentiate.registry import vjp
 from orttrainer.differentiate.rules.tools import attribute, join, operand, positions, rank, shaped
-from orttrainer.errors import GradientError
+from orttrainer.graph.builder import static_dims
 
 MICROSOFT = "com.microsoft"
 
 
 def swap_last_two(op, x: ir.Value) -> ir.Value:
     """x^T in its last two axes."""
+    if x.shape is None:
+        return op.Einsum(x, equation="...ij->...ji")
     dims = len(x.shape)
     return op.Transpose(x, perm=[*range(dims - 2), dims - 1, dims - 2])
 
 
 @vjp("MatMul")
 def matmul(op, node, dy):
-    """Y = A @ B  ->  dA = dY @ B^T,  dB = A^T @ dY; a 1-d operand is a row or column vector."""
+    """Y = A @ B  ->  dA = dY @ B^T,  dB = A^T @ dY; a 1-d operand is a row or column vector.
+
+    An operand of unknown rank may be a vector only if it is A, and B a matrix.
+    """
     a, b = node.inputs
-    column, row = rank(node, b) == 1, rank(node, a) == 1
+    column, row = (x.shape is not None and len(x.shape) == 1 for x in (b, a))
     if column:
         b, dy = op.Unsqueeze(b, [-1]), op.Unsqueeze(dy, [-1])
     if row:
@@ -35,13 +42,17 @@ def matmul(op, node, dy):
 
 def _matmul_gradients(op, a: ir.Value, b: ir.Value, dy: ir.Value) -> tuple[ir.Value, ir.Value]:
     da = op.MatMul(dy, swap_last_two(op, b))
-    if len(b.shape) == 2 and len(a.shape) > 2:  # one product over all rows, not one for each batch and a sum
+    if (
+        b.shape is not None and len(b.shape) == 2 and (a.shape is None or len(a.shape) > 2)
+    ):  # one product over all rows, not one for each batch and a sum
         a, dy = _rows(op, a), _rows(op, dy)
     return da, op.MatMul(swap_last_two(op, a), dy)
 
 
 def _rows(op, x: ir.Value) -> ir.Value:
     """x as [all rows, columns]."""
+    if (dims := static_dims(x)) is not None and 0 in dims:  # of nothing -1 is no number
+        return op.Reshape(x, [math.prod(dims[:-1]), dims[-1]], allowzero=1)
     return op.Reshape(x, join(op, -1, op.dim(x, -1)))
 
 
@@ -63,23 +74,6 @@ def gemm(op, node, dy):
     if operand(node, 2) is None:
         return da, db
     return da, db, dy if beta == 1.0 else op.Mul(dy, beta)
-
-
-@vjp("FusedMatMul", domain=MICROSOFT)
-def fused_matmul(op, node, dy):
-    """Y = alpha * A' @ B'  ->  dA' = alpha * dY @ B'^T,  dB' = alpha * A'^T @ dY."""
-    a, b = node.inputs
-    trans_a, trans_b = attribute(node, "transA", 0), attribute(node, "transB", 0)
-    if attribute(node, "transBatchA", 0) or attribute(node, "transBatchB", 0) or 1 in (rank(node, a), rank(node, b)):
-        raise GradientError(
-            f"no gradient for FusedMatMul node {node.name!r} with transBatchA, transBatchB or a vector; "
-            "give the model as it was before ONNX Runtime optimized it."
-        )
-    if (alpha := attribute(node, "alpha", 1.0)) != 1.0:
-        dy = op.Mul(dy, alpha)
-    a, b = (swap_last_two(op, x) if swap else x for x, swap in ((a, trans_a), (b, trans_b)))
-    da, db = _matmul_gradients(op, a, b, dy)
-    return swap_last_two(op, da) if trans_a else da, swap_last_two(op, db) if trans_b else db
 
 
 @vjp("Einsum")
@@ -152,13 +146,35 @@ def _labels(node: ir.Node) -> tuple[list[str], str, str]:
 
 @vjp("Det")
 def det(op, node, dy):
-    """y = det(X)  ->  dX = dy * y * X^-T; com.microsoft Inverse, so not at singular matrices."""
+    """y = det(X)  ->  dX = dy * the cofactors of X, which are y * X^-T.
+
+    They are exact up to 3 x 3. Larger matrices take com.microsoft Inverse, which has none for a singular one.
+    """
     (x,), (y,) = node.inputs, node.outputs
-    factor = op.Mul(dy, y)
-    if len(factor.shape) != len(x.shape):
-        factor = op.Unsqueeze(factor, [-2, -1])
+    size = next((size for size in x.shape[-2:] if isinstance(size, int)), None)
+    if size is not None and size <= 3:
+        return shaped(op.Mul(op.Unsqueeze(dy, [-2, -1]), _cofactors(op, x, size)), x)
+    factor = op.Unsqueeze(op.Mul(dy, y), [-2, -1])
     inverse = op.node("Inverse", x, domain=MICROSOFT, like=x)
     return shaped(op.Mul(factor, swap_last_two(op, inverse)), x)
+
+
+def _cofactors(op, x: ir.Value, size: int) -> ir.Value:
+    """The derivative of the determinant of each matrix of at most 3 rows; the rows of a 3 x 3 are cross products."""
+    if size == 1:
+        return op.full_like(x, 1.0)
+    rows = op.Split(x, axis=-2, num_outputs=size, outputs=size)
+    if size == 2:
+        (a, b), (c, d) = (op.Split(row, axis=-1, num_outputs=2, outputs=2) for row in rows)
+        return op.Concat(op.Concat(d, op.Neg(c), axis=-1), op.Concat(op.Neg(b), a, axis=-1), axis=-2)
+
+    def rolled(v: ir.Value, steps: int) -> ir.Value:
+        return op.Gather(v, np.roll(np.arange(3), steps), axis=-1)
+
+    def cross(u: ir.Value, v: ir.Value) -> ir.Value:
+        return op.Sub(op.Mul(rolled(u, -1), rolled(v, -2)), op.Mul(rolled(u, -2), rolled(v, -1)))
+
+    return op.Concat(*(cross(rows[k - 2], rows[k - 1]) for k in range(3)), axis=-2)
 
 
 @vjp("Inverse", domain=MICROSOFT)

@@ -31,7 +31,7 @@ def layer_normalization(op, node, dy, dmean=None, drstd=None):
     Also mean and rstd have cotangents, where a gradient is differentiated once more.
     """
     x, scale = node.inputs[:2]
-    axes = list(range(axis_of(node, x, -1), rank(node, x)))
+    axes = _last_axes(node, x)
     wide_x, wide_scale, wide_dy = widened(op, x, scale, dy)
     if x.dtype in (FLOAT, *HALVES) and attribute(node, "stash_type", 1) == 1:
         mean, rstd = output(op, node, 1), output(op, node, 2)
@@ -56,13 +56,19 @@ def layer_normalization(op, node, dy, dmean=None, drstd=None):
 def rms_normalization(op, node, dy):
     """Y = S * Z, Z = X * r, r = 1 / rms(X)  ->  dS = dY * Z,  dX = r * (G - Z * mean(G * Z)), G = dY * S."""
     x, scale = node.inputs
-    axes = list(range(axis_of(node, x, -1), rank(node, x)))
+    axes = _last_axes(node, x)
     wide_x, wide_scale, wide_dy = widened(op, x, scale, dy)
     r = op.Reciprocal(op.Sqrt(op.Add(op.ReduceMean(op.Mul(wide_x, wide_x), axes, keepdims=1), _epsilon(node))))
     normalized, g = op.Mul(wide_x, r), op.Mul(wide_dy, wide_scale)
     projection = op.ReduceMean(op.Mul(g, normalized), axes, keepdims=1)
     dx = op.Mul(op.Sub(g, op.Mul(normalized, projection)), r)
     return _result(op, dx, x), op.cast_as(op.Mul(wide_dy, normalized), scale)
+
+
+def _last_axes(node: ir.Node, x: ir.Value) -> list[int]:
+    """The axes from attribute `axis` on; counted from the back where the rank is not known."""
+    axis = attribute(node, "axis", -1)
+    return list(range(axis, 0)) if x.shape is None and axis < 0 else list(range(axis_of(node, x, -1), rank(node, x)))
 
 
 @vjp("InstanceNormalization")

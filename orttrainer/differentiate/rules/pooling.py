@@ -7,8 +7,16 @@ import onnx_ir as ir
 
 from orttrainer.differentiate.registry import vjp
 from orttrainer.differentiate.rules.convolution import Window, ranked, reshape, sizes, sliding, transposed, unpadded
-from orttrainer.differentiate.rules.tools import attribute, operand, output, positions, rank, shaped, zeros
-from orttrainer.errors import GradientError
+from orttrainer.differentiate.rules.tools import (
+    attribute,
+    operand,
+    output,
+    positions,
+    rank,
+    scatter_along,
+    shaped,
+    zeros,
+)
 
 
 @vjp("MaxPool")
@@ -30,11 +38,22 @@ def max_pool(op, node, dy, _=None):
 def max_unpool(op, node, dy):
     """Y[indices] = X  ->  dX = dY[indices]."""
     x, indices = node.inputs[:2]
-    if operand(node, 2) is not None:
-        raise GradientError(
-            f"the gradient of MaxUnpool node {node.name!r} with an output_shape is not implemented; pad its output"
-        )
-    return (shaped(op.Gather(op.Reshape(dy, [-1]), indices), x),)
+    if operand(node, 2) is None:
+        return (shaped(op.Gather(op.Reshape(dy, [-1]), indices), x),)
+    # ONNX counts the indices in the shape that the kernel gives, ONNX Runtime in output_shape. So unpool numbers: 1 is
+    # the first element, 0 where none was put; in two digits, since a float32 counts to 2^24 only.
+    count, base = op.Reshape(op.size(x), [1]), np.int64(2048)
+    numbers = op.reshape_as(op.Add(positions(op, count), np.int64(1)), x)
+    kept = {name: attribute(node, name, None) for name in ("kernel_shape", "pads", "strides")}
+    digits = []
+    for digit in (op.Div(numbers, base), op.Mod(numbers, base)):
+        unpooled = op.MaxUnpool(op.Cast(digit, to=int(ir.DataType.FLOAT)), *node.inputs[1:], **kept)
+        digits.append(op.Cast(unpooled, to=int(ir.DataType.INT64)))
+    origin = op.Reshape(op.Add(op.Mul(digits[0], base), digits[1]), [-1])
+    sums = scatter_along(
+        op, op.Reshape(dy, [-1]), origin, 0, op.Add(count, np.int64(1)), unique=False, like=None
+    )  # [1 + elements]
+    return (op.reshape_as(op.Slice(sums, [1], [np.iinfo(np.int64).max], [0]), x),)
 
 
 @vjp("AveragePool")

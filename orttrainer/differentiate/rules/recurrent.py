@@ -8,21 +8,28 @@ Inside, a value is hidden-major, [time, hidden, batch], so that the weight is th
 product of a step. A Scan goes through time in either direction, so nothing is reversed.
 
 Where `sequence_lens` ends a sequence, its factors are such that a step hands the cotangents on as they are.
+What is not common (peepholes, clip, other activations, ...) is differentiated by its definition in `recurrent_layers`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
+from orttrainer.differentiate.definition import gradient_through
 from orttrainer.differentiate.registry import vjp
+from orttrainer.differentiate.rules.recurrent_layers import (
+    directions_of,
+    gru_layer,
+    is_special,
+    lstm_layer,
+    rnn_layer,
+    scan,
+)
 from orttrainer.differentiate.rules.tools import attribute, join, operand, output, positions, shaped, zeros
-from orttrainer.errors import GradientError
-from orttrainer.graph.builder import Builder
 
 INITIAL_H, INITIAL_C = 5, 6  # inputs
 
@@ -35,9 +42,8 @@ def lstm(op, node, dy, dy_h=None, dy_c=None):
     dZ = [dC g i(1-i); dH tanh(C) o(1-o); dC C' f(1-f); dC i (1-g^2)],
     dW = dZ X^T,  dR = dZ H'^T,  dB = sum dZ,  dX = W^T dZ.
     """
-    _refuse(node, {"sigmoid tanh tanh"}, "input_forget")
-    if operand(node, 7) is not None:
-        raise _unsupported(node, "peepholes (input P)", "leave the input P out")
+    if is_special(node, {"sigmoid tanh tanh"}):
+        return gradient_through(op, node, (dy, dy_h, dy_c), lstm_layer)
     return _per_direction(op, node, _lstm_direction, dy, dy_h, dy_c)
 
 
@@ -50,7 +56,8 @@ def gru(op, node, dy, dy_h=None):
     else, with q = Rn^T N:  S = q H' r(1-r),         dH' = dH z + q r + [Rz; Rr]^T [Z; S]
     dW = [Z; S; N] X^T,  dX = W^T [Z; S; N], and dR likewise from what R is multiplied by.
     """
-    _refuse(node, {"sigmoid tanh"})
+    if is_special(node, {"sigmoid tanh"}):
+        return gradient_through(op, node, (dy, dy_h), gru_layer)
     rule = functools.partial(_gru_direction, linear_before_reset=attribute(node, "linear_before_reset", 0) == 1)
     return _per_direction(op, node, rule, dy, dy_h)
 
@@ -58,7 +65,8 @@ def gru(op, node, dy, dy_h=None):
 @vjp("RNN")
 def rnn(op, node, dy, dy_h=None):
     """H = f(W X + R H' + B) at each time  ->  dZ = dH f'(H),  dH' = R^T dZ,  dW = dZ X^T,  dR = dZ H'^T,  dX = W^T dZ."""
-    _refuse(node, {"tanh", "relu"})
+    if is_special(node, {"tanh", "relu"}):
+        return gradient_through(op, node, (dy, dy_h), rnn_layer)
     return _per_direction(op, node, _rnn_direction, dy, dy_h)
 
 
@@ -88,7 +96,7 @@ class Direction:
     dc: ir.Value | None
     valid: ir.Value | None  # [time, 1, batch]
     reverse: bool
-    activation: str
+    activations: str
 
 
 @dataclass
@@ -197,7 +205,7 @@ def _gru_direction(op, d: Direction, linear_before_reset: bool) -> Cotangents:
 
 def _rnn_direction(op, d: Direction) -> Cotangents:
     h = _swap(op, d.y)
-    if d.activation == "relu":
+    if d.activations == "relu":
         slope = op.cast_as(op.Greater(h, 0.0), h)  # 0 at 0
     else:
         slope = _one_minus_square(op, h)
@@ -221,7 +229,7 @@ def _per_direction(op, node, rule, dy, dy_h, dy_c=None) -> list[ir.Value | None]
     """The cotangents of all inputs, of `rule` for each direction."""
     x, w, r = node.inputs[:3]
     bias, lengths, h0, c0 = (operand(node, index) for index in (3, 4, INITIAL_H, INITIAL_C))
-    directions = _directions(node)
+    directions = directions_of(node)
     count = len(directions)
     hidden = attribute(node, "hidden_size", None) or op.dim(r, 2)
     x_t = _swap(op, x)
@@ -239,7 +247,7 @@ def _per_direction(op, node, rule, dy, dy_h, dy_c=None) -> list[ir.Value | None]
         )
     }  # fmt: skip
     found, dx = [], None
-    for k, (reverse, activation) in enumerate(directions):
+    for k, (reverse, activations) in enumerate(directions):
         y, dy_k, w_k, r_k, bias_k, h0_k, c0_k, dy_h_k, dy_c_k = (shares[name][k] for name in shares)
         before = _before(op, y, h0_k, reverse, mask)
         biases = [None, None]
@@ -249,7 +257,7 @@ def _per_direction(op, node, rule, dy, dy_h, dy_c=None) -> list[ir.Value | None]
         initial_c, dh, dc = (no_state if s is None else op.Transpose(s, perm=[1, 0]) for s in (c0_k, dy_h_k, dy_c_k))
         dh, dc = _times(op, dh, filled), _times(op, dc, filled)
         d = Direction(
-            x, y, before, x_t, _swap(op, before), w_k, r_k, *biases, initial_c, dy_t, dh, dc, valid, reverse, activation
+            x, y, before, x_t, _swap(op, before), w_k, r_k, *biases, initial_c, dy_t, dh, dc, valid, reverse, activations
         )  # fmt: skip
         result = rule(op, d)
         w_gates = _rows(op, result.w_gates)  # [time * batch, gates]
@@ -278,85 +286,6 @@ def _per_direction(op, node, rule, dy, dy_h, dy_c=None) -> list[ir.Value | None]
     cotangents = [op.reshape_as(dx, x), stacked("w", w), stacked("r", r), stacked("bias", bias), None]
     cotangents += [stacked("h", h0), stacked("c", c0)]
     return cotangents[: len(node.inputs)]
-
-
-def _directions(node: ir.Node) -> list[tuple[bool, str]]:
-    """For each direction, whether it goes from the last time to the first, and its activations in lower case."""
-    reverse = {"forward": [False], "reverse": [True], "bidirectional": [False, True]}[
-        attribute(node, "direction", "forward")
-    ]
-    names = attribute(node, "activations", ())
-    size = len(names) // len(reverse)
-    return [(way, " ".join(names[k * size : (k + 1) * size]).lower()) for k, way in enumerate(reverse)]
-
-
-def _refuse(node: ir.Node, activations: set[str], *flags: str) -> None:
-    """Raise for what this file has no gradient of; `activations` are those that one direction may have."""
-    if not all(given in activations for _, given in _directions(node) if given):
-        allowed = " or ".join(sorted(names.title() for names in activations))
-        raise _unsupported(node, f"activations {list(attribute(node, 'activations', ()))}", f"use {allowed}")
-    if attribute(node, "clip", None) is not None:
-        raise _unsupported(node, f"clip={attribute(node, 'clip', None)!r}", "leave it out")
-    for flag in ("layout", *flags):
-        if attribute(node, flag, 0):
-            raise _unsupported(node, f"{flag}={attribute(node, flag, 0)!r}", f"use {flag}=0")
-
-
-def _unsupported(node: ir.Node, what: str, instead: str) -> GradientError:
-    return GradientError(f"the gradient of {node.op_type!r} does not support {what} of node {node.name!r}; {instead}")
-
-
-def scan(
-    op: Builder,
-    step: Callable,
-    states: Sequence[ir.Value],
-    inputs: Sequence[ir.Value | None],
-    reverse: bool,
-) -> tuple[list[ir.Value], list[ir.Value]]:
-    """Append a Scan along axis 0.
-
-    Args:
-        step: `step(op, states, inputs)` emits one step on a builder of the body, and returns the new states and the
-            outputs of the step; it may use values from outside.
-        states: the first states.
-        inputs: what the steps read one slice each of; None stays None, and the first is not.
-        reverse: go from the last slice to the first; outputs are in the order of the inputs all the same.
-
-    Returns:
-        The last states, and the outputs of all steps.
-    """
-    given = [x for x in inputs if x is not None]
-    name = f"{given[0].name}/scan"
-    body = ir.Graph([], [], nodes=[], opset_imports=op.graph.opset_imports, name=name)
-    inner = Builder(body, name)
-    for k, state in enumerate(states):
-        body.inputs.append(ir.Value(name=f"{name}/state_{k}", type=state.type, shape=state.shape))
-    for k, x in enumerate(given):
-        shape = None if x.shape is None else ir.Shape(x.shape.dims[1:])
-        body.inputs.append(ir.Value(name=f"{name}/input_{k}", type=x.type, shape=shape))
-    slices = iter(body.inputs[len(states) :])
-    slots = [None if x is None else next(slices) for x in inputs]
-    new, results = step(inner, list(body.inputs[: len(states)]), slots)
-    for value in (*new, *results):
-        if value.producer() is None or value in body.outputs:  # an output is made by a node of its own
-            value = inner.Identity(value)
-        body.outputs.append(value)
-    attributes = [
-        ir.AttrGraph("body", body),
-        ir.AttrInt64("num_scan_inputs", len(given)),
-        ir.AttrInt64s("scan_input_directions", [int(reverse)] * len(given)),
-        ir.AttrInt64s("scan_output_directions", [int(reverse)] * len(results)),
-    ]
-    node = ir.Node("", "Scan", [*states, *given], attributes, num_outputs=len(new) + len(results), name=name)
-    op.graph.append(node)
-    time = None if given[0].shape is None else given[0].shape.dims[0]
-    for k, (value, inside) in enumerate(zip(node.outputs, body.outputs)):
-        value.name, value.type, value.shape = f"{name}:{k}", inside.type, None
-        if k < len(states):
-            value.shape = states[k].shape
-        elif inside.shape is not None:
-            value.shape = ir.Shape([time, *inside.shape.dims])
-    return list(node.outputs[: len(new)]), list(node.outputs[len(new) :])
 
 
 def _shares(op, value: ir.Value, count: int, axis: int) -> list[ir.Value]:

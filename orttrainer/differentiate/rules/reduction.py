@@ -86,15 +86,20 @@ def reduce_max(op, node, dy):
 
 @vjp("ReduceProd")
 def reduce_prod(op, node, dy):
-    """Y = prod(X)  ->  dX_i = dY * prod of X_j over j != i, which is 0 if one of these X_j is 0."""
+    """Y = prod(X)  ->  dX_i = dY * prod of X_j over j != i, which is 0 if one of these X_j is 0.
+
+    If just one of them is, that factor is X_j itself rather than 0, so that the gradient of the gradient is right too.
+    """
     x = node.inputs[0]
     noop = node.attributes.get_int("noop_with_empty_axes", 0)
     zero = mask(op, "Equal", x, 0.0)
     ones_for_zeros = op.Add(x, zero)
     product = op.ReduceProd(ones_for_zeros, axes_of(node), keepdims=1, noop_with_empty_axes=noop)
     zeros_elsewhere = op.Sub(sum_kept(op, node, zero), zero)
-    others = op.Mul(op.Div(product, ones_for_zeros), mask(op, "Equal", zeros_elsewhere, 0.0))
-    return op.Mul(restored(op, node, dy), others)
+    value = op.Mul(x, zero)  # 0, but X_j to whoever differentiates it
+    value_elsewhere = op.Mul(op.Sub(sum_kept(op, node, value), value), mask(op, "Equal", zeros_elsewhere, 1.0))
+    factor = op.Add(mask(op, "Equal", zeros_elsewhere, 0.0), value_elsewhere)
+    return op.Mul(restored(op, node, dy), op.Mul(op.Div(product, ones_for_zeros), factor))
 
 
 @vjp("ReduceL1")

@@ -9,7 +9,16 @@ import onnx_ir as ir
 
 from orttrainer.differentiate.registry import vjp
 from orttrainer.differentiate.rules.convolution import reshape, sizes
-from orttrainer.differentiate.rules.tools import attribute, constant, operand, positions, rank, shaped
+from orttrainer.differentiate.rules.tools import (
+    add_to_zeros,
+    attribute,
+    constant,
+    operand,
+    positions,
+    rank,
+    refuse_gradient_by,
+    shaped,
+)
 from orttrainer.errors import GradientError
 
 FLOAT, DOUBLE = ir.DataType.FLOAT, ir.DataType.DOUBLE
@@ -21,51 +30,53 @@ FLOAT, DOUBLE = ir.DataType.FLOAT, ir.DataType.DOUBLE
 @vjp("Resize")
 def resize(op, node, dy):
     """Y = M_1 ... M_n X, a matrix along each axis  ->  dX = M_1^T ... M_n^T dY."""
+    refuse_gradient_by(op, node, 1, "roi")
+    refuse_gradient_by(op, node, 2, "scales")
     x = node.inputs[0]
     dims = rank(node, x)
     mode = attribute(node, "coordinate_transformation_mode", "half_pixel")
     axes = [axis % dims for axis in attribute(node, "axes", None) or range(dims)]
     dx, blocks = dy, {}
     for place, axis in enumerate(axes):
-        scale = _scale(node, place, axes)
+        scale, region = _scale(op, node, place, axes), _region(op, node, place, len(axes))
         size, resized = x.shape[axis], _resized(node, x, axis, axes, scale)
         same = scale == 1 or (isinstance(size, int) and size == resized and scale is None)
         if same and mode != "tf_crop_and_resize":
             continue
-        if isinstance(size, int) and isinstance(resized, int):
-            matrix = interpolation_matrix(node, size, resized, scale or resized / size, _region(node, place, len(axes)))
+        if isinstance(size, int) and isinstance(resized, int) and not isinstance(region, ir.Value):
+            matrix = interpolation_matrix(node, size, resized, scale or resized / size, region)
             if resized % size == 0 and np.array_equal(matrix, np.repeat(np.eye(size), resized // size, axis=0)):
                 blocks[axis] = resized // size
                 continue
             dx = _along(op, dx, axis, op.const(matrix, x.dtype))
         else:
-            dx = _along(op, dx, axis, _matrix_at_run_time(op, node, x, axis, scale))
+            dx = _along(op, dx, axis, _matrix_at_run_time(op, node, x, axis, place, scale, region))
     if blocks:
         dx = _sum_blocks(op, dx, x, blocks)
     return (shaped(dx, x), *[None] * (len(node.inputs) - 1))
 
 
-def _scale(node: ir.Node, place: int, axes: list[int]) -> float | None:
-    """The scale along an axis; None where it follows from the sizes."""
+def _scale(op, node: ir.Node, place: int, axes: list[int]) -> float | ir.Value | None:
+    """The scale along an axis, a value where it is known at run time only; None where it follows from the sizes."""
     scales = operand(node, 2)
     if scales is None or (scales.shape is not None and scales.shape.dims == (0,)):
         policy = attribute(node, "keep_aspect_ratio_policy", "stretch")
         if policy == "stretch":
             return None
         wanted, given = constant(operand(node, 3)), [node.inputs[0].shape[axis] for axis in axes]
-        if wanted is None or not all(isinstance(d, int) for d in given):
-            raise _unknown(node, f"keep_aspect_ratio_policy={policy!r}")
-        ratios = [int(w) / d for w, d in zip(wanted, given)]
-        return min(ratios) if policy == "not_larger" else max(ratios)
+        if wanted is not None and all(isinstance(d, int) for d in given):
+            ratios = [int(w) / d for w, d in zip(wanted, given)]
+            return min(ratios) if policy == "not_larger" else max(ratios)
+        given = op.Gather(op.shape(node.inputs[0]), np.array(axes, np.int64))
+        sizes_as, given = (op.Cast(v, to=int(FLOAT)) for v in (operand(node, 3), given))
+        return (op.ReduceMin if policy == "not_larger" else op.ReduceMax)(op.Div(sizes_as, given), keepdims=0)
     known = constant(scales)
-    if known is None:
-        raise _unknown(node, "scales that are not constant")
-    return float(known[place])
+    return op.Gather(scales, np.int64(place)) if known is None else float(known[place])
 
 
-def _resized(node: ir.Node, x: ir.Value, axis: int, axes: list[int], scale: float | None):
+def _resized(node: ir.Node, x: ir.Value, axis: int, axes: list[int], scale: float | ir.Value | None):
     """The size of an axis of the output, by ONNX's formula; None where it is only known at run time."""
-    if not isinstance(x.shape[axis], int):
+    if not isinstance(x.shape[axis], int) or isinstance(scale, ir.Value):
         return None
     if scale is None:
         wanted = constant(operand(node, 3))
@@ -74,13 +85,13 @@ def _resized(node: ir.Node, x: ir.Value, axis: int, axes: list[int], scale: floa
     return int(np.floor(exact)) if operand(node, 3) is None else int(exact + 0.5)
 
 
-def _region(node: ir.Node, place: int, count: int) -> tuple[float, float]:
-    """The part of an axis that tf_crop_and_resize takes."""
+def _region(op, node: ir.Node, place: int, count: int) -> tuple[float, float] | ir.Value:
+    """The part of an axis that tf_crop_and_resize takes: begin and end, a value where they are known at run time only."""
     if attribute(node, "coordinate_transformation_mode", "half_pixel") != "tf_crop_and_resize":
         return 0.0, 1.0
     roi = constant(operand(node, 1))
     if roi is None:
-        raise _unknown(node, "a region of interest that is not constant")
+        return op.Gather(operand(node, 1), np.array([place, place + count]))
     return float(roi[place]), float(roi[place + count])
 
 
@@ -150,36 +161,83 @@ def _cubic(a: float):
     return kernel
 
 
-def _matrix_at_run_time(op, node: ir.Node, x: ir.Value, axis: int, scale: float | None) -> ir.Value:
-    """M of one axis whose sizes are only known at run time, for nearest and linear."""
+def _matrix_at_run_time(
+    op, node: ir.Node, x: ir.Value, axis: int, place: int, scale: float | ir.Value | None, region
+) -> ir.Value:
+    """M of one axis whose sizes, scale or region are only known at run time: [resized, size]."""
     kind, mode = attribute(node, "mode", "nearest"), attribute(node, "coordinate_transformation_mode", "half_pixel")
+    if kind != "nearest" and attribute(node, "keep_aspect_ratio_policy", "stretch") == "stretch":
+        return _resized_identity(op, node, x, axis, place, scale, region)
     if kind == "cubic" or attribute(node, "antialias", 0):
-        raise _unknown(node, f"mode {kind!r} (antialias={attribute(node, 'antialias', 0)}) and symbolic sizes")
+        raise GradientError(
+            f"the gradient of Resize node {node.name!r} is not implemented for keep_aspect_ratio_policy with mode "
+            "'cubic' or antialias=1 and sizes that are known at run time only; give it constant sizes and inputs of known size"
+        )
     dtype = DOUBLE if x.dtype == DOUBLE and kind == "linear" else FLOAT
     length, resized = (op.dim(v, axis) for v in (x, node.outputs[0]))
     size, count = (op.Cast(d, to=int(dtype)) for d in (length, resized))
-    at = op.Cast(positions(op, resized), to=int(dtype))
-    if scale is not None:
-        ratio = op.scalar(scale, at)
+    row = op.Cast(positions(op, resized), to=int(dtype))
+    if isinstance(scale, ir.Value):
+        ratio = op.cast_as(scale, row)
     else:
-        ratio = op.Div(count, size)
+        ratio = op.Div(count, size) if scale is None else op.scalar(scale, row)
+    last, single = op.Sub(size, 1.0), op.Equal(resized, np.int64(1))
+    steps = op.Max(op.Sub(count, 1.0), 1.0)
+    centers = op.Sub(op.Div(op.Add(row, 0.5), ratio), 0.5)
     if mode == "asymmetric":
-        at = op.Div(at, ratio)
+        at = op.Div(row, ratio)
     elif mode == "align_corners":
-        at = op.Div(op.Mul(at, op.Sub(size, 1.0)), op.Max(op.Sub(count, 1.0), 1.0))
-    elif mode == "half_pixel" or mode == "pytorch_half_pixel":
-        at = op.Sub(op.Div(op.Add(at, 0.5), ratio), 0.5)
-        if mode == "pytorch_half_pixel":
-            at = op.Where(op.Equal(resized, np.int64(1)), op.scalar(0.0, at), at)
+        at = op.Div(op.Mul(row, last), steps)
+    elif mode == "tf_crop_and_resize":
+        begin, end = _ends(op, region, row)
+        spread = op.Add(op.Mul(begin, last), op.Div(op.Mul(op.Mul(row, op.Sub(end, begin)), last), steps))
+        at = op.Where(single, op.Mul(op.Mul(op.Add(begin, end), 0.5), last), spread)
+    elif mode == "tf_half_pixel_for_nn":
+        at = op.Div(op.Add(row, 0.5), ratio)
+    elif mode == "half_pixel_symmetric":
+        shift = op.Sub(1.0, op.Div(count, op.Mul(ratio, size)))
+        at = op.Add(centers, op.Mul(op.Mul(size, 0.5), shift))
     else:
-        raise _unknown(node, f"coordinate_transformation_mode {mode!r} and symbolic sizes")
+        at = op.Where(single, op.scalar(0.0, row), centers) if mode == "pytorch_half_pixel" else centers
+    outside = op.Or(op.Less(at, 0.0), op.Greater(at, last)) if mode == "tf_crop_and_resize" else None
     if kind == "nearest":
         rounding = attribute(node, "nearest_mode", "round_prefer_floor")
         half = {"round_prefer_floor": -0.5, "round_prefer_ceil": 0.5}.get(rounding, 0.0)
         at = (op.Ceil if rounding in ("round_prefer_floor", "ceil") else op.Floor)(op.Add(at, half) if half else at)
-    at = op.Unsqueeze(op.Max(op.Min(at, op.Sub(size, 1.0)), 0.0), [1])  # [resized, 1]
+    at = op.Unsqueeze(op.Max(op.Min(at, last), 0.0), [1])  # [resized, 1]
     distance = op.Abs(op.Sub(at, op.Cast(positions(op, length), to=int(dtype))))  # [resized, size]
-    return op.cast_as(op.Relu(op.Sub(1.0, distance)), x)
+    matrix = op.Relu(op.Sub(1.0, distance))
+    if outside is not None:  # there Y is the constant extrapolation_value
+        matrix = op.Where(op.Unsqueeze(outside, [1]), op.scalar(0.0, matrix), matrix)
+    return op.cast_as(matrix, x)
+
+
+def _resized_identity(op, node, x: ir.Value, axis: int, place: int, scale, region) -> ir.Value:
+    """M = M I: the identity matrix, resized along its columns as x was along the axis."""
+    length = op.dim(x, axis)
+    at = positions(op, length)
+    identity = op.Cast(op.Equal(op.Unsqueeze(at, [1]), op.Unsqueeze(at, [0])), to=int(x.dtype))
+    scales = wanted = roi = None
+    if scale is None:
+        wanted = op.Concat(op.dim(node.outputs[0], axis), length, axis=0)
+    else:
+        scales = scale if isinstance(scale, ir.Value) else op.const(np.float32(scale))
+        scales = op.Concat(op.Unsqueeze(scales, [0]), op.const(np.ones(1, np.float32)), axis=0)
+    if attribute(node, "coordinate_transformation_mode", "half_pixel") == "tf_crop_and_resize":
+        begin, end = _ends(op, region, operand(node, 1))
+        ends = [op.Unsqueeze(v, [0]) for v in (begin, op.scalar(0.0, begin), end, op.scalar(1.0, begin))]
+        roi = op.Concat(*ends, axis=0)
+    kept = (
+        "antialias", "coordinate_transformation_mode", "cubic_coeff_a", "exclude_outside", "mode", "nearest_mode",
+    )  # fmt: skip
+    return op.Resize(identity, roi, scales, wanted, **{name: attribute(node, name, None) for name in kept})
+
+
+def _ends(op, region: tuple[float, float] | ir.Value, like: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Begin and end of a region, 0-d, in the dtype of `like`."""
+    if isinstance(region, ir.Value):
+        return tuple(op.cast_as(op.Gather(region, np.int64(k)), like) for k in (0, 1))
+    return tuple(op.scalar(end, like) for end in region)
 
 
 def _along(op, dy: ir.Value, axis: int, matrix: ir.Value) -> ir.Value:
@@ -203,13 +261,6 @@ def _sum_blocks(op, dy: ir.Value, x: ir.Value, blocks: dict[int, int]) -> ir.Val
             summed.append(len(dims))
             dims.append(blocks[axis])
     return op.ReduceSum(reshape(op, dy, *dims), summed, keepdims=0)
-
-
-def _unknown(node: ir.Node, what: str) -> GradientError:
-    return GradientError(
-        f"the gradient of Resize node {node.name!r} is not implemented for {what}; "
-        "give the model constant sizes or scales and inputs of known size"
-    )
 
 
 # -- AffineGrid -----------------------------------------------------------------------------
@@ -254,8 +305,9 @@ def grid_sample(op, node, dy):
     index = op.Expand(op.Unsqueeze(index, [1]), op.Concat(op.dim(x, 0), op.dim(x, 1), [1], axis=0))
     weight = _flat(op, _product(op, weights + [m for m in inside if m is not None]), x)
     spread = op.Mul(flat_dy, op.Unsqueeze(weight, [1]))  # [batch, channels, points, taps]
-    dx = op.ScatterElements(
-        op.zeros_like(images), index, reshape(op, spread, *sizes(x, 0, 1), -1), axis=2, reduction="add"
+    spread_flat = reshape(op, spread, *sizes(x, 0, 1), -1)
+    dx = add_to_zeros(
+        op, images, spread_flat, lambda zeros, dy: op.ScatterElements(zeros, index, dy, axis=2, reduction="add")
     )
     dx = op.reshape_as(dx, x)
     if slopes[0] is None:

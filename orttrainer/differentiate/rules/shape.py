@@ -168,7 +168,8 @@ def pad(op, node, dy):
     if operand(node, 2) is None:
         return shaped(dx, x)
     frame = op.Pad(op.zeros_like(x), pads, op.scalar(1.0, x), axes)
-    return shaped(dx, x), None, op.ReduceSum(op.Mul(dy, frame), keepdims=0)
+    total = op.ReduceSum(op.Mul(dy, frame), keepdims=0)
+    return shaped(dx, x), None, op.reshape_as(total, node.inputs[2])  # which may have the shape [1]
 
 
 def _unpad_repeats(op, node: ir.Node, dy: ir.Value) -> ir.Value:
@@ -209,6 +210,8 @@ def _unpad_flat(op, node: ir.Node, dy: ir.Value) -> ir.Value:
 def _padded(numbers: np.ndarray, before: int, after: int, mode: str) -> np.ndarray:
     """ONNX's Pad in one dimension: negative widths cut first."""
     numbers = numbers[max(-before, 0) : len(numbers) - max(-after, 0)]
+    if not len(numbers) and max(before, after) > 0:
+        raise GradientError(f"Pad cannot pad by {mode!r} an axis of which its negative widths leave nothing")
     return np.pad(numbers, (max(before, 0), max(after, 0)), mode=mode).astype(np.int64)
 
 
@@ -220,7 +223,7 @@ def depth_to_space(op, node, dy):
     if attribute(node, "mode", "DCR") == "DCR":
         return shaped(op.SpaceToDepth(dy, blocksize=block), x)
     sizes = join(op, op.dim(dy, 0), op.dim(dy, 1), op.dim(x, 2), block, op.dim(x, 3), block)
-    squares = op.Transpose(op.Reshape(dy, sizes), perm=[0, 1, 3, 5, 2, 4])  # [N, C, block, block, H, W]
+    squares = op.Transpose(op.Reshape(dy, sizes, allowzero=1), perm=[0, 1, 3, 5, 2, 4])  # [N, C, block, block, H, W]
     return op.reshape_as(squares, x)
 
 
@@ -235,11 +238,21 @@ def space_to_depth(op, node, dy):
 def col2im(op, node, dy):
     """Y = overlapping blocks added up to an image  ->  dX = the blocks of dY."""
     x, image, block = node.inputs
-    if (sizes := constant(image)) is None or (extents := constant(block)) is None:
-        raise GradientError(f"the rule of 'Col2Im' needs a constant image_shape and block_shape at node {node.name!r}.")
-    dims = len(sizes)
+    dims = rank(node, dy) - 2
     dilations, strides = (attribute(node, name, [1] * dims) for name in ("dilations", "strides"))
     pads = np.array(attribute(node, "pads", [0] * 2 * dims))
+    known = constant(image), constant(block)
+    if known[0] is not None and known[1] is not None:
+        pixels = op.const(_pixels_of_blocks(*known, dilations, strides, pads))
+    else:
+        pixels = _pixels_at_run_time(op, image, block, dilations, strides, pads)
+    padded = op.Pad(dy, pads.astype(np.int64), None, np.arange(2, 2 + dims)) if pads.any() else dy
+    return op.reshape_as(op.Gather(op.Reshape(padded, [0, 0, -1]), pixels, axis=2), x)
+
+
+def _pixels_of_blocks(sizes, extents, dilations, strides, pads) -> np.ndarray:
+    """Where in the flat padded image each element of each block lies, all elements, then all blocks."""
+    dims = len(sizes)
     padded_sizes = sizes + pads[:dims] + pads[dims:]
     places = [  # along each axis, where element b of block number n lies: [elements, blocks]
         np.arange(extent)[:, None] * dilation + np.arange(0, size - dilation * (extent - 1), stride)
@@ -247,10 +260,24 @@ def col2im(op, node, dy):
     ]
     grid = np.ix_(*(place.reshape(-1) for place in places))
     flat = np.ravel_multi_index(grid, padded_sizes).reshape([count for place in places for count in place.shape])
-    order = [*range(0, 2 * dims, 2), *range(1, 2 * dims, 2)]  # all elements, then all blocks
-    padded = op.Pad(dy, pads.astype(np.int64), None, np.arange(2, 2 + dims)) if pads.any() else dy
-    pixels = op.Reshape(padded, [0, 0, -1])  # [batch, channels, pixels]
-    return op.reshape_as(op.Gather(pixels, flat.transpose(order).reshape(-1).astype(np.int64), axis=2), x)
+    order = [*range(0, 2 * dims, 2), *range(1, 2 * dims, 2)]
+    return flat.transpose(order).reshape(-1).astype(np.int64)
+
+
+def _pixels_at_run_time(op, image: ir.Value, block: ir.Value, dilations, strides, pads) -> ir.Value:
+    """`_pixels_of_blocks` of sizes that are known at run time only."""
+    dims, flat = len(dilations), None
+    for k, (dilation, stride) in enumerate(zip(dilations, strides)):
+        size, extent = (op.Gather(v, np.array([k])) for v in (image, block))
+        size = op.Add(size, np.int64(pads[k] + pads[k + dims]))
+        reach = op.Mul(op.Sub(extent, np.int64(1)), np.int64(dilation))
+        blocks = op.Div(op.Sub(op.Add(size, np.int64(stride - 1)), reach), np.int64(stride))
+        elements = op.Unsqueeze(op.Mul(positions(op, extent), np.int64(dilation)), [1])
+        place = op.Add(elements, op.Mul(positions(op, blocks), np.int64(stride)))  # [elements, blocks]
+        others = [axis for axis in range(2 * dims) if axis not in (k, dims + k)]
+        place = op.Unsqueeze(place, others) if others else place
+        flat = place if flat is None else op.Add(op.Mul(flat, size), place)
+    return op.Reshape(flat, [-1])
 
 
 @vjp("Trilu")

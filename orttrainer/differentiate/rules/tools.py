@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from orttrainer.differentiate.driver import unknown_rank
 from orttrainer.errors import GradientError
 from orttrainer.graph.builder import infer_outputs, static_dims
 
@@ -40,11 +41,7 @@ def rank(node: ir.Node, x: ir.Value) -> int:
         GradientError: it is not known, and the rule cannot do without it.
     """
     if x.shape is None:
-        raise GradientError(
-            f"the rule of {node.op_type!r} needs the rank of {x.name!r}, an input of node {node.name!r}, "
-            "and ONNX's shape inference does not find it. Give the model's inputs shapes (symbolic sizes will do), "
-            "or make the shapes that it reshapes to of known length."
-        )
+        raise unknown_rank(node, x.name)
     return len(x.shape)
 
 
@@ -72,11 +69,33 @@ def output(op, node: ir.Node, index: int) -> ir.Value:
     return value
 
 
+def refuse_gradient_by(op, node: ir.Node, index: int, name: str) -> None:
+    """Raise if input `index` depends on what is differentiated by; it says how to compute, as an attribute does."""
+    x = operand(node, index)
+    if x is not None and x in op.active:
+        raise GradientError(
+            f"no gradient of {node.op_type!r} node {node.name!r} by its {name} ({x.name!r}); leave out of what is "
+            "differentiated whatever it comes from"
+        )
+
+
 def shaped(value: ir.Value, x: ir.Value) -> ir.Value:
     """`value`, now known to have the shape of `x`: the driver then has no broadcasting to look for."""
     if x.shape is not None:
         value.shape = x.shape.copy()
     return value
+
+
+def around_axis(op, x: ir.Value, axis: ir.Value, count: int) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """How many elements the first `count` axes of `x` have before an axis that is known at run time only, along it, behind it."""
+    sizes, places = op.Slice(op.shape(x), [0], [count]), np.arange(count)
+    axis = op.Reshape(op.Cast(axis, to=int(ir.DataType.INT64)), [1])
+    axis = op.Where(op.Less(axis, np.int64(0)), op.Add(axis, np.int64(len(x.shape))), axis)
+    before, behind = (
+        op.ReduceProd(op.Where(picked, sizes, np.int64(1)), [0], keepdims=1)
+        for picked in (op.Less(places, axis), op.Greater(places, axis))
+    )
+    return before, op.Gather(sizes, axis), behind
 
 
 def join(op, *parts: ir.Value | int | Sequence[int]) -> ir.Value:

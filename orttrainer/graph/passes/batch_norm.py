@@ -57,7 +57,7 @@ class SplitBatchNormalizationPass(ir.passes.InPlacePass):
         split = y.producer()
         split.name = f"{node.name}/split"
         split.metadata_props.update(node.metadata_props)
-        split.metadata_props.update({key: value.name for key, value in zip(RUNNING, running)})
+        split.metadata_props.update({key: _state_behind(value).name for key, value in zip(RUNNING, running)})
         _take_over(y, node.outputs[0])
         for batch, value, moved in zip((mean, var), running, node.outputs[1:]):
             if moved.name:  # else nobody asked for it
@@ -189,6 +189,21 @@ def _without_copy(value: ir.Value) -> ir.Value:
     producer = value.producer()
     copied = producer is not None and producer.op_type == "Sum" and len(producer.inputs) == 1
     return producer.inputs[0] if copied else value
+
+
+def _state_behind(value: ir.Value) -> ir.Value:
+    """The state that a running statistic was computed from.
+
+    The second call of a module starts from what the first made; to evaluate, both use the state itself.
+    """
+    found, queue = set(), [value]
+    while queue:
+        producer = (x := queue.pop()).producer()
+        if producer is None and x.is_graph_input():
+            found.add(x)
+        elif producer is not None and producer.op_type != "BatchNormalization":
+            queue += [y for y in producer.inputs if y is not None and y.shape == value.shape and y.dtype == value.dtype]
+    return found.pop() if len(found) == 1 else value
 
 
 def _take_over(new: ir.Value, old: ir.Value) -> None:

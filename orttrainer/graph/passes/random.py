@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 
@@ -33,3 +34,56 @@ class ShareSubexpressionsPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         with random_nodes_apart(model):
             return common.CommonSubexpressionEliminationPass()(model)
+
+
+class MutePass(ir.passes.InPlacePass):
+    """Dropout(x) -> x, and each draw of random numbers -> its stand-in, so that two runs can be compared.
+
+    RandomUniform -> the middle of its range; RandomNormal -> mean + scale / 2; Bernoulli(p) -> p > 1/2.
+    Multinomial stays.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        nodes = [n for n in model.graph.all_nodes() if n.op_type in RANDOM_OPS - {"Multinomial"} and not n.domain]
+        for node in nodes:
+            new: list[ir.Node] = []
+            for old, value in zip(node.outputs, _muted(node, new)):
+                value.type, value.shape = value.type or old.type, value.shape or old.shape
+                if old.is_graph_output():  # it keeps its name and a node that makes it
+                    new.append(ir.node("Identity", [value]))
+                    value = new[-1].outputs[0]
+                    value.name, value.type, value.shape = old.name, old.type, old.shape
+                    old.name = f"{old.name}/drawn"
+                old.replace_all_uses_with(value, replace_graph_outputs=True)
+            node.graph.insert_before(node, new)
+            node.graph.remove(node, safe=True)
+        return ir.passes.PassResult(model, bool(nodes))
+
+
+def _muted(node: ir.Node, new: list[ir.Node]) -> list[ir.Value]:
+    """What stands in for each output of a random node; the nodes that make it are added to `new`."""
+
+    def op(op_type: str, *inputs: ir.Value, **attributes) -> ir.Value:
+        new.append(ir.node(op_type, inputs, attributes))
+        return new[-1].outputs[0]
+
+    def full(value: float | bool, dtype: ir.DataType) -> ir.Value:
+        tensor = ir.tensor(np.array([value], dtype.numpy()), dtype=dtype)
+        shape = (
+            op("Shape", node.inputs[0])
+            if node.inputs
+            else op("Constant", value=ir.tensor(np.array(node.attributes.get_ints("shape"), np.int64)))
+        )
+        return op("ConstantOfShape", shape, value=tensor)
+
+    if node.op_type == "Dropout":
+        return [node.inputs[0], *(full(True, ir.DataType.BOOL) for _ in node.outputs[1:])]
+    given = node.attributes.get_int("dtype", 0)
+    dtype = ir.DataType(given) if given else node.inputs[0].dtype if node.inputs else ir.DataType.FLOAT
+    if node.op_type == "Bernoulli":
+        half = op("CastLike", full(0.5, ir.DataType.FLOAT), node.inputs[0])
+        return [op("Cast", op("Greater", node.inputs[0], half), to=int(dtype))]
+    if node.op_type.startswith("RandomUniform"):
+        low, high = node.attributes.get_float("low", 0.0), node.attributes.get_float("high", 1.0)
+        return [full((low + high) / 2, dtype)]
+    return [full(node.attributes.get_float("mean", 0.0) + node.attributes.get_float("scale", 1.0) / 2, dtype)]

@@ -1,0 +1,84 @@
+"""Bring a foreign model into the form that the driver reads.
+
+Model-local functions are inlined, opsets below 18 are converted up (so that rules know one
+form of each operator), operators without a rule are replaced by their ONNX function body,
+every value gets its dtype and shape, and nodes are sorted and named.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+from orttrainer.differentiate.definition import infer_by_definition
+from orttrainer.differentiate.prepare.bodies import schema_of, with_function_bodies
+from orttrainer.differentiate.prepare.loop_states import infer_loop_states
+from orttrainer.differentiate.prepare.opsets import with_known_opset
+from orttrainer.differentiate.prepare.ranks import infer_ranks
+from orttrainer.graph.builder import infer_outputs
+from orttrainer.graph.passes.sequences import ResolveSequencesPass
+from orttrainer.graph.passes.stop_gradient import DOMAIN as STOP_GRADIENT_DOMAIN
+from orttrainer.graph.passes.stop_gradient import STOP_GRADIENT
+
+# Operators that have neither a schema nor a definition; their output has dtype and shape of the first input.
+LIKE_FIRST_INPUT = {("com.microsoft", op_type) for op_type in ("BiasGelu", "FastGelu", "Gelu", "Inverse", "QuickGelu")}
+LIKE_FIRST_INPUT.add((STOP_GRADIENT_DOMAIN, STOP_GRADIENT))
+
+
+def prepare(model: ir.Model) -> ir.Model:
+    """Return `model` (changed in place where that suffices) ready to be differentiated.
+
+    Raises:
+        ModelError: an opset outside 12 to 28, or a model that ONNX cannot make sense of.
+    """
+    common.InlinePass()(model)
+    model = with_known_opset(model)
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    model = with_function_bodies(model)
+    common.LiftSubgraphInitializersToMainGraphPass()(model)
+    common.TopologicalSortPass()(model)
+    for node in model.graph.all_nodes():
+        if node.op_type == "STFT" and "onesided" not in node.attributes:  # ONNX's inference takes it for 0
+            node.attributes["onesided"] = ir.AttrInt64("onesided", 1)
+    model = common.ShapeInferencePass(data_prop=True)(model).model
+    if _infer_foreign(model.graph):
+        model = common.ShapeInferencePass(data_prop=True)(model).model
+    if ResolveSequencesPass()(model).modified:
+        model = common.ShapeInferencePass(data_prop=True)(model).model
+    infer_loop_states(model)
+    infer_ranks(model)
+    _complete_types(model.graph)
+    _name_nodes(model.graph)
+    return model
+
+
+def _infer_foreign(graph: ir.Graph) -> bool:
+    """Type the outputs of operators that ONNX has no schema for, and what lies between them; whether there was any."""
+    foreign = False
+    for node in graph.all_nodes():
+        y = node.outputs[0]
+        if (schema := schema_of(node, graph.opset_imports)) is not None:
+            if foreign and y.type is None:
+                infer_outputs(node, schema, graph.opset_imports)
+        elif (node.domain, node.op_type) in LIKE_FIRST_INPUT:
+            x = node.inputs[0]
+            foreign, y.type, y.shape = True, x.type, x.shape and x.shape.copy()
+        elif all(x is None or x.dtype is not None for x in node.inputs):
+            foreign |= infer_by_definition(node, graph.opset_imports)
+    return foreign
+
+
+def _complete_types(graph: ir.Graph) -> None:
+    for value in graph.initializers.values():
+        if value.const_value is not None and (value.type is None or value.shape is None):
+            value.type = ir.TensorType(value.const_value.dtype)
+            value.shape = ir.Shape(value.const_value.shape)
+
+
+def _name_nodes(graph: ir.Graph) -> None:
+    for index, node in enumerate(graph.all_nodes()):
+        if not node.name:
+            node.name = f"{node.op_type}_{index}"
+        for position, value in enumerate(node.outputs):
+            if not value.name:
+                value.name = f"{node.name}:{position}"

@@ -1,0 +1,102 @@
+"""Bring a model into an opset that the rules know."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import onnx
+import onnx_ir as ir
+
+from orttrainer.differentiate.prepare.bodies import has_body, inlined, schema_of
+from orttrainer.errors import ModelError
+
+OLDEST_OPSET = 18
+NEWEST_OPSET = 26
+READABLE_OPSET = 28  # brought down to NEWEST_OPSET, the last that ONNX Runtime reads
+NEWEST_IR = 13  # that it reads
+
+
+def with_known_opset(model: ir.Model) -> ir.Model:
+    """The model in an opset from OLDEST_OPSET to NEWEST_OPSET.
+
+    Raises:
+        ModelError: it has one that ONNX cannot convert to these.
+    """
+    opset = model.opset_imports.get("", None)
+    if opset is None:
+        model.opset_imports[""] = OLDEST_OPSET
+        return model
+    if not 12 <= opset <= READABLE_OPSET:
+        raise ModelError(
+            f"opset {opset} of the default domain is not supported; convert the model to 12 to {READABLE_OPSET}"
+        )
+    if opset > NEWEST_OPSET:
+        return _brought_down(model, opset)
+    if opset >= OLDEST_OPSET:
+        return model
+    from onnxscript import version_converter  # here: slow to import, seldom needed
+
+    try:
+        with _unconvertible_aside(model):
+            version_converter.convert_version(model, OLDEST_OPSET, fallback=True)
+    except Exception as error:  # the converter raises whatever its adapters raise
+        raise ModelError(
+            f"the model has opset {opset} and ONNX cannot convert it to {OLDEST_OPSET}: {error}"
+        ) from error
+    if model.opset_imports[""] < OLDEST_OPSET:
+        raise ModelError(f"the model has opset {opset} and ONNX cannot convert it to {OLDEST_OPSET}; export it again")
+    return model
+
+
+def _brought_down(model: ir.Model, opset: int) -> ir.Model:
+    """A model of an opset that ONNX Runtime does not read yet: new operators by their function bodies, the others as they were."""
+    new = {
+        node.op_type for node in model.graph.all_nodes() if node.domain == "" and has_body(node, model.opset_imports)
+    }
+    if new := sorted(op_type for op_type in new if not onnx.defs.has(op_type, NEWEST_OPSET)):
+        model = inlined(model, [("", op_type) for op_type in new])
+    for node in model.graph.all_nodes():
+        if node.domain != "":
+            continue
+        if not onnx.defs.has(node.op_type, NEWEST_OPSET):
+            raise ModelError(f"{node.op_type!r} of node {node.name!r} (opset {opset}) is not in opset {NEWEST_OPSET}")
+        now, before = (onnx.defs.get_schema(node.op_type, version) for version in (opset, NEWEST_OPSET))
+        for name in set(node.attributes) - set(before.attributes):
+            if node.attributes[name].value != ir.serde.deserialize_attribute(now.attributes[name].default_value).value:
+                raise ModelError(
+                    f"{node.op_type!r} node {node.name!r} has {name}={node.attributes[name].value!r}, which is new in "
+                    f"opset {opset}; export the model with opset {NEWEST_OPSET} or older"
+                )
+            del node.attributes[name]
+    model.opset_imports[""] = NEWEST_OPSET
+    model.ir_version = min(model.ir_version, NEWEST_IR)
+    return model
+
+
+@contextlib.contextmanager
+def _unconvertible_aside(model: ir.Model) -> Iterator[None]:
+    """Keep from ONNX's converter what it stops at: BatchNormalization in training form, and what the opset does not have.
+
+    Before opset 14 that form is told by more outputs than one: Y, running mean and variance, and two that nobody may use.
+    The rest is what ONNX Runtime's optimizer writes into models of any opset, in the form of later ones.
+    """
+    aside, opset = "orttrainer.aside", model.opset_imports[""]
+    for node in model.graph.all_nodes():
+        training = node.op_type == "BatchNormalization" and len(node.outputs) > 1 and opset < 14
+        if node.domain == "" and (training or schema_of(node, model.opset_imports) is None):
+            node.domain, model.opset_imports[aside] = aside, 1
+    yield
+    for node in model.graph.all_nodes():
+        if node.domain != aside:
+            continue
+        node.domain = ""
+        if node.op_type == "BatchNormalization":
+            if any(y.uses() or y.is_graph_output() for y in node.outputs[3:]):
+                raise ModelError(
+                    f"the saved moments of BatchNormalization node {node.name!r} (outputs 3 and 4) are used, "
+                    "which opset 14 has no more; export the model with a newer opset"
+                )
+            node.resize_outputs(min(len(node.outputs), 3))
+            node.attributes["training_mode"] = ir.AttrInt64("training_mode", 1)
+    model.opset_imports.pop(aside, None)

@@ -1,0 +1,125 @@
+"""Fourier transforms: linear in the signal, so that the gradient is the transposed transform."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from orttrainer.differentiate.definition import definition, gradient_through
+from orttrainer.differentiate.registry import non_differentiable, vjp
+from orttrainer.differentiate.rules.tools import (
+    around_axis,
+    attribute,
+    constant,
+    join,
+    operand,
+    positions,
+    rank,
+    shaped,
+)
+
+# Windows of an integer size; the corners of mel filters are whole bins of the spectrum, which do not move smoothly.
+non_differentiable("BlackmanWindow", "HammingWindow", "HannWindow", "MelWeightMatrix")
+
+
+@vjp("DFT")
+def dft(op, node, dy):
+    """Y = F X  ->  dX = F^H dY = N F^-1 dY;  Y = F^-1 X  ->  dX = F dY / N; both padded or cut where F sees X so.
+
+    One-sided: Y = P F X keeps the first half, so dX = N F^-1 P^T dY. The inverse of half a spectrum reads all of it but
+    its ends twice, so dX = c F dY / N, with c = 1 at the ends and 2 between.
+    """
+    x, axis = node.inputs[0], _axis(op, node)
+    if axis is None:
+        return gradient_through(op, node, [dy], _along_the_second)
+    inverse, onesided = attribute(node, "inverse", 0), attribute(node, "onesided", 0)
+    given, size = operand(node, 1), op.dim(x, axis)
+    if given is not None:
+        length = op.Reshape(op.cast_as(given, size), [1])
+    elif inverse and onesided:
+        length = _computed(op, lambda s: 2 * (s - 1), lambda s: op.Mul(op.Sub(s, [1]), [2]), size)
+    else:
+        length = size
+    number = op.cast_as(length, dy)
+    if inverse and onesided:
+        spectrum = _transform(op, dy, axis, onesided=1)
+        k = positions(op, op.dim(spectrum, axis))
+        ends = op.Or(op.Equal(k, np.int64(0)), op.Equal(op.Mul(k, np.int64(2)), length))
+        weight = op.Div(op.Sub(op.scalar(2.0, dy), op.cast_as(ends, dy)), number)
+        trailing = list(range(1, len(x.shape) - axis))
+        dx = op.Mul(spectrum, op.Unsqueeze(weight, trailing))
+        return shaped(_fitted(op, dx, axis, size), x)
+    if onesided:
+        dy = _fitted(op, dy, axis, length)
+    dx = _transform(op, dy, axis, inverse=1 - inverse)
+    dx = op.Div(dx, number) if inverse else op.Mul(dx, number)
+    if given is not None:
+        dx = _fitted(op, dx, axis, size)
+    return shaped(op.Slice(dx, [0], op.dim(x, -1), [-1]), x)  # a real signal has no imaginary part
+
+
+def _along_the_second(op, node: ir.Node) -> ir.Value:
+    """The transform along an axis that is known at run time only: of x as [before, axis, behind, 1 or 2]."""
+    x, length, axis = node.inputs
+    parts = around_axis(op, x, axis, len(x.shape) - 1)
+    flat = op.Reshape(x, op.Concat(*parts, op.dim(x, -1), axis=0))
+    flat.shape = ir.Shape([None, None, None, x.shape[-1]])
+    kept = {name: attribute(node, name, None) for name in ("inverse", "onesided")}
+    return op.reshape_as(op.DFT(flat, length, np.int64(1), **kept), node.outputs[0])
+
+
+def _axis(op, node: ir.Node) -> int | None:
+    """The axis of the transform, counted from the front; None where it is known at run time only."""
+    dims = rank(node, node.inputs[0])
+    if op.opset < 20:
+        return attribute(node, "axis", 1) % dims
+    given = operand(node, 2)
+    if given is None:
+        return dims - 2
+    known = constant(given)
+    return None if known is None else int(known.item()) % dims
+
+
+def _transform(op, x: ir.Value, axis: int, **attributes) -> ir.Value:
+    if op.opset < 20:
+        return op.DFT(x, axis=axis, **attributes)
+    return op.DFT(x, None, np.int64(axis), **attributes)
+
+
+def _fitted(op, x: ir.Value, axis: int, size: ir.Value) -> ir.Value:
+    """`x` padded with zeros, or cut, to `size` along an axis."""
+    missing = _computed(op, np.subtract, op.Sub, size, op.dim(x, axis))
+    if (known := constant(missing)) is not None and not known.any():
+        return x
+    return op.Pad(x, join(op, 0, missing), None, [axis])
+
+
+def _computed(op, now, later, *values: ir.Value) -> ir.Value:
+    """`now` of what is known, else `later` in the graph."""
+    known = [constant(value) for value in values]
+    if all(k is not None for k in known):
+        return op.const(np.asarray(now(*known), np.int64))
+    return later(*values)
+
+
+@definition("STFT")
+def stft(op, node):
+    """Y[t] = the DFT of window * X[t step : t step + length]."""
+    x, step, window, length = (operand(node, index) for index in range(4))
+    size = op.dim(x, 1)
+    if length is not None:
+        length = op.Reshape(op.cast_as(length, size), [1])
+    else:
+        length = size if window is None else op.dim(window, 0)
+    step = op.Reshape(op.cast_as(step, size), [1])
+    frames = _computed(op, lambda s, n, k: (s - n) // k + 1, lambda s, n, k: op.Add(op.Div(op.Sub(s, n), k), [1]),
+                       size, length, step)  # fmt: skip
+    first, inside = positions(op, frames), positions(op, length)
+    places = _computed(
+        op, lambda t, k, j: (t * k)[:, None] + j, lambda t, k, j: op.Add(op.Unsqueeze(op.Mul(t, k), [1]), j),
+        first, step, inside,
+    )  # fmt: skip
+    y = op.Gather(x, places, axis=1)  # [batch, frames, length, 1 or 2]
+    if window is not None:
+        y = op.Mul(y, op.Unsqueeze(window, [1]))
+    return _transform(op, y, 2, onesided=attribute(node, "onesided", 1))

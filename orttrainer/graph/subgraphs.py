@@ -1,0 +1,33 @@
+"""Subgraphs: the bodies of If, Scan and Loop, and the values that they read from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import onnx_ir as ir
+
+
+def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
+    """The graphs among the attributes of a node."""
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            yield attribute.as_graph()
+
+
+def captured_values(node: ir.Node) -> list[ir.Value]:
+    """The values from outside that the subgraphs of a node read, each once, in the order of their first use."""
+    found: dict[ir.Value, None] = {}
+    for graph in subgraphs(node):
+        own = {*graph.inputs, *graph.initializers.values()}
+        for inner in graph:
+            for x in (*inner.inputs, *captured_values(inner)):
+                if x is not None and x not in own:
+                    found[x] = None
+            own.update(inner.outputs)
+        found.update(dict.fromkeys(y for y in graph.outputs if y not in own))
+    return list(found)
+
+
+def node_inputs(node: ir.Node) -> list[ir.Value]:
+    """The values that a node reads: its inputs, and what its subgraphs capture."""
+    return [*(x for x in node.inputs if x is not None), *captured_values(node)]

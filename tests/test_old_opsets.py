@@ -1,0 +1,52 @@
+"""Models of opsets 12 to 17: forms that operators had then."""
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from test_control_flow import check, randoms
+
+from orttrainer import build_gradient
+from orttrainer.testing.check import _run_onnxruntime
+
+# name: opset, body, shapes of the inputs
+FORMS = {
+    "Squeeze-axes": (12, "g (real[2,1,3] x) => (real[2,3] y) { a = Squeeze <axes = [1]> (x) y = Sin(a) }", (2, 1, 3)),
+    "Unsqueeze-axes": (12, "g (real[2,3] x) => (real[2,1,3] y) { a = Unsqueeze <axes = [1]> (x) y = Sin(a) }", (2, 3)),
+    "ReduceSum-axes": (12, "g (real[2,3] x) => (real[2] y) { a = ReduceSum <axes = [1], keepdims = 0> (x) y = Sin(a) }", (2, 3)),
+    "ReduceMean-axes": (17, "g (real[2,3] x) => (real[2] y) { a = ReduceMean <axes = [-1], keepdims = 0> (x) y = Sin(a) }", (2, 3)),
+    "ReduceL2-axes": (17, "g (real[2,3] x) => (real[2] y) { a = ReduceL2 <axes = [-1], keepdims = 0> (x) y = Sin(a) }", (2, 3)),
+    "Split-sizes": (12, "g (real[2,6] x) => (real[2,2] y) { a, b, c = Split <axis = 1, split = [1,2,3]> (x) y = Mul(b, a) }", (2, 6)),
+    "Split-13": (13, "g (real[2,6] x) => (real[2,3] y) { a, b = Split <axis = 1> (x) y = Mul(b, a) }", (2, 6)),
+    "Softmax-flattens": (12, "g (real[2,3,4] x) => (real[2,3,4] y) { y = Softmax <axis = 1> (x) }", (2, 3, 4)),
+    "Softmax-symbolic": (12, "g (real[A,B,4] x) => (real[A,B,4] y) { y = Softmax <axis = 1> (x) }", (2, 3, 4)),
+    "LogSoftmax-flattens": (12, "g (real[2,3,4] x) => (real[2,3,4] y) { y = LogSoftmax(x) }", (2, 3, 4)),
+    "Pad": (12, 'g (real[2,3] x) => (real[2,5] y) <int64[4] p = {0,1,0,1}> { y = Pad <mode = "reflect"> (x, p) }', (2, 3)),
+    "Dropout-outside-training": (12, "g (real[2,3] x) => (real[2,3] y) { a = Dropout(x) y = Sin(a) }", (2, 3)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_an_old_form_has_the_gradient_of_what_it_meant(name):
+    opset, body, shape = FORMS[name]
+    check(body, randoms(x=shape), opset=opset)
+
+
+@pytest.mark.parametrize("opset", [12, 13])
+def test_batch_normalization_in_training_form_of_five_outputs(opset):
+    """ONNX has no conversion of it, and ONNX Runtime no kernel: five outputs meant training."""
+    body = """g (float[4,3,2] x, float[3] s, float[3] b, float[3] m, float[3] v) => (float[4,3,2] y, float[3] mn, float[3] vn) {
+      y, mn, vn, sm, sv = BatchNormalization <momentum = 0.8> (x, s, b, m, v) }"""
+    proto = onnx.parser.parse_model(f'<ir_version: 7, opset_import: ["" : {opset}]> ' + body)
+    gradient = build_gradient(proto, of="y", wrt=["x", "s", "b"])
+    feeds = {k: v.astype(np.float32) for k, v in randoms(x=(4, 3, 2), s=3, b=3, m=3).items()} | {
+        "v": np.ones(3, np.float32)
+    }
+    dy = np.random.default_rng(0).standard_normal((4, 3, 2)).astype(np.float32)
+    found = _run_onnxruntime(gradient, {k: v.copy() for k, v in feeds.items()} | {"y_cotangent": dy})
+    x, s, b = given = [torch.tensor(feeds[name], requires_grad=True) for name in "xsb"]
+    y = torch.nn.functional.batch_norm(x, None, None, s, b, training=True)
+    np.testing.assert_allclose(found["y"], y.detach(), atol=1e-5)
+    np.testing.assert_allclose(found["mn"], 0.8 * feeds["m"] + 0.2 * feeds["x"].mean((0, 2)), atol=1e-5)
+    for name, expected in zip("xsb", torch.autograd.grad(y, given, torch.tensor(dy))):
+        np.testing.assert_allclose(found[f"{name}_grad"], expected, atol=1e-4)

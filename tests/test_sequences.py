@@ -1,0 +1,69 @@
+"""Sequences of known length are tensors to the gradient."""
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from test_control_flow import check, parsed, randoms
+
+from orttrainer import build_gradient
+from orttrainer.errors import GradientError
+from orttrainer.testing.check import _run_onnxruntime
+
+
+def test_split_to_sequence_with_sizes_and_concat_from_sequence():
+    body = """g (real[6,2] x) => (real[6,2] y)
+    <int64[3] sizes = {1,2,3}, int64 zero = {0}, int64 one = {1}, int64 last = {-1}> {
+      s = SplitToSequence <axis = 0> (x, sizes)
+      a = SequenceAt(s, one) b = SequenceAt(s, last) z = SequenceAt(s, zero)
+      aa = Mul(a, a) bb = Sin(b) t = SequenceConstruct(z, bb, aa)
+      y = ConcatFromSequence <axis = 0> (t) }"""
+    check(body, randoms(x=(6, 2)), lambda x: torch.cat([x[:1], torch.sin(x[3:]), x[1:3] ** 2]))
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+def test_split_into_single_slices_and_stack(keep):
+    body = f"""g (real[3,2] x) => (real y) <int64 two = {{2}}> {{
+      s = SplitToSequence <axis = 0, keepdims = {keep}> (x)
+      a = SequenceAt(s, two) e = SequenceErase(s, two) i = SequenceInsert(e, a)
+      t = ConcatFromSequence <axis = -1, new_axis = 1> (i)
+      p = Sin(t) y = ReduceSumSquare <keepdims = 0> (p) }}"""
+    check(body, randoms(x=(3, 2)), lambda x: (torch.sin(x) ** 2).sum())
+
+
+def test_chunks_of_one_size_and_a_rest():
+    body = """g (real[5,2] x) => (real[5,2] y) <int64 two = {2}, int64 zero = {0}> {
+      s = SplitToSequence <axis = 0> (x, two)
+      a = SequenceAt(s, zero) p = Mul(a, a)
+      e = SequenceErase(s, zero) i = SequenceInsert(e, p, zero)
+      y = ConcatFromSequence <axis = 0> (i) }"""
+    check(body, randoms(x=(5, 2)), lambda x: torch.cat([x[:2] ** 2, x[2:]]))
+
+
+def test_optional_and_back():
+    body = """g (real[3] x) => (real[3] y) { o = Optional(x) e = OptionalGetElement(o) y = Mul(e, x) }"""
+    gradient = build_gradient(parsed(body, "float"), wrt="x", of="y")
+    x, dy = np.array([1, 2, 3], np.float32), np.array([1, 10, 100], np.float32)
+    assert _run_onnxruntime(gradient, {"x": x, "y_cotangent": dy})["x_grad"].tolist() == [2, 40, 600]
+
+
+def test_length_is_a_number():
+    body = """g (real[3] x) => (real[3] y) {
+      s = SequenceEmpty() a = SequenceInsert(s, x) b = SequenceInsert(a, x)
+      n = SequenceLength(b) f = CastLike(n, x) y = Mul(f, x) }"""
+    check(body, randoms(x=3), lambda x: 2 * x)
+
+
+def test_a_position_that_is_not_known_is_refused_by_name():
+    body = """g (real[4] x, int64 k) => (real[1] y) { s = SplitToSequence(x) y = SequenceAt(s, k) }"""
+    with pytest.raises(GradientError, match="'SequenceAt'"):
+        build_gradient(parsed(body), wrt="x", of="y")
+
+
+def test_values_stay():
+    body = """g (real[4,2] x) => (real[2,2] y) <int64 one = {1}, int64 two = {2}> {
+      s = SplitToSequence <axis = 0> (x, two) y = SequenceAt(s, one) }"""
+    gradient = build_gradient(parsed(body, "float"), wrt="x", of="y")
+    onnx.checker.check_model(gradient, full_check=True)
+    assert [value.name for value in gradient.graph.output] == ["y", "x_grad"]
+    assert not np.any([node.op_type.startswith("Sequence") for node in gradient.graph.node])
