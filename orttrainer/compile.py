@@ -21,14 +21,17 @@ from orttrainer.differentiate import differentiate
 from orttrainer.differentiate.prepare import prepare
 from orttrainer.errors import ModelError, NoGradientWarning
 from orttrainer.graph.builder import Builder
-from orttrainer.graph.fence import fence, node_inputs, unordered_readers
+from orttrainer.graph.fence import fence, unordered_readers
+from orttrainer.graph.passes.axes import AllAxesPass
 from orttrainer.graph.passes.batch_norm import SplitBatchNormalizationPass, SwitchBatchNormalizationPass
+from orttrainer.graph.passes.draws import CounterHashDrawsPass
 from orttrainer.graph.passes.dropout import CounterHashDropoutPass
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogSoftmaxNllPass
 from orttrainer.graph.passes.matmul import VectorMatMulPass
 from orttrainer.graph.passes.random import ShareSubexpressionsPass
 from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
 from orttrainer.graph.passes.transpose import CancelTransposePairsPass, TransposedProductPass
+from orttrainer.graph.subgraphs import node_inputs
 from orttrainer.graph.write import write_model
 from orttrainer.optim import Optimizer, global_norm
 
@@ -188,6 +191,7 @@ class _Build:
             FuseLogSoftmaxNllPass(),
             SplitBatchNormalizationPass(),
             CounterHashDropoutPass(SEED, STEP, TRAINING_MODE),
+            CounterHashDrawsPass(SEED, STEP),
             common.TopologicalSortPass(),
         ):
             model = rewrite(model).model
@@ -241,7 +245,10 @@ class _Build:
             slots += optimizer.slots(name, tuple(tensor.shape.numpy()), tensor.dtype)
         state = {}
         for slot in slots:
-            initial = np.full(slot.shape, slot.initial, slot.dtype.numpy())
+            # Zeros take no memory before they are written: at the first step, after everything that compiling needs.
+            initial = np.zeros(slot.shape, slot.dtype.numpy())
+            if slot.initial:
+                initial.fill(slot.initial)
             state[slot.name] = self._state(self.model.graph, slot.name, initial, "optimizer", slot.parameter)
         parameters = {name: inputs[name] for name in gradients}
         with self.op.scope("update"):
@@ -268,6 +275,7 @@ class _Build:
             TransposedProductPass(),
             common.TopologicalSortPass(),
             common.RemoveUnusedNodesPass(),
+            AllAxesPass(),
             ShareSubexpressionsPass(),
         ):
             self.model = rewrite(self.model).model

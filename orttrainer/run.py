@@ -20,7 +20,7 @@ from orttrainer import runtime
 from orttrainer.compile import TrainingGraph
 from orttrainer.distributed import Collective, SingleProcess
 from orttrainer.errors import ExecutionError
-from orttrainer.graph.fence import node_inputs
+from orttrainer.graph.subgraphs import node_inputs
 
 _ELEMENT_TYPES = {
     torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16,
@@ -229,10 +229,8 @@ def _to_torch(value, device: torch.device) -> torch.Tensor:
 
 def _open_session(model: ir.Model, providers: Sequence, configure, training: bool):
     onnxruntime = runtime.load()
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # an error is raised, once and in our words
+    options = runtime.session_options()
     options.intra_op_num_threads = torch.get_num_threads()  # one setting, torch.set_num_threads, for both
-    options.enable_mem_pattern = False  # as fast without, and a quarter less memory (benchmarks/)
     if configure is not None:
         configure(options, training)
     try:

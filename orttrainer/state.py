@@ -39,7 +39,10 @@ class TrainedState:
         for entry in graph.signature.state:
             tensor = own.get(entry.name)
             if tensor is None:
-                tensor = torch.from_numpy(graph.tensors[entry.name].numpy().copy()).to(device)
+                array = graph.tensors[entry.name].numpy()
+                if entry.role in ("parameter", "buffer"):  # the caller's, whose model is not to be trained in place
+                    array = array.copy()
+                tensor = torch.from_numpy(array).to(device)
             self.tensors[entry.name] = tensor.detach()
         check_ranks_agree(
             collective,
@@ -133,7 +136,9 @@ def on_device(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     Raises:
         InvalidArgumentError: it is on another device than the CPU or `device`, or without values.
         UnsupportedFeatureError: it has half-precision parameters.
+        UnsupportedModelError: a layer has no parameters yet, or one that its forward changes.
     """
+    export.check_layers(module)
     places = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
     if places - {device} == {torch.device("cpu")}:
         log.info("moving the module from the CPU to %s", device)

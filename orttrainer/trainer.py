@@ -309,7 +309,9 @@ class ORTTrainer:
             schema=schema, opset=self._opset, check=self._check_export,
         )  # fmt: skip
         if self._check_export:
+            runtime.give_back_memory()
             check_gradients(forward, self._model, self._loss_fn, self.model_desc_, batch)
+            runtime.give_back_memory()
         return forward
 
     def _compile(self, forward: ForwardGraph) -> None:

@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING
 
 _HOME = {
     "ForwardGraph": "forward_graph",
+    "check_layers": "call",
     "export_module": "module",
     "from_onnx": "from_onnx",
     "named_state": "call",
     "observe_gradients": "check",
 }
 
-__all__ = ["ForwardGraph", "export_module", "from_onnx", "named_state", "observe_gradients"]
+__all__ = ["ForwardGraph", "check_layers", "export_module", "from_onnx", "named_state", "observe_gradients"]
 
 if TYPE_CHECKING:
-    from orttrainer.export.call import named_state
+    from orttrainer.export.call import check_layers, named_state
     from orttrainer.export.check import observe_gradients
     from orttrainer.export.forward_graph import ForwardGraph
     from orttrainer.export.from_onnx import from_onnx

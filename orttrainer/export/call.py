@@ -6,13 +6,24 @@ import contextlib
 import inspect
 import random
 from collections.abc import Mapping
+from unittest import mock
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin
+from torch.utils.checkpoint import CheckpointFunction
 
-from orttrainer.errors import InvalidArgumentError, SchemaError
+from orttrainer.errors import InvalidArgumentError, SchemaError, UnsupportedModelError
 
-__all__ = ["LossModule", "in_train_mode", "named_state", "state_names", "unchanged"]
+__all__ = [
+    "LossModule",
+    "check_layers",
+    "in_train_mode",
+    "named_state",
+    "state_names",
+    "unchanged",
+    "without_checkpoints",
+]
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -45,12 +56,10 @@ class LossModule(nn.Module):
     def described_outputs(self, inputs):
         """Call module and loss; return as many outputs as are described."""
         if self.loss_fn is None:
-            outputs = _flat(self._predict(inputs))
-        else:
-            *inputs, label = inputs
-            prediction = self._predict(inputs)
-            outputs = [self.loss_fn(prediction, label), *_flat(prediction)]
-        return self._checked(outputs)
+            return self._checked(_described(self._predict(inputs), self.output_names))
+        *inputs, label = inputs
+        prediction = self._predict(inputs)
+        return self._checked([self.loss_fn(prediction, label), *_described(prediction, self.output_names[1:])])
 
     def _predict(self, inputs):
         if self.keywords:
@@ -115,6 +124,30 @@ def _state(module) -> dict[str, torch.Tensor]:
     }
 
 
+def check_layers(module: nn.Module) -> None:
+    """Refuse by name what torch could only say in its own words, or not at all."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_complex():
+            raise UnsupportedModelError(
+                f"{name!r} is {tensor.dtype}, and ONNX Runtime has no complex tensors. Keep it as real numbers "
+                f"(torch.view_as_real) and make it complex in forward (torch.view_as_complex)."
+            )
+    for name, layer in module.named_modules():
+        if any(
+            isinstance(p, UninitializedTensorMixin) for p in [*layer._parameters.values(), *layer._buffers.values()]
+        ):
+            raise UnsupportedModelError(
+                f"{type(layer).__name__} {name!r} has no parameters yet. Run one batch through the module, "
+                f"then make the trainer."
+            )
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None:
+            raise UnsupportedModelError(
+                f"{type(layer).__name__} {name!r} has max_norm, so that its forward rescales its weight in place, "
+                f"which an optimizer's update would overwrite. Leave max_norm out, or divide the looked-up rows by "
+                f"their norm."
+            )
+
+
 # ---------------------------------------------------------------- leaving no trace
 
 
@@ -159,6 +192,15 @@ def in_train_mode(module):
     finally:
         for owner, training in flags:
             owner.training = training
+
+
+@contextlib.contextmanager
+def without_checkpoints():
+    """Run reentrant checkpoints as plain calls: they refuse `autograd.grad`, and compute under `no_grad`."""
+    with mock.patch.object(
+        CheckpointFunction, "apply", staticmethod(lambda function, preserve, *args: function(*args))
+    ):
+        yield
 
 
 def _copied(attributes):
@@ -206,17 +248,19 @@ def _is_required(parameter):
 def _keywords(module, names):
     """The names to call `forward` with, or () for a call by position.
 
-    By keyword if every described name is a parameter of `forward`; then order and gaps do not
-    matter. Else names are free and the order counts.
+    By keyword if every described name is a parameter of `forward`, or if it takes nothing but `**kwargs`; then order
+    and gaps do not matter. Else names are free and the order counts.
     """
     parameters = inspect.signature(module.forward).parameters.values()
     known = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    if names and set(names) <= known:
+    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    only_keywords = not variadic and not any(p.kind in _POSITIONAL for p in parameters)
+    takes_any = only_keywords and any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if names and (takes_any or set(names) <= known):
         missing = [p.name for p in parameters if _is_required(p) and p.name not in names]
         if not missing:
             return tuple(names)
     accepted = [p.name for p in parameters if p.kind in _POSITIONAL]
-    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     if len(names) > len(accepted) and not variadic:
         raise SchemaError(
             f"{type(module).__name__}.forward takes {len(accepted)} inputs "
@@ -226,16 +270,30 @@ def _keywords(module, names):
     return ()
 
 
+def _described(outputs, names):
+    """The outputs of those names, where outputs have names and all of these; else all, in their order."""
+    fields = _fields(outputs)
+    if names and all(isinstance(fields.get(name), torch.Tensor) for name in names):
+        return [fields[name] for name in names]
+    return _flat(outputs)
+
+
+def _fields(outputs):
+    if isinstance(outputs, Mapping):  # the outputs of Hugging Face models too
+        return outputs
+    if hasattr(outputs, "_fields"):  # a named tuple
+        return outputs._asdict()
+    return {name: getattr(outputs, name) for name in getattr(outputs, "__dataclass_fields__", ())}
+
+
 def _flat(outputs):
     """Tensors in order out of nested tuples, lists, dicts and dataclasses; None is left out."""
     if outputs is None:
         return []
-    if isinstance(outputs, Mapping):  # the outputs of Hugging Face models too
-        outputs = tuple(outputs.values())
     if isinstance(outputs, (tuple, list)):
         return [tensor for output in outputs for tensor in _flat(output)]
-    if hasattr(outputs, "__dataclass_fields__"):
-        return _flat([getattr(outputs, field) for field in outputs.__dataclass_fields__])
+    if isinstance(outputs, Mapping) or hasattr(outputs, "__dataclass_fields__"):
+        return _flat(list(_fields(outputs).values()))
     return [outputs]
 
 

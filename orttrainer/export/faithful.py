@@ -18,7 +18,20 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from orttrainer.errors import UnsupportedModelError
-from orttrainer.export import stop_gradient
+from orttrainer.export import (
+    ctc,
+    embedding,
+    grouped,
+    losses,
+    noise,
+    normalization,
+    pooling,
+    recurrent,
+    spelled_out,
+    stop_gradient,
+)
+from orttrainer.export.call import without_checkpoints
+from orttrainer.export.opened import opened
 
 __all__ = ["MutedDropout", "faithful"]
 
@@ -30,12 +43,13 @@ def faithful(wrapper):
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with (
-            # A mode does not see calls made inside other intercepted functions, and
-            # F.multi_head_attention_forward is one: it finds the attention by this name.
-            mock.patch.object(F, "scaled_dot_product_attention", attention),
             # It compares the mask's values, which no exporter can trace.
             mock.patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", _declared_is_causal),
             mock.patch.object(F, "_in_projection_packed", _split_projection),
+            normalization.cumulative_averages(),
+            without_checkpoints(),
+            # Its checks of arguments decide by the values of tensors.
+            mock.patch.object(torch.distributions.Distribution, "_validate_args", False),
             _symbolic_len(wrapper),
             _Rewrites() as rewrites,
             mock.patch.object(torch.autograd.Function, "apply", rewrites.apply_function()),
@@ -90,10 +104,14 @@ class _Rewrites(TorchFunctionMode):
 
     def __init__(self):
         super().__init__()
+        self._rewrites = {**_REWRITES, **grouped.rewrites()}
         self._custom_functions = 0  # how many are being applied: autograd runs their forward under no_grad
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        result = _REWRITES.get(func, func)(*args, **(kwargs or {}))
+        if func not in self._rewrites and (inner := opened(func)):
+            with self:
+                return inner(*args, **(kwargs or {}))
+        result = self._rewrites.get(func, func)(*args, **(kwargs or {}))
         # In-place functions return what they changed, which a copy could not stand for.
         in_place = any(result is argument for argument in args)
         if torch.is_grad_enabled() or self._custom_functions or in_place or func in _PLUMBING:
@@ -157,150 +175,39 @@ def _bias_of(mask, dtype):
     return torch.where(mask, zero, torch.finfo(dtype).min)
 
 
-def _cross_entropy(
-    input,
-    target,
-    weight=None,
-    size_average=None,
-    ignore_index=-100,
-    reduce=None,
-    reduction="mean",
-    label_smoothing=0.0,
-):
-    """F.cross_entropy; ONNX has no label smoothing and no class probabilities: spell them out."""
-    if size_average is not None or reduce is not None:  # the spelling of torch 0.4
-        reduction = torch.nn._reduction.legacy_get_string(size_average, reduce, emit_warning=False)
-    axis = min(1, input.dim() - 1)
-    if not target.is_floating_point():
-        target = _out_of_range(target, input.size(axis), ignore_index)
-    plain = label_smoothing == 0.0 and not target.is_floating_point()
-    if plain:
-        return F.cross_entropy(input, target, weight, ignore_index=ignore_index, reduction=reduction)
-    log_prob = F.log_softmax(input, dim=axis)
-    weighted = log_prob if weight is None else log_prob * _along(weight, axis, input.dim())
-    if target.is_floating_point():
-        target = target * (1.0 - label_smoothing) + label_smoothing / input.size(axis)
-        losses = -(weighted * target).sum(dim=axis)
-        batch = losses.numel()
-        return _reduced(losses, reduction, batch)
-    nll = F.nll_loss(log_prob, target, weight, ignore_index=ignore_index, reduction=reduction)
-    valid = target != ignore_index
-    smooth = -weighted.sum(dim=axis) * valid.to(input.dtype)
-    count = valid.to(input.dtype)
-    if weight is not None:
-        count = count * weight[torch.where(valid, target, 0)]
-    smooth = _reduced(smooth, reduction, count.sum())
-    return (1.0 - label_smoothing) * nll + smooth * (label_smoothing / input.size(axis))
-
-
-def _nll_loss(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean"):
-    """F.nll_loss, which refuses negative labels."""
-    if size_average is not None or reduce is not None:
-        reduction = torch.nn._reduction.legacy_get_string(size_average, reduce, emit_warning=False)
-    target = _out_of_range(target, input.size(min(1, input.dim() - 1)), ignore_index)
-    return F.nll_loss(input, target, weight, ignore_index=ignore_index, reduction=reduction)
-
-
-def _out_of_range(target, classes, ignore_index):
-    """A negative label, which ONNX counts from the back, as one that is too large, which it refuses as torch does."""
-    negative = (target < 0) & (target != ignore_index) if ignore_index < 0 else target < 0
-    return torch.where(negative, classes, target)
-
-
-def _along(weight, axis, rank):
-    return weight.reshape([-1 if i == axis else 1 for i in range(rank)])
-
-
-def _reduced(losses, reduction, count):
-    if reduction == "none":
-        return losses
-    return losses.sum() if reduction == "sum" else losses.sum() / count
-
-
-def _feature_dropout(input, p=0.5, training=True, inplace=False):
+def _feature_dropout(input, p, train):
     """Drop whole channels: one dropout per sample and channel, spread over the rest."""
-    if not training or p == 0.0:
+    if not train or p == 0.0:
         return input
     samples_and_channels = list(input.shape[:2]) + [1] * (input.dim() - 2)
-    kept = F.dropout(input.new_ones(samples_and_channels), p, training=True)
-    return input.mul_(kept) if inplace else input * kept
+    return input * F.dropout(input.new_ones(samples_and_channels), p, training=True)
 
 
-def _unbatched_feature_dropout(rank):
-    """The form of F.dropout1d and F.dropout3d, which also take one sample, of `rank` axes."""
+def _in_place_dropout(dropout):
+    """The in-place form as the plain one and a copy, which export alike."""
 
-    def dropout(input, p=0.5, training=True, inplace=False):
-        if input.dim() != rank:
-            return _feature_dropout(input, p, training, inplace)
-        return _feature_dropout(input.unsqueeze(0), p, training, inplace).squeeze(0)
+    def dropped(input, p, train):
+        return input.copy_(dropout(input, p, train)) if train and p > 0.0 else input
 
-    return dropout
-
-
-def _out_of_place_dropout(input, p=0.5, training=True, inplace=False):
-    """F.dropout; the in-place form becomes the plain one and a copy, which export alike."""
-    if not training or p == 0.0:
-        return input
-    dropped = F.dropout(input, p, training=True)
-    return input.copy_(dropped) if inplace else dropped
-
-
-def _layered(recurrent):
-    """A recurrent function of several layers as one call a layer, with plain dropout between."""
-
-    def call(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first):
-        if num_layers == 1 or not train or dropout == 0.0:
-            return recurrent(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)
-        states, x, last = [], input, num_layers - 1
-        for layer in range(num_layers):
-            x, *state = recurrent(
-                x, _part(hx, layer, num_layers), params[_span(params, layer, num_layers)],
-                has_biases, 1, 0.0, train, bidirectional, batch_first,
-            )  # fmt: skip
-            states.append(state)
-            x = x if layer == last else F.dropout(x, dropout, training=True)
-        return (x, *(torch.cat(parts) for parts in zip(*states)))
-
-    return call
-
-
-def _part(hx, layer, num_layers):
-    """One layer's share of the initial state: a tensor, or the pair of an LSTM."""
-    if isinstance(hx, torch.Tensor):
-        return hx[_span(hx, layer, num_layers)]
-    return [h[_span(h, layer, num_layers)] for h in hx]
-
-
-def _span(sequence, layer, num_layers):
-    size = len(sequence) // num_layers
-    return slice(layer * size, (layer + 1) * size)
-
-
-def _recurrent(recurrent):
-    layered = _layered(recurrent)
-
-    def call(*args, **kwargs):
-        packed = not isinstance(args[3], bool)
-        return (recurrent if packed else layered)(*args, **kwargs)
-
-    return call
+    return dropped
 
 
 _PLUMBING = {torch.Tensor.requires_grad.__get__, torch.Tensor.grad.__get__, torch.Tensor.grad_fn.__get__}
 
 _REWRITES = {
     **stop_gradient.REWRITES,
-    F.cross_entropy: _cross_entropy,
-    F.nll_loss: _nll_loss,
-    F.dropout: _out_of_place_dropout,
-    F.dropout1d: _unbatched_feature_dropout(2),
-    F.dropout2d: _feature_dropout,
-    F.dropout3d: _unbatched_feature_dropout(4),
-    torch.dropout: lambda input, p, train: _out_of_place_dropout(input, p, train),
-    torch.dropout_: lambda input, p, train: _out_of_place_dropout(input, p, train, True),
-    torch.feature_dropout: lambda input, p, train: _feature_dropout(input, p, train),
+    **ctc.REWRITES,
+    **embedding.REWRITES,
+    **losses.REWRITES,
+    **noise.REWRITES,
+    **normalization.REWRITES,
+    **pooling.REWRITES,
+    **spelled_out.REWRITES,
+    torch.dropout_: _in_place_dropout(torch.dropout),
+    torch.feature_dropout: _feature_dropout,
+    torch.feature_dropout_: _in_place_dropout(_feature_dropout),
     torch._C._nn.scaled_dot_product_attention: attention,
-    **{f: _recurrent(f) for f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
+    **recurrent.REWRITES,
 }
 
 
@@ -308,10 +215,10 @@ _REWRITES = {
 
 
 class MutedDropout(TorchFunctionMode):
-    """Runs torch code with every dropout switched off; `rates` lists what was switched off.
+    """Runs torch code with every dropout switched off, and with stand-ins for other random numbers (see `MutePass`).
 
-    Raises:
-        UnsupportedModelError: a dropout that has no ONNX form, by its name.
+    Attributes:
+        rates: those of the dropouts that were switched off.
     """
 
     def __init__(self):
@@ -320,8 +227,12 @@ class MutedDropout(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        mute = _MUTES.get(func)
-        return func(*args, **kwargs) if mute is None else mute(self, func, args, kwargs)
+        if mute := _MUTES.get(func):
+            return mute(self, func, args, kwargs)
+        if inner := opened(func):
+            with self:
+                return inner(*args, **kwargs)
+        return func(*args, **kwargs)
 
     def note(self, rate, times=1):
         """Record `times` active dropouts of `rate`."""
@@ -335,32 +246,56 @@ class MutedDropout(TorchFunctionMode):
             self.rates += [rate] * times
 
 
-def _mute_dropout(mode, func, args, kwargs):
-    input, rate, training, inplace = _dropout_arguments(*args, **kwargs)
-    if training:
-        mode.note(rate)
-    return input if inplace else input.clone()
-
-
-def _dropout_arguments(input, p=0.5, training=True, inplace=False, *, train=None):
-    return input, p, training if train is None else train, inplace
+def _mute_dropout(mode, input, p, train):
+    if train:
+        mode.note(p)
+    return input
 
 
 def _mute_native_dropout(mode, func, args, kwargs):
-    kept = _mute_dropout(mode, func, args, kwargs)
+    kept = _mute_dropout(mode, *args, **kwargs).clone()
     return kept, torch.ones_like(kept, dtype=torch.bool)
+
+
+def _undrawn(empty):
+    """The stand-in of torch.rand or torch.randn and their kin: `empty` takes the same arguments."""
+    return lambda mode, func, args, kwargs: empty(*args, **_without_generator(kwargs)).fill_(0.5)
+
+
+def _filled(value):
+    """The stand-in of an in-place draw: x.uniform_(low, high), ..."""
+    return lambda mode, func, args, kwargs: args[0].detach().fill_(value(*args[1:], **_without_generator(kwargs)))
+
+
+def _mute_bernoulli(mode, func, args, kwargs):
+    input, p, *_ = (*args, kwargs.get("p"))
+    likely = (input if p is None else torch.full_like(input, p)) > 0.5
+    return likely.to(input.dtype)
+
+
+def _mute_bernoulli_(input, p=0.5):
+    return input.detach().copy_(torch.as_tensor(p) > 0.5)
+
+
+def _mute_randint(mode, func, args, kwargs):
+    low, high, size = (0, *args) if len(args) == 2 else args
+    options = {"dtype": torch.int64} | _without_generator(kwargs)
+    return torch.full(tuple(size), low + (high - low) // 2, **options)
+
+
+def _mute_normal(mode, func, args, kwargs):
+    arguments = dict(zip(("mean", "std", "size"), args)) | _without_generator(kwargs)
+    value = arguments.pop("mean", 0.0) + arguments.pop("std", 1.0) / 2
+    return value.detach() if isinstance(value, torch.Tensor) else torch.empty(**arguments).fill_(value)
+
+
+def _without_generator(kwargs):
+    return {key: value for key, value in kwargs.items() if key != "generator"}
 
 
 def _mute_attention(mode, func, args, kwargs):
     arguments = _bound(_ATTENTION, args, kwargs)
     mode.note(arguments["dropout_p"])
-    return func(**{**arguments, "dropout_p": 0.0})
-
-
-def _mute_multi_head_attention(mode, func, args, kwargs):
-    arguments = _bound(_MULTI_HEAD_ATTENTION, args, kwargs)
-    if arguments["training"]:
-        mode.note(arguments["dropout_p"])
     return func(**{**arguments, "dropout_p": 0.0})
 
 
@@ -373,22 +308,12 @@ def _mute_recurrent(mode, func, args, kwargs):
     return func(*args[: at + 2], 0.0, *args[at + 3 :], **kwargs)
 
 
-def _refuse(mode, func, args, kwargs):
-    arguments = _bound(inspect.signature(_dropout_arguments), args, kwargs)
-    training = arguments["training"] if arguments["train"] is None else arguments["train"]
-    if training and arguments["p"] > 0.0:
-        raise UnsupportedModelError(
-            f"the module uses {func.__name__}, which has no ONNX form. Use nn.Dropout, or set its rate to 0."
-        )
-    return func(*args, **kwargs)
-
-
-def _refuse_rrelu(mode, func, args, kwargs):
-    if _bound(inspect.signature(F.rrelu), args, kwargs)["training"]:
-        raise UnsupportedModelError(
-            "the module uses rrelu in training, whose random slopes have no ONNX form. Use leaky_relu."
-        )
-    return func(*args, **kwargs)
+def _mute_rrelu(mode, func, args, kwargs):
+    """Its mean slope; the flag that tells training from evaluation is a dropout, see `noise`."""
+    arguments = _bound(_RRELU, args, kwargs)
+    if arguments["training"]:
+        mode.note(0.5)
+    return func(**{**arguments, "training": False})
 
 
 def _bound(signature, args, kwargs):
@@ -398,22 +323,29 @@ def _bound(signature, args, kwargs):
 
 
 _ATTENTION = inspect.signature(attention)
-_MULTI_HEAD_ATTENTION = inspect.signature(F.multi_head_attention_forward)
+_RRELU = inspect.signature(lambda input, lower=1 / 8, upper=1 / 3, training=False: input)
 
 _MUTES = {
     **dict.fromkeys(
-        [F.dropout, F.dropout1d, F.dropout2d, F.dropout3d]
-        + [torch.dropout, torch.dropout_, torch.feature_dropout, torch.feature_dropout_],
-        _mute_dropout,
+        [torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout],
+        lambda mode, func, args, kwargs: _mute_dropout(mode, *args, **kwargs).clone(),
+    ),
+    **dict.fromkeys(
+        [torch.dropout_, torch.feature_dropout_, torch.alpha_dropout_, torch.feature_alpha_dropout_],
+        lambda mode, func, args, kwargs: _mute_dropout(mode, *args, **kwargs),
     ),
     **dict.fromkeys([torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu], _mute_recurrent),
-    **dict.fromkeys(
-        [F.alpha_dropout, F.feature_alpha_dropout, torch.alpha_dropout, torch.alpha_dropout_]
-        + [torch.feature_alpha_dropout, torch.feature_alpha_dropout_],
-        _refuse,
-    ),
-    F.rrelu: _refuse_rrelu,
+    **dict.fromkeys([torch.rrelu, torch.rrelu_], _mute_rrelu),
+    **dict.fromkeys([torch.rand, torch.randn], _undrawn(torch.empty)),
+    **dict.fromkeys([torch.rand_like, torch.randn_like], _undrawn(torch.empty_like)),
+    **dict.fromkeys([torch.bernoulli, torch.Tensor.bernoulli], _mute_bernoulli),
+    torch.normal: _mute_normal,
+    torch.randint: _mute_randint,
+    torch.randperm: lambda mode, func, args, kwargs: torch.arange(*args, **_without_generator(kwargs)),
+    torch.Tensor.bernoulli_: lambda mode, func, args, kwargs: _mute_bernoulli_(*args, **_without_generator(kwargs)),
+    torch.Tensor.uniform_: _filled(lambda low=0.0, high=1.0: (low + high) / 2),
+    torch.Tensor.normal_: _filled(lambda mean=0.0, std=1.0: mean + std / 2),
+    torch.Tensor.exponential_: _filled(lambda lambd=1.0: math.log(2.0) / lambd),
     torch.native_dropout: _mute_native_dropout,
     torch._C._nn.scaled_dot_product_attention: _mute_attention,
-    F.multi_head_attention_forward: _mute_multi_head_attention,
 }

@@ -12,9 +12,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from orttrainer.describe import InputSchema, ModelDescription
 from orttrainer.errors import ExportError, InvalidArgumentError, RuntimeNotFoundError, UnsupportedModelError
 from orttrainer.export import normalize
-from orttrainer.export.call import LossModule, in_train_mode, state_names, unchanged
+from orttrainer.export.call import LossModule, check_layers, in_train_mode, state_names, unchanged
 from orttrainer.export.capture import MAX_OPSET, MIN_OPSET, capture_dynamo, capture_torchscript, state_tensor
-from orttrainer.export.check import check_dropouts, check_values, observe
+from orttrainer.export.check import check_dropouts, check_evaluation, check_values, observe
 from orttrainer.export.forward_graph import ForwardGraph
 from orttrainer.export.sizes import without_ones
 
@@ -59,20 +59,24 @@ def export_module(
     opset = _checked_opset(opset)
     inputs = _on_device_of(module, sample_inputs)
     schema = schema or InputSchema.settle(description.inputs_, inputs)
+    check_layers(module)
     _check_names(module, description)
-    _check_batch_norms(module)
     wrapper = LossModule(module, loss_fn, description)
     job = _Job(wrapper, description, schema, inputs, opset, check)
     failures: dict[str, Exception] = {}
     for exporter, forget_cached in itertools.product(("dynamo", "torchscript"), job.cache_choices()):
         try:
-            return getattr(job, exporter)(forget_cached)
+            forward = getattr(job, exporter)(forget_cached)
         except RuntimeNotFoundError:
             raise
         except Exception as error:  # exporters raise anything
             _refuse_frozen_decision(module, error)
             log.info("the %s exporter failed: %s", exporter, _condensed(error))
             failures.setdefault(exporter, error)
+        else:
+            if check:
+                check_evaluation(wrapper, inputs)
+            return forward
     raise _failure(module, failures)
 
 
@@ -230,15 +234,6 @@ def _check_names(module, description):
             raise InvalidArgumentError(
                 f"{described.name_!r} names both a described tensor and a parameter or buffer of the "
                 f"module. Describe the tensor under another name."
-            )
-
-
-def _check_batch_norms(module):
-    for name, layer in module.named_modules():
-        if isinstance(layer, _NormBase) and layer.momentum is None and layer.track_running_stats:
-            raise UnsupportedModelError(
-                f"{type(layer).__name__} {name!r} has momentum=None (a cumulative average), which "
-                f"depends on the number of steps and has no ONNX form. Give it a momentum, e.g. 0.1."
             )
 
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import re
+from unittest import mock
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 import onnxscript.optimizer
 from onnxscript import version_converter
+from onnxscript.rewriter.rules import common as rules
 
 from orttrainer.errors import ExportError
 from orttrainer.export.batch_norm import copy_of, unbiased_running_var
 from orttrainer.export.quiet import silence
 from orttrainer.graph.passes.random import RANDOM_OPS, random_nodes_apart
+from orttrainer.graph.passes.scalar_axes import ReduceScalarPass
 
 __all__ = [
     "add_initializer",
@@ -163,7 +166,10 @@ def optimize(model) -> None:
     """
     output_names = [value.name for value in model.graph.outputs]
     common.InlinePass()(model)
-    with random_nodes_apart(model):
+    ReduceScalarPass()(model)
+    # For every node this one rule goes through the whole graph, and torch's exporter writes no halves that it would join.
+    no_slices_split = mock.patch.object(rules.slice_split_rule, "try_rewrite", lambda *_, **__: None)
+    with random_nodes_apart(model), no_slices_split:
         onnxscript.optimizer.optimize_ir(model, should_fold=_may_fold, inline=False)
     common.ClearMetadataAndDocStringPass()(model)
     if not list(model.graph.subgraphs()):  # a branch may not return an outer value directly

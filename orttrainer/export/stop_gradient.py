@@ -1,4 +1,4 @@
-"""What autograd leaves out of a gradient: `detach`, `no_grad` and the padding row of an embedding.
+"""What autograd leaves out of a gradient: `detach`, `no_grad`, the padding row of an embedding.
 
 No exporter writes it down, so the exported graph would train what PyTorch does not. While exporting
 they become `orttrainer::stop_gradient`, the node `StopGradient` of the forward graph, which the
@@ -8,9 +8,7 @@ driver does not pass.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
-from orttrainer.errors import UnsupportedModelError
 from orttrainer.graph.passes.stop_gradient import DOMAIN, STOP_GRADIENT
 
 __all__ = ["REWRITES", "register_symbolic", "stopped"]
@@ -45,23 +43,7 @@ def stopped(result):
     return result
 
 
-def _embedding(input, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False):
-    """F.embedding, whose padding row gets no gradient from being looked up."""
-    if max_norm is not None or scale_grad_by_freq:
-        option = "max_norm" if max_norm is not None else "scale_grad_by_freq"
-        raise UnsupportedModelError(
-            f"the module uses an embedding with {option}, which has no ONNX form. Leave it out."
-        )
-    # ONNX counts a negative index from the back; torch refuses it, as ONNX does one that is too large.
-    rows = F.embedding(torch.where(input < 0, weight.shape[0], input), weight)
-    if padding_idx is None:
-        return rows
-    padding = (input == (padding_idx + weight.shape[0] if padding_idx < 0 else padding_idx)).unsqueeze(-1)
-    return torch.where(padding, stop_gradient(rows), rows)
-
-
 REWRITES = {
-    F.embedding: _embedding,
     torch.Tensor.detach: stopped,
     torch.detach: stopped,
     torch.Tensor.data.__get__: stopped,

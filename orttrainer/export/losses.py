@@ -1,0 +1,107 @@
+"""Losses that the exporters change or refuse, spelled out."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from orttrainer.export.stop_gradient import stop_gradient
+
+__all__ = ["REWRITES"]
+
+
+def _cross_entropy(
+    input,
+    target,
+    weight=None,
+    size_average=None,
+    ignore_index=-100,
+    reduce=None,
+    reduction="mean",
+    label_smoothing=0.0,
+):
+    """F.cross_entropy; ONNX has no label smoothing and no class probabilities: spell them out."""
+    if size_average is not None or reduce is not None:  # the spelling of torch 0.4
+        reduction = torch.nn._reduction.legacy_get_string(size_average, reduce, emit_warning=False)
+    if input.dim() == 1:  # one sample, which ONNX's operator does not take
+        loss = _cross_entropy(input[None], target[None], weight, None, ignore_index, None, reduction, label_smoothing)
+        return loss[0] if reduction == "none" else loss
+    axis = 1
+    if not target.is_floating_point():
+        target = _out_of_range(target, input.size(axis), ignore_index)
+    plain = label_smoothing == 0.0 and not target.is_floating_point()
+    if plain:
+        return F.cross_entropy(input, target, weight, ignore_index=ignore_index, reduction=reduction)
+    log_prob = F.log_softmax(input, dim=axis)
+    weighted = log_prob if weight is None else log_prob * _along(weight, axis, input.dim())
+    if target.is_floating_point():
+        target = target * (1.0 - label_smoothing) + label_smoothing / input.size(axis)
+        losses = -(weighted * target).sum(dim=axis)
+        batch = losses.numel()
+        return _reduced(losses, reduction, batch)
+    nll = F.nll_loss(log_prob, target, weight, ignore_index=ignore_index, reduction=reduction)
+    valid = target != ignore_index
+    smooth = -weighted.sum(dim=axis) * valid.to(input.dtype)
+    count = valid.to(input.dtype)
+    if weight is not None:
+        count = count * weight[torch.where(valid, target, 0)]
+    smooth = _reduced(smooth, reduction, count.sum())
+    return (1.0 - label_smoothing) * nll + smooth * (label_smoothing / input.size(axis))
+
+
+def _nll_loss(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean"):
+    """F.nll_loss, which refuses negative labels."""
+    if size_average is not None or reduce is not None:
+        reduction = torch.nn._reduction.legacy_get_string(size_average, reduce, emit_warning=False)
+    if input.dim() == 1:
+        loss = _nll_loss(input[None], target[None], weight, None, ignore_index, None, reduction)
+        return loss[0] if reduction == "none" else loss
+    target = _out_of_range(target, input.size(1), ignore_index)
+    return F.nll_loss(input, target, weight, ignore_index=ignore_index, reduction=reduction)
+
+
+def _out_of_range(target, classes, ignore_index):
+    """A negative label, which ONNX counts from the back, as one that is too large, which it refuses as torch does."""
+    negative = (target < 0) & (target != ignore_index) if ignore_index < 0 else target < 0
+    return torch.where(negative, classes, target)
+
+
+def _along(weight, axis, rank):
+    return weight.reshape([-1 if i == axis else 1 for i in range(rank)])
+
+
+def _reduced(losses, reduction, count):
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / count
+
+
+def _gaussian_nll_loss(input, target, var, full=False, eps=1e-6, reduction="mean"):
+    """F.gaussian_nll_loss without its check for negative variances, a decision by values; they count as `eps`."""
+    if not isinstance(var, torch.Tensor):
+        var = torch.full_like(input, var)
+    elif var.dim() < input.dim():
+        var = var.unsqueeze(-1)
+    var = torch.where(var < eps, var - stop_gradient(var) + eps, var)  # torch clamps under no_grad: the gradient stays
+    losses = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+    if full:
+        losses = losses + 0.5 * math.log(2 * math.pi)
+    return losses if reduction == "none" else losses.mean() if reduction == "mean" else losses.sum()
+
+
+def _multilabel_margin_loss(input, target, reduction=1):
+    """One sample has a loss of shape [], for which the exporters give [1]."""
+    if input.dim() != 1:
+        return torch._C._nn.multilabel_margin_loss(input, target, reduction)
+    loss = torch._C._nn.multilabel_margin_loss(input[None], target[None], reduction)
+    return loss[0] if reduction == 0 else loss
+
+
+REWRITES = {
+    F.cross_entropy: _cross_entropy,
+    F.nll_loss: _nll_loss,
+    F.gaussian_nll_loss: _gaussian_nll_loss,
+    torch._C._nn.multilabel_margin_loss: _multilabel_margin_loss,
+}

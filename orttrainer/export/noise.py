@@ -1,0 +1,112 @@
+"""What draws noise and is not plain dropout: `AlphaDropout` and `RReLU`, and draws that the exporters lack.
+
+Whether a graph trains or evaluates is decided when it runs, and what a layer can tell it by is a Dropout:
+that of 1 is 0 or 1 / (1 - p) where it trains, and 1 where it does not.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from orttrainer.export.stop_gradient import stop_gradient
+
+__all__ = ["REWRITES"]
+
+_ALPHA = 1.7580993408473766  # minus the limit of SELU for x -> -inf
+
+
+def _alpha_dropout(input, p, train):
+    """a x + alpha a p where kept and -alpha a (1 - p) where dropped, a = 1 / sqrt((1 - p) (1 + p alpha^2))."""
+    return _alpha_dropped(input, tuple(input.shape), p, train)
+
+
+def _feature_alpha_dropout(input, p, train):
+    """The same with one decision for each sample and channel."""
+    return _alpha_dropped(input, (*input.shape[:2], *[1] * (input.dim() - 2)), p, train)
+
+
+def _alpha_dropped(input, shape, p, train):
+    if not train or p == 0.0:
+        return input
+    a = 1.0 / math.sqrt((1.0 - p) * (1.0 + p * _ALPHA**2))
+    # In float32: 1 / (1 - p) must not round to 1.
+    drawn = F.dropout(torch.ones(shape, dtype=torch.float32, device=input.device), p, training=True)
+    evaluates, kept = drawn == 1.0, drawn > 0.0
+    slope = torch.where(evaluates, 1.0, torch.where(kept, a, 0.0)).to(input.dtype)
+    shift = torch.where(evaluates, 0.0, torch.where(kept, _ALPHA * a * p, -_ALPHA * a * (1.0 - p))).to(input.dtype)
+    return input * slope + shift
+
+
+def _rrelu(input, lower=1.0 / 8, upper=1.0 / 3, training=False):
+    """x for x > 0, else r x: r uniform in [lower, upper] for each element where it trains, else their mean."""
+    slope = (lower + upper) / 2
+    if training:
+        trains = F.dropout(torch.ones(1, device=input.device), 0.5, training=True) != 1.0
+        slope = torch.where(trains, lower + (upper - lower) * torch.rand_like(input), slope).to(input.dtype)
+    return torch.where(input > 0, input, input * slope)
+
+
+def _bernoulli(input, p=None, *, generator=None):
+    """1 with the probability `input`; not ONNX's Bernoulli, which ONNX Runtime's CPU (1.31) draws with 1 - p."""
+    return (torch.rand_like(input) < (input if p is None else p)).to(input.dtype)
+
+
+def _normal(mean=0.0, std=1.0, size=None, *, generator=None, **options):
+    """torch.normal, which passes no gradient on."""
+    if size is not None:
+        return torch.randn(size, **options) * std + mean
+    like = mean if isinstance(mean, torch.Tensor) else std
+    shape = (mean + torch.zeros_like(like) * std) if isinstance(std, torch.Tensor) else like
+    return stop_gradient(torch.randn_like(shape) * std + mean)
+
+
+def _randint(*args, generator=None, dtype=torch.int64, **options):
+    """torch.randint(low=0, high, size), from uniform numbers."""
+    low, high, size = (0, *args) if len(args) == 2 else args
+    return ((torch.rand(size, **options) * (high - low)).floor() + low).to(dtype)
+
+
+def _randperm(n, *, generator=None, dtype=torch.int64, **options):
+    """The order of n uniform numbers."""
+    return torch.rand(n, **options).argsort().to(dtype)
+
+
+def _uniform_(input, low=0.0, high=1.0, *, generator=None):
+    return input.copy_(torch.rand_like(input) * (high - low) + low)
+
+
+def _normal_(input, mean=0.0, std=1.0, *, generator=None):
+    return input.copy_(torch.randn_like(input) * std + mean)
+
+
+def _exponential_(input, lambd=1.0, *, generator=None):
+    return input.copy_(-torch.log(1.0 - torch.rand_like(input)) / lambd)
+
+
+def _bernoulli_(input, p=0.5, *, generator=None):
+    return input.copy_((torch.rand_like(input) < p).to(input.dtype))
+
+
+def _in_place(function):
+    return lambda input, *args, **kwargs: input.copy_(function(input, *args, **kwargs))
+
+
+REWRITES = {
+    torch.alpha_dropout: _alpha_dropout,
+    torch.alpha_dropout_: _in_place(_alpha_dropout),
+    torch.feature_alpha_dropout: _feature_alpha_dropout,
+    torch.feature_alpha_dropout_: _in_place(_feature_alpha_dropout),
+    torch.rrelu: _rrelu,
+    torch.rrelu_: _in_place(_rrelu),
+    **dict.fromkeys([torch.bernoulli, torch.Tensor.bernoulli], _bernoulli),
+    torch.normal: _normal,
+    torch.randint: _randint,
+    torch.randperm: _randperm,
+    torch.Tensor.bernoulli_: _bernoulli_,
+    torch.Tensor.exponential_: _exponential_,
+    torch.Tensor.normal_: _normal_,
+    torch.Tensor.uniform_: _uniform_,
+}

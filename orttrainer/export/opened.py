@@ -1,0 +1,52 @@
+"""Calls inside `torch.nn.functional`, which a TorchFunctionMode does not see by itself.
+
+A mode is off while it handles a call. So the softmax, the dropout and the cross entropy that, say,
+`F.multi_head_attention_forward` or `F.linear_cross_entropy` call would pass it by.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+
+import torch.nn.functional as F
+from torch._jit_internal import boolean_dispatched
+
+__all__ = ["opened"]
+
+
+def opened(func):
+    """`func` so that a mode sees the calls that it makes; None for no Python function of `torch.nn.functional`."""
+    if inspect.isfunction(func) and (func.__globals__ is vars(F) or func in boolean_dispatched):
+        return _opened(func)
+    return None
+
+
+@functools.cache
+def _opened(func):
+    """A copy with other globals; of a pair of functions that a flag chooses from (`max_pool2d`), with both opened."""
+    within = _Globals() if func not in boolean_dispatched else func.__globals__
+    cells = tuple(types.CellType(opened(cell.cell_contents) or cell.cell_contents) for cell in func.__closure__ or ())
+    copy = types.FunctionType(func.__code__, within, func.__name__, func.__defaults__, cells)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+class _Globals(dict):
+    """The globals of `torch.nn.functional` as they are at the moment; but no tensor asks to be handled.
+
+    Else the function would call the mode again, and that the function.
+    """
+
+    def __init__(self):
+        super().__init__(
+            dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _no)
+        )
+
+    def __missing__(self, name):
+        return vars(F)[name]
+
+
+def _no(*tensors):
+    return False

@@ -1,0 +1,339 @@
+"""Functions that torch's exporters do not know, or get wrong, written in those that they know.
+
+Each has the value and the gradient of the original, at zeros and ties too.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from orttrainer.export import special
+
+__all__ = ["REWRITES"]
+
+
+# ---------------------------------------------------------------- norms
+
+
+def _vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
+    """torch.linalg.vector_norm; exporters forget `keepdim` without `dim`, and their x^p has no slope at 0."""
+    x = x if dtype is None else x.to(dtype)
+    if dim is None and keepdim:
+        return _vector_norm(x.flatten(), ord, 0).reshape([1] * x.dim())
+    if ord in (0, 1, 2, math.inf, -math.inf):
+        return torch.linalg.vector_norm(x, ord, dim, keepdim)
+    axes = list(range(x.dim())) if dim is None else dim
+    none = 0.0 if ord > 0 else math.inf  # 0^ord
+    zero = x == 0
+    powers = torch.where(zero, none, torch.where(zero, 1.0, x).abs() ** ord)
+    total = powers.sum(axes, keepdim) if x.dim() else powers
+    zero = total == 0
+    return torch.where(zero, none, torch.where(zero, 1.0, total) ** (1.0 / ord))
+
+
+def _linalg_norm(x, ord=None, dim=None, keepdim=False, *, dtype=None):
+    """torch.linalg.norm: of a vector if `ord` is not given, or goes along one axis; else of a matrix."""
+    axes = x.dim() if dim is None else 1 if isinstance(dim, int) else len(dim)
+    if ord in (None, "fro"):
+        return _vector_norm(x, 2, dim, keepdim, dtype=dtype)
+    if axes <= 1 and not isinstance(ord, str):
+        return _vector_norm(x, ord, dim, keepdim, dtype=dtype)
+    return torch.linalg.norm(x, ord, dim, keepdim, dtype=dtype)
+
+
+def _matrix_norm(A, ord="fro", dim=(-2, -1), keepdim=False, *, dtype=None):
+    """torch.linalg.matrix_norm, whose Frobenius norm has the slope 0 at 0."""
+    if ord == "fro":
+        return _vector_norm(A, 2, dim, keepdim, dtype=dtype)
+    return torch.linalg.matrix_norm(A, ord, dim, keepdim, dtype=dtype)
+
+
+def _norm(input, p="fro", dim=None, keepdim=False, out=None, dtype=None):
+    """torch.norm, which knows no norm of a matrix but the nuclear one."""
+    if p == "nuc" or out is not None:
+        return torch.norm(input, p, dim, keepdim, out, dtype)
+    return _vector_norm(input, 2 if p in ("fro", None) else p, dim, keepdim, dtype=dtype)
+
+
+def _tensor_norm(input, p="fro", dim=None, keepdim=False, dtype=None):
+    return _norm(input, p, dim, keepdim, dtype=dtype)
+
+
+def _cdist(x1, x2, p=2.0, compute_mode=None):
+    """The norm of each difference; 0 has the slope 0."""
+    return _vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1)
+
+
+def _pdist(input, p=2.0):
+    """The distances of all pairs of rows."""
+    first, second = torch.triu_indices(input.size(0), input.size(0), 1)
+    return _vector_norm(input[first] - input[second], p, -1)
+
+
+def _pairwise_distance(x1, x2, p=2.0, eps=1e-6, keepdim=False):
+    return _vector_norm(x1 - x2 + eps, p, -1, keepdim)
+
+
+# ---------------------------------------------------------------- elementwise
+
+
+def _fmax(input, other):
+    return torch.where((input >= other) | other.isnan(), input, other)
+
+
+def _fmin(input, other):
+    return torch.where((input <= other) | other.isnan(), input, other)
+
+
+def _log_sigmoid(input):
+    """Exporters write the logarithm of the sigmoid, which is infinite below -100."""
+    return -F.softplus(-input)
+
+
+def _hypot(input, other):
+    return torch.sqrt(input * input + other * other)
+
+
+def _logaddexp(input, other):
+    """log(exp(input) + exp(other)), which the exporters write as it stands, so that it overflows."""
+    larger = torch.maximum(input, other)
+    return larger + torch.log1p(torch.exp(-(input - other).abs()))
+
+
+def _logaddexp2(input, other):
+    ln2 = math.log(2.0)
+    return _logaddexp(input * ln2, other * ln2) / ln2
+
+
+def _copysign(input, other):
+    """|input| with the sign of `other`, whose zeros have one too."""
+    other = torch.as_tensor(other, dtype=input.dtype, device=input.device)
+    negative = (other < 0) | (other.reciprocal() < 0)
+    return input.abs() * torch.where(negative, -1.0, 1.0).to(input.dtype)
+
+
+# ---------------------------------------------------------------- along an axis
+
+
+def _prefixes(input, dim, filling):
+    """[..., n, n]: row i holds elements 0 to i along `dim`, swapped with the last axis, and then `filling`."""
+    x = input.transpose(dim, -1)
+    place = torch.arange(x.size(-1), device=x.device)
+    return torch.where(place <= place.unsqueeze(-1), x.unsqueeze(-2), filling)
+
+
+def _cumprod(input, dim, *, dtype=None):
+    """The product of each prefix, which is exact with zeros; its memory is the square of the axis."""
+    input = input if dtype is None else input.to(dtype)
+    return _prefixes(input, dim, 1.0).prod(-1).transpose(dim, -1) if input.dim() else input.clone()
+
+
+def _running_extremum(original, pick, filling):
+    def call(input, dim):
+        """The extremum of each prefix, the last of those that tie; its memory is the square of the axis."""
+        if not input.is_floating_point():
+            return original(input, dim)
+        if not input.dim():
+            return result_type((input.clone(), torch.zeros_like(input, dtype=torch.int64)))
+        prefixes = _prefixes(input.detach(), dim, filling)
+        place = torch.arange(prefixes.size(-1), device=input.device)
+        best = (prefixes == pick(prefixes, -1, keepdim=True)) & (place <= place.unsqueeze(-1))
+        indices = torch.where(best, place, -1).amax(-1).transpose(dim, -1)
+        return result_type((torch.gather(input, dim, indices), indices))
+
+    result_type = getattr(torch.return_types, original.__name__)
+    return call
+
+
+def _sort(input, dim=-1, descending=False, *, stable=None):
+    """ONNX's is always stable."""
+    return torch.sort(input, dim, descending)
+
+
+def _argsort(input, dim=-1, descending=False, *, stable=None):
+    return torch.sort(input, dim, descending)[1]
+
+
+def _kthvalue(input, k, dim=-1, keepdim=False):
+    if not input.dim():
+        return torch.return_types.kthvalue((input.clone(), torch.zeros_like(input, dtype=torch.int64)))
+    found = [part.narrow(dim, k - 1, 1) for part in torch.topk(input, k, dim, largest=False)]
+    return torch.return_types.kthvalue(found if keepdim else [part.squeeze(dim) for part in found])
+
+
+def _median(input, dim=None, keepdim=False):
+    """The lower one of the two in the middle; without `dim`, elements that tie with it share its gradient."""
+    if dim is None:
+        flat = input.flatten()
+        middle = torch.topk(flat.detach(), (flat.size(0) - 1) // 2 + 1, largest=False)[0][-1]
+        ties = flat == middle
+        found = torch.where(ties, flat, 0.0).sum() / ties.sum()
+        return torch.where(input.isnan().any(), math.nan, found)
+    size = input.size(dim) if input.dim() else 1
+    values, indices = _kthvalue(input, (size - 1) // 2 + 1, dim, keepdim)
+    nan = input.isnan().any(dim, keepdim) if input.dim() else input.isnan()
+    return torch.return_types.median((torch.where(nan, math.nan, values), indices))
+
+
+# ---------------------------------------------------------------- covariance
+
+
+def _cov(input, *, correction=1, fweights=None, aweights=None):
+    """The covariance of the rows, whose observations may have weights."""
+    x = input if input.dim() > 1 else input.reshape(1, -1)
+    weights = [w.to(x.dtype) for w in (fweights, aweights) if w is not None]
+    if not weights:
+        total = x.size(1)
+        centered = x - x.mean(1, keepdim=True)
+        weighted, norm = centered, max(total - correction, 0)
+    else:
+        weight = math.prod(weights)
+        total = weight.sum()
+        centered = x - (x * weight).sum(1, keepdim=True) / total
+        weighted = centered * weight
+        lost = correction if aweights is None else correction * (weight * weights[-1]).sum() / total
+        norm = (total - lost).clamp(min=0)
+    return (torch.matmul(weighted, centered.t()) / norm).squeeze()
+
+
+def _corrcoef(input):
+    """Covariances over the deviations."""
+    covariance = _cov(input)
+    if not covariance.dim():
+        return covariance / covariance
+    deviation = covariance.diagonal().sqrt()
+    return (covariance / deviation.unsqueeze(1) / deviation).clamp(-1, 1)
+
+
+# ---------------------------------------------------------------- by index, and joined
+
+
+def _index_add(input, dim, index, source, *, alpha=1):
+    """Exporters forget the factor, what is added to a scalar, and all but one of what goes to the same place."""
+    source = source if alpha == 1 else source * alpha
+    if not input.dim():
+        return input + source.sum()
+    places = index.reshape([-1 if axis == dim % input.dim() else 1 for axis in range(input.dim())])
+    source = source if source.dim() else source.reshape([1] * input.dim())
+    return torch.scatter_add(input, dim, places.expand(source.shape), source)
+
+
+def _index_fill(input, dim, index, value):
+    """By a mask: ONNX's scatter wants each index once."""
+    if not input.dim():
+        return torch.index_fill(input, dim, index, value)
+    dim = dim % input.dim()
+    hit = (torch.arange(input.size(dim), device=input.device).unsqueeze(-1) == index.reshape(-1)).any(-1)
+    hit = hit.reshape([-1 if axis == dim else 1 for axis in range(input.dim())])
+    value = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, dtype=input.dtype, device=input.device)
+    return torch.where(hit, value, input)
+
+
+def _hstack(tensors):
+    tensors = [torch.atleast_1d(x) for x in tensors]
+    return torch.cat(tensors, 0 if tensors[0].dim() == 1 else 1)
+
+
+def _vstack(tensors):
+    return torch.cat([torch.atleast_2d(x) for x in tensors], 0)
+
+
+def _dstack(tensors):
+    return torch.cat([torch.atleast_3d(x) for x in tensors], 2)
+
+
+def _column_stack(tensors):
+    return torch.cat([x.reshape(-1, 1) if x.dim() <= 1 else x for x in tensors], 1)
+
+
+# ---------------------------------------------------------------- pooling
+
+
+def _ceil_max_pool(pool, rank):
+    """Max pooling with `ceil_mode`, spelled out as padding: where a window may start, releases of ONNX differ."""
+
+    def call(input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False):
+        sizes = input.shape[input.dim() - rank :]
+        stride = kernel_size if stride is None or stride == [] else stride
+        if not ceil_mode or not all(type(size) is int for size in sizes):
+            return pool(input, kernel_size, stride, padding, dilation, ceil_mode)
+        pads, shifts = [], []
+        for size, *window in zip(sizes, *(_each(x, rank) for x in (kernel_size, stride, padding, dilation))):
+            kernel, step, before, spread = window
+            reach = spread * (kernel - 1) + 1
+            count = -(-(size + 2 * before - reach) // step) + 1
+            count -= (count - 1) * step >= size + before  # it would see the padding alone
+            pads.append((before, (count - 1) * step + reach - size - before))
+            shifts.append(before)
+        padded = F.pad(input, [side for pad in reversed(pads) for side in pad], value=-math.inf)
+        result = pool(padded, kernel_size, stride, 0, dilation)
+        if isinstance(result, torch.Tensor):
+            return result
+        return result[0], _moved(result[1], padded.shape[-rank:], sizes, shifts)
+
+    return call
+
+
+def _moved(indices, padded, sizes, shifts):
+    """Places in a padded plane as places in the plane."""
+    flat, factor = 0, 1
+    for axis in reversed(range(len(sizes))):
+        flat = flat + (indices % padded[axis] - shifts[axis]) * factor
+        indices, factor = indices // padded[axis], factor * sizes[axis]
+    return flat
+
+
+def _each(value, count):
+    values = [value] if isinstance(value, int) else list(value)
+    return values * count if len(values) == 1 else values
+
+
+def _functions(**rewrites):
+    """{torch.f: rewrite, torch.Tensor.f: rewrite} for each name."""
+    found = {}
+    for name, rewrite in rewrites.items():
+        found |= {getattr(owner, name): rewrite for owner in (torch, torch.Tensor) if hasattr(owner, name)}
+    return found
+
+
+REWRITES = {
+    **special.REWRITES,
+    torch.linalg.vector_norm: _vector_norm,
+    torch.linalg.matrix_norm: _matrix_norm,
+    torch.linalg.norm: _linalg_norm,
+    torch.norm: _norm,
+    torch.Tensor.norm: _tensor_norm,
+    torch.pdist: _pdist,
+    torch._C._nn.log_sigmoid: _log_sigmoid,
+    F.pairwise_distance: _pairwise_distance,
+    **{pool: _ceil_max_pool(pool, 1) for pool in (torch.max_pool1d, torch.max_pool1d_with_indices)},
+    **{pool: _ceil_max_pool(pool, 2) for pool in (torch.max_pool2d, torch._C._nn.max_pool2d_with_indices)},
+    **{pool: _ceil_max_pool(pool, 3) for pool in (torch.max_pool3d, torch._C._nn.max_pool3d_with_indices)},
+    **_functions(
+        argsort=_argsort,
+        cdist=_cdist,
+        column_stack=_column_stack,
+        copysign=_copysign,
+        corrcoef=_corrcoef,
+        cov=_cov,
+        cummax=_running_extremum(torch.cummax, torch.amax, -math.inf),
+        cummin=_running_extremum(torch.cummin, torch.amin, math.inf),
+        cumprod=_cumprod,
+        dstack=_dstack,
+        fmax=_fmax,
+        fmin=_fmin,
+        hstack=_hstack,
+        hypot=_hypot,
+        index_add=_index_add,
+        index_fill=_index_fill,
+        kthvalue=_kthvalue,
+        logaddexp=_logaddexp,
+        logaddexp2=_logaddexp2,
+        median=_median,
+        sort=_sort,
+        vstack=_vstack,
+    ),
+}

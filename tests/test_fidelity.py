@@ -1,0 +1,300 @@
+"""What torch.nn builds for training trains on the graph as in PyTorch: three steps of SGD, then an evaluation."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small import make
+from torch import nn
+from torch.nn.utils import parametrizations, spectral_norm, weight_norm
+from torch.utils.checkpoint import checkpoint
+
+from orttrainer import IODescription, ModelDescription
+from orttrainer.errors import UnsupportedModelError
+
+RATE = 0.05
+
+
+class Loss(nn.Module):
+    """loss = mean((layer(x) - 1)^2 + sin(layer(x)))."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *inputs):
+        y = self.layer(*inputs)
+        return ((y - 1).square() + y.sin()).mean(), y
+
+
+class Call(nn.Module):
+    """A function of a module with parts."""
+
+    def __init__(self, function, **parts):
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *inputs):
+        return self.function(self, *inputs)
+
+
+def described(inputs) -> ModelDescription:
+    shapes = [["batch", *x.shape[1:]] for x in inputs]
+    return ModelDescription(
+        [IODescription(f"x{i}", shape, x.dtype) for i, (x, shape) in enumerate(zip(inputs, shapes))],
+        [IODescription("loss", []), IODescription("y", [])],
+    )
+
+
+def vectors(step: int) -> list[torch.Tensor]:
+    """Another batch size at each step."""
+    return [torch.randn(8 + step, 6, generator=torch.Generator().manual_seed(step))]
+
+
+def sequences(step: int) -> list[torch.Tensor]:
+    return [torch.randn(3 + step, 6, 5, generator=torch.Generator().manual_seed(step))]
+
+
+def batch_norm(**options):
+    return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, **options), nn.Tanh())
+
+
+def called_twice():
+    norm = nn.BatchNorm1d(6)
+    return nn.Sequential(nn.Linear(6, 6), norm, nn.Tanh(), norm)
+
+
+def instance_norm(**options):
+    return nn.Sequential(nn.Conv1d(6, 6, 1), nn.InstanceNorm1d(6, track_running_stats=True, **options))
+
+
+def functional_batch_norm(training):
+    def call(m, x):
+        return F.batch_norm(m.linear(x), m.mean, m.var, training=training)
+
+    return Call(call, linear=nn.Linear(6, 6), mean=nn.Buffer(torch.zeros(6)), var=nn.Buffer(torch.ones(6)))
+
+
+def checkpointed(reentrant):
+    def call(m, x):
+        return m.second(checkpoint(m.first, m.before(x), use_reentrant=reentrant))
+
+    first = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    return Call(call, before=nn.Linear(6, 6), first=first, second=nn.Linear(6, 6))
+
+
+class Average(nn.Linear):
+    """Keeps a moving average and a counter in buffers, and computes with both."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.register_buffer("steps", torch.tensor(0.0))
+        self.register_buffer("average", torch.zeros(6))
+
+    def forward(self, x):
+        if self.training:
+            self.steps += 1
+            self.average.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return super().forward(x) * self.steps / (1 + self.steps) + self.average
+
+
+CASES = {
+    "batch norm": (lambda: batch_norm(), vectors),
+    "batch norm, cumulative average": (lambda: batch_norm(momentum=None), vectors),
+    "batch norm without affine": (lambda: batch_norm(affine=False), vectors),
+    "batch norm without statistics": (lambda: batch_norm(track_running_stats=False), vectors),
+    "batch norm called twice": (called_twice, vectors),
+    "functional batch norm": (lambda: functional_batch_norm(training=False), vectors),
+    "instance norm with statistics": (lambda: instance_norm(affine=True), sequences),
+    "instance norm with statistics, no momentum": (lambda: instance_norm(momentum=None), sequences),
+    "weight norm, a hook": (lambda: weight_norm(nn.Linear(6, 6)), vectors),
+    "weight norm, a parametrization": (lambda: parametrizations.weight_norm(nn.Linear(6, 6)), vectors),
+    "checkpoint, reentrant": (lambda: checkpointed(True), vectors),
+    "checkpoint": (lambda: checkpointed(False), vectors),
+}
+# What these do in forward they do in evaluation too, which a training graph has no other form for.
+ONLY_TRAINING = {
+    "buffers that forward changes": (Average, vectors),
+    "functional batch norm, always training": (lambda: functional_batch_norm(training=True), vectors),
+    "spectral norm, a hook": (lambda: spectral_norm(nn.Linear(6, 6)), vectors),
+    "spectral norm, a parametrization": (lambda: parametrizations.spectral_norm(nn.Linear(6, 6)), vectors),
+}
+
+
+def rebuilt(make_layer) -> nn.Module:
+    """Not a copy: a tensor that a hook computes cannot be copied."""
+    torch.manual_seed(0)
+    return Loss(make_layer())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("case", [*CASES, *ONLY_TRAINING])
+def test_trains_as_in_pytorch(case):
+    make_layer, batch = (CASES | ONLY_TRAINING)[case]
+    module, ours = rebuilt(make_layer), rebuilt(make_layer)
+    trainer = make(ours, loss_fn=None, desc=described(batch(0)))
+    for step in range(3):
+        loss, y = module.train()(*batch(step))
+        found_loss, found_y = trainer.train_step(*batch(step), RATE)
+        torch.testing.assert_close(found_loss, loss.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found_y, y.detach(), rtol=1e-4, atol=1e-5)
+        module.zero_grad()
+        loss.backward()
+        for parameter in module.parameters():
+            parameter.data.sub_(RATE * parameter.grad)
+    state = ours.state_dict()
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(
+            state[name], value, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    if case in CASES:
+        with torch.no_grad():
+            torch.testing.assert_close(
+                trainer.eval_step(*batch(9))[1], module.eval()(*batch(9))[1], rtol=1e-4, atol=1e-5
+            )
+
+
+EVALUATION = "does more in eval mode than to switch dropout off"
+
+
+class Shifted(nn.Linear):
+    """Adds 1 while it trains."""
+
+    def forward(self, x):
+        return super().forward(x) + (1 if self.training else 0)
+
+
+@pytest.mark.parametrize(
+    ("make_layer", "warned"),
+    [
+        (lambda: Shifted(6, 6), True),
+        (lambda: functional_batch_norm(training=True), True),
+        (
+            lambda: nn.Sequential(
+                nn.Linear(6, 6), nn.BatchNorm1d(6), nn.AlphaDropout(0.5), nn.RReLU(), nn.Dropout(0.1)
+            ),
+            False,
+        ),
+        (lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=None), nn.GELU()), False),
+    ],
+    ids=["by self.training", "batch norm that always trains", "dropouts and batch norm", "cumulative average"],
+)
+def test_an_eval_mode_that_the_graph_has_not_is_a_warning(make_layer, warned, caplog):
+    make(rebuilt(make_layer), loss_fn=None, desc=described(vectors(0))).train_step(*vectors(0), RATE)
+    assert (EVALUATION in caplog.text) == warned
+
+
+# ---------------------------------------------------------------- embeddings
+
+TOKENS = torch.tensor([[1, 2, 2, 4], [4, 0, 1, 1], [5, 5, 5, 5]])
+OFFSETS = torch.tensor([0, 3, 3, 9])  # the second bag is empty
+FLAT = TOKENS.reshape(-1)
+MODES = ("sum", "mean", "max")
+
+
+def weighted(**options):
+    def call(m, x):
+        return m.bag(x, per_sample_weights=m.weights * torch.ones_like(x))
+
+    bag = nn.EmbeddingBag(6, 3, mode="sum", **options)
+    return Call(call, bag=bag, weights=nn.Parameter(torch.tensor([0.5, -1.0, 2.0, 3.0])))
+
+
+EMBEDDINGS = {
+    **{f"bag of rows, {mode}": (lambda mode=mode: nn.EmbeddingBag(6, 3, mode=mode), [TOKENS]) for mode in MODES},
+    **{
+        f"bag by offsets, {mode}, padding {padding}": (
+            lambda mode=mode, padding=padding: nn.EmbeddingBag(6, 3, mode=mode, padding_idx=padding), [FLAT, OFFSETS]
+        )
+        for mode in MODES for padding in (None, 5)
+    },
+    "bag of rows, padding": (lambda: nn.EmbeddingBag(6, 3, padding_idx=1), [TOKENS]),
+    "bag with the last offset": (
+        lambda: nn.EmbeddingBag(6, 3, mode="sum", include_last_offset=True), [FLAT, torch.tensor([0, 5, 12])],
+    ),
+    "bag with weights": (weighted, [TOKENS]),
+    "sparse bag": (lambda: nn.EmbeddingBag(6, 3, sparse=True), [TOKENS]),
+    "by frequency": (lambda: nn.Embedding(6, 3, scale_grad_by_freq=True), [TOKENS]),
+    "by frequency with padding": (lambda: nn.Embedding(6, 3, padding_idx=1, scale_grad_by_freq=True), [TOKENS]),
+    "sparse": (lambda: nn.Embedding(6, 3, sparse=True), [TOKENS]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EMBEDDINGS)
+def test_embeddings_train_as_in_pytorch(case):
+    make_layer, inputs = EMBEDDINGS[case]
+    torch.manual_seed(0)
+    module = Loss(make_layer())
+    ours = copy.deepcopy(module)
+    description = ModelDescription(
+        [IODescription(f"x{i}", list(x.shape), x.dtype) for i, x in enumerate(inputs)],
+        [IODescription("loss", []), IODescription("y", [])],
+    )
+    trainer = make(ours, loss_fn=None, desc=description)
+    loss, y = module(*inputs)
+    _, found_y = trainer.train_step(*inputs, RATE)
+    torch.testing.assert_close(found_y, y.detach(), rtol=1e-5, atol=1e-6)
+    gradients = torch.autograd.grad(loss, list(module.parameters()))
+    for parameter, gradient, (name, trained) in zip(module.parameters(), gradients, ours.named_parameters()):
+        expected = parameter.detach() - RATE * gradient.to_dense()
+        torch.testing.assert_close(trained.detach(), expected, msg=lambda text, name=name: f"{name}: {text}")
+    assert all(node.op_type not in ("Loop", "Scan") for node in trainer.training_graph.graph.graph.all_nodes())
+
+
+# ---------------------------------------------------------------- refused by name
+
+
+class Scaled(nn.Linear):
+    """Computes with a Python number that each call changes."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+class Counted(Scaled):
+    """Only counts its calls."""
+
+    def forward(self, x):
+        self.calls += 1
+        return F.linear(x, self.weight, self.bias)
+
+
+REFUSED = {
+    "max_norm": (
+        lambda: nn.Sequential(nn.Embedding(6, 3, max_norm=1.0)), [TOKENS], "'layer.0' has max_norm.*Leave max_norm out",
+    ),
+    "a bag by frequency": (
+        lambda: nn.EmbeddingBag(6, 3, scale_grad_by_freq=True), [TOKENS], "bag with scale_grad_by_freq",
+    ),
+    "max_norm of a bag": (lambda: nn.EmbeddingBag(6, 3, max_norm=1.0), [TOKENS], "EmbeddingBag 'layer' has max_norm"),
+    "functional max_norm": (
+        lambda: Call(lambda m, x: F.embedding(x, m.weight, max_norm=99.0), weight=nn.Parameter(torch.ones(6, 3))),
+        [TOKENS], r"changes the parameter 'layer.weight' in place.*\(an embedding with max_norm does\)",
+    ),
+    "a lazy module": (lambda: nn.LazyLinear(6), vectors(0), "LazyLinear 'layer' has no parameters yet. Run one batch"),
+    "hidden state": (Scaled, vectors(0), "changes 'layer.calls' and computes with it.*register_buffer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_has_no_faithful_form_is_refused_by_name(case):
+    make_layer, inputs, text = REFUSED[case]
+    with pytest.raises(UnsupportedModelError, match=text):
+        make(Loss(make_layer()), loss_fn=None, desc=described(inputs)).train_step(*inputs, RATE)
+
+
+def test_a_number_that_forward_changes_but_does_not_use_is_no_hindrance():
+    module = Loss(Counted())
+    trainer = make(module, loss_fn=None, desc=described(vectors(0)))
+    expected = module(*vectors(0))[0].detach()
+    torch.testing.assert_close(trainer.train_step(*vectors(0), RATE)[0], expected)

@@ -1,0 +1,155 @@
+"""How a module is called and what it returns: by name where names agree, else in order; nested and named outputs."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+import pytest
+import torch
+from small import make
+from torch import nn
+
+from orttrainer import IODescription, ModelDescription
+from orttrainer.errors import SchemaError
+
+A, B, C = (torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+Pair = collections.namedtuple("Pair", ["output", "loss"])
+
+
+@dataclasses.dataclass
+class Result:
+    hidden: tuple
+    output: torch.Tensor
+    loss: torch.Tensor | None = None
+
+
+class Base(nn.Module):
+    """y = linear(a) - 2 b + 3 c; b and c may be left out. The loss is the mean of y^2."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def compute(self, a, b=None, c=None):
+        y = self.linear(a)
+        y = y if b is None else y - 2 * b
+        return y if c is None else y + 3 * c
+
+
+class Positional(Base):
+    def forward(self, a, b=None, c=None):
+        y = self.compute(a, b, c)
+        return y.square().mean(), y
+
+
+class Keywords(Base):
+    def forward(self, **tensors):
+        return Positional.forward(self, **tensors)
+
+
+class More(Base):
+    """Takes anything besides, as the models of Hugging Face do."""
+
+    def forward(self, a, b=None, c=None, **unused):
+        return Positional.forward(self, a, b, c)
+
+
+class KeywordOnly(Base):
+    def forward(self, a, *, c=None, **unused):
+        return Positional.forward(self, a, None, c)
+
+
+class Named(Base):
+    """Its loss comes last, under its name."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, a, b=None, c=None):
+        loss, y = Positional.forward(self, a, b, c)
+        made = {
+            "dict": lambda: {"hidden": (a, (y,)), "output": y, "loss": loss},
+            "dataclass": lambda: Result((a, (y,)), y, loss),
+            "named tuple": lambda: Pair(y, loss),
+        }
+        return made[self.kind]()
+
+
+class WithoutLoss(Base):
+    def forward(self, a):
+        return {"hidden": a, "output": self.compute(a)}
+
+
+def trained(module, inputs, outputs=("loss", "output"), loss_fn=None):
+    """One step from copies of the same weights; returns what it gives and the outputs' names."""
+    description = ModelDescription(
+        [IODescription(name, ["batch", 6], torch.float32) for name in inputs],
+        [IODescription(name, []) for name in outputs],
+    )
+    trainer = make(module, loss_fn=loss_fn, desc=description)
+    return trainer.train_step(**inputs, Learning_Rate=0.0)
+
+
+CALLS = {
+    "all in order": (Positional, {"a": A, "b": B, "c": C}),
+    "names in another order": (Positional, {"c": C, "a": A, "b": B}),
+    "an optional one left out": (Positional, {"a": A, "c": C}),
+    "**kwargs": (Keywords, {"c": C, "a": A}),
+    "keyword-only": (KeywordOnly, {"c": C, "a": A}),
+    "other names beside **kwargs, in order": (More, {"first": A, "second": B}),
+    "other names, in order": (Positional, {"first": A, "second": B}),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_inputs_go_where_their_names_say(case):
+    kind, inputs = CALLS[case]
+    module = kind()
+    by_name = {"first": "a", "second": "b"}
+    with torch.no_grad():
+        y = module.compute(**{by_name.get(name, name): x for name, x in inputs.items()})
+    loss, output = trained(module, inputs)
+    torch.testing.assert_close(output, y)
+    torch.testing.assert_close(loss, y.square().mean())
+
+
+@pytest.mark.parametrize("kind", ["dict", "dataclass", "named tuple"])
+def test_named_outputs_are_found_by_name_in_any_order(kind):
+    module = Named(kind)
+    with torch.no_grad():
+        y = module.compute(A, B)
+    loss, output = trained(module, {"a": A, "b": B})
+    torch.testing.assert_close(output, y)
+    torch.testing.assert_close(loss, y.square().mean())
+
+
+def test_with_a_loss_function_the_other_outputs_are_found_by_name_too():
+    module = WithoutLoss()
+    with torch.no_grad():
+        y = module.compute(A)
+    loss, output = trained(
+        module, {"a": A, "label": B}, loss_fn=lambda prediction, label: (prediction["output"] - label).square().mean()
+    )
+    torch.testing.assert_close(output, y)
+    torch.testing.assert_close(loss, (y - B).square().mean())
+
+
+def test_outputs_of_other_names_are_taken_in_order_however_they_are_nested():
+    class Nested(Base):
+        def forward(self, a):
+            y = self.compute(a)
+            return {"x": y.square().mean(), "none": None, "rest": [y, {"deep": (y + 1,)}]}
+
+    module = Nested()
+    with torch.no_grad():
+        y = module.compute(A)
+    loss, first, second = trained(module, {"a": A}, outputs=("loss", "first", "second"))
+    for found, expected in ((loss, y.square().mean()), (first, y), (second, y + 1)):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_name_that_forward_does_not_take_is_an_error_when_there_is_no_place_for_it():
+    with pytest.raises(SchemaError, match=r"takes 3 inputs \(a, b, c\), but 4 are described \(a, b, c, d\)"):
+        trained(Positional(), {"a": A, "b": B, "c": C, "d": A})

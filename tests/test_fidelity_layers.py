@@ -1,0 +1,158 @@
+"""Functions that the exporters refuse or change, in the forms that replace them: values, gradients, any batch size."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small import make
+from test_fidelity import Call, Loss, described
+from torch import nn
+
+from orttrainer import IODescription, ModelDescription
+from orttrainer.errors import ExportError
+
+RATE = 0.1
+
+
+def random(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def after(layer, width=None, **parts):
+    """`layer` behind a weight, so that there is a gradient to compare."""
+    scale = nn.Parameter(random(*(width or (1,)), seed=9) + 2.0)
+    return Call(lambda m, x, *more: layer(m, x * m.scale, *more), scale=scale, **parts)
+
+
+LAYERS = {
+    "adaptive max, uneven": (lambda m, x: F.adaptive_max_pool2d(x, (3, 2)), (3, 7, 5)),
+    "adaptive max, with indices": (
+        lambda m, x: (lambda y, i: y * (i + 1))(*F.adaptive_max_pool2d(x, (3, 2), return_indices=True)), (3, 7, 5),
+    ),
+    "adaptive max of a line": (lambda m, x: F.adaptive_max_pool1d(x, 3), (3, 7)),
+    "adaptive max of a volume": (lambda m, x: F.adaptive_max_pool3d(x, (2, 1, 3)), (2, 4, 5, 7)),
+    "adaptive mean of a volume": (lambda m, x: F.adaptive_avg_pool3d(x, (2, 1, 3)), (2, 4, 5, 7)),
+    "mean with a divisor": (
+        lambda m, x: F.avg_pool2d(x, (3, 2), 2, (1, 0), ceil_mode=True, count_include_pad=False, divisor_override=5),
+        (3, 7, 6),
+    ),
+    "fractional max": (lambda m, x: F.fractional_max_pool2d(x, 2, (3, 2), _random_samples=m.drawn), (3, 7, 5)),
+    "projected LSTM": (lambda m, x: m.lstm(x)[0] + m.lstm(x)[1][1].sum(), (5, 6)),
+    "log of two exponentials": (lambda m, x: torch.logaddexp(200 * x, 190 * x.flip(0)), (4,)),
+    "variance below its floor": (
+        lambda m, x: F.gaussian_nll_loss(x, 0.5 * x.detach(), x.square() * 1e-3, True, 1e-2, reduction="none"), (4,),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize("case", LAYERS)
+def test_the_form_has_the_value_and_the_gradient_of_the_original(case):
+    function, shape = LAYERS[case]
+    parts = {
+        "fractional max": {"drawn": nn.Buffer(torch.rand(1, 3, 2, generator=torch.Generator().manual_seed(1)))},
+        "projected LSTM": {"lstm": nn.LSTM(6, 5, 2, proj_size=3, bidirectional=True, batch_first=True)},
+    }.get(case, {})
+    torch.manual_seed(0)
+    module = Loss(after(function, shape, **parts))
+    batches = [[random(1 if parts and "drawn" in parts else 2 + step, *shape, seed=step)] for step in range(2)]
+    ours = copy.deepcopy(module)
+    trainer = make(ours, loss_fn=None, desc=described(batches[0]))
+    for inputs in batches:
+        module.zero_grad()
+        loss, y = module(*inputs)
+        loss.backward()
+        found_loss, found_y = trainer.train_step(*inputs, RATE)
+        torch.testing.assert_close(found_y, y.detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found_loss, loss.detach(), rtol=1e-4, atol=1e-5)
+        for (name, parameter), trained in zip(module.named_parameters(), ours.parameters()):
+            parameter.data.sub_(RATE * parameter.grad)
+            torch.testing.assert_close(
+                trained.detach(),
+                parameter.detach(),
+                rtol=1e-4,
+                atol=1e-5,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
+
+
+LENGTHS, TARGET_LENGTHS = torch.tensor([12, 9, 12]), torch.tensor([4, 2, 0])
+TARGETS = torch.tensor([[1, 2, 2, 4], [3, 1, 0, 0], [0, 0, 0, 0]])
+CTC = {
+    "mean": ({}, TARGETS),
+    "sum": ({"reduction": "sum"}, TARGETS),
+    "targets in a row": ({"reduction": "sum"}, torch.tensor([1, 2, 2, 4, 3, 1])),
+    "another blank": ({"blank": 4}, TARGETS % 4),
+    "not enough time": (
+        {"zero_infinity": True, "reduction": "sum"},
+        torch.tensor([[1, 1, 1, 1], [3, 1, 0, 0], [0, 0, 0, 0]]),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CTC)
+def test_connectionist_temporal_classification_trains_as_in_pytorch(case):
+    options, targets = CTC[case]
+    lengths = torch.tensor([5, 9, 12]) if case == "not enough time" else LENGTHS
+
+    class Speech(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 5)
+
+        def forward(self, x, targets, lengths, target_lengths):
+            log_probs = self.linear(x).log_softmax(-1)
+            return F.ctc_loss(log_probs, targets, lengths, target_lengths, **options), log_probs
+
+    torch.manual_seed(0)
+    module = Speech()
+    inputs = [random(12, 3, 6), targets, lengths, TARGET_LENGTHS]
+    description = ModelDescription(
+        [IODescription(f"x{i}", list(x.shape), x.dtype) for i, x in enumerate(inputs)],
+        [IODescription("loss", []), IODescription("log_probs", [])],
+    )
+    ours = copy.deepcopy(module)
+    loss = module(*inputs)[0]
+    found = make(ours, loss_fn=None, desc=description).train_step(*inputs, RATE)[0]
+    torch.testing.assert_close(found, loss.detach(), rtol=1e-5, atol=1e-5)
+    gradients = torch.autograd.grad(loss, list(module.parameters()))
+    for parameter, gradient, trained in zip(module.parameters(), gradients, ours.parameters()):
+        torch.testing.assert_close(trained.detach(), parameter.detach() - RATE * gradient, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("loss_fn", [F.cross_entropy, lambda x, t, **o: F.nll_loss(F.log_softmax(x, 0), t, **o)])
+def test_a_loss_takes_one_sample_without_a_batch(loss_fn, reduction):
+    model = nn.Linear(6, 5)
+    description = ModelDescription(
+        [IODescription("x", [6], torch.float32), IODescription("label", [], torch.int64)], [IODescription("loss", [])]
+    )
+    x, label = random(6), torch.tensor(3)
+    expected = loss_fn(model(x), label).detach()
+    loss = make(model, loss_fn=lambda y, t: loss_fn(y, t, reduction=reduction), desc=description).train_step(
+        x, label, RATE
+    )
+    torch.testing.assert_close(loss, expected)
+
+
+def test_a_function_inside_a_function_is_seen():
+    """F.linear_cross_entropy calls F.cross_entropy, whose label smoothing the exporters forget."""
+    model = nn.LinearCrossEntropyLoss(6, 5, label_smoothing=0.2) if hasattr(nn, "LinearCrossEntropyLoss") else None
+    if model is None:
+        pytest.skip("this torch has no LinearCrossEntropyLoss")
+    x, label = random(4, 6), torch.tensor([0, 3, 1, 4])
+    description = ModelDescription(
+        [IODescription("x", ["batch", 6], torch.float32), IODescription("label", ["batch"], torch.int64)],
+        [IODescription("loss", [])],
+    )
+    expected = model(x, label).detach()
+    torch.testing.assert_close(make(model, loss_fn=None, desc=description).train_step(x, label, RATE), expected)
+
+
+def test_what_the_exporters_do_not_have_is_named():
+    layer = nn.utils.parametrizations.orthogonal(nn.Linear(6, 6))
+    with pytest.raises(ExportError, match="linalg_matrix_exp"):
+        make(Loss(layer), loss_fn=None, desc=described([random(3, 6)])).train_step(random(3, 6), RATE)

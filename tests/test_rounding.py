@@ -1,0 +1,58 @@
+"""The checks on the first batch: what is rounding passes, what is more does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from orttrainer import IODescription, ModelDescription, verify
+from orttrainer.errors import ExportMismatchError
+from orttrainer.export import export_module
+
+DESCRIPTION = ModelDescription([IODescription("x", [4])], [IODescription("loss", [])])
+
+
+class Sum(nn.Module):
+    """The sum of a function of weights times inputs, both fixed."""
+
+    def __init__(self, function, weight):
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(torch.tensor(weight))
+
+    def forward(self, x):
+        return self.function(self.weight * x - 1).sum()
+
+
+def _check(monkeypatch, module, error: float) -> None:
+    monkeypatch.setattr(verify, "gradient_errors", lambda *arguments: {"weight": error})
+    verify.check_gradients(None, module, None, DESCRIPTION, [torch.ones(4)])
+
+
+@pytest.mark.parametrize("function", [torch.tanh, torch.relu])
+def test_an_error_of_a_percent_is_refused_where_rounding_does_nothing_to_the_gradient(function, monkeypatch):
+    with pytest.raises(ExportMismatchError, match="gradient of parameter 'weight' differs from PyTorch's"):
+        _check(monkeypatch, Sum(function, [0.5, 0.9, 1.5, 2.0]), 1e-2)
+
+
+def test_an_error_of_a_percent_passes_where_the_sign_under_a_relu_flips_by_rounding(monkeypatch):
+    _check(monkeypatch, Sum(torch.relu, [0.5, 0.9, 1.0, 2.0]), 1e-2)
+
+
+class Normalized(nn.Module):
+    """The third moment of what BatchNorm makes of a batch that hardly varies: float32 keeps two of its digits."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.scale = nn.BatchNorm1d(3), nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return (self.norm(x) * self.scale).pow(3).mean()
+
+
+def test_a_forward_that_rounding_decides_is_exported():
+    x = 1000 + 0.01 * torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    single, double = (Normalized().to(d)(x.to(d)).item() for d in (torch.float32, torch.float64))
+    assert abs(single - double) > 1e-3 * abs(double)  # else this tests nothing
+    description = ModelDescription([IODescription("x", ["batch", 3])], [IODescription("loss", [])])
+    export_module(Normalized(), None, description, [x])

@@ -1,0 +1,131 @@
+"""Functions that torch's exporters lack, or get wrong, have torch's value and gradient; at zeros, ties and poles too."""
+
+import math
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from orttrainer import build_gradient
+from orttrainer.describe import IODescription, ModelDescription
+from orttrainer.export import export_module
+from orttrainer.export import module as export_stage
+
+
+class Projected(nn.Module):
+    """For each function of parameters: the sum of its elements, each with a weight of its own; and the functions."""
+
+    def __init__(self, functions):
+        super().__init__()
+        self.functions = functions
+        for name, (_, *values) in functions.items():
+            for place, value in enumerate(values):
+                self.register_parameter(f"{name} {place}", nn.Parameter(torch.tensor(value, dtype=torch.float32)))
+
+    def forward(self, scale):
+        results = []
+        for name, (function, *values) in self.functions.items():
+            results.append(function(*(getattr(self, f"{name} {place}") for place in range(len(values)))) * scale)
+        return sum((y * torch.arange(1.0, y.numel() + 1).reshape(y.shape)).sum() for y in results), *results
+
+
+def check(functions):
+    """The gradient of the exported loss is autograd's in float64; the values are checked by the export."""
+    module, scale = Projected(functions), torch.tensor(1.0)
+    outputs = [IODescription(name, []) for name in ("loss", *functions)]
+    forward = export_module(module, None, ModelDescription([IODescription("scale", [])], outputs), [scale])
+    gradient = build_gradient(ir.to_proto(forward.model), of="loss", wrt=list(forward.parameters))
+    session = onnxruntime.InferenceSession(gradient.SerializeToString(), providers=["CPUExecutionProvider"])
+    names = [f"{name}_grad" for name in forward.parameters]
+    found = dict(zip(forward.parameters, session.run(names, {"scale": scale.numpy()})))
+    module.double()(scale.double())[0].backward()
+    for name, parameter in module.named_parameters():
+        expected = np.zeros(parameter.shape) if parameter.grad is None else parameter.grad.numpy()
+        got = found.get(name, np.zeros(parameter.shape))
+        np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-6, err_msg=name)
+
+
+ROWS = [[3.0, -1.0, 0.5, 3.0], [0.0, 2.0, -2.0, 1.0], [0.0, 0.0, 0.0, 0.0]]
+TIES = [[1.0, 3.0, 3.0, 2.0], [2.0, 2.0, 0.0, 2.0]]
+OTHER = [[2.0, 3.0, -0.5, 4.0], [1.0, 2.0, 5.0, 1.0]]
+DISTINCT = [[2.0, 3.0, -0.5, 4.0], [1.0, 2.0, 5.0, 0.0]]
+NEAR = [[3.0, -1.0, 0.5, 3.0], [1.0, 2.0, 3.0, 4.0]]  # the first row is one of ROWS
+PLANE = [[[[7.0, 1, 3, 2, 5], [4, 9, 8, 6, 0], [1, 2, 3, 4, -5], [5, -1, 0, 7, 8], [2, 4, 6, 8.5, 3.5]]]]
+INDEX = torch.tensor([2, 1, 2])
+
+FUNCTIONS = {
+    "a fractional norm": (lambda x: torch.linalg.vector_norm(x, 0.5, 1), ROWS),
+    "a cubic norm": (lambda x: torch.linalg.vector_norm(x, 3, 1), ROWS),
+    "a negative norm": (lambda x: torch.linalg.vector_norm(x, -1, 1), ROWS),
+    "a norm that keeps its axes": (lambda x: torch.linalg.norm(x, keepdim=True), ROWS),
+    "a Frobenius norm": (lambda x: x.norm(dim=1, keepdim=True), ROWS),
+    "a matrix norm of zeros": (torch.linalg.matrix_norm, [[0.0, 0.0], [0.0, 0.0]]),
+    "a norm of zeros": (lambda x: torch.linalg.norm(x, "fro", keepdim=True), [[0.0, 0.0], [0.0, 0.0]]),
+    "a norm of everything": (lambda x: torch.norm(x, 3), ROWS),
+    "fmax": (torch.fmax, TIES, OTHER),
+    "fmin": (torch.fmin, TIES, OTHER),
+    "hypot": (torch.hypot, TIES, OTHER),
+    "copysign": (torch.copysign, ROWS, [-0.0, 1.0, -1.0, 0.0]),
+    "cumprod with a zero": (lambda x: x.cumprod(1), ROWS),
+    "cumprod along the first axis": (lambda x: x.cumprod(0), OTHER),
+    "cummax with ties": (lambda x: x.cummax(1).values, TIES),
+    "cummin with ties": (lambda x: x.cummin(-1)[0], TIES),
+    "a stable sort": (lambda x: torch.sort(x, stable=True, dim=1, descending=True).values, TIES),
+    "a stable argsort": (lambda x: torch.gather(x, 1, x.argsort(stable=True, dim=1)), TIES),
+    "kthvalue": (lambda x: x.kthvalue(2, 1).values, DISTINCT),
+    "a median": (lambda x: x.median(), DISTINCT),
+    "a median that ties": (lambda x: x.median(), TIES),
+    "a median of NaN": (lambda x: torch.where(x.median().isnan(), x.sum(), 0.0), [1.0, math.nan, 2.0]),
+    "medians": (lambda x: x.median(1, keepdim=True).values, DISTINCT),
+    "cov": (lambda x: torch.cov(x), OTHER),
+    "cov with weights": (lambda x: x.cov(aweights=torch.tensor([1.0, 2, 3, 1]), fweights=torch.tensor([1, 1, 2, 3])), OTHER),
+    "corrcoef": (lambda x: torch.corrcoef(x)[0], OTHER),
+    "index_add with a factor": (lambda x, y: x.index_add(1, INDEX, y[:, :3], alpha=-2), TIES, OTHER),
+    "index_add to a scalar": (lambda x, y: torch.index_add(x, 0, torch.tensor([0]), y, alpha=2), 1.0, 2.0),
+    "index_fill with an index twice": (lambda x, y: x.index_fill(1, INDEX, y), TIES, 5.0),
+    "hstack": (lambda x, y: torch.hstack([x, y]), [1.0, 2.0], [3.0]),
+    "vstack": (lambda x, y: torch.vstack([x, y]), [1.0, 2.0], [3.0, 4.0]),
+    "dstack": (lambda x, y: torch.dstack([x, y]), TIES, OTHER),
+    "column_stack": (lambda x, y: torch.column_stack([x, y]), [1.0, 2.0], [[3.0], [4.0]]),
+    "lgamma": (torch.lgamma, [-7.3, -2.5, -0.001, 1e-5, 0.3, 1.0, 2.0, 7.9, 8.0, 30.0, 1e6]),
+    "digamma": (torch.special.digamma, [-7.3, -2.5, -0.25, 0.3, 1.0, 1.4616321, 7.9, 8.0, 30.0, 1e6]),
+    "mvlgamma": (lambda x: torch.mvlgamma(x, 3), [1.1, 2.0, 9.0]),
+    "cdist of order 1/2": (lambda x, y: torch.cdist(x, y, 0.5), ROWS, NEAR),
+    **{f"cdist of order {p}": (lambda x, y, p=p: torch.cdist(x, y, float(p)), ROWS, NEAR) for p in (1, 2, 3)},
+    "pdist": (lambda x: F.pdist(x), ROWS),
+    "logsigmoid": (F.logsigmoid, [-200.0, -8.5, 0.0, 30.0]),
+    "normalize": (lambda x: F.normalize(x, dim=1), ROWS),
+    "pairwise distance": (lambda x, y: F.pairwise_distance(x, y, 3.0), TIES, OTHER),
+    "a window that would start in the padding": (lambda x: F.max_pool2d(x, 3, 3, 1, ceil_mode=True), PLANE),
+    "a window that ends beyond it": (lambda x: F.max_pool1d(x[0], 2, 2, ceil_mode=True), PLANE),
+    "places in a padded plane": (lambda x: F.max_pool2d(x, 3, (2, 3), 1, 1, True, True)[1].to(x.dtype) + x.sum(), PLANE),
+    "an axis of a scalar": (lambda x: x.sum(0) + x.amax(-1, keepdim=True), 2.0),
+}  # fmt: skip
+
+
+# TorchScript does not know sizes as numbers, nor triu_indices.
+DYNAMO_ALONE = {"a window that would start in the padding", "places in a padded plane", "pdist"}
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_spelled_out_function_is_the_original(monkeypatch, exporter):
+    def fail(job, forget_cached=False):
+        raise RuntimeError("dynamo is off")
+
+    functions = FUNCTIONS
+    if exporter == "torchscript":
+        monkeypatch.setattr(export_stage._Job, "dynamo", fail)
+        functions = {name: case for name, case in FUNCTIONS.items() if name not in DYNAMO_ALONE}
+    check(functions)
+
+
+def test_poles_of_the_gamma_function_are_torch_s():
+    from orttrainer.export.special import _digamma, _lgamma
+
+    poles = torch.tensor([0.0, -1.0, -2.0, -7.0])
+    for ours, theirs in ((_lgamma, torch.lgamma), (_digamma, torch.digamma)):
+        torch.testing.assert_close(ours(poles), theirs(poles), equal_nan=True)
