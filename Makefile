@@ -8,7 +8,7 @@ LEGACY := .venv-legacy
 BIN := $(VENV)/bin
 PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help train test test-gpu test-slow test-legacy-runtime bench lint clean
+.PHONY: help train test test-gpu test-slow test-legacy-runtime coverage bench lint clean
 
 help:
 	@echo "make train                train the getting-started sample on the CPU"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-legacy-runtime  run a slice of them on onnxruntime-training-cpu 1.19.2"
 	@echo "make test-gpu             run the tests that need a CUDA device (installs onnxruntime-gpu)"
 	@echo "make test-slow            run the long suites"
+	@echo "make coverage             run the public suites whole (an hour or two) and write docs/coverage.md"
 	@echo "make bench                time train_step beside PyTorch"
 	@echo "make lint                 check style"
 	@echo "make clean                remove the environments"
@@ -30,6 +31,7 @@ $(VENV)/.train: pyproject.toml constraints.txt
 $(VENV)/.test: $(VENV)/.train
 	@echo "adding what the tests need to $(VENV) ..."
 	@$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[cpu,text,mpi,test]'
+	@$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps timm  # which would bring torchvision, and that another torch
 	@touch $@
 
 train: $(VENV)/.train
@@ -57,6 +59,9 @@ $(LEGACY)/.test: pyproject.toml constraints.txt
 test-legacy-runtime: $(LEGACY)/.test
 	@echo "running the legacy_runtime slice on onnxruntime-training-cpu 1.19.2"
 	@$(LEGACY)/bin/python -m pytest -q -m legacy_runtime $(ARGS)
+
+coverage: $(VENV)/.test
+	@cd tests && ../$(BIN)/python -m suites $(ARGS)
 
 bench: $(VENV)/.test
 	@$(BIN)/python benchmarks/train_step.py $(ARGS)

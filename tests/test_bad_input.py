@@ -19,6 +19,7 @@ from orttrainer.errors import (
     DescriptionMismatchWarning,
     DistributedError,
     ExecutionError,
+    GradientError,
     InvalidArgumentError,
     MissingGradientError,
     ModelError,
@@ -532,9 +533,9 @@ def move_data_away(proto):
 ROOT = "d = Sub (output, label) q = Mul (d, d) loss = ReduceMean <keepdims = 0> (q)"
 CUSTOM = f"[the_node] output = my.domain.Mix (x, W) {ROOT}"
 BRANCH = f"""s = ReduceSum <keepdims = 0> (x) b = Cast <to = 9> (s) output = If (b)
-    <then_branch = yes () => (float[batch, 2] a) {{ a = MatMul (x, W) }}, else_branch = no () => (float[batch, 2] a) {{ a = MatMul (x, W) }}> {ROOT}"""
+    <then_branch = yes () => (float[batch, 2] a) {{ a = my.domain.Mix (x, W) }}, else_branch = no () => (float[batch, 2] a) {{ a = MatMul (x, W) }}> {ROOT}"""
 LOOP = f"""n = Constant <value = int64 {{3}}> () go = Constant <value = bool {{1}}> () h = MatMul (x, W)
-    output = Loop (n, go, h) <body = turn (int64 i, bool c, float[batch, 2] s) => (bool c2, float[batch, 2] s2) {{ c2 = Identity (c) s2 = Tanh (s) }}> {ROOT}"""
+    output = Loop (n, go, h) <body = turn (int64 i, bool c, float[batch, 2] s) => (bool c2, float[batch, 2] s2) {{ c2 = Identity (c) r = RandomNormalLike (s) s2 = Mul (s, r) }}> {ROOT}"""
 
 ONNX_MODELS = {
     "the output first": (onnx_model(), dict(desc=describe(outputs=[OUTPUT, LOSS])), ModelError, "the first output, 'output', is trained as the loss and must be a float scalar; it has shape [batch, 2]"),
@@ -555,9 +556,9 @@ ONNX_MODELS = {
         onnx_model("h = Cast <to = 10> (x) p = MatMul (h, W) output = Cast <to = 1> (p) " + ROOT, weight=W.astype(np.float16)), {}, OptimizerError, "cannot update parameter 'W' of dtype FLOAT16; it needs float32 or float64",
     ),
     "an operator of another domain": (onnx_model(CUSTOM), {}, MissingGradientError, "no gradient rule for 'Mix' (domain my.domain, opset 3), needed by node 'the_node' between 'W'...@vjp(\"Mix\", domain=\"my.domain\")"),
-    "an If on the way": (onnx_model(BRANCH), {}, MissingGradientError, "no gradient rule for 'If' (domain ai.onnx, opset 18), needed by node 'If_...between 'W'...frozen_weights"),
-    "a Loop on the way": (onnx_model(LOOP), {}, MissingGradientError, "no gradient rule for 'Loop' (domain ai.onnx, opset 18), needed by node 'Loop_"),
-    "an opset of the past": (onnx_model(opset=5), {}, ModelError, "opset 5 of the default domain is not supported; convert the model to 12 to 23"),
+    "an unknown operator inside an If": (onnx_model(BRANCH), {}, MissingGradientError, "inside If 'If_...: no gradient rule for 'Mix' (domain my.domain, opset 3)...between 'W'...frozen_weights"),
+    "a random Loop on the way": (onnx_model(LOOP), {}, GradientError, "the body of 'Loop' node 'Loop_...draws random numbers (RandomNormalLike"),
+    "an opset of the past": (onnx_model(opset=5), {}, ModelError, "opset 5 of the default domain is not supported; convert the model to 12 to 28"),
     "an opset of the future": (onnx_model(opset=99), {}, ModelError, "opset 99"),
     "an empty model": (onnx.ModelProto(), {}, ModelError, "the ONNX model is broken: The model does not have an ir_version"),
     "no opset": (changed(lambda m: m.ClearField("opset_import")), {}, ModelError, "broken: model with IR version >= 3 must specify opset_import"),
@@ -647,8 +648,8 @@ GRADIENTS = {
     "a torch module": ((nn.Linear(1, 1),), InvalidArgumentError, "model must be an onnx.ModelProto or the path of one, got Linear"),
     "this very file": ((__file__,), ModelError, "test_bad_input.py' cannot be read as an ONNX model"),
     "an operator of another domain": ((onnx_model(CUSTOM),), MissingGradientError, "no gradient rule for 'Mix' (domain my.domain, opset 3), needed by node 'the_node'"),
-    "an If on the way": ((onnx_model(BRANCH),), MissingGradientError, "no gradient rule for 'If'"),
-    "an opset of the past": ((onnx_model(opset=5),), ModelError, "opset 5 of the default domain is not supported; convert the model to 12 to 23"),
+    "an unknown operator inside an If": ((onnx_model(BRANCH),), MissingGradientError, "inside If 'If_...: no gradient rule for 'Mix'"),
+    "an opset of the past": ((onnx_model(opset=5),), ModelError, "opset 5 of the default domain is not supported; convert the model to 12 to 28"),
     "a broken model": ((onnx_model(LINEAR.replace("(output, label)", "(output, lable)")),), ModelError, "the ONNX model is broken: ...'lable'"),
     "external data that is missing": ((changed(move_data_away),), ModelError, "the data of 'W' is in a file 'weights.bin', which is not here"),
 }  # fmt: skip

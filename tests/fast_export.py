@@ -1,0 +1,39 @@
+"""torch.onnx finds out anew in every export what it can translate, most of the time of a small one. Find it out once."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+
+import torch
+from torch.onnx._internal.exporter import _registration
+
+
+def share_operator_table() -> None:
+    """From now on, exports of this process start from copies of one table; what one of them adds stays its own."""
+    registry = _registration.ONNXRegistry
+    if hasattr(registry.from_torchlib, "shared"):
+        return
+    make = functools.cache(registry.from_torchlib)
+
+    def from_torchlib(cls, opset_version=_registration._constants.TORCHLIB_OPSET):
+        shared = make(opset_version)
+        own = copy.copy(shared)
+        own.functions = {target: list(forms) for target, forms in shared.functions.items()}
+        return own
+
+    from_torchlib.shared = True
+    registry.from_torchlib = classmethod(from_torchlib)
+    composite = torch._export.utils
+    composite._collect_all_valid_cia_ops_for_namespace = functools.cache(
+        composite._collect_all_valid_cia_ops_for_namespace
+    )
+
+
+def warm_up() -> None:
+    """Share the table, and import all that an export does, for processes that are forked off this one."""
+    share_operator_table()
+    torch.onnx.export(torch.nn.Linear(1, 1), (torch.zeros(1, 1),), dynamo=True, opset_version=18, verbose=False)
+    gc.collect()
+    gc.freeze()  # it stays: no collection needs to look at it again
