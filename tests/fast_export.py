@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import warnings
 
 import torch
 from torch.onnx._internal.exporter import _registration
@@ -34,6 +35,8 @@ def share_operator_table() -> None:
 def warm_up() -> None:
     """Share the table, and import all that an export does, for processes that are forked off this one."""
     share_operator_table()
-    torch.onnx.export(torch.nn.Linear(1, 1), (torch.zeros(1, 1),), dynamo=True, opset_version=18, verbose=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(torch.nn.Identity().eval(), (torch.zeros(1),), dynamo=True, opset_version=18, verbose=False)
     gc.collect()
     gc.freeze()  # it stays: no collection needs to look at it again

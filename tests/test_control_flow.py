@@ -259,6 +259,38 @@ def test_loop_behind_a_loop_knows_its_shapes():
     check_gradient(model, randoms(x=(2, 3), w=(3, 3)))
 
 
+GROWS = """g (int64 n, real[2] s0, real[2] w) => (real[M] s, real[T] y) <bool c = {1}> {
+  s, y = Loop <body = b (int64 i, bool ci, real[K] h) => (bool co, real[L] hn, real yi) {
+    co = Identity(ci) p = Mul(w, w) m = ReduceSumSquare <keepdims = 0> (h) q = Mul(p, m) t = Tanh(h)
+    hn = Concat <axis = 0> (t, q) yi = ReduceSum <keepdims = 0> (hn) }> (n, c, s0) }"""
+
+
+@pytest.mark.parametrize("used", [["s", "y"], ["y"]])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_state_that_grows_from_step_to_step(count, used):
+    def twin(h, w):
+        ys = []
+        for _ in range(count):
+            h = torch.cat([torch.tanh(h), w * w * (h * h).sum()])
+            ys.append(h.sum())
+        return [{"s": h, "y": torch.stack(ys)}[name] for name in used]
+
+    feeds = {"n": np.array(count), "s0": RNG.standard_normal(2), "w": RNG.standard_normal(2) / 2}
+    sizes = {"s": 2 + 2 * count, "y": count}
+    cotangents = {name: RNG.standard_normal(sizes[name]) for name in used}
+    model = parsed(GROWS)
+    for value in model.graph.node[0].attribute[0].g.input[2:]:  # as exporters write it
+        value.type.tensor_type.ClearField("shape")
+    gradient = build_gradient(model, of=used, wrt=["s0", "w"])
+    assert [node.op_type for node in gradient.graph.node].count("Loop") == 3  # forward, once more, and back
+    seeds = {f"{name}_cotangent": value for name, value in cotangents.items()}
+    found = _run_onnxruntime(gradient, feeds | seeds)
+    given = [torch.tensor(feeds[name], requires_grad=True) for name in ("s0", "w")]
+    total = sum((y * torch.tensor(cotangents[name])).sum() for name, y in zip(used, twin(*given)))
+    for name, expected in zip(("s0", "w"), torch.autograd.grad(total, given)):
+        np.testing.assert_allclose(found[f"{name}_grad"], expected, rtol=1e-10)
+
+
 def test_second_derivative_through_each():
     for body, feeds in (
         (BRANCHES, {"c": np.array(True), **randoms(x=(2, 3), w=3, v=3)}),

@@ -67,3 +67,32 @@ def test_values_stay():
     onnx.checker.check_model(gradient, full_check=True)
     assert [value.name for value in gradient.graph.output] == ["y", "x_grad"]
     assert not np.any([node.op_type.startswith("Sequence") for node in gradient.graph.node])
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_a_list_that_a_loop_appends_to(axis):
+    """As scripted PyTorch loops export: a sequence among the states, stacked after the Loop."""
+    body = f"""g (int64 n, real[2,3] s0, real[3,3] w) => (real[A,B,C] y, real[2,3] s) <bool c = {{1}}> {{
+      e = SequenceEmpty <dtype = 11> ()
+      s, l = Loop <body = b (int64 i, bool ci, real[2,3] h, seq(real[2,3]) li) =>
+                          (bool co, real[2,3] hn, seq(real[2,3]) ln) {{
+        co = Identity(ci) p = MatMul(h, w) hn = Tanh(p) yi = Mul(hn, h) ln = SequenceInsert(li, yi) }}> (n, c, s0, e)
+      y = ConcatFromSequence <axis = {axis}, new_axis = 1> (l) }}"""
+
+    def twin(h, w):
+        ys = []
+        for _ in range(4):
+            before, h = h, torch.tanh(h @ w)
+            ys.append(before * h)
+        return torch.stack(ys, axis), h
+
+    feeds = {"n": np.array(4), **randoms(s0=(2, 3), w=(3, 3))}
+    rng = np.random.default_rng(0)
+    given = [torch.tensor(feeds[name], requires_grad=True) for name in ("s0", "w")]
+    outputs = twin(*given)
+    seeds = [rng.standard_normal(y.shape) for y in outputs]
+    gradient = build_gradient(parsed(body), of=["y", "s"], wrt=["s0", "w"])
+    found = _run_onnxruntime(gradient, feeds | {"y_cotangent": seeds[0], "s_cotangent": seeds[1]})
+    np.testing.assert_allclose(found["y"], outputs[0].detach(), rtol=1e-12)
+    for name, expected in zip(("s0", "w"), torch.autograd.grad(outputs, given, [torch.tensor(s) for s in seeds])):
+        np.testing.assert_allclose(found[f"{name}_grad"], expected, rtol=1e-10)

@@ -26,7 +26,7 @@ from suites.outcome import Outcome, State
 TITLE = "Gradients of gradients"
 TARGET = "40 operators, all that are smooth"
 SLICE = 12
-EXCEPTIONS: dict[str, str] = {}
+EXCEPTIONS = {"MeanVarianceNormalization": "ONNX's shape inference refuses its function body in float64"}
 RTOL = 1e-7  # attributes such as alpha=0.4 are float32
 
 _CASES: dict[str, list[Case]] = {}
@@ -44,7 +44,7 @@ def entries() -> list[str]:
 def check(entry: str, limit: int | None = None) -> Iterator[Outcome]:
     """One outcome for each use of the operator."""
     for case in _CASES[entry][:limit]:
-        if not case.domain and "tensor(double)" not in onnx.defs.get_schema(entry, case.opset).inputs[0].types:
+        if _float32_only(case):
             yield Outcome(str(case), State.NOT_RUN, "ONNX defines the operator for float32 only")
             continue
         model, feeds = _model(case, np.float64)
@@ -64,6 +64,11 @@ def check(entry: str, limit: int | None = None) -> Iterator[Outcome]:
         )
         state = State.PASSED if worst <= RTOL else State.WRONG
         yield Outcome(str(case), state, f"relative error {worst:.1e}")
+
+
+def _float32_only(case: Case) -> bool:
+    known = not case.domain and onnx.defs.has(case.op_type, case.opset)
+    return known and "tensor(double)" not in onnx.defs.get_schema(case.op_type, case.opset).inputs[0].types
 
 
 def _by_torch(case: Case, model: onnx.ModelProto, feeds: dict) -> tuple[dict, np.ndarray, dict]:

@@ -16,6 +16,8 @@ from orttrainer.differentiate.prepare.loop_states import infer_loop_states
 from orttrainer.differentiate.prepare.opsets import with_known_opset
 from orttrainer.differentiate.prepare.ranks import infer_ranks
 from orttrainer.graph.builder import infer_outputs
+from orttrainer.graph.inference import infer_shapes
+from orttrainer.graph.passes.loop_lists import StackLoopListsPass
 from orttrainer.graph.passes.sequences import ResolveSequencesPass
 from orttrainer.graph.passes.stop_gradient import DOMAIN as STOP_GRADIENT_DOMAIN
 from orttrainer.graph.passes.stop_gradient import STOP_GRADIENT
@@ -40,11 +42,11 @@ def prepare(model: ir.Model) -> ir.Model:
     for node in model.graph.all_nodes():
         if node.op_type == "STFT" and "onesided" not in node.attributes:  # ONNX's inference takes it for 0
             node.attributes["onesided"] = ir.AttrInt64("onesided", 1)
-    model = common.ShapeInferencePass(data_prop=True)(model).model
+    infer_shapes(model)
     if _infer_foreign(model.graph):
-        model = common.ShapeInferencePass(data_prop=True)(model).model
-    if ResolveSequencesPass()(model).modified:
-        model = common.ShapeInferencePass(data_prop=True)(model).model
+        infer_shapes(model)
+    if any([StackLoopListsPass()(model).modified, ResolveSequencesPass()(model).modified]):
+        infer_shapes(model)
     infer_loop_states(model)
     infer_ranks(model)
     _complete_types(model.graph)

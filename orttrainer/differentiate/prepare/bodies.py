@@ -9,6 +9,7 @@ from onnx_ir.passes import common
 
 from orttrainer.differentiate.registry import find_rule, is_non_differentiable
 from orttrainer.errors import ModelError
+from orttrainer.graph.inference import infer_shapes
 
 
 def with_function_bodies(model: ir.Model) -> ir.Model:
@@ -62,7 +63,7 @@ def _inlined_with_gaps(model: ir.Model, ids: list[tuple[str, str]]) -> ir.Model:
         if not schema.has_context_dependent_function:
             continue
         if any(x is not None and x.type is None for x in node.inputs):
-            common.ShapeInferencePass(data_prop=True)(model)
+            infer_shapes(model)
         if any(x is not None and x.type is None for x in node.inputs):
             continue
         types = [onnx.TypeProto() if x is None else ir.serde.serialize_type(x.type) for x in node.inputs]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-from onnx_ir.passes import common
 
 from orttrainer.graph.builder import same_dim
+from orttrainer.graph.inference import infer_shapes
 
 
 def infer_loop_states(model: ir.Model) -> None:
@@ -30,7 +30,7 @@ def infer_loop_states(model: ir.Model) -> None:
             if before not in assumed and first.shape is not None:
                 assumed[before] = first.shape.copy()
             before.shape = last.shape = assumed[before].copy() if before in assumed else None
-        common.ShapeInferencePass(data_prop=True)(model)
+        infer_shapes(model)
         wrong = [(s, assumed[s[0]]) for s in states if s[0] in assumed and not _holds(assumed[s[0]], s[2].shape)]
         fresh = [s for s in states if s[0] not in assumed and s[1].shape is not None]  # a Loop behind a Loop
         for state, shape in wrong:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import onnx_ir as ir
-from onnx_ir.passes import common
+
+from orttrainer.graph.inference import infer_shapes
 
 # The first output has the rank of the first input.
 SAME_RANK = frozenset(
@@ -57,7 +58,7 @@ def infer_ranks(model: ir.Model) -> None:
                         y.shape, modified = _any_size(node.inputs[0].shape, node.attributes.get_int("axis", 0)), True
         if not modified:
             return
-        common.ShapeInferencePass(data_prop=True)(model)
+        infer_shapes(model)
 
 
 def _tensors(graph: ir.Graph):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 
@@ -17,7 +18,7 @@ from orttrainer.differentiate.driver import FLOATS, differentiate, values_that_d
 from orttrainer.differentiate.registry import vjp
 from orttrainer.differentiate.rules.tools import attribute, constant
 from orttrainer.errors import GradientError
-from orttrainer.graph.builder import Builder
+from orttrainer.graph.builder import Builder, same_shape
 from orttrainer.graph.passes.random import RANDOM_OPS
 from orttrainer.graph.subgraphs import captured_values, subgraphs
 
@@ -45,7 +46,7 @@ def scan(op, node, *cotangents):
     body = node.attributes["body"].as_graph()
     read = node.attributes["num_scan_inputs"].as_int()
     count, written = len(node.inputs) - read, len(body.outputs) - len(node.inputs) + read
-    states = [_State(k, k, node.inputs[k], cotangents[k]) for k in range(count)]
+    states = [_State(k, k, node.inputs[k], node.outputs[k], cotangents[k]) for k in range(count)]
     slices = [
         _Slices(count + k, node.inputs[count + k], axis, direction)
         for k, (axis, direction) in enumerate(_ways(node, "input", read))
@@ -62,8 +63,8 @@ def loop(op, node, *cotangents):
     """S', Y[t] = body(t, S) while the condition holds  ->  dS = (dS', dY[t]) through the body, from the last t to the first."""
     body = node.attributes["body"].as_graph()
     count = len(node.inputs) - 2
-    states = [_State(k, None, None, None) for k in range(2)]  # the number of the iteration, and the condition
-    states += [_State(2 + k, 1 + k, node.inputs[2 + k], cotangents[k]) for k in range(count)]
+    states = [_State(k, None, None, None, None) for k in range(2)]  # the number of the iteration, and the condition
+    states += [_State(2 + k, 1 + k, node.inputs[2 + k], node.outputs[k], cotangents[k]) for k in range(count)]
     results = [_Slices(1 + k, cotangents[k], 0, 0) for k in range(count, len(cotangents))]
     return _backwards(op, node, body, states, [], results)
 
@@ -78,7 +79,8 @@ class _State:
     before: int
     after: int | None  # None: it has no gradient
     first: ir.Value | None
-    dlast: ir.Value | None  # cotangent of what it is in the end
+    last: ir.Value | None
+    dlast: ir.Value | None
 
 
 @dataclass
@@ -129,32 +131,18 @@ def _backwards(
     again = [s for s in read if is_read(inputs[s.inside])]
     if not (stored or again or written):  # the number of steps has to come from somewhere
         again, stored = read[:1], [] if read else states[:1]
-    scanned = [(_stored(op, node, body, s.before), 0, 0, inputs[s.before]) for s in stored]
-    scanned += [(s.outside, s.axis, s.direction, inputs[s.inside]) for s in again]
-    scanned += [(s.outside, s.axis, s.direction, dy) for s, dy in zip(written, dys)]
-    inner.graph.inputs.extend([*d_after, *sums, *(inside for *_, inside in scanned)])
-    first = [op.zeros_like(s.first) if s.dlast is None else s.dlast for s in carried]
+    first = [op.zeros_like(s.last) if s.dlast is None else s.dlast for s in carried]
     first += [op.zeros_like(z) for z in wanted]
-    attributes = [
-        ir.AttrGraph("body", inner.graph),
-        ir.AttrInt64("num_scan_inputs", len(scanned)),
-        ir.AttrInt64s("scan_input_axes", [axis for _, axis, _, _ in scanned]),
-        ir.AttrInt64s("scan_input_directions", [1 - direction for _, _, direction, _ in scanned]),
-    ]
-    if sliced:
-        attributes.append(ir.AttrInt64s("scan_output_axes", [s.axis for s in sliced]))
-        attributes.append(ir.AttrInt64s("scan_output_directions", [1 - s.direction for s in sliced]))
     types = [(v.type, v.shape) for v in (*(s.first for s in carried), *wanted, *(s.outside for s in sliced))]
-    steps = [outside for outside, *_ in scanned]
-    if node.op_type == "Scan" or _has_a_step(node):
-        values = _append(op, "Scan", [*first, *steps], attributes, types)
-    else:  # ONNX Runtime's Scan refuses to go through nothing
-        then, other = _subgraph(op, "steps"), _subgraph(op, "no_steps")
-        then.graph.outputs.extend(_append(then, "Scan", [*first, *steps], attributes, types))
-        other.graph.outputs.extend(other.Identity(value) for value in first)
-        branches = [ir.AttrGraph("then_branch", then.graph), ir.AttrGraph("else_branch", other.graph)]
-        some = op.Cast(op.Squeeze(op.dim(steps[0], 0), [0]), to=int(ir.DataType.BOOL))
-        values = _append(op, "If", [some], branches, types)
+    inner.graph.inputs.extend([*d_after, *sums])
+    if all(_keeps_shape(body, s) for s in (*stored, *carried)):
+        scanned = [(_stored(op, node, body, s.before), 0, 0, inputs[s.before]) for s in stored]
+        scanned += [(s.outside, s.axis, s.direction, inputs[s.inside]) for s in again]
+        scanned += [(s.outside, s.axis, s.direction, dy) for s, dy in zip(written, dys)]
+        values = _by_scan(op, node, inner, first, scanned, sliced, types)
+    else:
+        read_again = [(s.before, inputs[s.before]) for s in stored]
+        values = _by_loop(op, node, inner, first, read_again, [(s.outside, dy) for s, dy in zip(written, dys)], types)
 
     of_first = {s.before: value for s, value in zip(carried, values)}
     of_captured = dict(zip(wanted, values[len(carried) :]))
@@ -164,6 +152,70 @@ def _backwards(
         *(of_slices.get(s.inside) for s in read),
         *(of_captured.get(z) for z in captured),
     ]
+
+
+def _by_scan(
+    op: Builder, node: ir.Node, inner: Builder, first, scanned, sliced: list[_Slices], types
+) -> list[ir.Value]:
+    """Append the Scan. `scanned`: (outside, axis, direction of the forward steps, inside) of what it reads in slices."""
+    inner.graph.inputs.extend(inside for *_, inside in scanned)
+    attributes = [
+        ir.AttrGraph("body", inner.graph),
+        ir.AttrInt64("num_scan_inputs", len(scanned)),
+        ir.AttrInt64s("scan_input_axes", [axis for _, axis, _, _ in scanned]),
+        ir.AttrInt64s("scan_input_directions", [1 - direction for _, _, direction, _ in scanned]),
+    ]
+    if sliced:
+        attributes.append(ir.AttrInt64s("scan_output_axes", [s.axis for s in sliced]))
+        attributes.append(ir.AttrInt64s("scan_output_directions", [1 - s.direction for s in sliced]))
+    steps = [outside for outside, *_ in scanned]
+    if node.op_type == "Scan" or _has_a_step(node):
+        return _append(op, "Scan", [*first, *steps], attributes, types)
+    # ONNX Runtime's Scan refuses to go through nothing.
+    then, other = _subgraph(op, "steps"), _subgraph(op, "no_steps")
+    then.graph.outputs.extend(_append(then, "Scan", [*first, *steps], attributes, types))
+    other.graph.outputs.extend(other.Identity(value) for value in first)
+    branches = [ir.AttrGraph("then_branch", then.graph), ir.AttrGraph("else_branch", other.graph)]
+    some = op.Cast(op.Squeeze(op.dim(steps[0], 0), [0]), to=int(ir.DataType.BOOL))
+    return _append(op, "If", [some], branches, types)
+
+
+def _by_loop(op: Builder, node: ir.Node, inner: Builder, first, states, written, types) -> list[ir.Value]:
+    """Append a Loop instead, for states whose shape may change: no tensor holds those of all steps, but a sequence does.
+
+    The forward Loop runs once more to fill the sequences. `states`: (which input of the body, its copy inside).
+    """
+    body = node.attributes["body"].as_graph()
+    again = _copy(op, node, body, "again")
+    count = len(node.inputs) - 2
+    again.graph.outputs[:] = again.graph.outputs[: 1 + count]
+    empty = []
+    for index, _ in states:
+        x = again.graph.inputs[index]
+        kept = ir.Value(name=again.new_name("kept"), type=ir.SequenceType(x.type))
+        again.graph.inputs.append(kept)
+        again.graph.outputs.append(again.SequenceInsert(kept, x))
+        empty.append(op.SequenceEmpty(dtype=int(x.dtype)))
+    found = [(y.type, y.shape) for y in node.outputs[:count]] + [(value.type, None) for value in empty]
+    sequences = _append(op, "Loop", [*node.inputs, *empty], [ir.AttrGraph("body", again.graph)], found)[count:]
+
+    steps = op.SequenceLength(sequences[0])
+    turn = ir.Value(name=inner.new_name("turn"), type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
+    go = ir.Value(name=inner.new_name("go"), type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([]))
+    inner.graph.inputs[:] = [turn, go, *inner.graph.inputs]
+    time = inner.Sub(inner.Sub(steps, np.int64(1)), turn)
+    for sequence, (_, inside) in zip(sequences, states):
+        inside.replace_all_uses_with(inner.SequenceAt(sequence, time), replace_graph_outputs=True)
+    for dys, inside in written:
+        inside.replace_all_uses_with(inner.Gather(dys, time, axis=0), replace_graph_outputs=True)
+    inner.graph.outputs[:] = [inner.Identity(go), *inner.graph.outputs]
+    inner.graph.sort()
+    return _append(op, "Loop", [steps, op.const(np.array(True)), *first], [ir.AttrGraph("body", inner.graph)], types)
+
+
+def _keeps_shape(body: ir.Graph, state: _State) -> bool:
+    """Whether a state surely has one shape in all steps."""
+    return state.after is None or same_shape(body.inputs[state.before], body.outputs[state.after])
 
 
 def _active_states(op, body: ir.Graph, states: list[_State], read: list[_Slices], wanted: list) -> list[_State]:

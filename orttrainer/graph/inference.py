@@ -1,0 +1,58 @@
+"""ONNX's shape inference over a whole model, with the types of sequences kept."""
+
+from __future__ import annotations
+
+import logging
+
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+_SEQUENCES = {"SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert", "SplitToSequence"}
+
+
+def infer_shapes(model: ir.Model) -> None:
+    """Give every value the dtype and shape that ONNX finds; `model` is changed in place.
+
+    Where an operator makes all of ONNX's inference fail, it is done again without values, then without its checks.
+    """
+    for options in ({}, {"data_prop": False}, {"data_prop": False, "strict_mode": False, "check_type": False}):
+        if _succeeds(common.ShapeInferencePass(**options), model):
+            break
+    _restore_sequences(model.graph)
+
+
+def _succeeds(inference: common.ShapeInferencePass, model: ir.Model) -> bool:
+    """Whether onnx-ir logs no failure, which is all that it does with one."""
+    failures: list[logging.LogRecord] = []
+    logger = logging.getLogger(common.shape_inference.__name__)
+    logger.addFilter(keep := lambda record: bool(failures.append(record)))
+    try:
+        inference(model)
+    finally:
+        logger.removeFilter(keep)
+    return not failures
+
+
+def _restore_sequences(graph: ir.Graph) -> None:
+    """onnx-ir takes the dtype of a sequence's elements for that of a tensor, and the next inference then fails."""
+    for node in graph:
+        if node.op_type in _SEQUENCES and node.outputs[0].dtype is not None:
+            _set_sequence(node.outputs[0], node.outputs[0])
+        elif node.op_type == "Identity":
+            _set_sequence(node.outputs[0], node.inputs[0])
+        elif node.op_type in ("If", "Loop", "Scan"):
+            bodies = [a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH]
+            if node.op_type == "Loop":
+                for inside, first in zip(bodies[0].inputs[2:], node.inputs[2:]):
+                    _set_sequence(inside, first)
+            for body in bodies:
+                _restore_sequences(body)
+                for y, inside in zip(node.outputs, body.outputs[1:] if node.op_type == "Loop" else body.outputs):
+                    _set_sequence(y, inside)
+
+
+def _set_sequence(value: ir.Value, like: ir.Value) -> None:
+    if isinstance(like.type, ir.SequenceType):
+        value.type = like.type
+    elif value is like:
+        value.type, value.shape = ir.SequenceType(ir.TensorType(value.dtype)), None
