@@ -135,7 +135,7 @@ def _backwards(
     first += [op.zeros_like(z) for z in wanted]
     types = [(v.type, v.shape) for v in (*(s.first for s in carried), *wanted, *(s.outside for s in sliced))]
     inner.graph.inputs.extend([*d_after, *sums])
-    if all(_keeps_shape(body, s) for s in (*stored, *carried)):
+    if node.op_type == "Scan" or all(_keeps_shape(body, s) for s in (*stored, *carried)):
         scanned = [(_stored(op, node, body, s.before), 0, 0, inputs[s.before]) for s in stored]
         scanned += [(s.outside, s.axis, s.direction, inputs[s.inside]) for s in again]
         scanned += [(s.outside, s.axis, s.direction, dy) for s, dy in zip(written, dys)]
