@@ -5,6 +5,10 @@ import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
+from fast_export import share_operator_table
+
+share_operator_table()
+
 
 @pytest.fixture(autouse=True)
 def _no_seed_of_another_test(monkeypatch):

@@ -161,7 +161,7 @@ def det(op, node, dy):
 
 def _cofactors(op, x: ir.Value, size: int) -> ir.Value:
     """The derivative of the determinant of each matrix of at most 3 rows; the rows of a 3 x 3 are cross products."""
-    if size == 1:
+    if size <= 1:
         return op.full_like(x, 1.0)
     rows = op.Split(x, axis=-2, num_outputs=size, outputs=size)
     if size == 2:
