@@ -124,7 +124,7 @@ def test_spelled_out_function_is_the_original(monkeypatch, exporter):
 
 
 def test_poles_of_the_gamma_function_are_torch_s():
-    from orttrainer.export.special import _digamma, _lgamma
+    from orttrainer.export.rewrites.special import _digamma, _lgamma
 
     poles = torch.tensor([0.0, -1.0, -2.0, -7.0])
     for ours, theirs in ((_lgamma, torch.lgamma), (_digamma, torch.digamma)):

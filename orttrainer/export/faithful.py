@@ -18,7 +18,10 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from orttrainer.errors import UnsupportedModelError
-from orttrainer.export import (
+from orttrainer.export import stop_gradient
+from orttrainer.export.call import without_checkpoints
+from orttrainer.export.opened import opened
+from orttrainer.export.rewrites import (
     ctc,
     embedding,
     grouped,
@@ -28,10 +31,7 @@ from orttrainer.export import (
     pooling,
     recurrent,
     spelled_out,
-    stop_gradient,
 )
-from orttrainer.export.call import without_checkpoints
-from orttrainer.export.opened import opened
 
 __all__ = ["MutedDropout", "faithful"]
 

@@ -10,7 +10,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from orttrainer.export import special
+from orttrainer.export.rewrites import special
 
 __all__ = ["REWRITES"]
 

@@ -1,0 +1,1 @@
+"""torch functions that the exporters get wrong or lack, in functions that export as they are: one file a family."""
