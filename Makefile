@@ -16,7 +16,7 @@ help:
 	@echo "make test-legacy-runtime  run a slice of them on onnxruntime-training-cpu 1.19.2"
 	@echo "make test-gpu             run the tests that need a CUDA device (installs onnxruntime-gpu)"
 	@echo "make test-slow            run the long suites"
-	@echo "make coverage             run the public suites whole (an hour or two) and write docs/coverage.md"
+	@echo "make coverage             run the public suites whole (an hour on two cores) and write docs/coverage.md"
 	@echo "make bench                time train_step beside PyTorch"
 	@echo "make lint                 check style"
 	@echo "make clean                remove the environments"
