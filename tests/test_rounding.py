@@ -40,7 +40,7 @@ def test_an_error_of_a_percent_passes_where_the_sign_under_a_relu_flips_by_round
 
 
 class Normalized(nn.Module):
-    """The third moment of what BatchNorm makes of a batch that hardly varies: float32 keeps two of its digits."""
+    """The third moment of what BatchNorm makes of a batch that hardly varies: float32 keeps two or three of its digits."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ class Normalized(nn.Module):
 
 
 def test_a_forward_that_rounding_decides_is_exported():
-    x = 1000 + 0.01 * torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    x = 1000 + 0.02 * torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
     single, double = (Normalized().to(d)(x.to(d)).item() for d in (torch.float32, torch.float64))
     assert abs(single - double) > 1e-3 * abs(double)  # else this tests nothing
     description = ModelDescription([IODescription("x", ["batch", 3])], [IODescription("loss", [])])
