@@ -29,6 +29,7 @@ from orttrainer.graph.passes.dropout import CounterHashDropoutPass
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogSoftmaxNllPass
 from orttrainer.graph.passes.matmul import VectorMatMulPass
 from orttrainer.graph.passes.random import ShareSubexpressionsPass
+from orttrainer.graph.passes.scatter import ScatterReductionPass
 from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
 from orttrainer.graph.passes.transpose import CancelTransposePairsPass, TransposedProductPass
 from orttrainer.graph.subgraphs import node_inputs
@@ -276,6 +277,7 @@ class _Build:
             common.TopologicalSortPass(),
             common.RemoveUnusedNodesPass(),
             AllAxesPass(),
+            ScatterReductionPass(),
             ShareSubexpressionsPass(),
         ):
             self.model = rewrite(self.model).model

@@ -17,6 +17,7 @@ from orttrainer.errors import InvalidArgumentError, ModelError
 from orttrainer.graph.builder import Builder, static_dims
 from orttrainer.graph.passes.axes import AllAxesPass
 from orttrainer.graph.passes.random import ShareSubexpressionsPass
+from orttrainer.graph.passes.scatter import ScatterReductionPass
 from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
 from orttrainer.graph.read import read_model
 
@@ -68,6 +69,7 @@ def gradient_of(
     RemoveStopGradientPass()(forward)
     common.RemoveUnusedNodesPass()(forward)
     AllAxesPass()(forward)
+    ScatterReductionPass()(forward)
     ShareSubexpressionsPass()(forward)
     return ir.to_proto(forward)
 

@@ -145,8 +145,8 @@ def scatter_along(
     if not unique:
         (dy,) = widened(op, dy)
     target = zeros(op, shape, dy.dtype)
-    if axis == 0 and (unique or dy.dtype != ir.DataType.DOUBLE):  # CUDA's ScatterND adds no float64
-        result = op.ScatterND(target, op.Unsqueeze(indices, [-1]), dy, reduction=reduction)
+    if axis == 0 and unique:  # with a reduction ONNX Runtime's ScatterND races, see ScatterReductionPass
+        result = op.ScatterND(target, op.Unsqueeze(indices, [-1]), dy)
     else:
         column = indices if dims == 1 else op.Unsqueeze(indices, [k for k in range(dims) if k != axis])
         result = op.ScatterElements(target, op.Expand(column, op.shape(dy)), dy, axis=axis, reduction=reduction)
