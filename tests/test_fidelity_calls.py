@@ -10,8 +10,8 @@ import torch
 from small import make
 from torch import nn
 
-from orttrainer import IODescription, ModelDescription
-from orttrainer.errors import SchemaError
+from orttrainer import IODescription, ModelDescription, ORTTrainer
+from orttrainer.errors import SchemaError, UnsupportedModelError
 
 A, B, C = (torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
 Pair = collections.namedtuple("Pair", ["output", "loss"])
@@ -153,3 +153,33 @@ def test_outputs_of_other_names_are_taken_in_order_however_they_are_nested():
 def test_a_name_that_forward_does_not_take_is_an_error_when_there_is_no_place_for_it():
     with pytest.raises(SchemaError, match=r"takes 3 inputs \(a, b, c\), but 4 are described \(a, b, c, d\)"):
         trained(Positional(), {"a": A, "b": B, "c": C, "d": A})
+
+
+class Caching(nn.Module):
+    """Fits a buffer to the first batch, as ConViT does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.register_buffer("places", torch.zeros(1))
+
+    def forward(self, x):
+        if self.places.shape[0] != x.shape[1]:
+            self.places = torch.arange(x.shape[1], dtype=torch.float32)
+        return self.layer(x + self.places).square().mean()
+
+
+def test_a_buffer_that_changes_its_shape_is_refused_until_it_has_done_so():
+    description = ModelDescription(
+        [IODescription("x", ["n", 4], torch.float32)], [IODescription("loss", [], torch.float32)]
+    )
+    rate, x = IODescription("Learning_Rate", [1], torch.float32), torch.randn(3, 4)
+    model = Caching()
+    with pytest.raises(
+        UnsupportedModelError, match=r"the shape of the buffer 'places' from \[1\] to \[4\].* run one batch"
+    ):
+        ORTTrainer(model, None, description, "SGDOptimizer", None, rate, "cpu").train_step(x, torch.tensor([0.1]))
+    model = Caching()
+    expected = model(x).item()
+    trainer = ORTTrainer(model, None, description, "SGDOptimizer", None, rate, "cpu")
+    assert trainer.train_step(x, torch.tensor([0.1])).item() == pytest.approx(expected, rel=1e-5)

@@ -70,6 +70,13 @@ def observe(wrapper, inputs) -> Observation:
                 f"optimizer's update would overwrite (an embedding with max_norm does). Make it a buffer, or leave "
                 f"that out."
             )
+    for name in after.keys() & before.keys():
+        if after[name].shape != before[name].shape:
+            raise UnsupportedModelError(
+                f"forward changes the shape of the buffer {name.split('.', 1)[1]!r} from {list(before[name].shape)} to "
+                f"{list(after[name].shape)}, and a graph has one for it. If that happens in the first call only, run one "
+                f"batch through the module, then make the trainer."
+            )
     updated = {n: v for n, v in after.items() if n in before and not _same(before[n], v)}
     return Observation(outputs, tuple(sorted(mute.rates)), drawn(), updated, before)
 

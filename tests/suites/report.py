@@ -50,7 +50,7 @@ def markdown(results: dict[ModuleType, Results]) -> str:
     lines = [
         "# What trains right: the public suites",
         "",
-        "Made by `make coverage`, which takes about an hour; `make coverage ARGS=torch_ops` runs one suite again.",
+        "Made by `make coverage`, which takes about an hour on two cores; `make coverage ARGS=torch_ops` runs one suite again.",
         f"Python {platform.python_version()}, {versions}.",
         "",
         "A *sample* is one use of an operator, one set of module arguments, or one model. *Exported* are the samples "
