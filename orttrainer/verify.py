@@ -181,7 +181,7 @@ def _allowed(module, loss_fn, description, batch, expected, errors: Mapping[str,
 
 @contextlib.contextmanager
 def _moved(module: torch.nn.Module, generator: torch.Generator):
-    """Within the block each weight differs by a rounding at most."""
+    """Within the block each weight differs by what float32 sums are off by, at most."""
     with torch.no_grad():
         moves = [torch.rand(p.shape, generator=generator).to(p).mul_(2).sub_(1) for p in module.parameters()]
         factors = [move.mul_(_ROUNDING).add_(1) for move in moves]

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from exported import Model
 from small import make
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
@@ -28,19 +29,6 @@ class Loss(nn.Module):
     def forward(self, *inputs):
         y = self.layer(*inputs)
         return ((y - 1).square() + y.sin()).mean(), y
-
-
-class Call(nn.Module):
-    """A function of a module with parts."""
-
-    def __init__(self, function, **parts):
-        super().__init__()
-        self.function = function
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, *inputs):
-        return self.function(self, *inputs)
 
 
 def described(inputs) -> ModelDescription:
@@ -77,7 +65,7 @@ def functional_batch_norm(training):
     def call(m, x):
         return F.batch_norm(m.linear(x), m.mean, m.var, training=training)
 
-    return Call(call, linear=nn.Linear(6, 6), mean=nn.Buffer(torch.zeros(6)), var=nn.Buffer(torch.ones(6)))
+    return Model(call, linear=nn.Linear(6, 6), mean=nn.Buffer(torch.zeros(6)), var=nn.Buffer(torch.ones(6)))
 
 
 def checkpointed(reentrant):
@@ -85,7 +73,7 @@ def checkpointed(reentrant):
         return m.second(checkpoint(m.first, m.before(x), use_reentrant=reentrant))
 
     first = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
-    return Call(call, before=nn.Linear(6, 6), first=first, second=nn.Linear(6, 6))
+    return Model(call, before=nn.Linear(6, 6), first=first, second=nn.Linear(6, 6))
 
 
 class Average(nn.Linear):
@@ -202,7 +190,7 @@ def weighted(**options):
         return m.bag(x, per_sample_weights=m.weights * torch.ones_like(x))
 
     bag = nn.EmbeddingBag(6, 3, mode="sum", **options)
-    return Call(call, bag=bag, weights=nn.Parameter(torch.tensor([0.5, -1.0, 2.0, 3.0])))
+    return Model(call, bag=bag, weights=nn.Parameter(torch.tensor([0.5, -1.0, 2.0, 3.0])))
 
 
 EMBEDDINGS = {
@@ -278,7 +266,7 @@ REFUSED = {
     ),
     "max_norm of a bag": (lambda: nn.EmbeddingBag(6, 3, max_norm=1.0), [TOKENS], "EmbeddingBag 'layer' has max_norm"),
     "functional max_norm": (
-        lambda: Call(lambda m, x: F.embedding(x, m.weight, max_norm=99.0), weight=nn.Parameter(torch.ones(6, 3))),
+        lambda: Model(lambda m, x: F.embedding(x, m.weight, max_norm=99.0), weight=nn.Parameter(torch.ones(6, 3))),
         [TOKENS], r"changes the parameter 'layer.weight' in place.*\(an embedding with max_norm does\)",
     ),
     "a lazy module": (lambda: nn.LazyLinear(6), vectors(0), "LazyLinear 'layer' has no parameters yet. Run one batch"),

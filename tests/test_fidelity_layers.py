@@ -7,8 +7,9 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from exported import Model
 from small import make
-from test_fidelity import Call, Loss, described
+from test_fidelity import Loss, described
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription
@@ -24,7 +25,7 @@ def random(*shape, seed=0):
 def after(layer, width=None, **parts):
     """`layer` behind a weight, so that there is a gradient to compare."""
     scale = nn.Parameter(random(*(width or (1,)), seed=9) + 2.0)
-    return Call(lambda m, x, *more: layer(m, x * m.scale, *more), scale=scale, **parts)
+    return Model(lambda m, x, *more: layer(m, x * m.scale, *more), scale=scale, **parts)
 
 
 LAYERS = {

@@ -124,3 +124,11 @@ def _dim_key(x: ir.Value, axis: int) -> object:
 def shaped_like(value: ir.Value, x: ir.Value) -> ir.Value:
     value.shape = x.shape.copy() if x.shape is not None else None
     return value
+
+
+def replace(old: ir.Value, new: ir.Value) -> None:
+    """Let the readers of `old` read `new`, which takes over its name where the graph's caller sees it."""
+    name, visible = old.name, old.is_graph_output()
+    old.replace_all_uses_with(new, replace_graph_outputs=True)
+    if visible:
+        old.name, new.name = f"{name}/replaced", name

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from orttrainer.errors import ModelError
 from orttrainer.graph.builder import Builder
-from orttrainer.graph.passes.counter_hash import CounterHash, shaped_like
+from orttrainer.graph.passes.counter_hash import CounterHash, replace, shaped_like
 
 DRAWS = frozenset(["Bernoulli", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"])
 FIRST_SITE = 2**16  # past those of all dropouts
@@ -46,7 +46,7 @@ class CounterHashDrawsPass(ir.passes.InPlacePass):
         words = CounterHash(op, 2 * len(nodes), inputs[self.seed], inputs[self.step], FIRST_SITE)
         for site, node in enumerate(nodes):
             like = _like(op, node)
-            _replace(
+            replace(
                 node.outputs[0], _drawn(op, node, lambda half, at=2 * site, x=like: _uniform(op, words(at + half, x)))
             )
             graph.remove(node, safe=True)
@@ -81,13 +81,6 @@ def _like(op: Builder, node: ir.Node) -> ir.Value:
         return node.inputs[0]
     shape = node.attributes.get_ints("shape")
     return op.ConstantOfShape(op.const(np.array(shape, np.int64)), value=ir.tensor(np.zeros(1, np.float32)))
-
-
-def _replace(old: ir.Value, new: ir.Value) -> None:
-    name, visible = old.name, old.is_graph_output()
-    old.replace_all_uses_with(new, replace_graph_outputs=True)
-    if visible:
-        old.name, new.name = f"{name}/drawn", name
 
 
 def _check_subgraphs(graph: ir.Graph) -> None:

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from orttrainer.errors import ModelError
 from orttrainer.graph.builder import Builder, static_dims
-from orttrainer.graph.passes.counter_hash import CounterHash, shaped_like
+from orttrainer.graph.passes.counter_hash import CounterHash, replace, shaped_like
 
 INT32 = ir.DataType.INT32
 DOUBLE = ir.DataType.DOUBLE
@@ -114,26 +114,19 @@ class _Masks:
 
 def _lower(op: Builder, node: ir.Node, keep: ir.Value, m: ir.Value) -> None:
     x = node.inputs[0]
-    _replace(node.outputs[0], shaped_like(op.Mul(x, m), x))
+    replace(node.outputs[0], shaped_like(op.Mul(x, m), x))
     if len(node.outputs) > 1:
-        _replace(node.outputs[1], op.Identity(keep) if node.outputs[1].is_graph_output() else keep)
+        replace(node.outputs[1], op.Identity(keep) if node.outputs[1].is_graph_output() else keep)
     op.graph.remove(node, safe=True)
 
 
 def _remove(op: Builder, node: ir.Node) -> None:
     x = node.inputs[0]
-    _replace(node.outputs[0], shaped_like(op.Identity(x), x) if node.outputs[0].is_graph_output() else x)
+    replace(node.outputs[0], shaped_like(op.Identity(x), x) if node.outputs[0].is_graph_output() else x)
     if len(node.outputs) > 1 and (node.outputs[1].uses() or node.outputs[1].is_graph_output()):
         everything = op.ConstantOfShape(op.shape(x), value=ir.tensor(np.ones(1, bool)))
-        _replace(node.outputs[1], shaped_like(everything, x))
+        replace(node.outputs[1], shaped_like(everything, x))
     op.graph.remove(node, safe=True)
-
-
-def _replace(old: ir.Value, new: ir.Value) -> None:
-    name, visible = old.name, old.is_graph_output()
-    old.replace_all_uses_with(new, replace_graph_outputs=True)
-    if visible:
-        old.name, new.name = f"{name}/dropout", name
 
 
 def _check_subgraphs(graph: ir.Graph) -> None:
