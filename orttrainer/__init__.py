@@ -8,29 +8,40 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 _HOME = {
-    "ORTTrainer": "orttrainer.trainer",
+    "LossScaler": "orttrainer.loss_scaler",
+    "ORTTrainer": "orttrainer.ort_trainer",
     "IODescription": "orttrainer.describe",
     "ModelDescription": "orttrainer.describe",
     "generate_sample": "orttrainer.describe",
     "build_gradient": "orttrainer.differentiate",
+    "load_checkpoint": "orttrainer.checkpoint",
+    "save_checkpoint": "orttrainer.checkpoint",
     "set_seed": "orttrainer.seed",
+    "trainer": "orttrainer.sketch",
 }
 
 __all__ = [
     "IODescription",
+    "LossScaler",
     "ModelDescription",
     "ORTTrainer",
     "__version__",
     "build_gradient",
     "generate_sample",
+    "load_checkpoint",
+    "save_checkpoint",
     "set_seed",
+    "trainer",
 ]
 
 if TYPE_CHECKING:
+    from orttrainer.checkpoint import load_checkpoint, save_checkpoint
     from orttrainer.describe import IODescription, ModelDescription, generate_sample
     from orttrainer.differentiate import build_gradient
+    from orttrainer.loss_scaler import LossScaler
+    from orttrainer.ort_trainer import ORTTrainer
     from orttrainer.seed import set_seed
-    from orttrainer.trainer import ORTTrainer
+    from orttrainer.sketch import trainer
 
 
 def __getattr__(name: str):

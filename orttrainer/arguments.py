@@ -8,37 +8,78 @@ import warnings
 from collections.abc import Sequence
 
 import onnx
+import onnx_ir as ir
 import torch
 
 from orttrainer.describe import IODescription, ModelDescription
 from orttrainer.errors import InvalidArgumentError, SchemaError, UnsupportedFeatureError
 
+_PRECISIONS = {None: None, "float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 
 
-def refuse_unsupported(**arguments: tuple) -> None:
-    for name, (value, default) in arguments.items():
-        if value != default:
-            raise UnsupportedFeatureError(
-                f"{name}={value!r} is not supported in this version of orttrainer; leave it at {default!r}"
+def refuse_unsupported(deepspeed_zero_stage, enable_adasum) -> None:
+    if deepspeed_zero_stage:
+        raise UnsupportedFeatureError(
+            f"deepspeed_zero_stage={deepspeed_zero_stage!r}: optimizer state that is cut over the ranks is not built yet. "
+            "Leave it at 0: plain data parallel gives the same numbers, with all of the state on every rank"
+        )
+    if enable_adasum:
+        raise UnsupportedFeatureError(
+            "enable_adasum=True: Adasum is not part of this engine and will not be. Leave it False: the gradients are "
+            "averaged over the ranks, which wants a learning rate scaled to the whole batch"
+        )
+
+
+def check_scaler(loss_scaler) -> None:
+    """What a first-generation loss scaler has to have."""
+    for attribute in ("loss_scale_", "update_loss_scale"):
+        if not hasattr(loss_scaler, attribute):
+            raise InvalidArgumentError(
+                f"loss_scaler must be a LossScaler, or have its loss_scale_ and update_loss_scale(is_all_finite); "
+                f"{type(loss_scaler).__name__} has no {attribute}"
             )
 
 
-def check_model(model, loss_fn, model_desc, learning_rate_description) -> None:
-    if not isinstance(model, (torch.nn.Module, onnx.ModelProto)):
-        raise InvalidArgumentError(f"model must be a torch.nn.Module or an onnx.ModelProto, got {type(model).__name__}")
+def checked_loss_scale(scale) -> float:
+    if isinstance(scale, torch.Tensor) and scale.numel() != 1:
+        raise SchemaError(f"the loss scale must have one element, got shape {list(scale.shape)}")
+    try:
+        value = float("no number" if isinstance(scale, str) else scale)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise SchemaError(
+            f"the loss scale must be a number or a tensor of one element, got {scale!r}; nothing was updated"
+        ) from error
+    if not 0 < value <= _LARGEST_FLOAT32:
+        raise InvalidArgumentError(
+            f"the loss scale must be a finite number above 0 that float32 can hold, got {value}; nothing was updated"
+        )
+    return value
+
+
+def check_module(model, loss_fn, argument: str = "loss_fn") -> None:
+    """A torch module to export, unless `model` is something else, and its loss, the front end's `argument`."""
     if isinstance(model, torch.jit.ScriptModule):
         raise InvalidArgumentError(
             "model is a TorchScript module, which has no Python to export; pass the torch.nn.Module that it was made from"
         )
     if inspect.isclass(loss_fn):
-        raise InvalidArgumentError(f"loss_fn is a class; pass an instance of it: {loss_fn.__name__}()")
+        raise InvalidArgumentError(f"{argument} is a class; pass an instance of it: {loss_fn.__name__}()")
     if loss_fn is not None and not callable(loss_fn):
-        raise InvalidArgumentError(f"loss_fn must be callable as loss_fn(prediction, label), or None; got {loss_fn!r}")
-    if isinstance(model, onnx.ModelProto) and loss_fn is not None:
-        warnings.warn("loss_fn is ignored: an ONNX model has its loss inside, as its first output", stacklevel=3)
+        raise InvalidArgumentError(
+            f"{argument} must be callable as {argument}(prediction, label), or None; got {loss_fn!r}"
+        )
+
+
+def check_model(model, loss_fn, model_desc, learning_rate_description) -> None:
+    if not isinstance(model, (torch.nn.Module, onnx.ModelProto)):
+        raise InvalidArgumentError(f"model must be a torch.nn.Module or an onnx.ModelProto, got {type(model).__name__}")
+    check_module(model, loss_fn)
     if not isinstance(model_desc, ModelDescription):
         raise InvalidArgumentError(f"model_desc must be a ModelDescription, got {type(model_desc).__name__}")
+    loss = model_desc.outputs_[0].name_
+    if isinstance(model, onnx.ModelProto) and loss_fn is not None and loss in {v.name for v in model.graph.output}:
+        warnings.warn(f"loss_fn is ignored: the ONNX model has its loss inside, its output {loss!r}", stacklevel=3)
     if not isinstance(learning_rate_description, IODescription):
         raise InvalidArgumentError(
             "learning_rate_description must be an IODescription such as "
@@ -50,6 +91,23 @@ def check_model(model, loss_fn, model_desc, learning_rate_description) -> None:
         )
 
 
+def checked_steps(steps) -> int:
+    """Batches per update."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise InvalidArgumentError(
+            f"gradient_accumulation_steps must be the number of batches per update, an int >= 1; got {steps!r}"
+        )
+    return steps
+
+
+def checked_precision(precision) -> ir.DataType | None:
+    """The half-precision type by any of its names."""
+    name = str(precision).removeprefix("torch.") if isinstance(precision, (str, torch.dtype)) else precision
+    if not isinstance(name, (str, type(None))) or name not in _PRECISIONS:
+        raise InvalidArgumentError(f"the precision must be 'float16', 'bfloat16' or None, got {precision!r}")
+    return _PRECISIONS[name]
+
+
 def check_schedule(get_lr_this_step, global_step) -> None:
     if get_lr_this_step is not None and not callable(get_lr_this_step):
         raise InvalidArgumentError(
@@ -58,6 +116,13 @@ def check_schedule(get_lr_this_step, global_step) -> None:
     if isinstance(global_step, bool) or not isinstance(global_step, int) or global_step < 0:
         raise InvalidArgumentError(
             f"global_step must be the number of updates already made, an int >= 0; got {global_step!r}"
+        )
+
+
+def check_postprocess(postprocess) -> None:
+    if postprocess is not None and not callable(postprocess):
+        raise InvalidArgumentError(
+            f"the postprocess function must be callable as f(onnx_model), or None; got {postprocess!r}"
         )
 
 
@@ -116,10 +181,12 @@ def session_options(deterministic: bool, optimized_model_filepath: str):
             f"optimized_model_filepath={optimized_model_filepath!r}: there is no folder {folder!r}"
         )
 
-    def configure(options, training: bool) -> None:
+    def configure(options, part: str) -> None:
         if deterministic:
             options.use_deterministic_compute = True
-        if optimized_model_filepath and training:
-            options.optimized_model_filepath = optimized_model_filepath
+        if optimized_model_filepath and part != "evaluate":
+            stem, suffix = os.path.splitext(optimized_model_filepath)
+            whole = part in ("train", "backward")
+            options.optimized_model_filepath = optimized_model_filepath if whole else f"{stem}.{part}{suffix}"
 
     return configure

@@ -6,6 +6,8 @@ and comes out as graph outputs, so any runtime can train by feeding the outputs 
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
 import warnings
@@ -20,6 +22,7 @@ from onnx_ir.passes import common
 from orttrainer.differentiate import differentiate
 from orttrainer.differentiate.prepare import prepare
 from orttrainer.errors import ModelError, NoGradientWarning
+from orttrainer.graph.activations import Activations, ancestors
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.fence import fence, unordered_readers
 from orttrainer.graph.passes.axes import AllAxesPass
@@ -29,9 +32,11 @@ from orttrainer.graph.passes.dropout import CounterHashDropoutPass
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogSoftmaxNllPass
 from orttrainer.graph.passes.matmul import VectorMatMulPass
 from orttrainer.graph.passes.random import ShareSubexpressionsPass
+from orttrainer.graph.passes.recompute import RecomputePass
 from orttrainer.graph.passes.scatter import ScatterReductionPass
 from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
 from orttrainer.graph.passes.transpose import CancelTransposePairsPass, TransposedProductPass
+from orttrainer.graph.recompute import Recompute
 from orttrainer.graph.subgraphs import node_inputs
 from orttrainer.graph.write import write_model
 from orttrainer.optim import Optimizer, global_norm
@@ -41,6 +46,9 @@ TRAINING_MODE = "training_mode"
 SEED = "Random_Seed"
 STEP = "Training_Step"
 NORM = "global_gradient_norm"
+FINITE = "all_gradients_finite"
+LOSS_SCALE = "loss_scale"
+BATCHES = "accumulated_batches"
 
 
 @dataclass(frozen=True)
@@ -50,10 +58,10 @@ class StateEntry:
     Attributes:
         name: the input; for a parameter or buffer its name in the model.
         output: the output with the value after the step; None if a step never changes it.
-        role: "parameter" (trained), "optimizer" (moments and update counts), "buffer" (running
-            statistics, frozen weights, the model's other tensors) or "random" (step and seed
-            that dropout masks are made from).
-        parameter: the parameter that an "optimizer" entry belongs to; None if it is shared.
+        role: "parameter" (trained), "optimizer" (moments and update counts), "accumulator" (the sum of
+            the gradients since the last update), "buffer" (running statistics, frozen weights, the
+            model's other tensors) or "random" (step and seed that dropout masks are made from).
+        parameter: the parameter that an "optimizer" or "accumulator" entry belongs to; None if it is shared.
         in_place: whether input and output may share memory. False if a node may read the old
             value after the new one is written.
     """
@@ -72,13 +80,22 @@ class Signature:
     Attributes:
         inputs: the described inputs, in order.
         outputs: the described outputs, in order, loss first.
-        learning_rate: input, float32 [1].
+        learning_rate: input, float32 [groups]: one rate for each group of parameters.
         training_mode: bool input, False to evaluate; None if nothing in the graph asks for it.
         gradient_norm: output, the global L2 norm of all gradients before clipping, 0-d float32.
-        gradients: for each trained parameter the inner value that holds its gradient.
+        gradients: for each trained parameter the inner value that the update takes for its gradient; with
+            accumulation the new value of its accumulator.
         ordered_learning_rate: the inner copy of the learning rate that is only there once all
             gradients are; what the update reads.
         state: all state, in the order of the inputs.
+        groups: for each trained parameter the index of its learning rate.
+        loss_scale: input, float32 [1], what the gradients in half precision are multiplied with; None
+            without mixed precision.
+        all_finite: output, bool [1], whether the norm of all gradients is finite. Where it is False,
+            keep the old state instead of the new one. None without mixed precision.
+        accumulated_batches: input, float32 [1], how many batches the accumulators will hold with this
+            one. None without accumulation. To accumulate, feed the new accumulators back and
+            nothing else of the optimizer's; after an update, feed zeros.
     """
 
     inputs: tuple[str, ...]
@@ -89,6 +106,10 @@ class Signature:
     gradients: Mapping[str, str]
     ordered_learning_rate: str
     state: tuple[StateEntry, ...]
+    groups: Mapping[str, int]
+    loss_scale: str | None = None
+    all_finite: str | None = None
+    accumulated_batches: str | None = None
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -137,7 +158,16 @@ class TrainingGraph:
 
 
 def compile_training_graph(
-    forward, optimizer: Optimizer, *, learning_rate: str = "Learning_Rate", seed: int = 0, primitives: bool = False
+    forward,
+    optimizer: Optimizer,
+    *,
+    learning_rate: str = "Learning_Rate",
+    groups: Mapping[str, int] | None = None,
+    seed: int = 0,
+    primitives: bool = False,
+    accumulate: bool = False,
+    precision: ir.DataType | None = None,
+    recompute: Recompute | None = None,
 ) -> TrainingGraph:
     """Build the training graph of a forward graph.
 
@@ -145,46 +175,61 @@ def compile_training_graph(
         forward: a `ForwardGraph`; its model is used up.
         optimizer: emits the update of `forward.parameters`.
         learning_rate: name of the learning rate's input.
+        groups: for each parameter the index of its learning rate, from 0; None: one rate for all.
         seed: what dropout masks start from.
         primitives: write batch normalization in elementary operators; CUDA has no kernel for
             the training form of the operator.
+        accumulate: keep the sum of the gradients of several batches, one buffer for each parameter.
+        precision: FLOAT16 or BFLOAT16: forward and backward in it; parameters stay in float32.
+        recompute: which forward values the backward makes again instead of keeping them.
 
     Raises:
+        InvalidArgumentError: `recompute` asks for what the graph does not have.
         MissingGradientError: an operator has no gradient rule.
-        ModelError: no parameter reaches the loss, or the learning rate's name is taken.
+        ModelError: no parameter reaches the loss, or a name that is needed is taken.
 
     Warns:
         NoGradientWarning: a parameter has no path to the loss; it keeps its value.
     """
-    build = _Build(forward, learning_rate, seed)
-    gradients = build.differentiate(forward.parameters, forward.unread)
-    rate, norm = build.order(gradients)
-    build.update(optimizer, gradients, rate, norm)
+    build = _Build(forward, learning_rate, seed, 1 + max((groups or {}).values(), default=0), precision)
+    gradients = build.differentiate(forward.parameters, forward.unread, accumulate)
+    if recompute is not None:
+        build.recompute(recompute, forward, gradients)
+    if accumulate:
+        gradients = build.accumulate(gradients)
+    build.order(gradients)
+    build.update(optimizer, gradients, groups or {})
     build.lower(primitives)
-    return build.finish(gradients, rate, norm)
+    return build.finish(gradients, groups or {})
 
 
 class _Build:
     """The graph while it is being made, and the state that it has so far."""
 
-    def __init__(self, forward, learning_rate: str, seed: int):
+    def __init__(self, forward, learning_rate: str, seed: int, rates: int, precision: ir.DataType | None):
         described = [value.name for value in forward.model.graph.inputs]
         self.outputs = [v.name for v in forward.model.graph.outputs if v.name not in forward.updates.values()]
         self.tensors: dict[str, ir.TensorProtocol] = {}
         self.roles: dict[str, tuple[str, str | None]] = {}  # state name -> role, parameter
         self.new: dict[str, ir.Value] = {}  # state name -> its value after the step
         self.learning_rate = learning_rate
+        self.batches: ir.Value | None = None
+        self.scale: ir.Value | None = None  # what the gradients have yet to be multiplied with
+        self.finite: ir.Value | None = None
         model = prepare(forward.model)
         graph = model.graph
         self._take_state(graph, forward)
         self.taken = (
             {v.name for v in graph.inputs} | {v.name for node in graph for v in node.outputs} | set(graph.initializers)
         )
-        for name in (learning_rate, TRAINING_MODE, NORM):
+        for name in (learning_rate, TRAINING_MODE, NORM, FINITE, BATCHES):
             self._free(name)
         self.described = described
-        self._input(graph, learning_rate, ir.DataType.FLOAT, [1])
+        self._input(graph, learning_rate, ir.DataType.FLOAT, [rates])
         self._input(graph, TRAINING_MODE, ir.DataType.BOOL, [])
+        self.loss_scale = self._unused(LOSS_SCALE) if precision is not None else None
+        if self.loss_scale is not None:
+            self._input(graph, self.loss_scale, ir.DataType.FLOAT, [1])
         self._state(graph, SEED, np.array([seed], np.int64), "random")
         self._state(graph, STEP, np.array([0], np.int64), "random")
         for rewrite in (
@@ -201,12 +246,15 @@ class _Build:
         self.new.update({name: outputs[output] for name, output in forward.updates.items()})
         self._stateful_random()
 
-    def differentiate(self, parameters: Sequence[str], unread: Sequence[str] = ()) -> dict[str, ir.Value]:
+    def differentiate(
+        self, parameters: Sequence[str], unread: Sequence[str] = (), accumulate: bool = False
+    ) -> dict[str, ir.Value]:
         """The gradient of the loss for each parameter that has one, named `<parameter>_grad`."""
         op, inputs = self.op, self._inputs()
         loss = self.model.graph.outputs[0]
-        one = op.const(np.ones((), loss.dtype.numpy()), loss.dtype)
-        found = differentiate(op, {loss: one}, [inputs[name] for name in parameters])
+        self.forward_nodes = list(self.model.graph)
+        self.seed = self._seed(accumulate)
+        found = differentiate(op, {loss: self.seed}, [inputs[name] for name in parameters])
         gradients = {name: found[inputs[name]] for name in parameters if found[inputs[name]] is not None}
         if lost := [name for name in (*parameters, *unread) if name not in gradients]:
             warnings.warn(
@@ -227,18 +275,63 @@ class _Build:
             self.roles[name] = ("parameter", None)
         return gradients
 
-    def order(self, gradients: dict[str, ir.Value]) -> tuple[ir.Value, ir.Value]:
-        """The learning rate as the update may see it: when nothing will read a parameter any more."""
-        op, inputs = self.op, self._inputs()
-        norm = op.Identity(global_norm(op, list(gradients.values())))
-        norm.name = NORM
-        late = unordered_readers(self.model.graph, {inputs[name]: norm for name in gradients}, norm)
-        nodes = dict.fromkeys(node for readers in late.values() for node in readers)
-        rate = fence(op, inputs[self.learning_rate], [norm, *(node.outputs[0] for node in nodes)])
-        rate.name = self._free(f"{self.learning_rate}_ordered")
-        return rate, norm
+    def _seed(self, accumulate: bool) -> ir.Value:
+        """The cotangent of the loss: 1, or the loss scale.
 
-    def update(self, optimizer: Optimizer, gradients: dict[str, ir.Value], rate: ir.Value, norm: ir.Value) -> None:
+        With accumulation it waits for the outputs: whatever fails before them leaves the accumulators as they were.
+        """
+        op, outputs = self.op, self.model.graph.outputs[: len(self.outputs)]
+        dtype = outputs[0].dtype
+        if self.loss_scale is None and not accumulate:
+            return op.const(np.ones((), dtype.numpy()), dtype)
+        if self.loss_scale is None:
+            seed = op.const(np.ones(1, dtype.numpy()), dtype)
+        else:
+            seed = op.cast_as(self._inputs()[self.loss_scale], outputs[0])
+        return op.Reshape(fence(op, seed, outputs) if accumulate else seed, op.const(np.zeros(0, np.int64)))
+
+    def recompute(self, recompute: Recompute, forward, gradients: Mapping[str, ir.Value]) -> None:
+        """Let the backward make some forward values again."""
+        inputs = self._inputs()
+        weights = [inputs[name] for name in (*forward.parameters, *forward.buffers) if name in inputs]
+        results = [*gradients.values(), *self.new.values()]
+        activations = Activations(self.model.graph, self.forward_nodes, weights, results)
+        plans = activations.plan(recompute.segments(activations, self.model))
+        RecomputePass(activations, plans, self.seed)(self.model)
+
+    def accumulate(self, gradients: dict[str, ir.Value]) -> dict[str, ir.Value]:
+        """Add each gradient to a buffer of its own; the sums, which the update takes for gradients."""
+        sums, batches = {}, self._input(self.model.graph, BATCHES, ir.DataType.FLOAT, [1])
+        for name, gradient in gradients.items():
+            tensor = self.tensors[name]
+            zeros = np.zeros(tensor.shape.numpy(), tensor.dtype.numpy())
+            old = self._state(self.model.graph, f"{name}_grad_accumulator", zeros, "accumulator", name)
+            sums[name] = self.new[old.name] = self.op.Add(old, gradient)
+        self.batches = batches
+        return sums
+
+    def order(self, gradients: dict[str, ir.Value]) -> None:
+        """The learning rates as the update may see them: when nothing will read a parameter any more."""
+        op, inputs = self.op, self._inputs()
+        norm = global_norm(op, list(gradients.values()))
+        factors = [inputs[name] for name in (self.loss_scale, self.batches and self.batches.name) if name]
+        if factors:
+            total = functools.reduce(op.Mul, factors)
+            self.scale = op.Squeeze(op.Div(op.const(np.ones(1, np.float32)), total), [0])
+            norm = op.Mul(norm, self.scale)
+        if self.loss_scale is not None:
+            self.finite = op.Reshape(op.Equal(op.Sub(norm, norm), op.scalar(0.0, norm)), [1])
+            self.finite.name = FINITE
+        self.norm = op.Identity(norm)
+        self.norm.name = NORM
+        late = unordered_readers(self.model.graph, {inputs[name]: norm for name in gradients}, norm)
+        # The driver leaves nodes that nobody reads. They will be removed, unless the update waits for them.
+        used = ancestors([norm, *self.model.graph.outputs, *self.new.values()])
+        nodes = dict.fromkeys(node for readers in late.values() for node in readers if node in used)
+        self.rate = fence(op, inputs[self.learning_rate], [norm, *(node.outputs[0] for node in nodes)])
+        self.rate.name = self._free(f"{self.learning_rate}_ordered")
+
+    def update(self, optimizer: Optimizer, gradients: dict[str, ir.Value], groups: Mapping[str, int]) -> None:
         """Let the optimizer emit the new value of every parameter and of its own state."""
         inputs, slots = self._inputs(), list(optimizer.shared_slots)
         for name in gradients:
@@ -253,14 +346,22 @@ class _Build:
             state[slot.name] = self._state(self.model.graph, slot.name, initial, "optimizer", slot.parameter)
         parameters = {name: inputs[name] for name in gradients}
         with self.op.scope("update"):
-            self.new.update(optimizer.update(self.op, rate, norm, parameters, gradients, state))
+            rates = self._rates()
+            by_name = {name: rates[groups.get(name, 0)] for name in gradients}
+            self.new.update(
+                optimizer.update(self.op, by_name, self.norm, self.scale, parameters, gradients, state)
+            )
+
+    def _rates(self) -> list[ir.Value]:
+        """The learning rate of each group, of shape [1]."""
+        count = self.rate.shape[0]
+        return [self.rate] if count == 1 else [self.op.Slice(self.rate, [i], [i + 1]) for i in range(count)]
 
     def lower(self, primitives: bool) -> None:
         """Replace operators whose kernels are slow or absent, now that their gradients are taken."""
         graph = self.model.graph
-        norm = next(v for node in graph for v in node.outputs if v.name == NORM)
         del graph.outputs[len(self.outputs) :]
-        graph.outputs.append(norm)
+        graph.outputs.extend(value for value in (self.norm, self.finite) if value is not None)
         for name in [value.name for value in graph.inputs if value.name in self.new]:
             value = self.new[name]
             if value.producer() is None or value.is_graph_output():
@@ -282,13 +383,13 @@ class _Build:
         ):
             self.model = rewrite(self.model).model
 
-    def finish(self, gradients: dict[str, ir.Value], rate: ir.Value, norm: ir.Value) -> TrainingGraph:
+    def finish(self, gradients: dict[str, ir.Value], groups: Mapping[str, int]) -> TrainingGraph:
         """Prove or repair the order of reads and writes, and write the signature down."""
         graph, shared = self.model.graph, set()
         outputs = {value.name: value for value in graph.outputs}
         inputs = self._inputs()
         updates = {inputs[name]: outputs[f"{name}_new"] for name in self.new}
-        for old, readers in unordered_readers(graph, updates, rate).items():
+        for old, readers in unordered_readers(graph, updates, self.rate).items():
             if not self._fence_counter(old, updates[old], readers):
                 shared.add(old.name)
         used = {x for node in graph for x in node_inputs(node)} | {inputs[name] for name in self.new}
@@ -308,7 +409,9 @@ class _Build:
         signature = Signature(
             tuple(self.described), tuple(self.outputs), self.learning_rate,
             TRAINING_MODE if any(v.name == TRAINING_MODE for v in graph.inputs) else None,
-            NORM, {name: value.name for name, value in gradients.items()}, rate.name, state,
+            NORM, {name: value.name for name, value in gradients.items()}, self.rate.name, state,
+            {name: groups.get(name, 0) for name in gradients}, self.loss_scale,
+            None if self.finite is None else FINITE, None if self.batches is None else BATCHES,
         )  # fmt: skip
         return TrainingGraph(self.model, signature, self.tensors)
 
@@ -354,6 +457,11 @@ class _Build:
 
     def _inputs(self) -> dict[str, ir.Value]:
         return {value.name: value for value in self.model.graph.inputs}
+
+    def _unused(self, name: str) -> str:
+        """`name`, with a number behind it if the model has a value of that name."""
+        numbered = (f"{name}_{i}" for i in itertools.count(1))
+        return next(n for n in itertools.chain([name], numbered) if n not in self.taken)
 
     def _free(self, name: str) -> str:
         """`name`, which must not be that of a value of the model."""

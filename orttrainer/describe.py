@@ -49,9 +49,15 @@ class IODescription:
 
 
 class ModelDescription:
-    """The inputs of a model (the label last) and its outputs (the loss first)."""
+    """The inputs of a model (the label last) and its outputs (the loss first).
 
-    def __init__(self, inputs, outputs):
+    Args:
+        inputs, outputs: lists of `IODescription`.
+        loss_position: where the loss comes among what a torch module that makes it itself returns.
+    """
+
+    def __init__(self, inputs, outputs, *, loss_position=0):
+        self.loss_position_ = loss_position
         self.inputs_ = _checked_descriptions("inputs", inputs)
         self.outputs_ = _checked_descriptions("outputs", outputs)
         seen = set()

@@ -5,12 +5,16 @@ class OrtTrainerError(Exception):
     """Base of every error that `orttrainer` raises on purpose."""
 
 
-class SchemaError(OrtTrainerError, ValueError):
-    """A tensor, or a description of one, does not match what the model declares."""
+class SchemaError(OrtTrainerError, ValueError, AssertionError):
+    """A tensor, or a description of one, does not match what the model declares; legacy refused most with an assert."""
 
 
 class InvalidArgumentError(OrtTrainerError, ValueError):
     """An argument has a value that cannot be used; the text says which can."""
+
+
+class SettingError(InvalidArgumentError, AssertionError):
+    """A setting that the second generation refused with a bare assert; scripts may catch that."""
 
 
 class UnsupportedFeatureError(OrtTrainerError, NotImplementedError):
@@ -19,6 +23,10 @@ class UnsupportedFeatureError(OrtTrainerError, NotImplementedError):
 
 class ModelError(OrtTrainerError, ValueError):
     """An ONNX model that cannot be trained as it is: no loss, unknown names, broken graph."""
+
+
+class UnknownNameError(SchemaError, ModelError, RuntimeError):
+    """A name that the user gave, of an input, output or weight, which the model does not have."""
 
 
 class ExportError(OrtTrainerError, RuntimeError):
@@ -49,12 +57,20 @@ class StateError(OrtTrainerError, RuntimeError):
     """A state dict does not fit the trainer: missing, unexpected or misshapen entries."""
 
 
+class CheckpointError(StateError, AssertionError):
+    """Checkpoint files that do not belong to each other, or to the trainer: legacy refused them with an assert."""
+
+
 class RuntimeNotFoundError(OrtTrainerError, ImportError):
     """No usable ONNX Runtime, or one without the execution provider that was asked for."""
 
 
 class ExecutionError(OrtTrainerError, RuntimeError):
     """ONNX Runtime refused or failed to run the training graph; its own text is chained."""
+
+
+class NonFiniteLossError(ExecutionError):
+    """The loss is NaN or inf, and the trainer was asked to make an error of it; nothing was updated."""
 
 
 class DistributedError(OrtTrainerError, RuntimeError):
@@ -67,3 +83,7 @@ class DescriptionMismatchWarning(UserWarning):
 
 class NoGradientWarning(UserWarning):
     """A parameter has no path to the loss, so training leaves it as it is."""
+
+
+class NonFiniteLossWarning(UserWarning):
+    """The loss is NaN or inf; said once until it is finite again."""

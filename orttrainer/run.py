@@ -8,7 +8,7 @@ out of the one graph when it is first asked for. All of them share the state's m
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import onnx
@@ -47,6 +47,13 @@ class Runner:
         session_options: called on the SessionOptions of each new session.
         in_place: False gives every new state a buffer of its own and copies it back after the
             step: slower, same numbers.
+        accept: called with the outputs of each step before the state changes; what it raises leaves the
+            state as it was.
+
+    Attributes:
+        gradient_norm: of the last update, before clipping: a 0-d tensor.
+        accumulated: number of batches in the accumulators.
+        accumulators: for each parameter the sum of the gradients of these batches.
     """
 
     def __init__(
@@ -58,6 +65,7 @@ class Runner:
         collective: Collective | None = None,
         session_options=None,
         in_place: bool = True,
+        accept: Callable[[list[torch.Tensor]], None] | None = None,
     ):
         self.graph = graph
         self.state = dict(state)
@@ -66,32 +74,58 @@ class Runner:
         self._collective = collective if collective is not None else SingleProcess()
         self._configure = session_options
         self._in_place = in_place
-        self._train: Sequence[_Phase] = ()
+        self._accept = accept
+        self._step: _FusedStep | _SplitStep | None = None
         self._evaluate: dict[tuple[str, ...], _Phase] = {}
         self._needed: dict[tuple[str, ...], set[str]] = {}
         self._on, self._off = (torch.tensor(value) for value in (True, False))
         self.gradient_norm = torch.zeros((), device=device)
+        self.accumulated = 0
+        self.accumulators: dict[str, torch.Tensor] = {}
+        if graph.signature.accumulated_batches is not None:
+            self._buffers, self.accumulators = self._gradient_buffers()
 
-    def train_step(self, inputs: Mapping[str, torch.Tensor], learning_rate: torch.Tensor) -> list[torch.Tensor]:
-        """Run forward, backward and update; return the described outputs.
+    def train_step(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        learning_rate: torch.Tensor,
+        loss_scale: torch.Tensor | None = None,
+        update: bool = True,
+    ) -> tuple[list[torch.Tensor], bool]:
+        """Run forward and backward, and the update unless the gradients are only to be accumulated.
+
+        Args:
+            inputs: by name.
+            learning_rate: float32 [groups].
+            loss_scale: float32 [1], for a graph with mixed precision.
+            update: False to add the gradients to the accumulators and no more.
+
+        Returns:
+            The described outputs; whether all gradients were finite, else nothing was updated.
 
         Raises:
             ExecutionError: ONNX Runtime failed, e.g. on an index that is out of range.
         """
-        if not self._train:
-            self._train = self._training_phases()
-        signature, outputs = self.graph.signature, []
+        if self._step is None:
+            self._step = self._make_step()
+        signature = self.graph.signature
         feeds = {**inputs, signature.learning_rate: learning_rate, signature.ordered_learning_rate: learning_rate}
         feeds["training_mode"] = self._on
-        for phase in self._train:
-            outputs += phase.run(feeds)
-        return outputs
+        if loss_scale is not None:
+            feeds[signature.loss_scale] = loss_scale
+        return self._step(feeds, update)
+
+    def drop_accumulated(self) -> None:
+        """Forget the gradients of the batches since the last update."""
+        self.accumulated = 0
+        for buffer in self._buffers if self.accumulators else ():
+            buffer.zero_()
 
     def eval_step(self, inputs: Mapping[str, torch.Tensor], fetches: Sequence[str]) -> list[torch.Tensor]:
         """Run what the fetched outputs need, in evaluation mode; change nothing."""
         key = tuple(fetches)
         if key not in self._evaluate:
-            self._evaluate[key] = self._phase(self._cut(None, fetches), fetches)
+            self._evaluate[key] = self._phase("evaluate", self._cut(None, fetches), fetches)
         return self._evaluate[key].run({**inputs, "training_mode": self._off})
 
     def inputs_of(self, fetches: Sequence[str]) -> set[str]:
@@ -102,38 +136,61 @@ class Runner:
             self._needed[key] = {value.name for value in self._cut(None, fetches).graph.inputs} & described
         return self._needed[key]
 
+    @property
+    def sessions(self) -> list:
+        """The ONNX Runtime sessions that are open: training first."""
+        phases = [*(self._step.phases if self._step is not None else ()), *self._evaluate.values()]
+        return [phase.session for phase in phases]
+
     # -- phases ---------------------------------------------------------------------------
 
-    def _training_phases(self) -> list[_Phase]:
-        """One session for one process; around the all-reduce two, joined by the gradients' buffer."""
+    def _make_step(self):
+        """One session where nothing comes between backward and update, else one for each part."""
         signature = self.graph.signature
         updates = {entry.name: entry.output for entry in signature.state if entry.output is not None}
         norm = {signature.gradient_norm: self.gradient_norm}
-        if self._collective.size == 1:
+        parts = (signature.accumulated_batches, signature.all_finite, self._accept)
+        if self._collective.size == 1 and all(part is None for part in parts):
             cut = self._cut(None, [*signature.outputs, signature.gradient_norm, *updates.values()])
-            return [self._phase(cut, signature.outputs, written=norm, updates=updates)]
+            return _FusedStep(self._phase("train", cut, signature.outputs, written=norm, updates=updates))
         early = {e.name: e.output for e in signature.state if e.output and e.role in ("buffer", "random")}
-        late = {name: output for name, output in updates.items() if name not in early}
-        buffer, gradients = self._gradient_buffer()
+        late = {e.name: e.output for e in signature.state if e.output and e.role in ("parameter", "optimizer")}
+        if not self.accumulators:
+            self._buffers, views = self._gradient_buffers()
+        else:
+            views = self.accumulators
+        gradients = {signature.gradients[name]: view for name, view in views.items()}
+        sums = {e.name: views[e.parameter] for e in signature.state if e.role == "accumulator"}
         backward = self._cut(None, [*signature.outputs, *gradients, *early.values()])
-        update = self._cut([*gradients, signature.ordered_learning_rate], [signature.gradient_norm, *late.values()])
-        return [
-            self._phase(backward, signature.outputs, written=gradients, updates=early),
-            _AllReduce(self._collective, buffer),
-            self._phase(update, (), read=gradients, written=norm, updates=late),
-        ]
+        backward = self._phase("backward", backward, signature.outputs, read=sums, written=gradients, updates=early)
+        check = None
+        if signature.all_finite is not None:
+            cut = self._cut([*gradients], [signature.all_finite, signature.gradient_norm])
+            check = self._phase("check", cut, [signature.all_finite], read=gradients, written=norm)
+            given = [*gradients, signature.ordered_learning_rate, signature.gradient_norm]
+            update = self._phase("update", self._cut(given, [*late.values()]), (), read=gradients | norm, updates=late)
+        else:
+            cut = self._cut(
+                [*gradients, signature.ordered_learning_rate], [signature.gradient_norm, *late.values()]
+            )
+            update = self._phase("update", cut, (), read=gradients, written=norm, updates=late)
+        return _SplitStep(self, backward, check, update, [self.state[name] for name in early])
 
-    def _gradient_buffer(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """One contiguous buffer for all gradients, and each gradient's view of it (64-byte aligned)."""
-        signature, offset, places = self.graph.signature, 0, {}
-        dtype = {self.state[name].dtype for name in signature.gradients}
-        assert len(dtype) == 1, "parameters of several dtypes need a buffer each"
-        for name, gradient in signature.gradients.items():
-            places[gradient] = (offset, self.state[name].shape)
-            offset += -(-self.state[name].numel() // 16) * 16
-        buffer = torch.zeros(offset, dtype=dtype.pop(), device=self.device)
-        views = {g: buffer[start : start + shape.numel()].view(shape) for g, (start, shape) in places.items()}
-        return buffer, views
+    def _gradient_buffers(self) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        """A contiguous buffer for the gradients of each dtype, and each parameter's view of it (64-byte aligned)."""
+        sizes: dict[torch.dtype, int] = {}
+        places = {}
+        for name in self.graph.signature.gradients:
+            dtype, shape = self.state[name].dtype, self.state[name].shape
+            offset = sizes.get(dtype, 0)
+            places[name] = (dtype, offset, shape)
+            sizes[dtype] = offset + -(-shape.numel() // 16) * 16
+        buffers = {dtype: torch.zeros(size, dtype=dtype, device=self.device) for dtype, size in sizes.items()}
+        views = {
+            name: buffers[dtype][start : start + shape.numel()].view(shape)
+            for name, (dtype, start, shape) in places.items()
+        }
+        return list(buffers.values()), views
 
     def _cut(self, inputs: Sequence[str] | None, outputs: Sequence[str]) -> ir.Model:
         """The part of the graph that makes `outputs`, between `inputs` and the graph's own inputs."""
@@ -147,8 +204,12 @@ class Runner:
             part.inputs.remove(value)
         return model
 
-    def _phase(self, cut: ir.Model, fetches: Sequence[str], read=None, written=None, updates=None) -> _Phase:
-        """Open a session for a cut and bind what stays where it is: state and shared buffers."""
+    def _phase(self, part: str, cut: ir.Model, fetches: Sequence[str], read=None, written=None, updates=None) -> _Phase:
+        """Open a session for a cut and bind what stays where it is: state and shared buffers.
+
+        Args:
+            part: "train", "backward", "check", "update" or "evaluate".
+        """
         bound_in = {v.name: self.state[v.name] for v in cut.graph.inputs if v.name in self.state} | dict(read or {})
         bound_out, copies = dict(written or {}), []
         # Counters and statistics do not wait for the gradients: in place, a step that fails would leave them changed.
@@ -162,7 +223,7 @@ class Runner:
                 bound_out[output] = torch.empty_like(self.state[name])
                 copies.append((self.state[name], bound_out[output]))
         free = [value.name for value in cut.graph.inputs if value.name not in bound_in]
-        session = _open_session(cut, self._providers, self._configure, training=bool(updates))
+        session = _open_session(cut, self._providers, self._configure, part)
         return _Phase(session, self.device, free, fetches, bound_in, bound_out, copies)
 
 
@@ -170,7 +231,7 @@ class _Phase:
     """One session with its bindings: state bound once, batches at each run."""
 
     def __init__(self, session, device, free, fetches, bound_in, bound_out, copies):
-        self._session, self._device, self._free, self._fetches = session, device, tuple(free), tuple(fetches)
+        self.session, self._device, self._free, self._fetches = session, device, tuple(free), tuple(fetches)
         self._kept = (bound_in, bound_out)  # the bindings hold bare pointers
         self._copies = copies
         self._binding = session.io_binding()
@@ -182,7 +243,7 @@ class _Phase:
             self._binding.bind_output(*_pointer(name, tensor))
 
     def run(self, feeds: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Run once; return the fetched outputs as new tensors."""
+        """Run once; return the fetched outputs as new tensors. State that is not in place is as before until `keep`."""
         binding, device = self._binding, self._device
         batch = [feeds[name].contiguous() for name in self._free]
         for name, tensor in zip(self._free, batch):
@@ -192,24 +253,83 @@ class _Phase:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # ONNX Runtime computes on a stream of its own
         try:
-            self._session.run_with_iobinding(binding)
+            self.session.run_with_iobinding(binding)
         except Exception as error:  # ONNX Runtime raises a dozen classes without a common base
             raise ExecutionError(_restate(error)) from error
-        for old, new in self._copies:
-            old.copy_(new)
         results = binding.get_outputs_as_ortvaluevector()
         return [_to_torch(results[index], device) for index in range(len(self._fetches))]
 
+    def keep(self) -> None:
+        """Let the state that is not in place take its new values."""
+        for old, new in self._copies:
+            old.copy_(new)
 
-class _AllReduce:
-    """The phase between backward and update: average the gradients over all ranks."""
 
-    def __init__(self, collective: Collective, buffer: torch.Tensor):
-        self._collective, self._buffer = collective, buffer
+class _FusedStep:
+    """Forward, backward and update in one session."""
 
-    def run(self, feeds: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        self._collective.all_reduce_mean_(self._buffer)
-        return []
+    def __init__(self, phase: _Phase):
+        self._phase, self.phases = phase, [phase]
+
+    def __call__(self, feeds: dict[str, torch.Tensor], update: bool) -> tuple[list[torch.Tensor], bool]:
+        assert update, "this graph has no accumulators"
+        outputs = self._phase.run(feeds)
+        self._phase.keep()
+        return outputs, True
+
+
+class _SplitStep:
+    """Backward, average over the ranks, finite check and update, one after the other, joined by the gradients' buffer.
+
+    Statistics and counters move with each batch. Where a whole block of batches is thrown away because its gradients
+    are not finite, they go back to where they were before it.
+    """
+
+    def __init__(self, runner: Runner, backward: _Phase, check: _Phase | None, update: _Phase, early: list[torch.Tensor]):
+        self._runner, self._backward, self._check, self._update = runner, backward, check, update
+        self.phases = [phase for phase in (backward, check, update) if phase is not None]
+        self._early = early
+        self._before: list[torch.Tensor] = []
+        self._batches = torch.zeros(1)
+
+    def __call__(self, feeds: dict[str, torch.Tensor], update: bool) -> tuple[list[torch.Tensor], bool]:
+        runner = self._runner
+        name, accumulates = runner.graph.signature.accumulated_batches, bool(runner.accumulators)
+        assert update or accumulates, "this graph has no accumulators"
+        if accumulates:
+            feeds[name] = self._batches.fill_(runner.accumulated + 1)
+            if runner.accumulated == 0:
+                self._before = [tensor.clone() for tensor in self._early]
+        outputs = self._backward.run(feeds)
+        finite = True
+        try:
+            if runner._accept is not None:
+                runner._accept(outputs)
+            if update:
+                for buffer in runner._buffers:
+                    runner._collective.all_reduce_mean_(buffer)
+                finite = self._check is None or bool(self._check.run(feeds)[0])
+                if finite:
+                    self._update.run(feeds)
+        except BaseException:
+            self._drop()
+            raise
+        if not finite:
+            self._drop()
+            return outputs, False
+        self._backward.keep()
+        if update:
+            self._update.keep()
+            runner.drop_accumulated()
+        else:
+            runner.accumulated += 1
+        return outputs, True
+
+    def _drop(self) -> None:
+        """As before the block: the gradients of its batches are lost, its statistics undone."""
+        for tensor, before in zip(self._early, self._before):
+            tensor.copy_(before)
+        self._runner.drop_accumulated()
 
 
 def _pointer(name: str, tensor: torch.Tensor) -> tuple:
@@ -227,12 +347,12 @@ def _to_torch(value, device: torch.device) -> torch.Tensor:
     return tensor.bool() if value.data_type() == "tensor(bool)" else tensor
 
 
-def _open_session(model: ir.Model, providers: Sequence, configure, training: bool):
+def _open_session(model: ir.Model, providers: Sequence, configure, part: str):
     onnxruntime = runtime.load()
     options = runtime.session_options()
     options.intra_op_num_threads = torch.get_num_threads()  # one setting, torch.set_num_threads, for both
     if configure is not None:
-        configure(options, training)
+        configure(options, part)
     try:
         session = onnxruntime.InferenceSession(
             ir.to_proto(model).SerializeToString(), options, providers=list(providers), enable_fallback=0

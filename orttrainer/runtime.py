@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.metadata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 import torch
@@ -138,6 +138,14 @@ def choose_providers(device: torch.device, providers: Sequence | None = None) ->
                 f"execution provider {name!r} is not in this ONNX Runtime; it has {', '.join(available)}"
             )
     return list(providers)
+
+
+def with_provider_options(providers: Sequence, options: Mapping[str, Mapping]) -> list:
+    """The providers with more options each; one that is not among them goes before them."""
+    given = [(provider, {}) if isinstance(provider, str) else provider for provider in providers]
+    merged = [(name, {**own, **options.get(name, {})}) for name, own in given]
+    known = [name for name, _ in given]
+    return [(name, dict(added)) for name, added in options.items() if name not in known] + merged
 
 
 def check_providers(asked: Sequence, started: Sequence[str]) -> None:

@@ -36,7 +36,8 @@ class TrainedState:
         own = export.named_state(module, loss_fn) if module is not None else {}
         self._own_names = {name for name in own}
         self.tensors: dict[str, torch.Tensor] = {}
-        for entry in graph.signature.state:
+        entries = [entry for entry in graph.signature.state if entry.role != "accumulator"]  # those are the runner's
+        for entry in entries:
             tensor = own.get(entry.name)
             if tensor is None:
                 array = graph.tensors[entry.name].numpy()
@@ -49,7 +50,7 @@ class TrainedState:
             "the state of the training graph",
             [(n, tuple(t.shape), str(t.dtype)) for n, t in self.tensors.items()],
         )
-        for entry in graph.signature.state:
+        for entry in entries:
             if entry.role != "random":
                 collective.broadcast_(self.tensors[entry.name])
         graph.tensors.update({name: ir_view(name, tensor) for name, tensor in self.tensors.items()})
@@ -82,14 +83,20 @@ class TrainedState:
             copied[SEED].fill_(seed_of_run(self.rank, copied[SEED].item()))
         return copied
 
-    def load(self, given: Mapping[str, torch.Tensor], strict: bool) -> None:
+    def load(
+        self, given: Mapping[str, torch.Tensor], strict: bool, also: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
         """Overwrite the state in place with the entries of `given` that it has.
+
+        Args:
+            strict: other names are an error.
+            also: more tensors that `given` has to fit; not written.
 
         Raises:
             StateError: an entry does not fit, or, if `strict`, the names differ. Nothing is loaded.
         """
         own = self._live(True)
-        _check_fits(own, given, strict)
+        _check_fits(own | dict(also or {}), given, strict)
         for name, tensor in own.items():
             if name in given:
                 tensor.copy_(torch.as_tensor(given[name]))
@@ -156,8 +163,8 @@ def on_device(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.dtype in (torch.float16, torch.bfloat16) and tensor.requires_grad:
             raise UnsupportedFeatureError(
-                f"parameters of dtype {tensor.dtype} need mixed precision, which this version does not have; "
-                "convert the module with model.float()"
+                f"parameters of dtype {tensor.dtype} cannot be trained: small updates would be rounded away. Convert the "
+                "module with model.float(); use_mixed_precision=True then computes in half precision with float32 weights"
             )
         if not tensor.is_contiguous():
             tensor.data = tensor.data.contiguous()

@@ -27,13 +27,14 @@ MAY_IMPORT = {
     "verify": {"differentiate", "export", "graph", "runtime"},
     "state": {"compile", "distributed", "export", "seed"},
     "arguments": {"describe"},
-    "trainer": {
+    "engine": {
         "arguments",
         "compile",
         "describe",
         "distributed",
         "export",
         "graph",
+        "inference",
         "optim",
         "run",
         "runtime",
@@ -41,10 +42,17 @@ MAY_IMPORT = {
         "state",
         "verify",
     },
+    "inference": {"graph", "runtime"},
+    "loss_scaler": set(),
+    "schedules": set(),
+    "ort_trainer": {"arguments", "compile", "describe", "engine", "graph"},
+    "training": {"arguments", "checkpoint", "compile", "describe", "engine", "graph", "loss_scaler", "schedules"},
+    "sketch": {"arguments", "describe", "engine", "export", "loss_scaler"},
+    "checkpoint": {"graph"},
     "testing": {"differentiate"},
     "cli": {"differentiate", "graph"},
     "__main__": {"cli"},
-    "__init__": {"describe", "differentiate", "seed", "trainer"},
+    "__init__": {"checkpoint", "describe", "differentiate", "loss_scaler", "ort_trainer", "seed", "sketch", "training"},
 }
 WITHOUT_TORCH = {"errors", "graph", "differentiate", "optim", "compile"}
 

@@ -158,7 +158,7 @@ CONSTRUCTOR = {
         dict(model=frozen_module(device="meta")), InvalidArgumentError, "its parameters have no values...model.to_empty(device='cpu')",
     ),
     "a half-precision module": (
-        dict(model=frozen_module(dtype=torch.float16)), UnsupportedFeatureError, "dtype torch.float16 need mixed precision...model.float()",
+        dict(model=frozen_module(dtype=torch.float16)), UnsupportedFeatureError, "dtype torch.float16...model.float()",
     ),
     "a bfloat16 module": (dict(model=frozen_module(dtype=torch.bfloat16)), UnsupportedFeatureError, "torch.bfloat16...model.float()"),
     "a loss by name": (dict(loss_fn="mse"), InvalidArgumentError, "loss_fn must be callable as loss_fn(prediction, label), or None; got 'mse'"),
@@ -189,14 +189,22 @@ CONSTRUCTOR = {
     "a folder that is not there": (
         dict(optimized_model_filepath="no/such/folder/m.onnx"), InvalidArgumentError, "optimized_model_filepath=...there is no folder 'no/such/folder'",
     ),
-    "gradient accumulation": (dict(gradient_accumulation_steps=4), UnsupportedFeatureError, "gradient_accumulation_steps=4 is not supported...leave it at 1"),
-    "mixed precision": (dict(use_mixed_precision=True), UnsupportedFeatureError, "use_mixed_precision=True is not supported...leave it at False"),
-    "a loss scaler": (dict(loss_scaler=65536.0), UnsupportedFeatureError, "loss_scaler=65536.0 is not supported...leave it at None"),
-    "ZeRO": (dict(deepspeed_zero_stage=1), UnsupportedFeatureError, "deepspeed_zero_stage=1 is not supported...leave it at 0"),
-    "no postprocessing": (dict(_enable_internal_postprocess=False), UnsupportedFeatureError, "_enable_internal_postprocess=False is not supported"),
-    "postprocessing": (dict(_extra_postprocess=print), UnsupportedFeatureError, "_extra_postprocess=...is not supported...leave it at None"),
-    "the other gradient builder": (dict(use_memory_efficient_gradient=True), UnsupportedFeatureError, "use_memory_efficient_gradient=True"),
-    "Adasum": (dict(enable_adasum=True), UnsupportedFeatureError, "enable_adasum=True is not supported...leave it at False"),
+    "no batch per update": (dict(gradient_accumulation_steps=0), InvalidArgumentError, "gradient_accumulation_steps must be...an int >= 1; got 0"),
+    "half a batch per update": (dict(gradient_accumulation_steps=2.5), InvalidArgumentError, "an int >= 1; got 2.5"),
+    "True batches per update": (dict(gradient_accumulation_steps=True), InvalidArgumentError, "an int >= 1; got True"),
+    "a precision that is none": (
+        dict(use_mixed_precision=True, mixed_precision_dtype="float8"), InvalidArgumentError, "must be 'float16', 'bfloat16' or None, got 'float8'",
+    ),
+    "a precision that is float32": (
+        dict(use_mixed_precision=True, mixed_precision_dtype=torch.float32), InvalidArgumentError, "must be 'float16', 'bfloat16' or None",
+    ),
+    "a number for a loss scaler": (
+        dict(use_mixed_precision=True, loss_scaler=65536.0), InvalidArgumentError, "loss_scaler must be a LossScaler...float has no loss_scale_",
+    ),
+    "ZeRO": (dict(deepspeed_zero_stage=1), UnsupportedFeatureError, "deepspeed_zero_stage=1...not built yet. Leave it at 0"),
+    "postprocessing by name": (dict(_extra_postprocess="fuse"), InvalidArgumentError, "callable as f(onnx_model), or None; got 'fuse'"),
+    "Adasum": (dict(enable_adasum=True), UnsupportedFeatureError, "enable_adasum=True...will not be. Leave it False"),
+    "an unknown wish for NaN": (dict(nonfinite_loss="raise"), InvalidArgumentError, "must be 'warn', 'error' or 'ignore', got 'raise'"),
 }  # fmt: skip
 
 
@@ -389,12 +397,12 @@ FIRST_STEP = {
 def test_a_trainer_that_cannot_be_compiled_says_why_each_time_and_leaves_the_module_alone(case):
     options, error, text = case
     trainer = make(**options)
-    before = {name: tensor.clone() for name, tensor in trainer._model.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in trainer._engine.model.state_dict().items()}
     for _ in range(2):
         with raises(error, text):
             trainer.train_step(x, y, 0.1)
     assert (trainer.training_graph, trainer.current_step, trainer.global_step_) == (None, 0, 0)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer._model.state_dict().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer._engine.model.state_dict().items())
 
 
 FIRST_BATCHES = {

@@ -183,11 +183,11 @@ def test_the_gradient_uses_the_mask_of_the_forward_pass():
     trainer = masked_trainer(p=0.3)
     x, label = torch.rand(1, 64) + 0.5, torch.rand(1, 64) + 0.5
     for _ in range(3):
-        weight = trainer._model.weight.detach().clone()
+        weight = trainer._engine.model.weight.detach().clone()
         output = trainer.train_step(x, label, LR)[1]
         mask = output / (x * weight)  # 0 or 1 / 0.7
         gradient = (mask * x * label / 64)[0]
-        torch.testing.assert_close(trainer._model.weight.detach(), weight - 0.1 * gradient)
+        torch.testing.assert_close(trainer._engine.model.weight.detach(), weight - 0.1 * gradient)
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
@@ -214,8 +214,8 @@ def test_the_mean_loss_of_a_linear_model_is_its_expectation(p):
 def test_eval_step_needs_no_random_numbers():
     trainer = transformer_trainer(sample_transformer(0.2))
     trainer.train_step(*tokens(), LR)
-    before = {name: t.clone() for name, t in trainer._runner.state.items()}
+    before = {name: t.clone() for name, t in trainer._engine._runner.state.items()}
     trainer.eval_step(*tokens())
-    assert all(torch.equal(t, before[name]) for name, t in trainer._runner.state.items())
+    assert all(torch.equal(t, before[name]) for name, t in trainer._engine._runner.state.items())
     steps = [entry.name for entry in trainer.training_graph.signature.state if entry.role == "random"]
     assert len(steps) == 2 and any(before[name].tolist() == [1] for name in steps)

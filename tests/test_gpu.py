@@ -90,8 +90,8 @@ def on_cpu(trainer: ORTTrainer) -> list[str]:
     graph = trainer.training_graph.graph.graph
     nodes = {node.name: node for node in graph}
     found = []
-    for phase in (*trainer._runner._train, *trainer._runner._evaluate.values()):
-        for part in phase._session.get_provider_graph_assignment_info():
+    for session in trainer._engine._runner.sessions:
+        for part in session.get_provider_graph_assignment_info():
             if part.ep_name == "CUDAExecutionProvider":
                 continue
             for assigned in part.get_nodes():
@@ -219,17 +219,17 @@ def test_dropout_masks_are_those_of_the_cpu():
 def test_training_in_place_equals_double_buffering_on_cuda(name, optimizer):
     setup, _, trainer = make_trainer(name, optimizer)
     trainer.eval_step(*setup.batch(0))
-    apart = {key: tensor.clone() for key, tensor in trainer._runner.state.items()}
+    apart = {key: tensor.clone() for key, tensor in trainer._engine._runner.state.items()}
     double = Runner(trainer.training_graph, apart, torch.device("cuda", 0), in_place=False)
     rate, names = torch.tensor([OPTIMIZERS[optimizer][2]]), trainer.training_graph.signature.inputs
     # The embedding's gradient is added up atomically, in an order that changes from run to run.
     tolerance = {"rtol": 0, "atol": 0} if name == "mlp" else {"rtol": 1e-4, "atol": 1e-5}
     for step in range(5):
         batch = [tensor.cuda() for tensor in setup.batch(step)]
-        results = zip(trainer.train_step(*batch, rate), double.train_step(dict(zip(names, batch)), rate))
+        results = zip(trainer.train_step(*batch, rate), double.train_step(dict(zip(names, batch)), rate)[0])
         for mine, other in results:
             torch.testing.assert_close(mine, other, **tolerance)
-    for key, tensor in trainer._runner.state.items():
+    for key, tensor in trainer._engine._runner.state.items():
         torch.testing.assert_close(tensor, double.state[key], **tolerance)
 
 

@@ -11,8 +11,7 @@ import torch
 from small import LR, RATE, assert_same, batch, description, forward_model, make, net, snapshot, torch_step
 from torch import nn
 
-from orttrainer import IODescription, ModelDescription, ORTTrainer, run
-from orttrainer import trainer as trainer_module
+from orttrainer import IODescription, ModelDescription, ORTTrainer, engine, run
 from orttrainer.errors import (
     DescriptionMismatchWarning,
     SchemaError,
@@ -65,7 +64,7 @@ WRONG_CALLS = {
 @pytest.mark.parametrize("call", WRONG_CALLS)
 def test_a_wrong_call_is_an_error_and_changes_nothing(call, pair):
     trainer, _ = pair
-    if trainer._runner is None:
+    if trainer._engine._runner is None:
         trainer.eval_step(*batch())
     before, counted = snapshot(trainer), trainer.current_step
     with pytest.raises(SchemaError, match=WRONG_CALLS[call][1]):
@@ -253,8 +252,8 @@ def counted(monkeypatch):
 
         return wrapped
 
-    compile_ = trainer_module.compile_training_graph
-    monkeypatch.setattr(trainer_module, "compile_training_graph", counting("compile", compile_))
+    compile_ = engine.compile_training_graph
+    monkeypatch.setattr(engine, "compile_training_graph", counting("compile", compile_))
     monkeypatch.setattr(run, "_open_session", counting("session", run._open_session))
     return counts
 
@@ -275,11 +274,6 @@ def test_an_onnx_model_compiles_at_once_and_has_its_full_state_before_any_step(t
     for name, parameter in module.named_parameters():
         assert torch.equal(state[name], parameter)
         assert torch.equal(state[f"Moment_1_{name}"], torch.zeros_like(parameter))
-
-
-def test_an_onnx_model_ignores_a_loss_function_with_a_warning(tmp_path):
-    with pytest.warns(UserWarning, match=r"loss_fn is ignored: an ONNX model has its loss inside"):
-        make(forward_model(tmp_path), loss_fn=nn.functional.mse_loss)
 
 
 @pytest.mark.legacy_runtime

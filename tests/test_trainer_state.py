@@ -118,7 +118,7 @@ def test_state_dict_is_a_copy():
     assert_same(state, copies)
     for tensor in state.values():
         tensor.zero_()
-    assert all(parameter.abs().sum() > 0 for parameter in trainer._model.parameters())
+    assert all(parameter.abs().sum() > 0 for parameter in trainer._engine.model.parameters())
 
 
 def test_state_dict_without_optimizer_state_loads_into_the_torch_module():
@@ -127,7 +127,7 @@ def test_state_dict_without_optimizer_state_loads_into_the_torch_module():
     other = models.CNN()
     other.load_state_dict(trainer.state_dict(include_optimizer_state=False))
     x = models.SETUPS["cnn"].batch(0)[0]
-    torch.testing.assert_close(other.eval()(x), copy.deepcopy(trainer._model).eval()(x))
+    torch.testing.assert_close(other.eval()(x), copy.deepcopy(trainer._engine.model).eval()(x))
     assert other.bn1.num_batches_tracked == 1
 
 
@@ -157,7 +157,7 @@ def test_loading_ignores_missing_and_unexpected_names_unless_strict(pending):
     state = trained_state()
     kept = state.pop("0.bias")
     trainer = make(net(seed=4), "AdamOptimizer")
-    own = trainer._model[0].bias.clone()
+    own = trainer._engine.model[0].bias.clone()
     if not pending:
         trainer.eval_step(*batch())
     trainer.load_state_dict(state | {"other": kept})
@@ -214,12 +214,12 @@ def test_save_as_onnx_writes_the_trained_forward_graph_with_the_names_of_the_par
     trainer.save_as_onnx(path)
     onnx.checker.check_model(path, full_check=True)
     weights = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer}
-    for name, parameter in trainer._model.named_parameters():
+    for name, parameter in trainer._engine.model.named_parameters():
         np.testing.assert_array_equal(weights[name], parameter.detach().numpy())
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     x, y = batch(7)
     loss, output = session.run(["loss", "output"], {"x": x.numpy(), "label": y.numpy()})
-    expected = trainer._model(x).detach()
+    expected = trainer._engine.model(x).detach()
     np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
     assert loss == pytest.approx(nn.functional.cross_entropy(expected, y).item(), rel=1e-5)
 

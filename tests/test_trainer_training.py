@@ -132,7 +132,7 @@ def test_last_grad_norm_is_what_clip_grad_norm_returns(optimizer):
     trainer = make(optimizer=optimizer)
     assert trainer.last_grad_norm.shape == () and trainer.last_grad_norm == 0
     for step in range(3):
-        module = copy.deepcopy(trainer._model)
+        module = copy.deepcopy(trainer._engine.model)
         x, y = batch(step)
         nn.functional.cross_entropy(module(50 * x), y).backward()  # 50: far above max_norm_clip
         expected = nn.utils.clip_grad_norm_(module.parameters(), 1.0)
@@ -158,7 +158,7 @@ def test_adam_clips_to_max_norm_clip_like_pytorch_unless_told_not_to(enabled, ma
         adam.step()
         # PyTorch adds 1e-6 to the norm it divides by.
         torch.testing.assert_close(trainer.train_step(x, y, LR)[0], loss.detach(), rtol=3e-5, atol=0)
-    torch.testing.assert_close(dict(trainer._model.state_dict()), dict(module.state_dict()), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(dict(trainer._engine.model.state_dict()), dict(module.state_dict()), rtol=1e-4, atol=1e-5)
 
 
 def test_sgd_never_clips():

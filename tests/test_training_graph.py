@@ -62,15 +62,15 @@ def test_saved_file_passes_the_checker_and_trains_from_a_bare_session(name, opti
 @pytest.mark.parametrize("name", models.SETUPS)
 def test_training_in_place_equals_double_buffering_bit_for_bit(name, optimizer):
     setup, _, trainer = compiled(name, optimizer)
-    apart = {key: tensor.clone() for key, tensor in trainer._runner.state.items()}
+    apart = {key: tensor.clone() for key, tensor in trainer._engine._runner.state.items()}
     double = Runner(trainer.training_graph, apart, torch.device("cpu"), in_place=False)
     rate = torch.tensor([OPTIMIZERS[optimizer][2]])
     names = trainer.training_graph.signature.inputs
     for step in range(5):
         batch = setup.batch(step)
-        for mine, other in zip(trainer.train_step(*batch, rate), double.train_step(dict(zip(names, batch)), rate)):
+        for mine, other in zip(trainer.train_step(*batch, rate), double.train_step(dict(zip(names, batch)), rate)[0]):
             assert torch.equal(mine, other)
-    for key, tensor in trainer._runner.state.items():
+    for key, tensor in trainer._engine._runner.state.items():
         assert torch.equal(tensor, double.state[key]), key
 
 
@@ -134,6 +134,6 @@ def test_signature_names_every_input_and_output_by_role():
     ]  # fmt: skip
     written = [entry.output for entry in signature.state if entry.output]
     assert [v.name for v in proto.graph.output] == [*signature.outputs, signature.gradient_norm, *written]
-    assert set(signature.parameters) == {name for name, _ in trainer._model.named_parameters()}
+    assert set(signature.parameters) == {name for name, _ in trainer._engine.model.named_parameters()}
     assert {"Moment_1_head.bias", "Moment_2_head.bias", "bn1.running_mean"} <= set(state)
     assert {entry.role for entry in signature.state} == {"parameter", "optimizer", "buffer"}

@@ -7,21 +7,35 @@ from typing import TYPE_CHECKING
 
 _HOME = {
     "ForwardGraph": "forward_graph",
+    "attach_loss": "torch_loss",
     "check_layers": "call",
+    "count_outputs": "call",
     "export_module": "module",
-    "from_onnx": "from_onnx",
+    "from_onnx": "onnx_model",
+    "lacks_loss": "torch_loss",
     "named_state": "call",
     "observe_gradients": "check",
 }
 
-__all__ = ["ForwardGraph", "check_layers", "export_module", "from_onnx", "named_state", "observe_gradients"]
+__all__ = [
+    "ForwardGraph",
+    "attach_loss",
+    "check_layers",
+    "count_outputs",
+    "export_module",
+    "from_onnx",
+    "lacks_loss",
+    "named_state",
+    "observe_gradients",
+]
 
 if TYPE_CHECKING:
-    from orttrainer.export.call import check_layers, named_state
+    from orttrainer.export.call import check_layers, count_outputs, named_state
     from orttrainer.export.check import observe_gradients
     from orttrainer.export.forward_graph import ForwardGraph
-    from orttrainer.export.from_onnx import from_onnx
     from orttrainer.export.module import export_module
+    from orttrainer.export.onnx_model import from_onnx
+    from orttrainer.export.torch_loss import attach_loss, lacks_loss
 
 
 def __getattr__(name: str):

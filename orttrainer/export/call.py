@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import random
 from collections.abc import Mapping
 from unittest import mock
@@ -18,6 +19,7 @@ from orttrainer.errors import InvalidArgumentError, SchemaError, UnsupportedMode
 __all__ = [
     "LossModule",
     "check_layers",
+    "count_outputs",
     "in_train_mode",
     "named_state",
     "state_names",
@@ -44,6 +46,7 @@ class LossModule(nn.Module):
         self.module = module
         self.loss_fn = loss_fn
         self.output_names = [d.name_ for d in description.outputs_]
+        self.loss_position = description.loss_position_
         names = [d.name_ for d in description.inputs_]
         self.keywords = _keywords(module, names if loss_fn is None else names[:-1])
         # Buffers whose new values `forward` appends to its outputs (see `export_module`).
@@ -56,7 +59,7 @@ class LossModule(nn.Module):
     def described_outputs(self, inputs):
         """Call module and loss; return as many outputs as are described."""
         if self.loss_fn is None:
-            return self._checked(_described(self._predict(inputs), self.output_names))
+            return self._checked(_described(self._predict(inputs), self.output_names, self.loss_position))
         *inputs, label = inputs
         prediction = self._predict(inputs)
         return self._checked([self.loss_fn(prediction, label), *_described(prediction, self.output_names[1:])])
@@ -146,6 +149,22 @@ def check_layers(module: nn.Module) -> None:
                 f"which an optimizer's update would overwrite. Leave max_norm out, or divide the looked-up rows by "
                 f"their norm."
             )
+
+
+def count_outputs(module: nn.Module, inputs) -> int:
+    """How many tensors `module` returns as it trains, up to the first thing that is none; `module` is left as it is.
+
+    Args:
+        inputs: a sequence of tensors, or a dict of them by the names that forward has.
+    """
+    device = next((p.device for p in module.parameters()), None)
+    keywords = inputs if isinstance(inputs, Mapping) else {}
+    positional = () if isinstance(inputs, Mapping) else inputs
+    with unchanged(module), in_train_mode(module), torch.no_grad():
+        outputs = module(
+            *(x.detach().to(device) for x in positional), **{k: x.detach().to(device) for k, x in keywords.items()}
+        )
+    return len(list(itertools.takewhile(lambda output: isinstance(output, torch.Tensor), _flat(outputs))))
 
 
 # ---------------------------------------------------------------- leaving no trace
@@ -270,12 +289,13 @@ def _keywords(module, names):
     return ()
 
 
-def _described(outputs, names):
-    """The outputs of those names, where outputs have names and all of these; else all, in their order."""
+def _described(outputs, names, first=0):
+    """The outputs of those names, where outputs have names and all of these; else all, in their order but one first."""
     fields = _fields(outputs)
     if names and all(isinstance(fields.get(name), torch.Tensor) for name in names):
         return [fields[name] for name in names]
-    return _flat(outputs)
+    outputs = _flat(outputs)
+    return outputs[first : first + 1] + outputs[:first] + outputs[first + 1 :]
 
 
 def _fields(outputs):

@@ -21,6 +21,7 @@ from orttrainer.export.batch_norm import copy_of, unbiased_running_var
 from orttrainer.export.quiet import silence
 from orttrainer.graph.passes.random import RANDOM_OPS, random_nodes_apart
 from orttrainer.graph.passes.scalar_axes import ReduceScalarPass
+from orttrainer.graph.scopes import keep_scopes
 
 __all__ = [
     "add_initializer",
@@ -171,7 +172,7 @@ def optimize(model) -> None:
     no_slices_split = mock.patch.object(rules.slice_split_rule, "try_rewrite", lambda *_, **__: None)
     with random_nodes_apart(model), no_slices_split:
         onnxscript.optimizer.optimize_ir(model, should_fold=_may_fold, inline=False)
-    common.ClearMetadataAndDocStringPass()(model)
+    keep_scopes(model)
     if not list(model.graph.subgraphs()):  # a branch may not return an outer value directly
         common.IdentityEliminationPass()(model)
     common.RemoveUnusedNodesPass()(model)

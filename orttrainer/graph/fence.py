@@ -25,16 +25,17 @@ VIEWS = frozenset(
 
 
 def fence(op: Builder, value: ir.Value, after: Iterable[ir.Value]) -> ir.Value:
-    """A copy of the 1-element `value` that cannot be computed before all of `after`.
+    """A copy of the small `value`, of one element or shape [n], that cannot be computed before all of `after`.
 
     Its bits are those of `value`, also where `after` holds NaN: one element of each is put
-    behind it in one tensor, of which only the first element is taken.
+    behind it in one tensor, of which only the first elements are taken.
     """
-    pieces = [op.Reshape(value, [1])]
+    count = math.prod(value.shape.dims)
+    pieces = [op.Reshape(value, [count])]
     for other in after:
         first = op.Slice(op.Reshape(other, [-1]), [0], [1])
         pieces.append(op.cast_as(first, value))
-    return op.Gather(op.Concat(*pieces, axis=0), np.zeros(1, np.int64))
+    return op.Gather(op.Concat(*pieces, axis=0), np.arange(count))
 
 
 def unordered_readers(

@@ -1,10 +1,21 @@
-"""Optimizers as emitted nodes: SGD, Adam, LAMB, clipping by the global gradient norm."""
+"""Optimizers as emitted nodes: SGD, Adam, AdamW, LAMB, clipping by the global gradient norm."""
 
-from orttrainer.optim.adam import Adam
+from orttrainer.optim.adam import Adam, AdamW
 from orttrainer.optim.clip import global_norm
 from orttrainer.optim.lamb import Lamb
 from orttrainer.optim.optimizer import Attribute, Optimizer, Slot
 from orttrainer.optim.registry import OPTIMIZERS, make_optimizer
 from orttrainer.optim.sgd import SGD
 
-__all__ = ["OPTIMIZERS", "SGD", "Adam", "Attribute", "Lamb", "Optimizer", "Slot", "global_norm", "make_optimizer"]
+__all__ = [
+    "OPTIMIZERS",
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Attribute",
+    "Lamb",
+    "Optimizer",
+    "Slot",
+    "global_norm",
+    "make_optimizer",
+]

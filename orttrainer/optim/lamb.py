@@ -36,7 +36,7 @@ class Lamb(moments.MomentOptimizer):
         "ratio_max": Attribute(math.inf, *NUMBER, shared=True),
     }
 
-    def step(self, op, scalars, values, x, m, v):
+    def step(self, op, scalars, values, rate, x, m, v):
         a, b = moments.corrections(scalars, values)
         d = moments.direction(op, scalars, m, v, scalars.product(b, values["epsilon"]))
         if values["lambda"]:
@@ -46,7 +46,7 @@ class Lamb(moments.MomentOptimizer):
         norm = op.Sqrt(sum_of_squares(op, d))
         norm = op.Mul(norm, scalars.like(norm, a)) if isinstance(a, ir.Value) else norm
         ratio = _trust_ratio(op, op.Sqrt(sum_of_squares(op, x)), norm, values)
-        step = op.Mul(scalars.like(x, scalars.product(scalars.learning_rate, a)), ratio)
+        step = op.Mul(scalars.like(x, scalars.product(rate, a)), ratio)
         return op.Sub(x, op.Mul(d, step))
 
     def _check_together(self, parameter, values):

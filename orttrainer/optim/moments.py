@@ -10,18 +10,18 @@ import onnx_ir as ir
 
 from orttrainer.errors import OptimizerError
 from orttrainer.graph import Builder
-from orttrainer.optim.optimizer import DECAY_RATE, NON_NEGATIVE, POSITIVE, ZERO_OR_ONE, Attribute, Optimizer, Slot
+from orttrainer.optim.optimizer import CLIP, DECAY_RATE, NON_NEGATIVE, ZERO_OR_ONE, Attribute, Optimizer, Slot
 from orttrainer.optim.scalars import INT64, Scalar, Scalars
 
 
 def attributes(epsilon: float, do_bias_correction: int, shared: bool) -> dict[str, Attribute]:
-    """The attributes that both have."""
+    """The attributes that both have, with their defaults."""
     return {
         "alpha": Attribute(0.9, *DECAY_RATE),
         "beta": Attribute(0.999, *DECAY_RATE),
         "lambda": Attribute(0.0, *NON_NEGATIVE),
         "epsilon": Attribute(epsilon, *NON_NEGATIVE),
-        "max_norm_clip": Attribute(1.0, *POSITIVE),
+        "max_norm_clip": Attribute(1.0, *CLIP),
         "do_bias_correction": Attribute(do_bias_correction, *ZERO_OR_ONE, shared=shared),
     }
 
@@ -45,12 +45,17 @@ def counter(name: str) -> Slot:
 
 
 def new_moments(
-    op: Builder, scalars: Scalars, values: Mapping[str, float | int], g: ir.Value, m: ir.Value, v: ir.Value
+    op: Builder, scalars: Scalars, values: Mapping[str, float | int], g: ir.Value, x: ir.Value, m: ir.Value, v: ir.Value
 ) -> tuple[ir.Value, ir.Value]:
-    """m <- alpha * m + (1 - alpha) * (clip * g);  v <- beta * v + (1 - beta) * (clip * g)^2."""
-    alpha, beta, clip = values["alpha"], values["beta"], scalars.clip(values["max_norm_clip"])
-    m_share = scalars.like(g, scalars.product(clip, 1.0 - alpha))
-    v_share = scalars.like(g, scalars.product(clip, clip, 1.0 - beta))
+    """h = s * g + weight_decay * x;  m <- alpha * m + (1 - alpha) * h;  v <- beta * v + (1 - beta) * h^2.
+
+    s scales and clips. It stays out of h, which is held as h / s.
+    """
+    alpha, beta, s = values["alpha"], values["beta"], scalars.gradient(values["max_norm_clip"])
+    if values.get("weight_decay"):
+        g = op.Add(g, op.Mul(x, scalars.like(x, scalars.quotient(values["weight_decay"], s))))
+    m_share = scalars.like(g, scalars.product(s, 1.0 - alpha))
+    v_share = scalars.like(g, scalars.product(s, s, 1.0 - beta))
     m = op.Add(op.Mul(m, scalars.like(m, alpha)), op.Mul(g, m_share))
     v = op.Add(op.Mul(v, scalars.like(v, beta)), op.Mul(op.Mul(g, g), v_share))
     return m, v
@@ -82,21 +87,21 @@ class MomentOptimizer(Optimizer):
     def shared_slots(self):
         return (counter(self.count),)
 
-    def update(self, op, learning_rate, gradient_norm, parameters, gradients, state):
+    def update(self, op, learning_rates, gradient_norm, gradient_scale, parameters, gradients, state):
         count = op.Add(state[self.count], 1)
-        scalars = Scalars(op, learning_rate, gradient_norm if self.clip else None, count)
+        scalars = Scalars(op, learning_rates, gradient_norm if self.clip else None, gradient_scale, count)
         updated = {self.count: count}
         for name in sorted(parameters):
             x, values = parameters[name], self.attributes[name]
             m, v = (state[f"Moment_{i}_{name}"] for i in (1, 2))
-            m, v = new_moments(op, scalars, values, gradients[name], m, v)
-            updated[name] = self.step(op, scalars, values, x, m, v)
+            m, v = new_moments(op, scalars, values, gradients[name], x, m, v)
+            updated[name] = self.step(op, scalars, values, scalars.learning_rate(name), x, m, v)
             updated[f"Moment_1_{name}"], updated[f"Moment_2_{name}"] = m, v
         return updated
 
     @abc.abstractmethod
-    def step(self, op: Builder, scalars: Scalars, values: Mapping[str, float | int], x, m, v) -> ir.Value:
-        """The new value of parameter `x`, from its new moments `m` and `v` and its attributes."""
+    def step(self, op: Builder, scalars: Scalars, values: Mapping[str, float | int], rate, x, m, v) -> ir.Value:
+        """The new value of parameter `x`, from its learning rate, its new moments `m` and `v` and its attributes."""
 
     def _check_together(self, parameter, values):
         check_bias_correction(self.name, parameter, values)

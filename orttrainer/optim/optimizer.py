@@ -52,8 +52,8 @@ class Attribute:
 
 
 NON_NEGATIVE = ("finite and not negative", lambda x: 0.0 <= x < math.inf)
-POSITIVE = ("finite and above 0", lambda x: 0.0 < x < math.inf)
 DECAY_RATE = ("between 0 and 1", lambda x: 0.0 <= x <= 1.0)
+CLIP = ("above 0 (inf: do not clip)", lambda x: x > 0.0)
 ZERO_OR_ONE = ("0 or 1", lambda x: x in (0, 1))
 NUMBER = ("a number", lambda x: True)
 
@@ -97,8 +97,9 @@ class Optimizer(abc.ABC):
     def update(
         self,
         op: Builder,
-        learning_rate: ir.Value,
+        learning_rates: Mapping[str, ir.Value],
         gradient_norm: ir.Value,
+        gradient_scale: ir.Value | None,
         parameters: Mapping[str, ir.Value],
         gradients: Mapping[str, ir.Value],
         state: Mapping[str, ir.Value],
@@ -107,8 +108,13 @@ class Optimizer(abc.ABC):
 
         Args:
             op: builder of the training graph.
-            learning_rate: float32, shape [1].
-            gradient_norm: global norm of `gradients`, 0-d float; unused where nothing is clipped.
+            learning_rates: by name of the parameter, float32, shape [1]; parameters of one
+                group share a value.
+            gradient_norm: global norm of `gradients` after scaling, 0-d float; unused where
+                nothing is clipped.
+            gradient_scale: what every gradient has yet to be multiplied with, 0-d float32 (such as
+                1 / (loss scale * number of micro-batches)); None: nothing. It is folded into
+                scalars that tensors are multiplied with anyway.
             parameters, gradients: by name of the parameter, equal in dtype and shape.
             state: by name of the slot.
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from orttrainer.errors import OptimizerError
-from orttrainer.optim.adam import Adam
+from orttrainer.optim.adam import Adam, AdamW
 from orttrainer.optim.lamb import Lamb
 from orttrainer.optim.optimizer import Optimizer
 from orttrainer.optim.sgd import SGD
 
-OPTIMIZERS: Mapping[str, type[Optimizer]] = {optimizer.name: optimizer for optimizer in (SGD, Adam, Lamb)}
+OPTIMIZERS: Mapping[str, type[Optimizer]] = {optimizer.name: optimizer for optimizer in (SGD, Adam, Lamb, AdamW)}
 
 
 def make_optimizer(
@@ -22,7 +22,7 @@ def make_optimizer(
     """Make the optimizer that a legacy script names.
 
     Args:
-        name: 'SGDOptimizer', 'AdamOptimizer' or 'LambOptimizer'.
+        name: 'SGDOptimizer', 'AdamOptimizer', 'LambOptimizer' or 'AdamWOptimizer'.
         parameter_names: the parameters to train.
         map_attributes: called once with each parameter's name; returns a dict of the attributes
             that differ from the optimizer's defaults. None: defaults for all.

@@ -1,4 +1,4 @@
-"""The scalar side of an update: learning rate, clipping and bias correction as 0-d float64 values.
+"""The scalar side of an update: learning rates, scaling, clipping and bias correction as 0-d float64 values.
 
 Each is emitted once and shared by all parameters that use it. Tensors are then multiplied with
 products of them, so that none costs a pass of its own over a tensor.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 
 import onnx_ir as ir
 
@@ -26,22 +27,25 @@ class Scalars:
 
     Args:
         op: builder of the training graph.
-        learning_rate: float, shape [1].
-        gradient_norm: global norm of the gradients, 0-d float; None: do not clip.
+        learning_rates: for each parameter a float of shape [1]; equal values are converted once.
+        gradient_norm: global norm of the gradients after scaling, 0-d float; None: do not clip.
+        gradient_scale: what every gradient is to be multiplied with, 0-d float; None: nothing.
         count: number of updates, this one included, plus 1: int64, shape [1] (legacy counts from 1).
     """
 
     def __init__(
         self,
         op: Builder,
-        learning_rate: ir.Value,
+        learning_rates: Mapping[str, ir.Value],
         gradient_norm: ir.Value | None = None,
+        gradient_scale: ir.Value | None = None,
         count: ir.Value | None = None,
     ):
         self.op = op
-        self.learning_rate = self._double(learning_rate)
-        self._norm = gradient_norm if gradient_norm is None else self._double(gradient_norm)
-        self._count = count
+        distinct = dict.fromkeys(learning_rates[name] for name in sorted(learning_rates))
+        converted = {rate: self._double(rate) for rate in distinct}
+        self._rates = {name: converted[rate] for name, rate in learning_rates.items()}
+        self._gradient_norm, self._gradient_scale, self._count = gradient_norm, gradient_scale, count
         for method in EMITTED_ONCE:
             setattr(self, method, functools.cache(getattr(self, method)))
 
@@ -50,9 +54,16 @@ class Scalars:
         """Number of this update: 1 at the first."""
         return self.op.Sub(self._double(self._count), 1.0)
 
+    def learning_rate(self, parameter: str) -> ir.Value:
+        return self._rates[parameter]
+
+    def gradient(self, max_norm: float) -> Scalar:
+        """What a gradient is multiplied with: its scale, and the clipping to a global norm of `max_norm`."""
+        return self.clip(max_norm) if self._scale is None else self.product(self.clip(max_norm), self._scale)
+
     def clip(self, max_norm: float) -> Scalar:
         """max_norm / norm where norm > max_norm, else 1: also where norm is NaN, so that NaN gradients stay seen."""
-        if self._norm is None:
+        if self._gradient_norm is None or max_norm == math.inf:
             return 1.0
         above = self.op.Greater(self._norm, max_norm)
         return self.op.Where(above, self.op.Div(self.op.scalar(max_norm, self._norm), self._norm), self._one)
@@ -92,6 +103,14 @@ class Scalars:
         if not isinstance(scalar, ir.Value):
             return self.op.const(scalar, dtype)
         return scalar if scalar.dtype == dtype else self.op.Cast(scalar, to=int(dtype))
+
+    @functools.cached_property
+    def _norm(self) -> ir.Value:
+        return self._double(self._gradient_norm)
+
+    @functools.cached_property
+    def _scale(self) -> ir.Value | None:
+        return None if self._gradient_scale is None else self._double(self._gradient_scale)
 
     @functools.cached_property
     def _started(self) -> ir.Value:

@@ -1,23 +1,65 @@
-"""Stochastic gradient descent, without momentum."""
+"""Stochastic gradient descent, with momentum if asked for."""
 
 from __future__ import annotations
 
-from typing import final
+import math
+from typing import ClassVar, final
 
-from orttrainer.optim.optimizer import Optimizer
+from orttrainer.optim.optimizer import CLIP, NON_NEGATIVE, ZERO_OR_ONE, Attribute, Optimizer, Slot
 from orttrainer.optim.scalars import Scalars
 
 
 @final
 class SGD(Optimizer):
-    """x <- x - learning_rate * g. Never clips; has no attributes and no state."""
+    """SGD as torch.optim.SGD, Nesterov's momentum as in https://proceedings.mlr.press/v28/sutskever13.html.
+
+        h = g + weight_decay * x
+        u <- momentum * u + h                        (without momentum there is no u, and d = h)
+        d = h + momentum * u  if nesterov, else  u
+        x <- x - lr * d
+
+    g is scaled by max_norm_clip / norm where the global norm is above max_norm_clip; by default
+    it never is, as in legacy. The decay is added to the gradient, not taken off x by a factor
+    1 - lr * weight_decay, which float32 rounds to 1 where it is small: one pass over x for that.
+    """
 
     name = "SGDOptimizer"
+    known: ClassVar = {
+        "momentum": Attribute(0.0, *NON_NEGATIVE),
+        "nesterov": Attribute(0, *ZERO_OR_ONE),
+        "weight_decay": Attribute(0.0, *NON_NEGATIVE),
+        "max_norm_clip": Attribute(math.inf, *CLIP),
+    }
 
-    def update(self, op, learning_rate, gradient_norm, parameters, gradients, state):
-        scalars = Scalars(op, learning_rate)
+    def slots(self, name, shape, dtype):
+        self._check_dtype(name, dtype)
+        return (Slot(_slot(name), tuple(shape), dtype, 0.0, name),) if self.attributes[name]["momentum"] else ()
+
+    def update(self, op, learning_rates, gradient_norm, gradient_scale, parameters, gradients, state):
+        scalars = Scalars(op, learning_rates, gradient_norm if self.clip else None, gradient_scale)
         updated = {}
         for name in sorted(parameters):
-            x, g = parameters[name], gradients[name]
-            updated[name] = op.Sub(x, op.Mul(g, scalars.like(x, scalars.learning_rate)))
+            x, g, values, rate = parameters[name], gradients[name], self.attributes[name], scalars.learning_rate(name)
+            momentum, decay, s = values["momentum"], values["weight_decay"], scalars.gradient(values["max_norm_clip"])
+            if not momentum:
+                step = op.Mul(g, scalars.like(x, scalars.product(rate, s)))
+                if decay:
+                    step = op.Add(step, op.Mul(x, scalars.like(x, scalars.product(rate, decay))))
+                updated[name] = op.Sub(x, step)
+                continue
+            mu = scalars.like(x, momentum)
+            h = g if s == 1.0 else op.Mul(g, scalars.like(g, s))
+            if decay:
+                h = op.Add(h, op.Mul(x, scalars.like(x, decay)))
+            u = op.Add(op.Mul(state[_slot(name)], mu), h)
+            d = op.Add(h, op.Mul(u, mu)) if values["nesterov"] else u
+            updated[name], updated[_slot(name)] = op.Sub(x, op.Mul(d, scalars.like(x, rate))), u
         return updated
+
+    def _check_together(self, parameter, values):
+        if values["nesterov"] and not values["momentum"]:
+            raise self._error(parameter, "nesterov", values["nesterov"], "0 where 'momentum' is 0")
+
+
+def _slot(parameter: str) -> str:
+    return f"Momentum_{parameter}"

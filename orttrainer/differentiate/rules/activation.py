@@ -29,7 +29,10 @@ def one_if_positive(op, x: ir.Value, otherwise: ir.Value | float) -> ir.Value:
 @vjp("Relu")
 def relu(op, node, dy):
     """Y = max(X, 0)  ->  dX = dY where Y > 0."""
-    return op.Mul(dy, mask(op, "Greater", node.outputs[0], 0.0))  # 0 at X == 0
+    (y,) = node.outputs
+    # Of what is never negative the sign is that mask; in bfloat16 there is no kernel that compares.
+    positive = op.Sign(y) if y.dtype == ir.DataType.BFLOAT16 else mask(op, "Greater", y, 0.0)
+    return op.Mul(dy, positive)  # 0 at X == 0
 
 
 @vjp("LeakyRelu")

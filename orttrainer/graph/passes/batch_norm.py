@@ -49,7 +49,7 @@ class SplitBatchNormalizationPass(ir.passes.InPlacePass):
 
     def _split(self, op: Builder, node: ir.Node) -> None:
         momentum = node.attributes.get_float("momentum", 0.9)
-        running = [_without_copy(value) for value in node.inputs[3:5]]
+        running = [without_copy(value) for value in node.inputs[3:5]]
         zeros = [op.cast_as(op.Less(value, value), value) for value in running]
         y, mean, var = op.BatchNormalization(
             *node.inputs[:3], *zeros, outputs=3, epsilon=_epsilon(node), momentum=0.0, training_mode=1
@@ -57,7 +57,7 @@ class SplitBatchNormalizationPass(ir.passes.InPlacePass):
         split = y.producer()
         split.name = f"{node.name}/split"
         split.metadata_props.update(node.metadata_props)
-        split.metadata_props.update({key: _state_behind(value).name for key, value in zip(RUNNING, running)})
+        split.metadata_props.update({key: state_behind(value).name for key, value in zip(RUNNING, running)})
         _take_over(y, node.outputs[0])
         for batch, value, moved in zip((mean, var), running, node.outputs[1:]):
             if moved.name:  # else nobody asked for it
@@ -160,7 +160,9 @@ def _with_primitives(op: Builder, node: ir.Node, running: list[ir.Value]):
 
 
 def _inference(op: Builder, node: ir.Node, running: list[ir.Value]):
-    return op.BatchNormalization(*node.inputs[:3], *running, epsilon=_epsilon(node)), *running
+    x, (scale, bias) = node.inputs[0], (op.cast_as(v, running[0]) for v in node.inputs[1:3])
+    y = op.BatchNormalization(op.cast_as(x, running[0]), scale, bias, *running, epsilon=_epsilon(node))
+    return op.cast_as(y, x), *running  # x may be half: CUDA has kernels for one dtype of all inputs
 
 
 def _epsilon(node: ir.Node) -> float:
@@ -184,14 +186,14 @@ def _named(node: ir.Node) -> str:
     return node.name
 
 
-def _without_copy(value: ir.Value) -> ir.Value:
+def without_copy(value: ir.Value) -> ir.Value:
     """What a Sum of one input copies, as exporters write it to keep ONNX Runtime off the original."""
     producer = value.producer()
     copied = producer is not None and producer.op_type == "Sum" and len(producer.inputs) == 1
     return producer.inputs[0] if copied else value
 
 
-def _state_behind(value: ir.Value) -> ir.Value:
+def state_behind(value: ir.Value) -> ir.Value:
     """The state that a running statistic was computed from.
 
     The second call of a module starts from what the first made; to evaluate, both use the state itself.
@@ -199,7 +201,7 @@ def _state_behind(value: ir.Value) -> ir.Value:
     found, queue = set(), [value]
     while queue:
         producer = (x := queue.pop()).producer()
-        if producer is None and x.is_graph_input():
+        if producer is None and (x.is_graph_input() or x.is_initializer()):
             found.add(x)
         elif producer is not None and producer.op_type != "BatchNormalization":
             queue += [y for y in producer.inputs if y is not None and y.shape == value.shape and y.dtype == value.dtype]

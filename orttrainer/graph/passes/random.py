@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 import onnx_ir as ir
@@ -41,10 +41,16 @@ class MutePass(ir.passes.InPlacePass):
 
     RandomUniform -> the middle of its range; RandomNormal -> mean + scale / 2; Bernoulli(p) -> p > 1/2.
     Multinomial stays.
+
+    Args:
+        ops: the operators to mute.
     """
 
+    def __init__(self, ops: Collection[str] = RANDOM_OPS - {"Multinomial"}):
+        self.ops = frozenset(ops)
+
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        nodes = [n for n in model.graph.all_nodes() if n.op_type in RANDOM_OPS - {"Multinomial"} and not n.domain]
+        nodes = [n for n in model.graph.all_nodes() if n.op_type in self.ops and not n.domain]
         for node in nodes:
             new: list[ir.Node] = []
             for old, value in zip(node.outputs, _muted(node, new)):

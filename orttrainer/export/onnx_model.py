@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from orttrainer.errors import ModelError
+from orttrainer.errors import ModelError, UnknownNameError
 from orttrainer.export import normalize
 from orttrainer.export.capture import MAX_OPSET
 from orttrainer.export.forward_graph import ForwardGraph
 from orttrainer.graph.read import read_model
 
-__all__ = ["from_onnx"]
+__all__ = ["from_onnx", "open_model"]
 
 log = logging.getLogger("orttrainer")
 
@@ -38,14 +39,7 @@ def from_onnx(model: onnx.ModelProto, description) -> ForwardGraph:
         ModelError: a described name is not in the model, an input has neither description nor
             initializer, or the first output is no scalar float.
     """
-    model = read_model(model)
-    common.InlinePass()(model)
-    if not _OLDEST_OPSET <= model.opset_imports.get("", 0) <= MAX_OPSET:
-        normalize.convert_opset(model, _CONVERTED_TO)
-    _select_inputs(model.graph, [d.name_ for d in description.inputs_])
-    _select_outputs(model.graph, [d.name_ for d in description.outputs_])
-    common.RemoveUnusedNodesPass()(model)
-    common.ShapeInferencePass(check_type=False, strict_mode=False)(model)
+    model = open_model(model, [d.name_ for d in description.inputs_], [d.name_ for d in description.outputs_])
     _check_loss(model.graph.outputs[0])
     model.ir_version = min(model.ir_version, 10)
     updates = _batch_norm_updates(model.graph)
@@ -61,6 +55,19 @@ def from_onnx(model: onnx.ModelProto, description) -> ForwardGraph:
     parameters = tuple(n for n in floats if n not in scalars)
     buffers = tuple(n for n in initializers if n not in parameters and n not in scalars)
     return ForwardGraph(model=model, parameters=parameters, buffers=buffers, updates=updates)
+
+
+def open_model(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[str]) -> ir.Model:
+    """The part of a copy of the model between these inputs and outputs, in an opset that is known here."""
+    model = read_model(model)
+    common.InlinePass()(model)
+    if not _OLDEST_OPSET <= model.opset_imports.get("", 0) <= MAX_OPSET:
+        normalize.convert_opset(model, _CONVERTED_TO)
+    _select_inputs(model.graph, inputs)
+    _select_outputs(model.graph, outputs)
+    common.RemoveUnusedNodesPass()(model)
+    common.ShapeInferencePass(check_type=False, strict_mode=False)(model)
+    return model
 
 
 def _is_batch_norm(node):
@@ -118,7 +125,7 @@ def _select_outputs(graph, names):
 def _check_known(role, names, available):
     unknown = [name for name in names if name not in available]
     if unknown:
-        raise ModelError(
+        raise UnknownNameError(
             f"the ONNX model has no {role} {', '.join(map(repr, unknown))}; it has "
             f"{', '.join(map(repr, available))}. Use its names in the ModelDescription."
         )

@@ -1,0 +1,531 @@
+"""`Engine`: the stages in order, and the step. Every front end is a translation of its arguments into this one."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import onnx
+import onnx_ir as ir
+import torch
+from onnx_ir import tensor_adapters
+
+from orttrainer import export, runtime
+from orttrainer.arguments import checked_precision, checked_steps, inputs_by_name
+from orttrainer.compile import TrainingGraph, compile_training_graph
+from orttrainer.describe import InputSchema, InputSpec, ModelDescription
+from orttrainer.distributed import Collective, device_of_rank, find_collective
+from orttrainer.errors import (
+    InvalidArgumentError,
+    ModelError,
+    NonFiniteLossError,
+    NonFiniteLossWarning,
+    SchemaError,
+    StateError,
+    UnknownNameError,
+)
+from orttrainer.graph.passes.constants import InitializersToConstantsPass
+from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
+from orttrainer.graph.write import write_model
+from orttrainer.inference import check_inference, inference_model
+from orttrainer.optim import make_optimizer
+from orttrainer.run import Runner
+from orttrainer.seed import seed_of_rank
+from orttrainer.state import TrainedState, ir_view, on_device
+from orttrainer.verify import check_gradients
+
+if TYPE_CHECKING:
+    from orttrainer.export import ForwardGraph
+
+ACCUMULATED = "Accumulated_Batches"
+
+
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """Which update, and with what learning rates.
+
+    Attributes:
+        name: 'SGDOptimizer', 'AdamOptimizer', 'AdamWOptimizer' or 'LambOptimizer'.
+        attributes: parameter name -> dict of attributes that differ from the defaults; None: defaults.
+        clip: whether gradients are clipped to the attribute `max_norm_clip`.
+        group: parameter name -> index of its learning rate, asked once for each; None: one rate for all.
+        rates: called at each step with the rate that `train_step` was given; returns that of each group.
+    """
+
+    name: str
+    attributes: Callable[[str], Mapping] | None = None
+    clip: bool = True
+    group: Callable[[str], int] | None = None
+    rates: Callable[[float], Sequence[float]] | None = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a model is compiled and run; every front end fills what it knows of.
+
+    Attributes:
+        device: where tensors are. In a data-parallel run "cuda" is this rank's own GPU.
+        providers: execution providers for ONNX Runtime instead of those of `device`.
+        provider_options: name of an execution provider -> options for it; one that is not among the providers
+            goes before them.
+        world_rank, world_size: found from the launcher (mpiexec, torchrun); if given they must agree.
+        accumulation_steps: batches per update.
+        precision: None, "float16" or "bfloat16": forward and backward in it, parameters in float32.
+        frozen: names of parameters that are not trained.
+        learning_rate: name of the learning rate's input in the graph.
+        opset: of the exported graph.
+        strict: a description that differs from the first batch is an error, not a warning.
+        check_export: compare the exported graph and its gradients with the module on the first batch.
+        postprocess: called with the exported `onnx.ModelProto`; may change it or return another one.
+        nonfinite_loss: "warn", "error" (then nothing is updated) or "ignore", where a loss is NaN or inf.
+        recompute: which forward values the backward makes again instead of keeping them.
+        session_options: called as `f(options, part)` on the SessionOptions of each session; `part` is "train",
+            "backward", "check", "update" or "evaluate".
+    """
+
+    device: str | torch.device = "cpu"
+    providers: Sequence | None = None
+    provider_options: Mapping[str, Mapping] | None = None
+    world_rank: int = 0
+    world_size: int = 1
+    accumulation_steps: int = 1
+    precision: str | None = None
+    frozen: Sequence[str] = ()
+    learning_rate: str = "Learning_Rate"
+    opset: int = 18
+    strict: bool = False
+    check_export: bool = True
+    postprocess: Callable | None = None
+    nonfinite_loss: str = "warn"
+    recompute: object = None
+    session_options: Callable | None = None
+
+
+class Engine:
+    """Compile a model into one training graph, and train it.
+
+    Args:
+        model: a `torch.nn.Module`, compiled at the first step and trained in place; or an
+            `onnx.ModelProto`, compiled at once, whose first described output is the loss.
+        loss_fn: `loss_fn(prediction, label) -> scalar`, or None if the model returns its loss. On an
+            ONNX model that has no such output it is exported with torch, at the first step.
+        description: inputs (the label last) and outputs (the loss first); of a torch module it may be
+            None, and be given to `describe` before the first step.
+        optimizer, settings: see there.
+
+    Attributes:
+        device, collective: where tensors are, and the ranks of the run.
+        precision: FLOAT16, BFLOAT16 or None.
+        training_graph: the compiled graph; None before it exists.
+        loss_scale: name of the loss scale's input; None before it exists or without mixed precision.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | onnx.ModelProto,
+        loss_fn: Callable | None,
+        description: ModelDescription | None,
+        optimizer: OptimizerChoice,
+        settings: Settings,
+    ):
+        self.settings, self._optimizer = settings, optimizer
+        self._accumulation_steps = checked_steps(settings.accumulation_steps)
+        self.precision = checked_precision(settings.precision)
+        if settings.nonfinite_loss not in ("warn", "error", "ignore"):
+            raise InvalidArgumentError(
+                f"nonfinite_loss must be 'warn', 'error' or 'ignore', got {settings.nonfinite_loss!r}"
+            )
+        device = settings.device
+        self.collective: Collective = find_collective(
+            settings.world_rank, settings.world_size, runtime.parse_device(device).type
+        )
+        self.device = runtime.parse_device(device_of_rank(torch.device(device), self.collective))
+        runtime.check_device(self.device)
+        if settings.provider_options:
+            chosen = runtime.choose_providers(self.device, settings.providers)
+            chosen = runtime.with_provider_options(chosen, settings.provider_options)
+            self.settings = settings = replace(settings, providers=chosen)
+        runtime.choose_providers(self.device, settings.providers)  # an unknown provider is an error now
+        make_optimizer(optimizer.name, [], optimizer.attributes, optimizer.clip)  # so is an unknown optimizer
+        self.description: ModelDescription | None = None
+        if description is not None:
+            self.describe(description)
+        self.training_graph: TrainingGraph | None = None
+        self.model = on_device(model, self.device) if isinstance(model, torch.nn.Module) else model
+        self._loss_fn = on_device(loss_fn, self.device) if isinstance(loss_fn, torch.nn.Module) else loss_fn
+        self._rates, self._scale = torch.zeros(1), torch.ones(1)
+        self._steps, self._was_finite = 0, True
+        self._pending_state: tuple[dict, bool] | None = None
+        self._runner: Runner | None = None
+        self._schema: InputSchema | None = None
+        self._last_batch: dict[str, torch.Tensor] | None = None
+        self._state: TrainedState | None = None
+        if isinstance(model, onnx.ModelProto) and not self._attaches_loss:
+            forward = export.from_onnx(self._postprocessed(model), description)
+            self._schema = InputSchema.of_model(
+                _input_specs(forward.model), description.inputs_, strict=settings.strict
+            )
+            self._compile(forward)
+
+    def describe(self, description: ModelDescription) -> None:
+        """Say what the inputs and outputs of a model are that is not compiled yet."""
+        self.description = description
+        self.input_names = [described.name_ for described in description.inputs_]
+        self.output_names = [described.name_ for described in description.outputs_]
+
+    # -- the step -------------------------------------------------------------------------
+
+    def train_step(
+        self, given: Mapping[str, torch.Tensor], rate: float, loss_scale: float = 1.0
+    ) -> tuple[list[torch.Tensor], bool | None]:
+        """Run forward, loss and backward; at the end of a block of batches the update.
+
+        Args:
+            given: every described input, by name.
+            rate: the learning rate.
+            loss_scale: what the loss is multiplied with before the backward, in mixed precision.
+
+        Returns:
+            The described outputs, in order; and None where gradients were only accumulated, else
+            whether all of them were finite. Where they were not, nothing was updated.
+
+        Raises:
+            SchemaError: names, dtypes or shapes of the inputs do not fit.
+            ExecutionError: ONNX Runtime failed; the state is as before.
+            NonFiniteLossError: the loss is NaN or inf, and `nonfinite_loss` is "error".
+        """
+        batch = self._checked_batch(given)
+        runner = self._runner
+        if self._optimizer.rates is None:
+            self._rates.fill_(rate)
+        else:
+            self._rates = torch.tensor(self._optimizer.rates(rate), dtype=torch.float32)
+        scale = None if self.precision is None else self._scale.fill_(loss_scale)
+        self._state.keep_sharing()
+        last = runner.accumulated + 1 >= self._accumulation_steps
+        outputs, finite = runner.train_step(batch, self._rates, scale, update=last)
+        self._steps += 1
+        if self.settings.nonfinite_loss == "warn":
+            self._warn_of(outputs[0])
+        return outputs, finite if last else None
+
+    def eval_step(self, given: Mapping[str, torch.Tensor], fetches: Sequence[str] | None = None) -> list[torch.Tensor]:
+        """Run forward and loss in evaluation mode: dropout off, running statistics, no update.
+
+        Args:
+            given: the described inputs that the fetched outputs need, by name; all at the first
+                call on a torch module, which compiles.
+            fetches: names of described outputs, all by default.
+        """
+        batch = self._checked_batch(given)
+        self._state.keep_sharing()
+        return self._runner.eval_step(batch, fetches or self.output_names)
+
+    def needed(self, fetches: Sequence[str] | None) -> list[str]:
+        """The described inputs that an `eval_step` with these fetches needs."""
+        if self._runner is None:
+            return self.input_names
+        inputs = self._runner.inputs_of(fetches or self.output_names)
+        return [name for name in self.input_names if name in inputs]
+
+    def eval_inputs(self, args: tuple, kwargs: Mapping, fetches: Sequence[str] | None) -> dict[str, torch.Tensor]:
+        """What a caller of `eval_step` gave, by name."""
+        return inputs_by_name(args, kwargs, self.input_names, "eval_step", self.needed(fetches))
+
+    def checked_fetches(self, fetches: Sequence[str] | None) -> list[str] | None:
+        """Names of described outputs; None for all."""
+        if fetches is None or fetches == []:
+            return None
+        if not isinstance(fetches, (list, tuple)):
+            raise SchemaError(
+                f"fetches must be a list of described outputs such as {self.output_names[:1]}, got {fetches!r}"
+            )
+        if unknown := [name for name in fetches if name not in self.output_names]:
+            raise UnknownNameError(f"fetches={unknown!r} are not described outputs; those are {self.output_names}")
+        return list(fetches)
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Batches per update; may be changed between updates."""
+        return self._accumulation_steps
+
+    @accumulation_steps.setter
+    def accumulation_steps(self, steps: int) -> None:
+        steps = checked_steps(steps)
+        if self.accumulated and steps != self._accumulation_steps:
+            raise InvalidArgumentError(
+                f"gradient_accumulation_steps can be changed between updates only: {self.accumulated} of "
+                f"{self._accumulation_steps} batches are accumulated now. Change it after the next update."
+            )
+        grows = self._runner is not None and steps > 1 and not self._runner.accumulators
+        self._accumulation_steps = steps
+        if grows:
+            self._recompile()
+
+    @property
+    def accumulated(self) -> int:
+        """Batches since the last update."""
+        return 0 if self._runner is None else self._runner.accumulated
+
+    @property
+    def loss_scale(self) -> str | None:
+        return None if self.training_graph is None else self.training_graph.signature.loss_scale
+
+    @property
+    def gradient_norm(self) -> torch.Tensor:
+        """Global L2 norm of the gradients of the last update, before clipping: 0-d."""
+        return torch.zeros(()) if self._runner is None else self._runner.gradient_norm.clone()
+
+    # -- state ----------------------------------------------------------------------------
+
+    def state_dict(self, include_optimizer_state: bool = True) -> dict[str, torch.Tensor]:
+        """Name -> CPU tensor (a copy); empty before the model is compiled.
+
+        In the midst of a block of batches with the sums of their gradients, so that training goes on from there.
+        """
+        if self._runner is None:
+            return {}
+        found = self._state.copies(include_optimizer_state)
+        if include_optimizer_state and self.accumulated:
+            found |= {n: t.detach().to("cpu", copy=True) for n, t in self._accumulators().items()}
+            found[ACCUMULATED] = torch.tensor([self.accumulated])
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = False) -> None:
+        """Load what `state_dict` gave. Before the model is compiled it is kept, and loaded then.
+
+        Raises:
+            StateError: a tensor of another shape, or, if `strict`, other names. Nothing is loaded.
+        """
+        if not isinstance(state_dict, Mapping):
+            raise StateError(f"load_state_dict takes a dict of name -> tensor, got {type(state_dict).__name__}")
+        if self._runner is None:
+            self._pending_state = (dict(state_dict), strict)
+            return
+        sums = self._accumulators()
+        midway = ACCUMULATED in state_dict and bool(sums)
+        extra = {name: tensor for name, tensor in sums.items() if midway}
+        known = {n: t for n, t in state_dict.items() if n != ACCUMULATED or not midway}
+        self._state.load(known, strict, extra)
+        self._runner.drop_accumulated()
+        if midway:
+            for name, tensor in extra.items():
+                tensor.copy_(torch.as_tensor(state_dict[name]))
+            self._runner.accumulated = int(torch.as_tensor(state_dict[ACCUMULATED]))
+
+    def _accumulators(self) -> dict[str, torch.Tensor]:
+        return {f"{name}_grad_accumulator": t for name, t in self._runner.accumulators.items()}
+
+    def compile(self, given: Mapping[str, torch.Tensor]) -> None:
+        """Compile for this batch, a whole one, unless that was done before; run nothing."""
+        self._checked_batch(given)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether there is a graph: an ONNX model has one from the start, a torch module from its first step."""
+        return self._runner is not None
+
+    @property
+    def forward_model(self) -> onnx.ModelProto | None:
+        """The forward graph with its loss and the trained weights, in training form; None before it exists."""
+        if self._runner is None:
+            return self.model if isinstance(self.model, onnx.ModelProto) else None
+        self._state.keep_sharing()
+        model = self._forward.model.clone()
+        RemoveStopGradientPass()(model)
+        InitializersToConstantsPass({*self._forward.parameters, *self._forward.buffers})(model)
+        self._show_state(model)
+        return ir.to_proto(model)
+
+    def export_inference(
+        self, path: str | os.PathLike, outputs: Sequence[str] | None = None, batch: Sequence | None = None
+    ) -> None:
+        """Write the trained model as others run it: dropout off, running statistics, without the loss.
+
+        Args:
+            path: of the file.
+            outputs: names of described outputs; by default all but the loss.
+            batch: inputs to compare the file with `eval_step` on; by default those of the last call.
+
+        Raises:
+            StateError: the model is not compiled yet, or there was no batch.
+            ExportMismatchError: the graph does not give what `eval_step` gives; nothing is written.
+        """
+        if self._runner is None:
+            raise StateError("there is no graph to export before the first step of a torch module; run one eval_step")
+        outputs = self.checked_fetches(outputs) or self.output_names[1:] or self.output_names
+        if batch is not None:
+            given = dict(zip(self.input_names, batch))
+            self._checked_batch(given)
+        elif (given := self._last_batch) is None:
+            raise StateError("export_inference compares the file with eval_step: give it a batch=..., or run a step")
+        self._state.keep_sharing()
+        model = inference_model(self._forward.model.clone(), outputs)
+        self._show_state(model)
+        proto = ir.to_proto(model)
+        if missing := [value.name for value in model.graph.inputs if value.name not in given]:
+            raise StateError(f"the batch lacks {missing}; give export_inference a batch=... of all inputs")
+        expected = dict(zip(outputs, self.eval_step({n: given[n] for n in self.needed(outputs)}, outputs)))
+        check_inference(proto, given, expected, self.precision)
+        write_model(proto, path)
+
+    def _show_state(self, model: ir.Model) -> None:
+        """Let the initializers of a graph show the state of the moment."""
+        for name, value in model.graph.initializers.items():
+            if name in self._runner.state:
+                value.const_value = ir_view(name, self._runner.state[name])
+
+    # -- compile: describe, export, differentiate, optimise, compile, run ------------------
+
+    def _checked_batch(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The batch on the engine's device, checked; the first whole one compiles."""
+        batch, whole = list(given.values()), len(given) == len(self.input_names)
+        if self._schema is not None:
+            schema = self._schema if whole else InputSchema([s for s in self._schema.specs if s.name in given])
+            schema.check(batch)
+        else:
+            schema = InputSchema.settle(self.description.inputs_, batch, strict=self.settings.strict)
+            self._compile(self._export(batch, schema))
+            self._schema = schema  # last: whatever fails before, the next step begins anew
+        self._last_batch = {name: _to_device(tensor, self.device) for name, tensor in given.items()}
+        return self._last_batch
+
+    def _export(self, batch: Sequence[torch.Tensor], schema: InputSchema) -> ForwardGraph:
+        settings = self.settings
+        if self._attaches_loss:
+            return export.attach_loss(
+                self._postprocessed(self.model), self._loss_fn, self.description, batch,
+                opset=settings.opset, check=settings.check_export,
+            )  # fmt: skip
+        forward = export.export_module(
+            self.model, self._loss_fn, self.description, batch,
+            schema=schema, opset=settings.opset, check=settings.check_export,
+        )  # fmt: skip
+        if settings.check_export:
+            runtime.give_back_memory()
+            check_gradients(forward, self.model, self._loss_fn, self.description, batch)
+            runtime.give_back_memory()
+        if settings.postprocess is None:
+            return forward
+        return replace(forward, model=ir.from_proto(self._postprocessed(ir.to_proto(forward.model))))
+
+    @property
+    def _attaches_loss(self) -> bool:
+        """Whether the model is in ONNX, without a loss, and the loss in torch."""
+        onnx_model = isinstance(self.model, onnx.ModelProto)
+        return onnx_model and self._loss_fn is not None and export.lacks_loss(self.model, self.description)
+
+    def _postprocessed(self, model: onnx.ModelProto) -> onnx.ModelProto:
+        """What the user's function makes of a copy of the model."""
+        if self.settings.postprocess is None:
+            return model
+        changed = onnx.ModelProto()
+        changed.CopyFrom(model)
+        returned = self.settings.postprocess(changed)
+        if returned is not None and not isinstance(returned, onnx.ModelProto):
+            raise InvalidArgumentError(
+                f"the postprocess function returned a {type(returned).__name__}; it must return the "
+                "onnx.ModelProto, or nothing after changing the one it was given"
+            )
+        return changed if returned is None else returned
+
+    def _compile(self, forward: ForwardGraph) -> None:
+        self._forward = _freeze(forward, self.settings.frozen, self._named_state())
+        graph = self._training_graph()
+        module = self.model if isinstance(self.model, torch.nn.Module) else None
+        self._state = TrainedState(graph, module, self._loss_fn, self.device, self.collective)
+        self._open(graph)
+        if self._pending_state is not None:
+            try:
+                self.load_state_dict(*self._pending_state)
+            except StateError:
+                self.training_graph = self._runner = None  # not to train on without what was to be loaded
+                raise
+            self._pending_state = None
+
+    def _training_graph(self) -> TrainingGraph:
+        choice = self._optimizer
+        forward = replace(self._forward, model=self._forward.model.clone())
+        optimizer = make_optimizer(choice.name, forward.parameters, choice.attributes, choice.clip)
+        groups = None if choice.group is None else {name: choice.group(name) for name in forward.parameters}
+        return compile_training_graph(
+            forward, optimizer, learning_rate=self.settings.learning_rate, groups=groups,
+            seed=seed_of_rank(self.collective.rank), primitives=self.device.type == "cuda",
+            accumulate=self._accumulation_steps > 1, precision=self.precision, recompute=self.settings.recompute,
+        )  # fmt: skip
+
+    def _open(self, graph: TrainingGraph) -> None:
+        settings = self.settings
+        self._runner = Runner(
+            graph, self._state.tensors, self.device, settings.providers, self.collective, settings.session_options,
+            accept=self._refuse_nonfinite if settings.nonfinite_loss == "error" else None,
+        )  # fmt: skip
+        self.training_graph = graph
+
+    def _recompile(self) -> None:
+        """The graph again, for settings that have changed, on the present state."""
+        state = self._state.copies(True)
+        graph = self._training_graph()
+        module = self.model if isinstance(self.model, torch.nn.Module) else None
+        self._state = TrainedState(graph, module, self._loss_fn, self.device, self.collective)
+        self._open(graph)
+        self._state.load(state, strict=True)
+
+    def _named_state(self) -> dict[str, torch.Tensor]:
+        return export.named_state(self.model, self._loss_fn) if isinstance(self.model, torch.nn.Module) else {}
+
+    # -- losses that are not finite -------------------------------------------------------
+
+    def _warn_of(self, loss: torch.Tensor) -> None:
+        """Warn of the first of a row of losses that are not finite."""
+        finite = math.isfinite(loss.item())
+        if not finite and self._was_finite:
+            warnings.warn(self._nonfinite(loss), NonFiniteLossWarning, stacklevel=4)
+        self._was_finite = finite
+
+    def _refuse_nonfinite(self, outputs: Sequence[torch.Tensor]) -> None:
+        if not math.isfinite(outputs[0].item()):
+            dropped = f" Batches accumulated before it are dropped: {self.accumulated}." if self.accumulated else ""
+            raise NonFiniteLossError(f"{self._nonfinite(outputs[0])}. Nothing was updated.{dropped}")
+
+    def _nonfinite(self, loss: torch.Tensor) -> str:
+        step = self._steps + (self.settings.nonfinite_loss == "error")
+        return (
+            f"the loss is {loss.item()} at step {step}; look at the batch of this step, the learning rate, and "
+            "divisions, logarithms and roots in the model"
+        )
+
+
+def _input_specs(model: ir.Model) -> list[InputSpec]:
+    """What an ONNX model says of its inputs; a dimension it leaves open is None."""
+    specs = []
+    for value in model.graph.inputs:
+        try:
+            dtype = tensor_adapters.to_torch_dtype(value.dtype)
+        except (TypeError, ValueError) as error:
+            raise ModelError(
+                f"input {value.name!r} has dtype {value.dtype}, of which there is no torch tensor"
+            ) from error
+        shape = None if value.shape is None else tuple(d if isinstance(d, int) else d.value for d in value.shape)
+        specs.append(InputSpec(value.name, dtype, shape))
+    return specs
+
+
+def _freeze(forward: ForwardGraph, frozen: Sequence[str], state: Iterable[str]) -> ForwardGraph:
+    """`forward` without the parameters that the user froze; `state`: all names that may be frozen."""
+    known = set(forward.parameters) | set(forward.buffers) | set(state)
+    if unknown := [name for name in frozen if name not in known]:
+        raise UnknownNameError(f"frozen_weights={unknown!r} are not weights of the model; it has {sorted(known)}")
+    trained = tuple(name for name in forward.parameters if name not in frozen)
+    stopped = tuple(name for name in forward.parameters if name in frozen)
+    unread = tuple(name for name in forward.unread if name not in frozen)
+    return replace(forward, parameters=trained, buffers=forward.buffers + stopped, unread=unread)
+
+
+def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor if tensor.device == device else tensor.to(device)

@@ -1,0 +1,134 @@
+"""A loss written in torch on an ONNX model that has none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import onnx
+import onnx_ir as ir
+import torch
+from torch import nn
+
+from orttrainer import runtime
+from orttrainer.describe import InputSchema, IODescription, ModelDescription
+from orttrainer.errors import ExportError, SchemaError
+from orttrainer.export.forward_graph import ForwardGraph
+from orttrainer.export.module import export_module
+from orttrainer.export.onnx_model import from_onnx, open_model
+from orttrainer.graph.passes.constants import InitializersToConstantsPass
+
+__all__ = ["attach_loss", "lacks_loss"]
+
+log = logging.getLogger("orttrainer")
+
+PREFIX = "loss_fn/"
+
+
+def lacks_loss(model: onnx.ModelProto, description: ModelDescription) -> bool:
+    """Whether the described loss is not an output of the model."""
+    return description.outputs_[0].name_ not in {value.name for value in model.graph.output}
+
+
+def attach_loss(
+    model: onnx.ModelProto,
+    loss_fn: Callable,
+    description: ModelDescription,
+    batch: Sequence[torch.Tensor],
+    *,
+    opset: int = 18,
+    check: bool = True,
+) -> ForwardGraph:
+    """Take an ONNX model and `loss_fn(prediction, label)` as one forward graph.
+
+    Args:
+        model: left as it is.
+        loss_fn: exported with torch; the prediction is the first described output after the loss, or
+            the model's first output if none is described.
+        description: the model's inputs and then the label; the loss and then outputs of the model.
+        batch: the first batch.
+        opset: of the loss, if the model's own does not say.
+        check: compare the exported loss with `loss_fn`.
+
+    Raises:
+        SchemaError: nothing but the loss and the label is described, or the description does not fit.
+        ModelError, ExportError: as `from_onnx` and `export_module`.
+    """
+    *inputs, label = description.inputs_
+    outputs = description.outputs_[1:]
+    if not inputs:
+        raise SchemaError(
+            "an ONNX model with a loss_fn needs its own inputs and then the label described; only "
+            f"{label.name_!r} is described"
+        )
+    names = [output.name_ for output in outputs] or [model.graph.output[0].name]
+    body = open_model(model, [described.name_ for described in inputs], names)
+    prediction = _prediction(body, batch)
+    shape = outputs[0].shape_ if outputs else ["batch", *prediction.shape[1:]][: prediction.dim()]
+    described = ModelDescription(
+        [IODescription("prediction", shape, prediction.dtype), label], [description.outputs_[0]]
+    )
+    loss = export_module(
+        _Loss(loss_fn), None, described, [prediction, batch[-1]],
+        schema=InputSchema.settle(described.inputs_, [prediction, batch[-1]]),
+        opset=max(opset, min(body.opset_imports[""], 21)), check=check,
+    )  # fmt: skip
+    InitializersToConstantsPass({*loss.parameters, *loss.buffers})(loss.model)
+    joined = _joined(body, loss.model, label.name_)
+    forward = from_onnx(joined, description)
+    trained = {f"{PREFIX}{name}" for name in loss.parameters}
+    constant = {name for name in forward.parameters if name.startswith(PREFIX)} - trained
+    return ForwardGraph(
+        model=forward.model,
+        parameters=tuple(name for name in forward.parameters if name not in constant),
+        buffers=(*forward.buffers, *sorted(constant)),
+        updates=forward.updates,
+    )
+
+
+class _Loss(nn.Module):
+    """`loss_fn` as a module of its own."""
+
+    def __init__(self, loss_fn: Callable):
+        super().__init__()
+        self.loss_fn = loss_fn
+
+    def forward(self, prediction, label):
+        return self.loss_fn(prediction, label)
+
+
+def _prediction(body: ir.Model, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What the model predicts for the first batch; its shape and dtype count."""
+    feeds = {value.name: tensor.detach().cpu().numpy() for value, tensor in zip(body.graph.inputs, batch)}
+    name = body.graph.outputs[0].name
+    try:
+        (found,) = runtime.checking_session(ir.to_proto(body).SerializeToString()).run([name], feeds)
+    except Exception as error:  # ONNX Runtime raises a dozen classes without a common base
+        raise ExportError(f"ONNX Runtime cannot run the ONNX model on the first batch: {error}") from error
+    return torch.from_numpy(found)
+
+
+def _joined(body: ir.Model, loss: ir.Model, label: str) -> onnx.ModelProto:
+    """One model: the loss reads the first output of the body, and is the first output itself."""
+    graph, tail = body.graph, loss.graph
+    for value in [*tail.initializers.values(), *(v for node in tail.all_nodes() for v in node.outputs)]:
+        if value.name and not value.is_graph_output():
+            value.name = f"{PREFIX}{value.name}"
+    prediction, given = tail.inputs
+    (result, *_) = tail.outputs
+    prediction.replace_all_uses_with(graph.outputs[0], replace_graph_outputs=True)
+    tail.inputs.clear()
+    tail.outputs.clear()
+    for value in list(tail.initializers.values()):
+        del tail.initializers[value.name]
+        graph.initializers[value.name] = value
+    for node in list(tail):
+        tail.remove(node)
+        node.name = f"{PREFIX}{node.name}"
+        graph.append(node)
+    given.name = label
+    graph.inputs.append(given)
+    graph.outputs.insert(0, result)
+    for domain, version in loss.opset_imports.items():
+        body.opset_imports.setdefault(domain, version)
+    return ir.to_proto(body)

@@ -1,0 +1,73 @@
+"""Where in the module a node comes from: the path of the submodule that computed it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping, Sequence
+
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+SCOPE = "orttrainer.scope"  # metadata of a node: "encoder.layers.0.linear1", or "" for the module itself
+_TORCH = "pkg.torch.onnx.name_scopes"
+_WRAPPER = "module"  # the exported module, in the one that adds its loss
+
+Path = tuple[str, ...]
+
+
+def keep_scopes(model: ir.Model) -> None:
+    """Remove all metadata and documentation, but for the path of the module that torch's exporter gives each node."""
+    scopes = {node: scope for node in model.graph.all_nodes() if (scope := _written(node)) is not None}
+    common.ClearMetadataAndDocStringPass()(model)
+    for node, scope in scopes.items():
+        node.metadata_props[SCOPE] = scope
+
+
+def _written(node: ir.Node) -> str | None:
+    if (names := node.metadata_props.get(_TORCH)) is not None:
+        return _module_path(ast.literal_eval(names)[:-1])  # the last is the node
+    return node.metadata_props.get(SCOPE)
+
+
+def _module_path(names: Sequence[str]) -> str:
+    innermost = next((name for name in reversed(names) if name and not name.startswith("_empty")), "")
+    return innermost.removeprefix(_WRAPPER).lstrip(".") if innermost.split(".")[0] == _WRAPPER else innermost
+
+
+def paths_of(nodes: Sequence[ir.Node], readers: Mapping[ir.Node, Iterable[ir.Node]]) -> dict[ir.Node, Path]:
+    """For each node the path of its module.
+
+    Args:
+        nodes: in an order in which they can run.
+        readers: for each node those of `nodes` that read what it makes.
+
+    A node without one, such as those of a dropout's mask, belongs where all of its readers do.
+    """
+    found: dict[ir.Node, Path] = {}
+    for node in reversed(nodes):
+        path = _own_path(node)
+        if path is None:
+            inner = [found[reader] for reader in readers[node] if reader in found]
+            path = _common(inner) if inner else None
+        if path is not None:
+            found[node] = path
+    return found
+
+
+def _own_path(node: ir.Node) -> Path | None:
+    """What the exporter says; TorchScript's names nodes "/encoder/layer.0/dense/MatMul"."""
+    if (scope := node.metadata_props.get(SCOPE)) is not None:
+        return tuple(scope.split(".")) if scope else ()
+    if node.name and node.name.startswith("/"):
+        parts = [part for name in node.name.split("/")[1:-1] for part in name.split(".")]
+        return tuple(parts[1:] if parts[:1] == [_WRAPPER] else parts)
+    return None
+
+
+def _common(paths: Sequence[Path]) -> Path:
+    shared = []
+    for parts in zip(*paths):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return tuple(shared)

@@ -1,0 +1,82 @@
+"""The trained model as others run it: without dropout and loss, batch normalization by its running statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import torch
+from onnx_ir.passes import common
+
+from orttrainer import runtime
+from orttrainer.errors import ExecutionError, ExportMismatchError
+from orttrainer.graph.passes.inference import InferenceBatchNormalizationPass
+from orttrainer.graph.passes.random import MutePass
+from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
+from orttrainer.graph.subgraphs import node_inputs
+
+# Of the largest number of an output: float32 in another order; half precision has 11 or 8 bits.
+TOLERANCES = {None: 1e-4, ir.DataType.FLOAT16: 2e-2, ir.DataType.BFLOAT16: 1e-1}
+
+
+def inference_model(forward: ir.Model, outputs: Sequence[str]) -> ir.Model:
+    """A forward graph in training form -> the part that makes `outputs`, in inference form.
+
+    Args:
+        forward: of a `ForwardGraph`; used up.
+        outputs: names of graph outputs, in the order of the new graph's.
+    """
+    graph = forward.graph
+    by_name = {value.name: value for value in graph.outputs}
+    graph.outputs[:] = [by_name[name] for name in outputs]
+    for rewrite in (
+        RemoveStopGradientPass(),
+        MutePass({"Dropout"}),
+        InferenceBatchNormalizationPass(),
+        common.RemoveUnusedNodesPass(),
+        common.IdentityEliminationPass(),
+        common.LiftConstantsToInitializersPass(lift_all_constants=False),
+        common.TopologicalSortPass(),
+        common.ClearMetadataAndDocStringPass(),
+    ):
+        rewrite(forward)
+    used = {value for node in graph for value in node_inputs(node)} | set(graph.outputs)
+    for value in [value for value in graph.inputs if value not in used]:
+        graph.inputs.remove(value)
+    return forward
+
+
+def check_inference(
+    model: onnx.ModelProto,
+    batch: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+    precision: ir.DataType | None = None,
+) -> None:
+    """Run `model` on a batch and compare.
+
+    Args:
+        model: to be run, on the CPU.
+        batch: its inputs, by name; more are ignored.
+        expected: its outputs, by name.
+        precision: what they were computed in; None: that of the model.
+
+    Raises:
+        ExportMismatchError: an output differs.
+    """
+    feeds = {v.name: batch[v.name].detach().cpu().numpy() for v in model.graph.input}
+    try:
+        found = runtime.checking_session(model.SerializeToString()).run(list(expected), feeds)
+    except Exception as error:  # ONNX Runtime raises a dozen classes without a common base
+        raise ExecutionError(f"ONNX Runtime cannot run the inference graph: {error}") from error
+    for (name, tensor), array in zip(expected.items(), found):
+        want = tensor.detach().cpu().double().numpy()
+        largest = np.abs(want, where=np.isfinite(want), out=np.zeros_like(want)).max(initial=0.0)
+        if want.shape != array.shape or not np.allclose(
+            want, array.astype(np.float64), rtol=0.0, atol=TOLERANCES[precision] * max(1.0, largest), equal_nan=True
+        ):
+            raise ExportMismatchError(
+                f"output {name!r} of the inference graph differs from eval_step's on the last batch; nothing was "
+                "written. Random numbers that forward draws in evaluation too are the usual reason."
+            )

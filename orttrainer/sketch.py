@@ -1,0 +1,432 @@
+"""`trainer(model, criterion, optimizer)`: the shape of a plain PyTorch loop, in one call a step."""
+
+from __future__ import annotations
+
+import collections
+import inspect
+import math
+import numbers
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from orttrainer import export
+from orttrainer.arguments import check_module, check_scaler, checked_rate, inputs_by_name
+from orttrainer.describe import IODescription, ModelDescription
+from orttrainer.engine import Engine, OptimizerChoice, Settings
+from orttrainer.errors import InvalidArgumentError, SchemaError, StateError, UnsupportedFeatureError
+from orttrainer.loss_scaler import LossScaler
+
+__all__ = ["Trainer", "trainer"]
+
+_OWN_SETTINGS = {"device", "precision", "accumulation_steps", "frozen"}  # that have arguments of their own
+
+
+def trainer(
+    model: torch.nn.Module,
+    criterion: Callable | None,
+    optimizer: torch.optim.Optimizer,
+    *,
+    model_desc: ModelDescription | None = None,
+    device: str | torch.device | None = None,
+    max_grad_norm: float | None = None,
+    gradient_accumulation_steps: int = 1,
+    mixed_precision: str | None = None,
+    loss_scaler=None,
+    **settings,
+) -> Trainer:
+    """Train `model` as the loop over `criterion`, `backward` and `optimizer` would, through one ONNX graph.
+
+    Args:
+        model: a `torch.nn.Module`; its parameters are trained in place.
+        criterion: `criterion(model(*inputs), label) -> scalar`; None if the model returns its loss first.
+        optimizer: a `torch.optim.SGD`, `Adam` or `AdamW`, whose groups hold the parameters to train. Its
+            numbers are taken, its `step()` is not run: the moments are the trainer's, `optimizer.state`
+            stays as it is. Moments that it has already are taken over at the first step. Learning
+            rates are read from its groups at every step, so that `torch.optim.lr_scheduler`s work;
+            everything else must stay as it is.
+        model_desc: inputs (the label last) and outputs (the loss first). None: those of the first
+            batch, whose axis 0 may vary, together in all inputs that have its size there. Where other
+            axes vary as well, describe them here, with a name for each size that does.
+        device: "cpu", "cuda", "cuda:1" or a `torch.device`; by default where the model is.
+        max_grad_norm: scale gradients down to this global norm, where theirs is above it.
+        gradient_accumulation_steps: batches per update.
+        mixed_precision: "float16" or "bfloat16": forward and backward in it; parameters stay in float32.
+        loss_scaler: an `orttrainer.LossScaler`; by default a dynamic one for float16, none for bfloat16.
+        settings: more fields of `orttrainer.engine.Settings`, such as `providers` or `check_export`.
+
+    Raises:
+        InvalidArgumentError: an argument has a value that cannot be used; a parameter of the
+            optimizer is not in the model.
+        UnsupportedFeatureError: another optimizer, or amsgrad, maximize, dampening, differentiable.
+
+    Parameters that are in no group are not trained. The model is compiled with the first batch.
+
+    Example:
+        trainer = orttrainer.trainer(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+        for x, y in batches:
+            loss, prediction = trainer.step(x, y)
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidArgumentError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_module(model, criterion, "criterion")
+    if model_desc is not None and not isinstance(model_desc, ModelDescription):
+        raise InvalidArgumentError(f"model_desc must be a ModelDescription or None, got {type(model_desc).__name__}")
+    if max_grad_norm is not None and not (isinstance(max_grad_norm, numbers.Real) and max_grad_norm > 0):
+        raise InvalidArgumentError(f"max_grad_norm must be a number above 0, or None; got {max_grad_norm!r}")
+    known = Settings.__dataclass_fields__.keys() - _OWN_SETTINGS
+    if unknown := [name for name in settings if name not in known]:
+        raise InvalidArgumentError(
+            f"trainer() has no arguments {unknown}; beside its own it takes {', '.join(sorted(known))}"
+        )
+    if loss_scaler is not None:
+        check_scaler(loss_scaler)
+    elif str(mixed_precision).removeprefix("torch.") == "float16":
+        loss_scaler = LossScaler("loss_scale", True)
+    groups = _Groups(optimizer, _names(model, criterion), max_grad_norm)
+    if device is None:
+        device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
+    choice = OptimizerChoice(groups.kind, groups.attributes, True, groups.group, groups.rates)
+    chosen = Settings(
+        device=device, precision=mixed_precision, accumulation_steps=gradient_accumulation_steps,
+        frozen=groups.frozen, **settings,
+    )  # fmt: skip
+    engine = Engine(model, criterion, model_desc, choice, chosen)
+    return Trainer(engine, criterion, groups, loss_scaler if mixed_precision is not None else None)
+
+
+class Trainer:
+    """What `trainer` returns.
+
+    Attributes:
+        model, optimizer: as given.
+    """
+
+    def __init__(self, engine: Engine, criterion: Callable | None, groups: _Groups, loss_scaler):
+        self.model, self.optimizer = engine.model, groups.optimizer
+        self._engine, self._criterion, self._groups, self._loss_scaler = engine, criterion, groups, loss_scaler
+        self._describes = engine.description is None
+        self._has_news = True  # whether moments of the optimizer are still to be taken over
+        self.optimizer.register_step_pre_hook(_warn_of_a_second_update)
+        self.optimizer.register_state_dict_pre_hook(self._warn_of_missing_moments)
+        self.optimizer.register_load_state_dict_post_hook(self._note_new_moments)
+
+    def step(self, *batch) -> tuple[torch.Tensor, Any]:
+        """Run forward, loss and backward, and the update with the last batch of each block.
+
+        Args:
+            batch: the inputs of the model and, with a criterion, the label last: `step(x, y)`,
+                `step(x1, x2, y)` or `step((x1, x2), y)`; inputs by name as `step({"x": x}, y)`.
+
+        Returns:
+            The loss, a 0-d tensor from before the update, and what the model predicted: a tensor,
+            or a tuple of them where it returns several. Both are new and detached.
+
+        Raises:
+            SchemaError: the batch does not fit the description, or the sizes of the first batch.
+            InvalidArgumentError: a number of the optimizer other than the learning rate has
+                changed, or the learning rate cannot be used. Nothing was updated.
+            ExecutionError: ONNX Runtime failed; the state is as before.
+        """
+        self._groups.check()
+        given = self._checked(batch, "step")
+        scale = 1.0 if self._loss_scaler is None else self._loss_scaler.loss_scale_
+        outputs, finite = self._run(self._engine.train_step, given, 0.0, scale)
+        if finite is not None:
+            self.optimizer._opt_called = True  # a torch scheduler warns where no update came before its own step
+            if self._loss_scaler is not None:
+                self._loss_scaler.update_loss_scale(finite)
+        return _loss_and_prediction(outputs)
+
+    def eval_step(self, *batch) -> tuple[torch.Tensor, Any]:
+        """Run forward and loss in evaluation mode: dropout off, running statistics, no update. Else as `step`."""
+        return _loss_and_prediction(self._run(self._engine.eval_step, self._checked(batch, "eval_step")))
+
+    eval = eval_step
+
+    @property
+    def last_grad_norm(self) -> torch.Tensor:
+        """Global L2 norm of the gradients of the last update, before clipping: a 0-d tensor. 0 before the first."""
+        return self._engine.gradient_norm
+
+    # -- state ----------------------------------------------------------------------------
+
+    def state_dict(self, include_optimizer_state: bool = True) -> dict[str, torch.Tensor]:
+        """Name -> CPU tensor (a copy) for all weights and buffers and, if asked, the optimizer's state.
+
+        Empty, with a warning, before the first step.
+        """
+        if not self._engine.is_compiled:
+            warnings.warn("the trainer has no state before its first step; state_dict() is empty", stacklevel=2)
+            return {}
+        return self._engine.state_dict(include_optimizer_state)
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = False) -> None:
+        """Load what `state_dict` gave. Before the first step it is kept, and loaded then.
+
+        Learning rates are not in it: those are the optimizer's and its scheduler's.
+
+        Raises:
+            StateError: a tensor of another shape, or, if `strict`, other names. Nothing is loaded.
+        """
+        self._engine.load_state_dict(state_dict, strict)
+        self._has_news = False
+
+    def export(self, path: str | os.PathLike) -> None:
+        """Write the trained model as others run it: dropout off, running statistics, without the loss.
+
+        Raises:
+            StateError: no step was run yet.
+            ExportMismatchError: the file does not give what `eval_step` gives; nothing is written.
+        """
+        self._engine.export_inference(path)
+
+    # -- inside ---------------------------------------------------------------------------
+
+    def _checked(self, batch: tuple, call: str) -> dict[str, torch.Tensor]:
+        """The batch by name, of which the first compiles; then the optimizer's moments are taken over."""
+        inputs, label = _inputs_and_label(batch, self._criterion is not None)
+        engine = self._engine
+        if self._describes and not engine.is_compiled:
+            engine.describe(_describe(self.model, inputs, label))
+        names = engine.input_names
+        if isinstance(inputs, Mapping):
+            given = inputs_by_name((), {**inputs, **dict(zip(names[-1:], label))}, names, call)
+        else:
+            given = inputs_by_name((*inputs, *label), {}, names, call)
+        if not engine.is_compiled:
+            engine.compile(given)
+        if self._has_news:
+            if moments := self._groups.moments(engine.training_graph.signature.parameters):
+                engine.load_state_dict(moments)
+            self._has_news = False
+        return given
+
+    def _run(self, call: Callable, *arguments):
+        """Call the compiled engine; say how sizes are described where the first batch did that."""
+        try:
+            return call(*arguments)
+        except SchemaError as error:
+            if not self._describes:
+                raise
+            raise SchemaError(
+                f"{error} What holds is what the first batch had. To let other sizes vary, describe the batch, with a "
+                f"name in place of each size that varies: trainer(..., model_desc={self._engine.description!r})"
+            ) from error
+
+    def _note_new_moments(self, optimizer) -> None:
+        self._has_news = True
+
+    def _warn_of_missing_moments(self, optimizer) -> None:
+        if self._engine.is_compiled and self._groups.has_moments:
+            warnings.warn(
+                "this optimizer's moments are in orttrainer.trainer, its state_dict() lacks them: "
+                "save trainer.state_dict() as well",
+                stacklevel=3,
+            )
+
+
+class _Groups:
+    """The parameter groups of a torch optimizer, as the engine asks for them.
+
+    Args:
+        optimizer: a torch optimizer.
+        names: the names of all parameters there are, by the parameter's id.
+        max_grad_norm: global norm to clip to; None: not at all.
+
+    Attributes:
+        kind: the engine's optimizer.
+        frozen: names of the parameters that are in no group.
+    """
+
+    _KINDS: ClassVar = {
+        torch.optim.SGD: "SGDOptimizer",
+        torch.optim.Adam: "AdamOptimizer",
+        torch.optim.AdamW: "AdamOptimizer",
+    }
+    _NUMBERS: ClassVar = {
+        "SGDOptimizer": ("momentum", "weight_decay", "nesterov", "dampening", "maximize", "differentiable"),
+        "AdamOptimizer": (
+            "betas", "eps", "weight_decay", "amsgrad", "decoupled_weight_decay", "maximize", "differentiable",
+        ),
+    }  # fmt: skip
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], max_grad_norm: float | None):
+        if type(optimizer) not in self._KINDS:
+            kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+            raise UnsupportedFeatureError(
+                f"optimizer is {'the class' if kind is optimizer else 'a'} {kind.__module__}.{kind.__qualname__}; this front "
+                "end takes objects of torch.optim.SGD, Adam and AdamW. LAMB is there in orttrainer.ORTTrainer."
+            )
+        self.optimizer, self.kind = optimizer, self._KINDS[type(optimizer)]
+        self._max_norm = math.inf if max_grad_norm is None else float(max_grad_norm)
+        self._group_of: dict[str, int] = {}
+        self._parameters: dict[str, torch.nn.Parameter] = {}
+        for index, group in enumerate(optimizer.param_groups):
+            self._refuse_unsupported(index, group)
+            for parameter in group["params"]:
+                if id(parameter) not in names:
+                    raise InvalidArgumentError(
+                        f"param_groups[{index}] of the optimizer has a parameter of shape {list(parameter.shape)} that is "
+                        "in neither model nor criterion. Make the optimizer with the parameters of this model."
+                    )
+                self._group_of[names[id(parameter)]] = index
+                self._parameters[names[id(parameter)]] = parameter
+        self.frozen = tuple(name for name in names.values() if name not in self._group_of)
+        self._numbers = [self._present(group) for group in optimizer.param_groups]
+        self._position: dict[int, int] = {}  # group -> place of its learning rate; groups that train nothing have none
+
+    def attributes(self, name: str) -> dict[str, float | int]:
+        """The attributes of the engine's optimizer for one parameter."""
+        numbers = self._numbers[self._group_of[name]]
+        decay, common = float(numbers["weight_decay"]), {"max_norm_clip": self._max_norm}
+        if self.kind == "SGDOptimizer":
+            nesterov = int(numbers["nesterov"])
+            return {"momentum": float(numbers["momentum"]), "nesterov": nesterov, "weight_decay": decay, **common}
+        alpha, beta = map(float, numbers["betas"])
+        kind_of_decay = "lambda" if numbers["decoupled_weight_decay"] else "weight_decay"
+        return {"alpha": alpha, "beta": beta, "epsilon": float(numbers["eps"]), kind_of_decay: decay, **common}
+
+    def group(self, name: str) -> int:
+        """The index of one parameter's learning rate."""
+        return self._position.setdefault(self._group_of[name], len(self._position))
+
+    def rates(self, _: float) -> list[float]:
+        """The learning rates of this step."""
+        groups = self.optimizer.param_groups
+        return [checked_rate(groups[index]["lr"]) for index in self._position]
+
+    def check(self) -> None:
+        """Refuse what the compiled graph cannot follow."""
+        groups = self.optimizer.param_groups
+        if len(groups) != len(self._numbers):
+            raise InvalidArgumentError(
+                f"the optimizer has {len(groups)} parameter groups now, but had {len(self._numbers)} when the trainer "
+                "was made. Make a new trainer; nothing was updated."
+            )
+        for index, (group, compiled) in enumerate(zip(groups, self._numbers)):
+            for key, value in compiled.items():
+                if group[key] != value and not (key == "betas" and tuple(group[key]) == tuple(value)):
+                    cycled = key in ("momentum", "betas")
+                    hint = " A scheduler that cycles it is told not to: cycle_momentum=False." if cycled else ""
+                    raise InvalidArgumentError(
+                        f"param_groups[{index}][{key!r}] of the optimizer is {group[key]!r} now, but was {value!r} when "
+                        "the trainer was made. Only the learning rate may change from step to step; the others are "
+                        f"part of the graph.{hint} For another value make a new trainer; nothing was updated."
+                    )
+
+    @property
+    def has_moments(self) -> bool:
+        return self.kind != "SGDOptimizer" or any(numbers["momentum"] for numbers in self._numbers)
+
+    def moments(self, trained: Sequence[str]) -> dict[str, torch.Tensor]:
+        """The state that the optimizer has of its own for these parameters, under the engine's names."""
+        found, without = {}, []
+        for name in trained:
+            state = self.optimizer.state.get(self._parameters[name]) or {}
+            if self.kind == "SGDOptimizer":
+                if state.get("momentum_buffer") is not None:
+                    found[f"Momentum_{name}"] = state["momentum_buffer"].detach()
+            elif "step" in state:
+                found[f"Moment_1_{name}"] = state["exp_avg"].detach()
+                found[f"Moment_2_{name}"] = state["exp_avg_sq"].detach()
+                found[f"Update_Count_{name}"] = torch.tensor([int(state["step"]) + 1])
+            else:
+                without.append(name)
+        if found and without:
+            raise StateError(
+                f"the optimizer has moments for some parameters, but none for {without}, and the trainer keeps one count "
+                "of updates for all. Begin with a new optimizer, or leave those parameters out of this one."
+            )
+        return found
+
+    def _present(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: group[key] for key in self._NUMBERS[self.kind]}
+
+    def _refuse_unsupported(self, index: int, group: Mapping[str, Any]) -> None:
+        for key in ("amsgrad", "maximize", "differentiable", "dampening"):
+            if group.get(key) and (key != "dampening" or group["momentum"]):
+                raise UnsupportedFeatureError(
+                    f"param_groups[{index}] of the optimizer has {key}={group[key]!r}, for which the training graph has "
+                    "no update. Leave it out."
+                )
+
+
+def _names(model: torch.nn.Module, criterion) -> dict[int, str]:
+    """The name of every parameter of the model and of its criterion, by id."""
+    return {
+        id(tensor): name
+        for name, tensor in export.named_state(model, criterion).items()
+        if isinstance(tensor, torch.nn.Parameter)
+    }
+
+
+def _warn_of_a_second_update(optimizer, args, kwargs) -> None:
+    if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+        warnings.warn(
+            "optimizer.step() updates parameters that orttrainer.trainer trains, with gradients that backward() left. "
+            "trainer.step() has made its update already: leave out backward() and optimizer.step().",
+            stacklevel=3,
+        )
+
+
+# -- batches ------------------------------------------------------------------------------
+
+
+def _inputs_and_label(batch: tuple, labelled: bool) -> tuple[tuple | Mapping, tuple]:
+    """`step((x1, x2), y)` and `step(x1, x2, y)` as `(x1, x2), (y,)`."""
+    inputs, label = (batch[:-1], batch[-1:]) if labelled else (batch, ())
+    if len(inputs) == 1 and isinstance(inputs[0], (tuple, list, Mapping)):
+        inputs = inputs[0] if isinstance(inputs[0], Mapping) else tuple(inputs[0])
+    for value in (*(inputs.values() if isinstance(inputs, Mapping) else inputs), *label):
+        if not isinstance(value, torch.Tensor):
+            raise SchemaError(
+                f"a batch has a {type(value).__name__} where a tensor belongs; give what forward takes, in its order, then "
+                "the label: step(x, y), step(x1, x2, y), step((x1, x2), y) or step({'x1': x1, 'x2': x2}, y)"
+            )
+    return inputs, label
+
+
+def _loss_and_prediction(outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Any]:
+    loss, *predictions = outputs
+    return loss, predictions[0] if len(predictions) == 1 else tuple(predictions)
+
+
+def _describe(model: torch.nn.Module, inputs: tuple | Mapping, label: tuple) -> ModelDescription:
+    """What the first batch says; the most common size along axis 0 is called "batch"."""
+    if not inputs:
+        raise SchemaError("the first batch has no inputs; give those of the model, then the label: step(x, y)")
+    taken = {*dict(model.named_parameters()), *dict(model.named_buffers())}
+    names = inputs if isinstance(inputs, Mapping) else _input_names(model, len(inputs), taken)
+    by_name = dict(zip(names, inputs.values() if isinstance(inputs, Mapping) else inputs))
+    batch = by_name | dict(zip([_free("label", {*taken, *by_name})], label))
+    sizes = collections.Counter(tensor.shape[0] for tensor in batch.values() if tensor.dim())
+    size, times = sizes.most_common(1)[0] if sizes else (0, 0)
+    varies = times > 1 or len(batch) == 1
+    described = []
+    for name, tensor in batch.items():
+        shape = list(tensor.shape)
+        dims = ["batch", *shape[1:]] if varies and shape and shape[0] == size else shape
+        described.append(IODescription(name, dims, tensor.dtype))
+    count = export.count_outputs(model, inputs) - (not label)
+    predictions = ["output"] if count == 1 else [f"output_{index}" for index in range(count)]
+    outputs = [IODescription(_free(name, {*taken, *batch}), []) for name in ("loss", *predictions)]
+    return ModelDescription(described, outputs)
+
+
+def _input_names(model: torch.nn.Module, count: int, taken: set[str]) -> list[str]:
+    """The names that forward has for its first inputs."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names += [f"input_{index}" for index in range(len(names), count)]
+    return [_free(name, taken) for name in names[:count]]
+
+
+def _free(name: str, taken: set[str]) -> str:
+    """`name`, unless it is taken."""
+    while name in taken:
+        name += "_"
+    return name

@@ -1,0 +1,149 @@
+"""Nested dicts in HDF5 files, in the layout that the second generation wrote: a group a dict, a dataset a value.
+
+Values come back as NumPy has them (strings as bytes), as they did in legacy. A key that HDF5 would take for a
+path (one with a slash) is written in an escaped form, which legacy cannot have written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import urllib.parse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from orttrainer.errors import InvalidArgumentError
+from orttrainer.training._user_data import from_serialized_hex, to_serialized_hex
+
+__all__ = ["from_serialized_hex", "load", "save", "to_serialized_hex"]
+
+_ESCAPED = "orttrainer:"
+
+
+def save(save_obj: Mapping, path: str | os.PathLike | io.IOBase) -> None:
+    """Write a nested dict to a new file: whole, or not at all.
+
+    Args:
+        save_obj: keys are str; values are dicts, arrays, tensors, numbers, strings.
+        path: of the file, which must not exist; or a binary file object.
+
+    Raises:
+        InvalidArgumentError: `save_obj` is no dict, or holds something that HDF5 has no form for.
+        FileExistsError: there is such a file; it is left as it is.
+        OSError: the folder does not exist, cannot be written, or is full.
+    """
+    if not isinstance(save_obj, Mapping):
+        raise InvalidArgumentError(f"what is saved must be a dict, got a {type(save_obj).__name__}")
+    if not isinstance(path, (str, os.PathLike)):
+        path.write(_as_bytes(save_obj))
+        return
+    path = Path(path)
+    if path.exists():
+        raise FileExistsError(
+            errno.EEXIST, "a checkpoint is never overwritten; remove it or choose another name", str(path)
+        )
+    if not path.absolute().parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "there is no such folder", str(path.absolute().parent))
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        _write(save_obj, partial)
+        _publish(partial, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            partial.unlink()
+
+
+def load(path: str | os.PathLike | io.IOBase, key: str | None = None) -> Any:
+    """Read a file that `save`, or legacy, wrote.
+
+    Args:
+        path: of the file, or a binary file object.
+        key: "a/b" reads what is at that place alone, a dict or a value; None: everything.
+
+    Raises:
+        InvalidArgumentError: no such file, no HDF5 file, or no such key in it.
+    """
+    import h5py
+
+    if isinstance(path, (str, os.PathLike)) and not os.path.isfile(path):
+        raise InvalidArgumentError(f"there is no checkpoint {os.fspath(path)!r}")
+    if not h5py.is_hdf5(path):
+        raise InvalidArgumentError(f"{path!r} is not an HDF5 file, which is what save_checkpoint writes")
+    with h5py.File(path, "r") as file:
+        place = file
+        for part in filter(None, (key or "").split("/")):
+            try:
+                place = place[_escaped(part)]
+            except (KeyError, TypeError, ValueError) as error:
+                raise InvalidArgumentError(f"{path!r} has no {key!r}; it has {sorted(file)}") from error
+        return _read(place)
+
+
+def _write(values: Mapping, path: Path) -> None:
+    import h5py
+
+    with h5py.File(path, "w") as file:
+        _fill(file, values, "")
+        file.flush()
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())  # or a power cut could leave an empty file of the final name
+
+
+def _as_bytes(values: Mapping) -> bytes:
+    import h5py
+
+    buffer = io.BytesIO()
+    with h5py.File(buffer, "w") as file:
+        _fill(file, values, "")
+    return buffer.getvalue()
+
+
+def _fill(group, values: Mapping, place: str) -> None:
+    for key, value in values.items():
+        if not isinstance(key, str):
+            raise InvalidArgumentError(f"the keys of a checkpoint are strings; {place or 'it'} has {key!r}")
+        here = f"{place}[{key!r}]"
+        if isinstance(value, Mapping):
+            _fill(group.create_group(_escaped(key)), value, here)
+            continue
+        try:
+            group[_escaped(key)] = value
+        except (TypeError, ValueError, AttributeError) as error:
+            raise InvalidArgumentError(
+                f"{here} is a {type(value).__name__}, which a checkpoint cannot hold ({error}); "
+                "put what is not an array, a number or a string into user_dict"
+            ) from error
+
+
+def _publish(partial: Path, path: Path) -> None:
+    """Give a finished file its name, unless the name was taken meanwhile."""
+    try:
+        os.link(partial, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        if path.exists():
+            raise FileExistsError(
+                errno.EEXIST, "the checkpoint was written by someone else meanwhile", str(path)
+            ) from None
+        os.replace(partial, path)
+
+
+def _read(place) -> Any:
+    import h5py
+
+    if isinstance(place, h5py.Dataset):
+        return place[()]
+    return {_unescaped(key): _read(place[key]) for key in place}
+
+
+def _escaped(key: str) -> str:
+    plain = key not in ("", ".", "..") and "/" not in key and not key.startswith(_ESCAPED)
+    return key if plain else _ESCAPED + urllib.parse.quote(key, safe="").replace(".", "%2E")
+
+
+def _unescaped(key: str) -> str:
+    return urllib.parse.unquote(key.removeprefix(_ESCAPED)) if key.startswith(_ESCAPED) else key

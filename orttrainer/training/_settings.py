@@ -1,0 +1,184 @@
+"""The options of the second generation in the engine's words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import onnx
+
+from orttrainer.arguments import session_options
+from orttrainer.engine import OptimizerChoice, Settings
+from orttrainer.errors import InvalidArgumentError, SettingError, UnsupportedFeatureError
+from orttrainer.training._graph_dumps import check_folders
+from orttrainer.training.amp.loss_scaler import DynamicLossScaler, LossScaler
+from orttrainer.training.model_desc_validation import LEARNING_RATE_IO_DESCRIPTION_NAME
+from orttrainer.training.optim.config import _OptimizerConfig
+from orttrainer.training.orttrainer_options import ORTTrainerOptions
+
+
+def engine_settings(options: ORTTrainerOptions) -> Settings:
+    """How the engine is to compile and run.
+
+    Raises:
+        UnsupportedFeatureError: an option whose feature this engine does not have.
+        InvalidArgumentError: options that contradict each other, or a folder that does not exist.
+    """
+    _refuse_unsupported(options)
+    paths, mixed, ours = options.debug.graph_save_paths, options.mixed_precision, options.orttrainer
+    check_folders(paths)
+    providers = options._as_dict()["provider_options"]
+    if options.device.mem_limit and options.device.id.startswith("cuda"):
+        limit = {"gpu_mem_limit": str(options.device.mem_limit)}
+        providers["CUDAExecutionProvider"] = limit | providers.get("CUDAExecutionProvider", {})
+    return Settings(
+        device=options.device.id,
+        provider_options=providers,
+        world_rank=options.distributed.world_rank,
+        world_size=options.distributed.world_size,
+        accumulation_steps=options.batch.gradient_accumulation_steps,
+        precision=ours.mixed_precision_dtype if mixed.enabled else None,
+        frozen=tuple(options.utils.frozen_weights),
+        learning_rate=LEARNING_RATE_IO_DESCRIPTION_NAME,
+        opset=options._internal_use.onnx_opset_version,
+        strict=ours.strict,
+        check_export=ours.check_export,
+        postprocess=_checked_postprocess(options._internal_use.extra_postprocess),
+        recompute=recomputation(options),
+        session_options=_configure(options),
+    )
+
+
+def new_loss_scaler(mixed_precision, dtype: str) -> LossScaler | None:
+    """The loss scaler that was given, or a dynamic one where float16 needs one."""
+    if not mixed_precision.enabled:
+        if mixed_precision.loss_scaler is not None:
+            raise InvalidArgumentError(
+                "a loss_scaler was given, but mixed precision is off; set mixed_precision.enabled, or leave it out"
+            )
+        return None
+    if mixed_precision.loss_scaler is None and dtype == "float16":
+        return DynamicLossScaler()
+    return mixed_precision.loss_scaler
+
+
+class RateGroups:
+    """The groups of an optimizer's configuration as learning rates of the graph.
+
+    A rate of the graph is that of all parameters in no group, or of one group; those that train nothing have none.
+    """
+
+    def __init__(self, config: _OptimizerConfig, has_schedule: Callable[[], bool]):
+        self._config, self._has_schedule = config, has_schedule
+        self._used: dict[int, int] = {}  # position in config.rates() -> index in the graph
+
+    def choice(self, options: ORTTrainerOptions) -> OptimizerChoice:
+        grouped = bool(self._config.params)
+        return OptimizerChoice(
+            self._config.name,
+            self._config.attributes_of,
+            options.utils.grad_norm_clip,
+            self._group if grouped else None,
+            self._rates,
+        )
+
+    def _group(self, parameter: str) -> int:
+        group = self._config.group_of(parameter)
+        return self._used.setdefault(0 if group is None else group + 1, len(self._used))
+
+    def _rates(self, rate: float) -> list[float]:
+        rates = self._config.rates(rate if self._has_schedule() else None)
+        return [rates[position] for position in self._used or (0,)]
+
+
+def _refuse_unsupported(options: ORTTrainerOptions) -> None:
+    distributed = options.distributed
+    pipeline = distributed.pipeline_parallel
+    refused = [
+        (
+            distributed.deepspeed_zero_optimization.stage,
+            "distributed.deepspeed_zero_optimization.stage",
+            "optimizer state that is cut over the ranks is not built yet. Leave it at 0: plain data parallel gives the "
+            "same numbers, with all of the state on every rank",
+        ),
+        (
+            distributed.enable_adasum,
+            "distributed.enable_adasum",
+            "Adasum is not part of this engine and will not be. Leave it False: the gradients are averaged over the "
+            "ranks, which wants a learning rate scaled to the whole batch",
+        ),
+        (
+            distributed.horizontal_parallel_size > 1 and distributed.horizontal_parallel_size,
+            "distributed.horizontal_parallel_size",
+            "matrices are not cut over ranks here, and will not be. Leave it at 1 and use data parallel; "
+            "graph_transformer.transformer_layer_recompute and mixed precision save memory",
+        ),
+        (
+            pipeline.pipeline_parallel_size > 1 and pipeline.pipeline_parallel_size,
+            "distributed.pipeline_parallel.pipeline_parallel_size",
+            "a model is not cut into stages here, and will not be. Leave it at 1 and use data parallel; "
+            "graph_transformer.transformer_layer_recompute and mixed precision save memory",
+        ),
+        (
+            pipeline.pipeline_cut_info_string or (pipeline.num_pipeline_micro_batches > 1 and "micro-batches"),
+            "distributed.pipeline_parallel",
+            "a model is not cut into stages here. Leave it out; batch.gradient_accumulation_steps trains with micro-batches",
+        ),
+        (
+            options.utils.memory_efficient_gradient,
+            "utils.memory_efficient_gradient",
+            "there is one gradient builder. Leave it False; the options of graph_transformer compute activations again "
+            "instead of keeping them",
+        ),
+    ]
+    for value, name, text in refused:
+        if value:
+            raise UnsupportedFeatureError(f"{name} is {value!r}: {text}.")
+
+
+def _checked_postprocess(postprocess: Callable | None) -> Callable | None:
+    if postprocess is None:
+        return None
+
+    def checked(model: onnx.ModelProto) -> onnx.ModelProto:
+        returned = postprocess(model)
+        if not isinstance(returned, onnx.ModelProto):
+            raise SettingError(f"'extra_postprocess' must return a ONNX model; got {returned!r}")
+        return returned
+
+    return checked
+
+
+def _configure(options: ORTTrainerOptions) -> Callable:
+    """The settings of the user's own SessionOptions, then those of `debug`."""
+    ours = session_options(
+        options.debug.deterministic_compute,
+        options.debug.graph_save_paths.model_with_training_graph_after_optimization_path,
+    )
+    given = options.session_options
+    if given is None:
+        return ours
+
+    def configure(session, part: str) -> None:
+        default = type(given)()
+        for name in dir(default):
+            value = None if name.startswith("_") else getattr(default, name)
+            if value is not None and not callable(value) and getattr(given, name) != value:
+                setattr(session, name, getattr(given, name))
+        ours(session, part)
+
+    return configure
+
+
+def recomputation(options: ORTTrainerOptions):
+    """What the backward is to compute again, by the flags of `graph_transformer`; None: nothing."""
+    flags = options.graph_transformer
+    if not (flags.attn_dropout_recompute or flags.gelu_recompute or flags.transformer_layer_recompute):
+        return None
+    from orttrainer.graph.passes.recompute import Recompute
+
+    return Recompute(
+        attn_dropout=flags.attn_dropout_recompute,
+        gelu=flags.gelu_recompute,
+        transformer_layer=flags.transformer_layer_recompute,
+        layers=flags.number_recompute_layers,
+    )

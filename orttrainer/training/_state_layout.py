@@ -1,0 +1,129 @@
+"""The nested state dict of the second generation, and the flat one of the engine.
+
+    model:           {full_precision: {weight: array}}               weights, frozen weights and buffers
+    optimizer:       {weight: {Moment_1, Moment_2, Update_Count, Momentum}, shared_optimizer_state: {Step}}
+    trainer_options, train_step_info: plain numbers and strings
+    random:          {Training_Step, Random_Seed}                    beyond legacy: what dropout masks are made of
+    accumulated:     {batches, gradients: {weight: array}}           beyond legacy: in the midst of a block of batches
+    loss_scaler:     {loss_scale, stable_steps}                      beyond legacy: in mixed precision
+
+Legacy readers pass over the sections that they do not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from orttrainer.compile import Signature
+from orttrainer.engine import ACCUMULATED
+from orttrainer.errors import StateError
+
+FULL_PRECISION, SHARED = "full_precision", "shared_optimizer_state"
+SECTIONS = ("model", "optimizer", "train_step_info")
+_SUM = "_grad_accumulator"
+
+
+def nested(flat: Mapping[str, torch.Tensor], weights: Mapping[str, Any], signature: Signature) -> dict[str, Any]:
+    """The sections model, optimizer, random and accumulated.
+
+    Args:
+        flat: the engine's whole state.
+        weights: its entries that are weights and buffers.
+        signature: of the training graph.
+    """
+    state: dict[str, Any] = {"model": {FULL_PRECISION: {name: as_array(flat[name]) for name in weights}}}
+    optimizer: dict[str, dict[str, np.ndarray]] = {}
+    random: dict[str, np.ndarray] = {}
+    for entry in signature.state:
+        if entry.role == "random":
+            random[entry.name] = as_array(flat[entry.name])
+        elif entry.role != "optimizer":
+            continue
+        elif entry.parameter is not None:
+            slot = entry.name.removesuffix(f"_{entry.parameter}")
+            optimizer.setdefault(entry.parameter, {})[slot] = as_array(flat[entry.name])
+        elif entry.name in flat:
+            optimizer.setdefault(SHARED, {})[entry.name] = as_array(flat[entry.name])
+        else:  # one count in the graph, one for each weight in a state dict
+            for parameter in signature.parameters:
+                optimizer.setdefault(parameter, {})[entry.name] = as_array(flat[f"{entry.name}_{parameter}"])
+    state["optimizer"] = optimizer
+    if random:
+        state["random"] = random
+    if ACCUMULATED in flat:
+        gradients = {p: as_array(flat[f"{p}{_SUM}"]) for p in signature.parameters if f"{p}{_SUM}" in flat}
+        state["accumulated"] = {"batches": int(flat[ACCUMULATED]), "gradients": gradients}
+    return state
+
+
+def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a nested state dict the engine loads, by its names.
+
+    Raises:
+        StateError: a section is no dict.
+    """
+    flat: dict[str, Any] = {}
+    for precision in section(state, "model").values():
+        flat |= precision
+    for weight, slots in section(state, "optimizer").items():
+        flat |= slots if weight == SHARED else {f"{slot}_{weight}": value for slot, value in slots.items()}
+    flat |= section(state, "random")
+    accumulated = section(state, "accumulated")
+    if accumulated:
+        flat |= {f"{name}{_SUM}": value for name, value in section(accumulated, "gradients").items()}
+        flat[ACCUMULATED] = np.asarray([accumulated["batches"]])
+    return {name: _as_tensor(value) for name, value in flat.items()}
+
+
+def section(state: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """One section; {} where it is missing."""
+    found = state.get(name, {})
+    if not isinstance(found, Mapping):
+        raise StateError(f"state_dict[{name}] is a {type(found).__name__}, not a dict. Nothing was loaded")
+    if name in ("model", "optimizer"):
+        for key, value in found.items():
+            if not isinstance(value, Mapping):
+                raise StateError(
+                    f"state_dict[{name}][{key}] is a {type(value).__name__}, not a dict. Nothing was loaded"
+                )
+    return found
+
+
+def check_keys(current: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Compare the sections that are given with the present ones, level by level.
+
+    Raises:
+        StateError: keys are missing or unexpected; the text names them and where.
+    """
+    for name in SECTIONS:
+        if name in given:
+            _compare(current[name], section(given, name), f"state_dict[{name}]")
+
+
+def _compare(current: Mapping, given: Mapping, place: str) -> None:
+    if missing := [key for key in current if key not in given]:
+        raise StateError(f"Missing keys: {missing} in {place}. Nothing was loaded")
+    if unexpected := [key for key in given if key not in current]:
+        raise StateError(f"Unexpected keys: {unexpected} in {place}. Nothing was loaded")
+    for key, value in current.items():
+        if isinstance(value, Mapping):
+            if not isinstance(given[key], Mapping):
+                raise StateError(f"{place}[{key}] is a {type(given[key]).__name__}, not a dict. Nothing was loaded")
+            _compare(value, given[key], f"{place}[{key}]")
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray:
+    """A CPU tensor as an array; bfloat16, which NumPy does not have, as float32."""
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def _as_tensor(value: Any) -> Any:
+    """Arrays and numbers as tensors; the engine refuses by name what is neither."""
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        return value

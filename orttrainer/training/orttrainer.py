@@ -1,0 +1,449 @@
+"""`ORTTrainer` of the second generation, call for call, on the one engine."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import onnx
+import torch
+from onnx_ir import tensor_adapters
+
+from orttrainer.arguments import inputs_by_name
+from orttrainer.describe import IODescription, ModelDescription
+from orttrainer.engine import Engine
+from orttrainer.errors import CheckpointError, InvalidArgumentError, RuntimeNotFoundError, SettingError, StateError
+from orttrainer.graph.write import write_model
+from orttrainer.training import _checkpoint_storage, _state_layout, checkpoint
+from orttrainer.training._graph_dumps import dump_graphs
+from orttrainer.training._settings import RateGroups, engine_settings, new_loss_scaler
+from orttrainer.training.model_desc_validation import _ORTTrainerModelDesc
+from orttrainer.training.optim.config import _OptimizerConfig
+from orttrainer.training.optim.lr_scheduler import _LRScheduler
+from orttrainer.training.orttrainer_options import ORTTrainerOptions
+from orttrainer.training.step_info import TrainStepInfo
+
+__all__ = ["ORTTrainer", "ORTTrainerOptions", "TrainStepInfo"]
+
+
+class ORTTrainer:
+    """Train a model through one ONNX graph: forward, loss, backward and update.
+
+    Args:
+        model: a `torch.nn.Module`, compiled at the first step and trained in place (its parameters are the trained
+            tensors themselves); or an `onnx.ModelProto` with its loss inside, compiled at once.
+        model_desc: `{"inputs": [(name, shape), ...], "outputs": [(name, shape[, is_loss]), ...]}`; exactly one
+            output is the loss, at any position. With a `loss_fn` the last input is the label, and the other
+            outputs are the model's own, in their order.
+        optim_config: `optim.AdamConfig`, `AdamWConfig`, `LambConfig` or `SGDConfig`. Its `lr`, and that of its
+            groups, are read at each step.
+        loss_fn: `loss_fn(prediction, label) -> scalar`; None if the model returns its loss.
+        options: `ORTTrainerOptions`; copied, and checked once more. The default device is 'cuda'.
+
+    Raises:
+        SettingError, InvalidArgumentError: an argument that cannot be used.
+        UnsupportedFeatureError: an option of legacy that this engine does not have; the text says what to do.
+        RuntimeNotFoundError: no ONNX Runtime for the device.
+
+    Attributes:
+        options, optim_config, loss_fn: as given. `options.batch.gradient_accumulation_steps` may be set
+            between updates.
+        model_desc: the checked description, with dtypes once the model is compiled.
+
+    Example:
+        desc = {"inputs": [("x", ["batch", 4]), ("label", ["batch"])],
+                "outputs": [("loss", [], True), ("output", ["batch", 3])]}
+        options = ORTTrainerOptions({"device": {"id": "cpu"}})
+        trainer = ORTTrainer(model, desc, optim.AdamConfig(lr=1e-3), loss_fn, options)
+        loss, output = trainer.train_step(x, label)
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | onnx.ModelProto,
+        model_desc: Mapping,
+        optim_config: _OptimizerConfig,
+        loss_fn: Callable | None = None,
+        options: ORTTrainerOptions | None = None,
+    ):
+        _check_arguments(model, model_desc, optim_config, loss_fn, options)
+        self.model_desc = _ORTTrainerModelDesc(model_desc)
+        self.optim_config, self.loss_fn = optim_config, loss_fn
+        self.options = ORTTrainerOptions() if options is None else options._copy()
+        mixed = self.options.mixed_precision
+        mixed.loss_scaler = new_loss_scaler(mixed, self.options.orttrainer.mixed_precision_dtype)
+        self._train_step_info = TrainStepInfo(optim_config)
+        self._loss_index = self.model_desc.loss_index
+        self._pending: tuple[Mapping, bool] | None = None
+        self._is_settled = False
+        self._groups = RateGroups(optim_config, self._has_schedule)
+        settings = engine_settings(self.options)
+        try:
+            self._engine = Engine(
+                model, loss_fn, _description(self.model_desc), self._groups.choice(self.options), settings
+            )
+        except RuntimeNotFoundError as error:
+            raise RuntimeNotFoundError(
+                f"{error} The device of this trainer is the option {{'device': {{'id': {settings.device!r}}}}}."
+            ) from error
+        if self._engine.is_compiled:
+            self._settle()
+
+    # -- the step -------------------------------------------------------------------------
+
+    def train_step(self, *args, **kwargs):
+        """Run forward, loss and backward once, and the update with the last batch of each block.
+
+        Args:
+            args: one tensor per described input, in their order, or one list of them.
+            kwargs: inputs by name, after the positional ones.
+
+        Returns:
+            The described outputs in their order, or those in `_train_step_info.fetches`, as a list; a bare tensor if
+            it is one. New, detached tensors. The loss is a 0-d tensor: of this rank's batch, before the update.
+
+        Raises:
+            SchemaError: number, names, dtypes or shapes of the inputs do not fit.
+            ExecutionError: ONNX Runtime failed; the state is as before.
+
+        In mixed precision a step whose gradients overflow updates nothing; `_train_step_info.all_finite` says so.
+
+        Example: `loss, logits = trainer.train_step(tokens, targets)`
+        """
+        engine, info, scaler = self._engine, self._train_step_info, self.options.mixed_precision.loss_scaler
+        wanted = self._engine.checked_fetches(info.fetches)
+        given = inputs_by_name(args, kwargs, engine.input_names, "train_step")
+        if not self._is_settled:
+            engine.compile(given)
+            self._settle()
+        if self.options.batch.gradient_accumulation_steps != engine.accumulation_steps:
+            engine.accumulation_steps = self.options.batch.gradient_accumulation_steps
+        info.step += 1  # schedules and scalers count this step in
+        try:
+            results, finite = engine.train_step(given, self._rate(), 1.0 if scaler is None else scaler.loss_scale)
+        except BaseException:
+            info.step -= 1
+            raise
+        if finite is not None:
+            info.all_finite = bool(finite)
+            if scaler is not None:
+                scaler.update(info)
+            info.optimization_step += info.all_finite
+        return self._returned(results, engine.output_names, wanted)
+
+    def eval_step(self, *args, **kwargs):
+        """Run forward and loss in evaluation mode: dropout off, running statistics, no update.
+
+        Args:
+            args, kwargs: as in `train_step`. With `_train_step_info.fetches` only the inputs that those outputs
+                need, in their place (all at the first call on a torch module, which compiles).
+
+        Returns:
+            As `train_step`.
+        """
+        engine = self._engine
+        wanted = engine.checked_fetches(self._train_step_info.fetches)
+        given = engine.eval_inputs(args, kwargs, wanted) if wanted else self._all_inputs(args, kwargs)
+        if not self._is_settled:
+            engine.compile(given)
+            self._settle()
+        names = wanted or engine.output_names
+        return self._returned(engine.eval_step(given, names), names, wanted)
+
+    def save_as_onnx(self, path: str) -> None:
+        """Write the forward graph with its loss and the trained weights: the training form.
+
+        Nothing is written, with a warning, before the first step of a torch module or where there is no such folder.
+
+        Raises:
+            SettingError: `path` is no str.
+        """
+        if not self._engine.is_compiled:
+            warnings.warn("the trainer has no graph before its first step; nothing was written", stacklevel=2)
+            return
+        if not isinstance(path, str):
+            raise SettingError(f"'path' must be a valid path string; got {path!r}")
+        folder, name = os.path.split(path)
+        if not name or not os.path.isdir(folder or "."):
+            warnings.warn(f"{path!r} is not a file in an existing folder; nothing was written", stacklevel=2)
+            return
+        write_model(self._onnx_model, path)
+
+    # -- state ----------------------------------------------------------------------------
+
+    def state_dict(self, pytorch_format: bool = False) -> dict[str, Any]:
+        """The state as NumPy arrays in nested dicts, see `_state_layout`; copies.
+
+        Args:
+            pytorch_format: True for name -> tensor of the weights and buffers alone, which the module loads.
+
+        Returns:
+            model, optimizer, trainer_options and train_step_info, and what is needed to go on exactly. Before the
+            first step of a torch module what `load_state_dict` was given, or {}, with a warning.
+        """
+        if not self._is_settled:
+            warnings.warn(
+                "ONNX Runtime training session is not initialized yet. "
+                "Please run train_step or eval_step at least once before calling ORTTrainer.state_dict().",
+                stacklevel=2,
+            )
+            return {} if self._pending is None else dict(self._pending[0])
+        engine = self._engine
+        weights = engine.state_dict(include_optimizer_state=False)
+        if pytorch_format:
+            return weights
+        state = _state_layout.nested(engine.state_dict(), weights, engine.training_graph.signature)
+        state["trainer_options"] = {
+            "mixed_precision": self.options.mixed_precision.enabled,
+            "zero_stage": 0,
+            "world_rank": engine.collective.rank,
+            "world_size": engine.collective.size,
+            "optimizer_name": self.optim_config.name,
+            "data_parallel_size": engine.collective.size,
+            "horizontal_parallel_size": 1,
+        }
+        info, scaler = self._train_step_info, self.options.mixed_precision.loss_scaler
+        state["train_step_info"] = {"optimization_step": info.optimization_step, "step": info.step}
+        if scaler is not None:
+            state["loss_scaler"] = {
+                "loss_scale": float(scaler.loss_scale),
+                "stable_steps": int(getattr(scaler, "_stable_steps_count", 0)),
+            }
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Load what `state_dict()` gave. Before the first step of a torch module it is kept, and loaded then.
+
+        Args:
+            state_dict: nested; a section that is missing keeps its present values, with a warning.
+            strict: missing or unexpected keys within a section are an error; else they are ignored.
+
+        Raises:
+            StateError: keys that differ, a tensor of another shape. Nothing is loaded.
+            CheckpointError: the state is of another optimizer. Nothing is loaded.
+        """
+        if not isinstance(state_dict, Mapping):
+            raise StateError(f"load_state_dict takes a nested dict, got {type(state_dict).__name__}")
+        if state_dict and not any(name in state_dict for name in _state_layout.SECTIONS):
+            raise StateError(
+                f"the state dict has none of {', '.join(_state_layout.SECTIONS)}, but {sorted(state_dict, key=str)[:4]}. "
+                "A flat one, name -> tensor, is loaded into the module: model.load_state_dict(...)"
+            )
+        if not self._is_settled:
+            self._pending = (dict(state_dict), strict)
+            return
+        self._load(state_dict, strict)
+
+    def save_checkpoint(self, path, user_dict: Mapping | None = None, include_optimizer_states: bool = True) -> None:
+        """Write the state to one new HDF5 file, whole or not at all.
+
+        Args:
+            path: of the file, which must not exist; or a binary file object. In a data-parallel run every rank
+                writes its own.
+            user_dict: data of your own, which `load_checkpoint` returns. It is pickled.
+            include_optimizer_states: False leaves out the optimizer's state.
+
+        Raises:
+            FileExistsError: there is such a file; it is left as it is.
+            CheckpointError: the trainer has no state before the first step of a torch module.
+        """
+        if not self._is_settled and self._pending is None:
+            raise CheckpointError(
+                "the trainer has no state before its first step, so there is nothing to save; run train_step or eval_step"
+            )
+        state = self.state_dict()
+        if user_dict:
+            state["user_dict"] = _checkpoint_storage.to_serialized_hex(user_dict)
+        if not include_optimizer_states:
+            state = {name: value for name, value in state.items() if name not in ("optimizer", "accumulated")}
+        _checkpoint_storage.save(state, path)
+
+    def load_checkpoint(self, *paths, strict: bool = True, weights_only: bool = True) -> dict:
+        """Load what `save_checkpoint`, or legacy, wrote.
+
+        Args:
+            paths: one file; or those of all ranks of a legacy run whose state was cut over the ranks.
+            strict: as in `load_state_dict`.
+            weights_only: False admits any object in the `user_dict`. Loading it can run any code: do so only
+                for files that you trust.
+
+        Returns:
+            The `user_dict` of `save_checkpoint`; {} if there was none.
+
+        Raises:
+            CheckpointError: files that do not belong together, or a `user_dict` that may not be loaded.
+            StateError: the state does not fit. Nothing is loaded.
+        """
+        if not paths:
+            raise CheckpointError("load_checkpoint needs the path of a checkpoint")
+        options = _checkpoint_storage.load(paths[0], key="trainer_options")
+        if int(options["zero_stage"]) > 0 or int(options["horizontal_parallel_size"]) > 1:
+            state = checkpoint.aggregate_checkpoints(paths, pytorch_format=False)
+        elif len(paths) > 1:
+            raise CheckpointError(
+                f"Expected number of files to load: 1, got {len(paths)}. Each holds the whole state; pass this rank's own"
+            )
+        else:
+            state = _checkpoint_storage.load(paths[0])
+        user_dict = {}
+        if "user_dict" in state:
+            user_dict = _checkpoint_storage.from_serialized_hex(state.pop("user_dict"), weights_only)
+        self.load_state_dict(state, strict=strict)
+        return user_dict
+
+    # -- what legacy scripts and tests look at ---------------------------------------------
+
+    @property
+    def _onnx_model(self) -> onnx.ModelProto | None:
+        """The forward graph with its loss and the trained weights; None before it exists."""
+        return self._engine.forward_model
+
+    @property
+    def training_graph(self):
+        """The `TrainingGraph`; None before the first step of a torch module."""
+        return self._engine.training_graph
+
+    def _flat_state_dict(self, include_optimizer_state: bool = True) -> dict[str, torch.Tensor]:
+        if not self._is_settled:
+            warnings.warn("the trainer has no state before its first step; the state dict is empty", stacklevel=3)
+        return self._engine.state_dict(include_optimizer_state)
+
+    def _load_flat_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = False) -> None:
+        self._pending = None
+        self._engine.load_state_dict(state_dict, strict)
+
+    # -- inside ---------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """What can only be done once the graph exists. Where it fails, the next step begins here again."""
+        engine, graph = self._engine, self._engine.training_graph
+        untrained = [entry.name for entry in graph.signature.state if entry.role == "buffer"]
+        if isinstance(engine.model, torch.nn.Module):
+            untrained += [name for name, _ in engine.model.named_parameters(remove_duplicate=False)]
+        self.optim_config.check_parameters(graph.signature.parameters, [*untrained, *self.options.utils.frozen_weights])
+        self._note_dtypes(graph.graph.graph)
+        if engine.loss_scale is not None:
+            self.model_desc.loss_scale_input = engine.loss_scale
+            self.model_desc.all_finite = graph.signature.all_finite
+            if (scaler := self.options.mixed_precision.loss_scaler) is not None:
+                scaler.input_name = engine.loss_scale
+        if self._pending is not None:
+            self._load(*self._pending)
+            self._pending = None
+        if engine.collective.rank == 0:
+            dump_graphs(engine, self.options.debug.graph_save_paths)
+        self._is_settled = True
+
+    def _note_dtypes(self, graph) -> None:
+        described = {value.name: value for value in (*graph.inputs, *graph.outputs)}
+        for index, entry in enumerate(self.model_desc.inputs):
+            if entry.name in described:
+                self.model_desc.add_type_to_input_description(index, _torch_dtype(described[entry.name]))
+        for index, entry in enumerate(self.model_desc.outputs):
+            dtype = _torch_dtype(described[entry.name])
+            half = self.options.mixed_precision.enabled and dtype in (torch.float16, torch.bfloat16)
+            self.model_desc.add_type_to_output_description(
+                index, torch.float32 if half else dtype, dtype if half else None
+            )
+
+    def _load(self, given: Mapping[str, Any], strict: bool) -> None:
+        for name in _state_layout.SECTIONS:
+            if name not in given:
+                warnings.warn(f"Missing key: {name} in state_dict", stacklevel=4)
+        if "optimizer" in given:
+            self._check_optimizer(_state_layout.section(given, "trainer_options").get("optimizer_name"))
+        if strict:
+            info = self._train_step_info
+            weights = self._engine.state_dict(include_optimizer_state=False)
+            current = _state_layout.nested(self._engine.state_dict(), weights, self._engine.training_graph.signature)
+            current["train_step_info"] = {"optimization_step": info.optimization_step, "step": info.step}
+            _state_layout.check_keys(current, given)
+        counts = {key: int(count) for key, count in _state_layout.section(given, "train_step_info").items()}
+        self._engine.load_state_dict(_state_layout.flattened(given), strict=False)
+        self._train_step_info.optimization_step = counts.get(
+            "optimization_step", self._train_step_info.optimization_step
+        )
+        self._train_step_info.step = counts.get("step", self._train_step_info.step)
+        scaler, saved = self.options.mixed_precision.loss_scaler, _state_layout.section(given, "loss_scaler")
+        if scaler is not None and saved:
+            scaler.loss_scale = float(saved["loss_scale"])
+            if hasattr(scaler, "_stable_steps_count"):
+                scaler._stable_steps_count = int(saved["stable_steps"])
+
+    def _check_optimizer(self, name: str | bytes | None) -> None:
+        name = name.decode() if isinstance(name, bytes) else name
+        if name is not None and name != self.optim_config.name:
+            raise CheckpointError(
+                f"Optimizer mismatch: expected {self.optim_config.name}, got {name}. Nothing was loaded"
+            )
+
+    def _has_schedule(self) -> bool:
+        return self.options.lr_scheduler is not None
+
+    def _rate(self) -> float:
+        schedule = self.options.lr_scheduler
+        if schedule is None:
+            return self.optim_config.lr
+        if isinstance(schedule, _LRScheduler):
+            return schedule._step(self._train_step_info)[0]
+        return schedule(self._train_step_info.optimization_step)
+
+    def _all_inputs(self, args, kwargs) -> dict[str, torch.Tensor]:
+        return inputs_by_name(args, kwargs, self._engine.input_names, "eval_step")
+
+    def _returned(self, results, names, wanted):
+        """In the order of the fetches or of the description; the engine has the loss first."""
+        by_name = dict(zip(names, results))
+        ordered = [by_name[name] for name in wanted or [output.name for output in self.model_desc.outputs]]
+        return ordered[0] if len(ordered) == 1 else ordered
+
+
+def _description(desc: _ORTTrainerModelDesc) -> ModelDescription:
+    """The engine's description: dtypes as in the first batch, and the loss first."""
+    outputs = [IODescription(output.name, output.shape) for output in desc.outputs]
+    loss = outputs.pop(desc.loss_index)
+    return ModelDescription(
+        [IODescription(entry.name, entry.shape) for entry in desc.inputs],
+        [loss, *outputs],
+        loss_position=desc.loss_index,
+    )
+
+
+def _torch_dtype(value) -> torch.dtype:
+    return tensor_adapters.to_torch_dtype(value.dtype)
+
+
+def _check_arguments(model, model_desc, optim_config, loss_fn, options) -> None:
+    if model is None:
+        raise SettingError("'model' is required and must be either a 'torch.nn.Module' or ONNX model")
+    if not isinstance(model_desc, dict):
+        raise SettingError(f"'model_desc' must be a 'dict'; got {model_desc!r}")
+    if not isinstance(optim_config, _OptimizerConfig):
+        raise SettingError(
+            f"'optim_config' is required and must be an AdamConfig, AdamWConfig, LambConfig or SGDConfig; got {optim_config!r}"
+        )
+    if loss_fn is not None and not _takes_two(loss_fn):
+        raise SettingError(f"'loss_fn' must be either 'None' or a callable with two parameters; got {loss_fn!r}")
+    if options is not None and not isinstance(options, ORTTrainerOptions):
+        raise SettingError(f"'options' must be either 'None' or 'ORTTrainerOptions'; got {options!r}")
+    if isinstance(model, onnx.ModelProto):
+        if loss_fn is not None:
+            raise SettingError("'loss_fn' must not be specified when 'model' is an ONNX model: its loss is inside")
+    elif not isinstance(model, torch.nn.Module):
+        raise InvalidArgumentError(f"'model' must be either 'torch.nn.Module' or 'onnx.ModelProto'; got {model!r}")
+
+
+def _takes_two(loss_fn) -> bool:
+    if not callable(loss_fn) or inspect.isclass(loss_fn):
+        return False
+    function = loss_fn.forward if isinstance(loss_fn, torch.nn.Module) else loss_fn
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin without a signature
+        return True
+    return True

@@ -1,0 +1,110 @@
+"""`ORTTrainerOptions`: a nested dict of options, checked against a schema and completed with its defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from orttrainer.errors import InvalidArgumentError
+from orttrainer.training.options_schema import OURS, options_schema, validator_class
+
+__all__ = ["ORTTrainerOptions"]
+
+
+class _Branch:
+    """One level of the options: its keys are attributes, which may be set."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        for key, value in values.items():
+            setattr(self, key, _wrapped(value))
+
+    def __repr__(self) -> str:
+        return "{" + ", ".join(f"{key!r}: {value!r}" for key, value in vars(self).items() if not _hidden(key)) + "}"
+
+
+class ORTTrainerOptions(_Branch):
+    """Options of an `ORTTrainer`.
+
+    Args:
+        options: a nested dict; every key may be left out. It is copied, not changed. The keys and their defaults:
+
+            batch.gradient_accumulation_steps (1): calls of `train_step` per update.
+            device.id ('cuda'): 'cpu', 'cuda' or 'cuda:1'. device.mem_limit (0): bytes for ONNX Runtime's arena on
+                CUDA, 0 for no limit.
+            distributed.world_rank (0), world_size (1): found from the launcher (mpiexec, torchrun); if given they must
+                agree. local_rank, data_parallel_size, allreduce_post_accumulation: accepted; the gradients are always
+                averaged over all ranks, once per update.
+            distributed.horizontal_parallel_size, pipeline_parallel, deepspeed_zero_optimization.stage, enable_adasum:
+                accepted at their defaults; `ORTTrainer` refuses others and says what to do instead.
+            lr_scheduler (None): a scheduler of `optim.lr_scheduler`, a subclass of its `_LRScheduler`, or a schedule of
+                `orttrainer.schedules` such as `TorchSchedule`.
+            mixed_precision.enabled (False), loss_scaler (None: a new `amp.DynamicLossScaler`).
+            graph_transformer.attn_dropout_recompute, gelu_recompute, transformer_layer_recompute (False),
+                number_recompute_layers (0): what the backward computes again instead of keeping it.
+                propagate_cast_ops_config: accepted without effect, as in legacy.
+            utils.frozen_weights ([]): names of parameters that are not trained. grad_norm_clip (True): clip the
+                gradients to the optimizer's `max_norm_clip`. run_symbolic_shape_infer: accepted, always so.
+                memory_efficient_gradient: refused; use graph_transformer.
+            debug.deterministic_compute (False): ask ONNX Runtime for deterministic kernels. check_model_export:
+                accepted, always so (unless `orttrainer.check_export` is False). graph_save_paths: files to write
+                graphs to, '' for none.
+            _internal_use.extra_postprocess (None): called with the exported onnx.ModelProto, returns it or another.
+                onnx_opset_version (14): 12 to 21; the graph has 18 at least. enable_internal_postprocess,
+                enable_onnx_contrib_ops: accepted without effect.
+            provider_options ({}): name of an execution provider -> its options.
+            session_options (None): an `onnxruntime.SessionOptions` whose settings the sessions take over.
+
+            Not in legacy, and in `_validated_opts` only where given:
+            orttrainer.mixed_precision_dtype ('float16'): or 'bfloat16', which needs no loss scale.
+            orttrainer.strict (False): a description that differs from the first batch is an error, not a warning.
+            orttrainer.check_export (True): compare the exported graph with the module on the first batch.
+
+    Raises:
+        InvalidArgumentError: unknown keys, wrong types, values out of range; all of them in one text.
+
+    Options are attributes, `options.batch.gradient_accumulation_steps`, and may be set until the
+    trainer is made, which checks them again and keeps a copy.
+
+    Example: `ORTTrainerOptions({"device": {"id": "cpu"}, "mixed_precision": {"enabled": True}})`
+    """
+
+    def __init__(self, options: Mapping[str, Any] | None = None):
+        if options is not None and not isinstance(options, Mapping):
+            raise InvalidArgumentError(f"options must be a nested dict, got {options!r}")
+        self._original_opts = _copied(options or {})
+        validator = validator_class()(options_schema())
+        validated = validator.validated(_copied(self._original_opts))
+        if validated is None:
+            raise InvalidArgumentError(f"Invalid options: {validator.errors}")
+        self._validated_opts = validated
+        ours = validator_class()({OURS: options_schema()[OURS]}).normalized({OURS: validated.get(OURS, {})})
+        super().__init__(_copied(validated) | ours)
+
+    def _as_dict(self) -> dict[str, Any]:
+        """The options as they are now, as a nested dict."""
+        return _unwrapped(self)
+
+    def _copy(self) -> ORTTrainerOptions:
+        """The options as they are now, checked again."""
+        return ORTTrainerOptions(self._as_dict())
+
+
+def _hidden(key: str) -> bool:
+    return key in ("_original_opts", "_validated_opts")
+
+
+def _wrapped(value: Any) -> Any:
+    return _Branch(value) if isinstance(value, dict) else value
+
+
+def _unwrapped(value: Any) -> Any:
+    if isinstance(value, _Branch):
+        return {key: _unwrapped(v) for key, v in vars(value).items() if not _hidden(key)}
+    return _copied(value)
+
+
+def _copied(value: Any) -> Any:
+    """Dicts and lists copied; schedulers, scalers and functions as they are."""
+    if isinstance(value, Mapping):
+        return {key: _copied(v) for key, v in value.items()}
+    return [_copied(v) for v in value] if isinstance(value, list) else value

@@ -1,0 +1,82 @@
+"""A loss in torch on an ONNX model without one, such as an inference export."""
+
+from __future__ import annotations
+
+import models
+import onnx
+import pytest
+import torch
+from small import LR, batch, description, make, net
+from torch import nn
+
+from orttrainer import IODescription, ModelDescription
+from orttrainer.errors import ModelError, SchemaError
+
+
+def inference_file(tmp_path, module=None) -> onnx.ModelProto:
+    """The small net as others hand it on: x -> output."""
+    trainer = make(module)
+    trainer.eval_step(*batch())
+    trainer.export_inference(tmp_path / "model.onnx")
+    return onnx.load(tmp_path / "model.onnx")
+
+
+@pytest.mark.parametrize("optimizer", ["SGDOptimizer", "AdamOptimizer"])
+def test_an_onnx_model_with_a_loss_in_torch_trains_like_the_module_it_came_from(tmp_path, optimizer):
+    trainer = make(inference_file(tmp_path), optimizer)
+    twin = make(net(), optimizer)
+    for step in range(10):
+        rows = 6 if step % 2 else 4
+        torch.testing.assert_close(trainer.train_step(*batch(step, rows), LR), twin.train_step(*batch(step, rows), LR))
+    torch.testing.assert_close(trainer.eval_step(*batch()), twin.eval_step(*batch()))
+    assert trainer.state_dict().keys() == twin.state_dict().keys()
+
+
+def test_a_loss_with_weights_of_its_own_trains_them(tmp_path):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.log_scale = nn.Parameter(torch.zeros(1))
+            self.register_buffer("class_weight", torch.tensor([1.0, 2.0, 0.5]))
+
+        def forward(self, prediction, label):
+            scale = self.log_scale.exp()
+            return nn.functional.cross_entropy(prediction * scale, label, self.class_weight) + self.log_scale.sum() ** 2
+
+    trainer, twin = make(inference_file(tmp_path), loss_fn=Scaled()), make(net(), loss_fn=Scaled())
+    for step in range(6):
+        torch.testing.assert_close(trainer.train_step(*batch(step), LR), twin.train_step(*batch(step), LR))
+
+
+def test_a_loss_inside_the_model_wins_over_a_loss_fn_with_a_warning(tmp_path):
+    source = make()
+    source.eval_step(*batch())
+    with pytest.warns(UserWarning, match="loss_fn is ignored: the ONNX model has its loss inside, its output 'loss'"):
+        trainer = make(source.onnx_model_)
+    torch.testing.assert_close(trainer.eval_step(*batch()), source.eval_step(*batch()))
+
+
+def test_the_label_must_be_described_beside_the_inputs_of_the_model(tmp_path):
+    desc = ModelDescription([IODescription("label", ["batch"])], description().outputs_)
+    trainer = make(inference_file(tmp_path), desc=desc)
+    with pytest.raises(SchemaError, match="needs its own inputs and then the label described; only 'label'"):
+        trainer.train_step(batch()[1], LR)
+
+
+def test_an_output_that_the_model_lacks_is_named(tmp_path):
+    outputs = [IODescription("loss", []), IODescription("logits", ["batch", 3])]
+    trainer = make(inference_file(tmp_path), desc=ModelDescription(description().inputs_, outputs))
+    with pytest.raises(ModelError, match="has no output 'logits'; it has 'output'"):
+        trainer.train_step(*batch(), LR)
+
+
+def test_the_transformer_of_the_sample_trains_from_its_inference_file(tmp_path):
+    setup, module = models.make("transformer")
+    trainer = make(module, loss_fn=setup.loss_fn, desc=setup.description())
+    trainer.eval_step(*setup.batch(0))
+    trainer.export_inference(tmp_path / "model.onnx")
+    desc = setup.description()
+    again = make(onnx.load(tmp_path / "model.onnx"), loss_fn=setup.loss_fn, desc=desc)
+    losses = [again.train_step(*setup.batch(0), 0.5)[0].item() for _ in range(8)]
+    assert losses[0] == pytest.approx(trainer.eval_step(*setup.batch(0))[0].item(), rel=1e-5)
+    assert losses[-1] < losses[0] - 0.3

@@ -1,0 +1,120 @@
+"""`export_inference`: the file that others run, and that it computes what `eval_step` does."""
+
+from __future__ import annotations
+
+import models
+import onnx
+import onnxruntime
+import pytest
+import torch
+from small import batch, forward_model, make, net
+from torch import nn
+
+from orttrainer import IODescription, ModelDescription
+from orttrainer.errors import ExportMismatchError, SchemaError, StateError
+
+
+def run(path, *inputs) -> list[torch.Tensor]:
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    feeds = {value.name: tensor.numpy() for value, tensor in zip(session.get_inputs(), inputs)}
+    return [torch.from_numpy(array) for array in session.run(None, feeds)]
+
+
+def test_the_file_has_neither_loss_nor_label_nor_dropout_and_computes_what_the_module_does_in_eval_mode(tmp_path):
+    trainer = make(net(dropout=0.5), "AdamOptimizer")
+    for step in range(3):
+        trainer.train_step(*batch(step), 0.1)
+    path = tmp_path / "model.onnx"
+    trainer.export_inference(path)
+    graph = onnx.load(path).graph
+    assert [value.name for value in graph.input] == ["x"]
+    assert [value.name for value in graph.output] == ["output"]
+    assert not {"Dropout", "SoftmaxCrossEntropyLoss"} & {node.op_type for node in graph.node}
+    onnx.checker.check_model(onnx.load(path), full_check=True)
+    x, _ = batch(7, rows=9)
+    module = trainer._engine.model.eval()
+    torch.testing.assert_close(run(path, x)[0], module(x).detach())
+
+
+class Twice(nn.Module):
+    """One batch normalization, called twice, between convolutions."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Linear(4, 3)
+        self.between = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x):
+        x = torch.tanh(self.norm(self.first(x)))
+        return self.head(torch.tanh(self.norm(self.between(x))).mean((2, 3)))
+
+
+def test_batch_normalization_uses_its_running_statistics_also_where_it_is_called_twice(tmp_path):
+    desc = ModelDescription(
+        [IODescription("x", ["batch", 3, 5, 5]), IODescription("label", ["batch"])],
+        [IODescription("loss", []), IODescription("output", ["batch", 3])],
+    )
+    trainer = make(Twice(), desc=desc)
+    torch.manual_seed(1)
+    for _ in range(3):
+        trainer.train_step(torch.randn(6, 3, 5, 5) * 2 + 1, torch.randint(0, 3, (6,)), 0.1)
+    trainer.export_inference(tmp_path / "model.onnx")
+    x = torch.randn(4, 3, 5, 5)
+    module = trainer._engine.model.eval()
+    torch.testing.assert_close(run(tmp_path / "model.onnx", x)[0], module(x).detach(), rtol=1e-4, atol=1e-5)
+    normalizations = [n for n in onnx.load(tmp_path / "model.onnx").graph.node if n.op_type == "BatchNormalization"]
+    assert all(len(node.output) == 1 for node in normalizations)
+
+
+@pytest.mark.parametrize("name", ["transformer", "tied", "bert"])
+def test_published_models_are_written_as_they_evaluate(name, tmp_path):
+    setup, module = models.make(name)
+    trainer = make(module, "AdamOptimizer", loss_fn=setup.loss_fn, desc=setup.description())
+    trainer.train_step(*setup.batch(0), 0.01)
+    trainer.export_inference(tmp_path / "model.onnx")
+    outputs = [d.name_ for d in trainer.model_desc_.outputs_[1:]] or [trainer.model_desc_.outputs_[0].name_]
+    given = {d.name_: t for d, t in zip(trainer.model_desc_.inputs_, setup.batch(1))}
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    found = session.run(outputs, {value.name: given[value.name].numpy() for value in session.get_inputs()})
+    evaluated = dict(zip([d.name_ for d in trainer.model_desc_.outputs_], trainer.eval_step(*setup.batch(1))))
+    for name, array in zip(outputs, found):
+        torch.testing.assert_close(torch.from_numpy(array), evaluated[name], rtol=1e-4, atol=1e-5)
+
+
+def test_outputs_can_be_chosen_the_loss_too(tmp_path):
+    trainer = make()
+    expected = trainer.eval_step(*batch())
+    trainer.export_inference(tmp_path / "model.onnx", outputs=["output", "loss"])
+    torch.testing.assert_close(run(tmp_path / "model.onnx", *batch()), [expected[1], expected[0]])
+
+
+def test_an_onnx_model_is_exported_on_a_batch_that_is_given(tmp_path):
+    trainer = make(forward_model(tmp_path, net(dropout=0.4)), loss_fn=None)
+    with pytest.raises(StateError, match=r"give it a batch=\.\.\., or run a step"):
+        trainer.export_inference(tmp_path / "model.onnx")
+    assert not (tmp_path / "model.onnx").exists()
+    trainer.export_inference(tmp_path / "model.onnx", batch=batch())
+    torch.testing.assert_close(run(tmp_path / "model.onnx", batch()[0])[0], trainer.eval_step(*batch())[1])
+
+
+def test_before_the_first_step_there_is_nothing_to_export(tmp_path):
+    with pytest.raises(StateError, match="run one eval_step"):
+        make().export_inference(tmp_path / "model.onnx")
+
+
+def test_an_unknown_output_is_an_error(tmp_path):
+    trainer = make()
+    trainer.eval_step(*batch())
+    with pytest.raises(SchemaError, match=r"fetches=\['logits'\] are not described outputs"):
+        trainer.export_inference(tmp_path / "model.onnx", outputs=["logits"])
+
+
+def test_a_graph_that_differs_from_eval_step_is_not_written(tmp_path, monkeypatch):
+    trainer = make()
+    trainer.eval_step(*batch())
+    right = trainer._engine.eval_step
+    monkeypatch.setattr(trainer._engine, "eval_step", lambda *args: [t + 1 for t in right(*args)])
+    with pytest.raises(ExportMismatchError, match="output 'output' of the inference graph differs"):
+        trainer.export_inference(tmp_path / "model.onnx")
+    assert not (tmp_path / "model.onnx").exists()
