@@ -29,6 +29,7 @@ from orttrainer.graph.passes.axes import AllAxesPass
 from orttrainer.graph.passes.batch_norm import SplitBatchNormalizationPass, SwitchBatchNormalizationPass
 from orttrainer.graph.passes.draws import CounterHashDrawsPass
 from orttrainer.graph.passes.dropout import CounterHashDropoutPass
+from orttrainer.graph.passes.half_precision import HalfPrecisionPass
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogSoftmaxNllPass
 from orttrainer.graph.passes.matmul import VectorMatMulPass
 from orttrainer.graph.passes.random import ShareSubexpressionsPass
@@ -232,9 +233,13 @@ class _Build:
             self._input(graph, self.loss_scale, ir.DataType.FLOAT, [1])
         self._state(graph, SEED, np.array([seed], np.int64), "random")
         self._state(graph, STEP, np.array([0], np.int64), "random")
+        updates = set(forward.updates.values())
+        frozen = {n: self.tensors[n] for n in forward.buffers if n not in forward.updates and n in self.tensors}
+        half = [] if precision is None else [HalfPrecisionPass(precision, forward.parameters, frozen, updates)]
         for rewrite in (
             VectorMatMulPass(),
             FuseLogSoftmaxNllPass(),
+            *half,
             SplitBatchNormalizationPass(),
             CounterHashDropoutPass(SEED, STEP, TRAINING_MODE),
             CounterHashDrawsPass(SEED, STEP),

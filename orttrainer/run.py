@@ -19,7 +19,9 @@ from onnx_ir.passes import common
 from orttrainer import runtime
 from orttrainer.compile import TrainingGraph
 from orttrainer.distributed import Collective, SingleProcess
+from orttrainer.distributed.agreement import SIGNALS, announce, check_announced
 from orttrainer.errors import ExecutionError
+from orttrainer.graph.passes.half_kernels import EmulateHalfPass, has_cpu_kernel, has_cuda_kernel
 from orttrainer.graph.subgraphs import node_inputs
 
 _ELEMENT_TYPES = {
@@ -115,9 +117,23 @@ class Runner:
             feeds[signature.loss_scale] = loss_scale
         return self._step(feeds, update)
 
+    def give_up(self, error: Exception) -> None:
+        """Fail on every rank, because this one has failed before an update that the others are waiting to make.
+
+        Raises:
+            Exception: `error`, once all ranks know of it.
+        """
+        if self._collective.size == 1:
+            raise error
+        if self._step is None:
+            self._step = self._make_step()
+        self._step.average(error)
+
     def drop_accumulated(self) -> None:
         """Forget the gradients of the batches since the last update."""
         self.accumulated = 0
+        if isinstance(self._step, _SplitStep):
+            self._step.before = []
         for buffer in self._buffers if self.accumulators else ():
             buffer.zero_()
 
@@ -185,6 +201,8 @@ class Runner:
             offset = sizes.get(dtype, 0)
             places[name] = (dtype, offset, shape)
             sizes[dtype] = offset + -(-shape.numel() // 16) * 16
+        if self._collective.size > 1:  # room for what the ranks tell each other, at the end of the first buffer
+            sizes[next(iter(sizes))] += SIGNALS
         buffers = {dtype: torch.zeros(size, dtype=dtype, device=self.device) for dtype, size in sizes.items()}
         views = {
             name: buffers[dtype][start : start + shape.numel()].view(shape)
@@ -210,7 +228,8 @@ class Runner:
         Args:
             part: "train", "backward", "check", "update" or "evaluate".
         """
-        bound_in = {v.name: self.state[v.name] for v in cut.graph.inputs if v.name in self.state} | dict(read or {})
+        inputs = {value.name for value in cut.graph.inputs}  # an update that does not clip reads no norm
+        bound_in = {name: tensor for name, tensor in {**self.state, **(read or {})}.items() if name in inputs}
         bound_out, copies = dict(written or {}), []
         # Counters and statistics do not wait for the gradients: in place, a step that fails would leave them changed.
         in_place = {
@@ -223,6 +242,8 @@ class Runner:
                 bound_out[output] = torch.empty_like(self.state[name])
                 copies.append((self.state[name], bound_out[output]))
         free = [value.name for value in cut.graph.inputs if value.name not in bound_in]
+        if self.graph.signature.loss_scale is not None:
+            EmulateHalfPass(has_cuda_kernel if self.device.type == "cuda" else has_cpu_kernel)(cut)
         session = _open_session(cut, self._providers, self._configure, part)
         return _Phase(session, self.device, free, fetches, bound_in, bound_out, copies)
 
@@ -289,7 +310,7 @@ class _SplitStep:
         self._runner, self._backward, self._check, self._update = runner, backward, check, update
         self.phases = [phase for phase in (backward, check, update) if phase is not None]
         self._early = early
-        self._before: list[torch.Tensor] = []
+        self.before: list[torch.Tensor] = []  # statistics and counters as they were before this block
         self._batches = torch.zeros(1)
 
     def __call__(self, feeds: dict[str, torch.Tensor], update: bool) -> tuple[list[torch.Tensor], bool]:
@@ -298,16 +319,20 @@ class _SplitStep:
         assert update or accumulates, "this graph has no accumulators"
         if accumulates:
             feeds[name] = self._batches.fill_(runner.accumulated + 1)
-            if runner.accumulated == 0:
-                self._before = [tensor.clone() for tensor in self._early]
-        outputs = self._backward.run(feeds)
+            if not self.before:
+                self.before = [tensor.clone() for tensor in self._early]
+        try:
+            outputs = self._backward.run(feeds)
+        except Exception as error:
+            if update:
+                runner.give_up(error)
+            raise
         finite = True
         try:
             if runner._accept is not None:
-                runner._accept(outputs)
+                self._check_outputs(outputs, update)
             if update:
-                for buffer in runner._buffers:
-                    runner._collective.all_reduce_mean_(buffer)
+                self.average()
                 finite = self._check is None or bool(self._check.run(feeds)[0])
                 if finite:
                     self._update.run(feeds)
@@ -325,9 +350,38 @@ class _SplitStep:
             runner.accumulated += 1
         return outputs, True
 
+    def average(self, failure: Exception | None = None) -> None:
+        """Replace the gradients by their means over the ranks; where one has failed, raise on all.
+
+        Args:
+            failure: why this rank has no gradients.
+        """
+        runner, collective = self._runner, self._runner._collective
+        if collective.size == 1:
+            return
+        batches = runner.accumulated + 1
+        signals = runner._buffers[0][-SIGNALS:]
+        announce(signals, batches, failure is not None)
+        for buffer in runner._buffers:
+            collective.all_reduce_mean_(buffer)
+        dropped = f" Batches accumulated before it are dropped: {runner.accumulated}." if runner.accumulated else ""
+        try:
+            check_announced(collective, signals, batches, failure, dropped)
+        except Exception:
+            self._drop()
+            raise
+
+    def _check_outputs(self, outputs: list[torch.Tensor], update: bool) -> None:
+        try:
+            self._runner._accept(outputs)
+        except Exception as error:
+            if update:
+                self._runner.give_up(error)
+            raise
+
     def _drop(self) -> None:
         """As before the block: the gradients of its batches are lost, its statistics undone."""
-        for tensor, before in zip(self._early, self._before):
+        for tensor, before in zip(self._early, self.before):
             tensor.copy_(before)
         self._runner.drop_accumulated()
 
