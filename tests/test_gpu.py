@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import models
 import pytest
 import torch  # before onnxruntime: it brings the CUDA libraries
 from test_dropout_training import Masked
 from test_parity import OPTIMIZERS
 
-from orttrainer import IODescription, ModelDescription, ORTTrainer, set_seed
+from orttrainer import IODescription, LossScaler, ModelDescription, ORTTrainer, set_seed
 from orttrainer.errors import InvalidArgumentError
 from orttrainer.run import Runner
 
@@ -102,6 +104,18 @@ def on_cpu(trainer: ORTTrainer) -> list[str]:
     return found
 
 
+def record_placement(trainer: ORTTrainer) -> None:
+    """Let the sessions that the trainer will open remember where their nodes run."""
+    engine = trainer._engine
+    configure = engine.settings.session_options
+
+    def recording(options, part):
+        configure(options, part)
+        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+
+    engine.settings = dataclasses.replace(engine.settings, session_options=recording)
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "lamb"])
 @pytest.mark.parametrize("name", models.SETUPS)
 def test_no_node_falls_back_to_the_cpu(name, optimizer):
@@ -109,13 +123,7 @@ def test_no_node_falls_back_to_the_cpu(name, optimizer):
     if not hasattr(onnxruntime.InferenceSession, "get_provider_graph_assignment_info"):
         pytest.skip(f"ONNX Runtime {onnxruntime.__version__} does not tell where its nodes run")
     setup, _, trainer = make_trainer(name, optimizer)
-    configure = trainer._session_options
-
-    def recording(options):
-        configure(options)
-        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-
-    trainer._session_options = recording
+    record_placement(trainer)
     trainer.train_step(*setup.batch(0), 0.1)
     trainer.eval_step(*setup.batch(0))
     assert not on_cpu(trainer)
@@ -260,3 +268,65 @@ def test_a_cuda_device_that_does_not_exist_is_an_error():
         InvalidArgumentError, match=rf"device='cuda:{count}' does not exist: there are {count} CUDA devices"
     ):
         make_trainer("mlp", "sgd", f"cuda:{count}")
+
+
+# -- mixed precision and accumulation ----------------------------------------------------------
+
+
+def mixed(name: str, dtype: str, **options) -> tuple[models.Setup, ORTTrainer]:
+    setup, module = models.make(name)
+    trainer = ORTTrainer(
+        module, setup.loss_fn, setup.description(), "AdamOptimizer", None, models.LEARNING_RATE, "cuda",
+        use_mixed_precision=True, mixed_precision_dtype=dtype, loss_scaler=LossScaler("loss_scale", True, 1024.0),
+        **options,
+    )  # fmt: skip
+    return setup, trainer
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", models.SETUPS)
+def test_mixed_precision_trains_like_float32_within_rounding(name, dtype):
+    setup, trainer = mixed(name, dtype)
+    _, _, twin = make_trainer(name, "adam")
+    for step in range(10):
+        loss = trainer.train_step(*setup.batch(step), 0.001)[0]
+        expected = twin.train_step(*setup.batch(step), 0.001)[0]
+        torch.testing.assert_close(loss, expected, rtol=2e-2, atol=1e-2)  # 8 bits of mantissa
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", models.SETUPS)
+def test_no_node_of_a_step_in_mixed_precision_falls_back_to_the_cpu(name, dtype):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    if not hasattr(onnxruntime.InferenceSession, "get_provider_graph_assignment_info"):
+        pytest.skip(f"ONNX Runtime {onnxruntime.__version__} does not tell where its nodes run")
+    setup, trainer = mixed(name, dtype)
+    record_placement(trainer)
+    trainer.train_step(*setup.batch(0), 0.001)
+    assert not on_cpu(trainer)
+
+
+def test_an_overflow_on_cuda_leaves_no_trace():
+    setup, module = models.make("transformer")
+    trainer = ORTTrainer(
+        module, setup.loss_fn, setup.description(), "AdamOptimizer", None, models.LEARNING_RATE, "cuda",
+        use_mixed_precision=True,
+    )  # fmt: skip
+    assert trainer.train_step(*setup.batch(0), 0.001, 128.0)[-1].item()
+    before = {name: tensor.clone() for name, tensor in trainer._engine._runner.state.items()}
+    assert not trainer.train_step(*setup.batch(1), 0.001, 2.0**60)[-1].item()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer._engine._runner.state.items())
+
+
+@pytest.mark.parametrize("optimizer", ["AdamOptimizer", "LambOptimizer"])
+def test_several_batches_on_cuda_are_one_batch_of_all_of_them(optimizer):
+    setup, module = models.make("mlp")
+    _, other = models.make("mlp")
+    arguments = (setup.loss_fn, setup.description(), optimizer, None, models.LEARNING_RATE, "cuda")
+    apart, together = ORTTrainer(module, *arguments, gradient_accumulation_steps=3), ORTTrainer(other, *arguments)
+    for update in range(3):
+        parts = [setup.batch(3 * update + i) for i in range(3)]
+        for batch in parts:
+            apart.train_step(*batch, 0.01)
+        together.train_step(*(torch.cat(tensors) for tensors in zip(*parts)), 0.01)
+    assert_close_state(module.state_dict(), other.state_dict(), 1e-4)
