@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 _HOME = {
     "LossScaler": "orttrainer.loss_scaler",
     "ORTTrainer": "orttrainer.ort_trainer",
+    "Recompute": "orttrainer.graph.recompute",
     "IODescription": "orttrainer.describe",
     "ModelDescription": "orttrainer.describe",
     "generate_sample": "orttrainer.describe",
@@ -25,6 +26,7 @@ __all__ = [
     "LossScaler",
     "ModelDescription",
     "ORTTrainer",
+    "Recompute",
     "__version__",
     "build_gradient",
     "generate_sample",
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from orttrainer.checkpoint import load_checkpoint, save_checkpoint
     from orttrainer.describe import IODescription, ModelDescription, generate_sample
     from orttrainer.differentiate import build_gradient
+    from orttrainer.graph.recompute import Recompute
     from orttrainer.loss_scaler import LossScaler
     from orttrainer.ort_trainer import ORTTrainer
     from orttrainer.seed import set_seed

@@ -31,13 +31,21 @@ def refuse_unsupported(deepspeed_zero_stage, enable_adasum) -> None:
         )
 
 
+def check_flags(**flags) -> None:
+    """Each is True or False, or the 1 or 0 of a command line: text such as "no" would count as True."""
+    for name, value in flags.items():
+        if isinstance(value, (str, bytes)) or value not in (True, False):
+            raise InvalidArgumentError(f"{name} must be True or False, got {value!r}")
+
+
 def check_scaler(loss_scaler) -> None:
     """What a first-generation loss scaler has to have."""
     for attribute in ("loss_scale_", "update_loss_scale"):
-        if not hasattr(loss_scaler, attribute):
+        update = attribute == "update_loss_scale"
+        if not hasattr(loss_scaler, attribute) or (update and not callable(loss_scaler.update_loss_scale)):
             raise InvalidArgumentError(
                 f"loss_scaler must be a LossScaler, or have its loss_scale_ and update_loss_scale(is_all_finite); "
-                f"{type(loss_scaler).__name__} has no {attribute}"
+                f"{type(loss_scaler).__name__} has no {attribute}{'()' if update else ''}"
             )
 
 
@@ -45,7 +53,7 @@ def checked_loss_scale(scale) -> float:
     if isinstance(scale, torch.Tensor) and scale.numel() != 1:
         raise SchemaError(f"the loss scale must have one element, got shape {list(scale.shape)}")
     try:
-        value = float("no number" if isinstance(scale, str) else scale)
+        value = float("no number" if isinstance(scale, (str, bool)) else scale)
     except (TypeError, ValueError, RuntimeError) as error:
         raise SchemaError(
             f"the loss scale must be a number or a tensor of one element, got {scale!r}; nothing was updated"
@@ -138,7 +146,7 @@ def checked_rate(rate, scheduled_for: int | None = None) -> float:
     if isinstance(rate, torch.Tensor) and rate.numel() != 1:
         raise SchemaError(f"{_rate_of(scheduled_for)} must have one element, got shape {list(rate.shape)}")
     try:
-        value = float("no number" if isinstance(rate, str) else rate)
+        value = float("no number" if isinstance(rate, (str, bool)) else rate)
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a complex tensor
         raise SchemaError(
             f"{_rate_of(scheduled_for)} must be a number or a tensor of one element, got {rate!r}; nothing was updated"

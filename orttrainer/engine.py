@@ -18,7 +18,7 @@ from orttrainer import export, runtime
 from orttrainer.arguments import checked_precision, checked_steps, inputs_by_name
 from orttrainer.compile import TrainingGraph, compile_training_graph
 from orttrainer.describe import InputSchema, InputSpec, ModelDescription
-from orttrainer.distributed import Collective, device_of_rank, find_collective
+from orttrainer.distributed import Collective, device_of_rank, failing_together, find_collective
 from orttrainer.errors import (
     InvalidArgumentError,
     ModelError,
@@ -30,6 +30,7 @@ from orttrainer.errors import (
 )
 from orttrainer.graph.passes.constants import InitializersToConstantsPass
 from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
+from orttrainer.graph.recompute import Recompute
 from orttrainer.graph.write import write_model
 from orttrainer.inference import check_inference, inference_model
 from orttrainer.optim import make_optimizer
@@ -135,6 +136,10 @@ class Engine:
         self.settings, self._optimizer = settings, optimizer
         self._accumulation_steps = checked_steps(settings.accumulation_steps)
         self.precision = checked_precision(settings.precision)
+        if settings.recompute is not None and not isinstance(settings.recompute, Recompute):
+            raise InvalidArgumentError(
+                f"recompute must be an orttrainer.Recompute, such as Recompute(gelu=True), or None; got {settings.recompute!r}"
+            )
         if settings.nonfinite_loss not in ("warn", "error", "ignore"):
             raise InvalidArgumentError(
                 f"nonfinite_loss must be 'warn', 'error' or 'ignore', got {settings.nonfinite_loss!r}"
@@ -163,13 +168,10 @@ class Engine:
         self._runner: Runner | None = None
         self._schema: InputSchema | None = None
         self._last_batch: dict[str, torch.Tensor] | None = None
+        self._sizes: dict[str, int] = {}  # of the symbolic dimensions, in the first batch
         self._state: TrainedState | None = None
         if isinstance(model, onnx.ModelProto) and not self._attaches_loss:
-            forward = export.from_onnx(self._postprocessed(model), description)
-            self._schema = InputSchema.of_model(
-                _input_specs(forward.model), description.inputs_, strict=settings.strict
-            )
-            self._compile(forward)
+            self._compile(self._of_onnx_model)
 
     def describe(self, description: ModelDescription) -> None:
         """Say what the inputs and outputs of a model are that is not compiled yet."""
@@ -198,20 +200,30 @@ class Engine:
             ExecutionError: ONNX Runtime failed; the state is as before.
             NonFiniteLossError: the loss is NaN or inf, and `nonfinite_loss` is "error".
         """
-        batch = self._checked_batch(given)
-        runner = self._runner
-        if self._optimizer.rates is None:
-            self._rates.fill_(rate)
-        else:
-            self._rates = torch.tensor(self._optimizer.rates(rate), dtype=torch.float32)
-        scale = None if self.precision is None else self._scale.fill_(loss_scale)
-        self._state.keep_sharing()
-        last = runner.accumulated + 1 >= self._accumulation_steps
+        compiled = self._runner is not None
+        try:
+            batch = self._checked_batch(given)
+            if self._optimizer.rates is None:
+                self._rates.fill_(rate)
+            else:
+                self._rates = torch.tensor(self._optimizer.rates(rate), dtype=torch.float32)
+            scale = None if self.precision is None else self._scale.fill_(loss_scale)
+            self._state.keep_sharing()
+        except Exception as error:
+            if compiled and self._is_last:
+                self._runner.give_up(error)
+            raise
+        runner, last = self._runner, self._is_last
         outputs, finite = runner.train_step(batch, self._rates, scale, update=last)
         self._steps += 1
         if self.settings.nonfinite_loss == "warn":
             self._warn_of(outputs[0])
         return outputs, finite if last else None
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether the next batch is the last of its block."""
+        return self._runner.accumulated + 1 >= self._accumulation_steps
 
     def eval_step(self, given: Mapping[str, torch.Tensor], fetches: Sequence[str] | None = None) -> list[torch.Tensor]:
         """Run forward and loss in evaluation mode: dropout off, running statistics, no update.
@@ -388,8 +400,10 @@ class Engine:
             schema = self._schema if whole else InputSchema([s for s in self._schema.specs if s.name in given])
             schema.check(batch)
         else:
-            schema = InputSchema.settle(self.description.inputs_, batch, strict=self.settings.strict)
-            self._compile(self._export(batch, schema))
+            with failing_together(self.collective, "describing the first batch"):
+                schema = InputSchema.settle(self.description.inputs_, batch, strict=self.settings.strict)
+            self._sizes = _sizes(schema, batch)
+            self._compile(lambda: self._export(batch, schema))
             self._schema = schema  # last: whatever fails before, the next step begins anew
         self._last_batch = {name: _to_device(tensor, self.device) for name, tensor in given.items()}
         return self._last_batch
@@ -411,7 +425,10 @@ class Engine:
             runtime.give_back_memory()
         if settings.postprocess is None:
             return forward
-        return replace(forward, model=ir.from_proto(self._postprocessed(ir.to_proto(forward.model))))
+        given = ir.to_proto(forward.model)
+        changed = self._postprocessed(given)
+        export.check_postprocessed(given, changed, forward)
+        return replace(forward, model=ir.from_proto(changed))
 
     @property
     def _attaches_loss(self) -> bool:
@@ -433,18 +450,30 @@ class Engine:
             )
         return changed if returned is None else returned
 
-    def _compile(self, forward: ForwardGraph) -> None:
-        self._forward = _freeze(forward, self.settings.frozen, self._named_state())
-        graph = self._training_graph()
+    def _of_onnx_model(self) -> ForwardGraph:
+        forward = export.from_onnx(self._postprocessed(self.model), self.description)
+        self._schema = InputSchema.of_model(
+            _input_specs(forward.model), self.description.inputs_, strict=self.settings.strict
+        )
+        return forward
+
+    def _compile(self, forward: Callable[[], ForwardGraph]) -> None:
+        with failing_together(self.collective, "compiling the model"):
+            self._forward = _freeze(forward(), self.settings.frozen, self._named_state())
+            graph = self._training_graph()
+        try:
+            with failing_together(self.collective, "sharing its state"):
+                self._open_on_state(graph)
+        except Exception:
+            self.training_graph = self._runner = None  # not to train on without what was to be loaded
+            raise
+
+    def _open_on_state(self, graph: TrainingGraph) -> None:
         module = self.model if isinstance(self.model, torch.nn.Module) else None
         self._state = TrainedState(graph, module, self._loss_fn, self.device, self.collective)
         self._open(graph)
         if self._pending_state is not None:
-            try:
-                self.load_state_dict(*self._pending_state)
-            except StateError:
-                self.training_graph = self._runner = None  # not to train on without what was to be loaded
-                raise
+            self.load_state_dict(*self._pending_state)
             self._pending_state = None
 
     def _training_graph(self) -> TrainingGraph:
@@ -455,7 +484,8 @@ class Engine:
         return compile_training_graph(
             forward, optimizer, learning_rate=self.settings.learning_rate, groups=groups,
             seed=seed_of_rank(self.collective.rank), primitives=self.device.type == "cuda",
-            accumulate=self._accumulation_steps > 1, precision=self.precision, recompute=self.settings.recompute,
+            accumulate=self._accumulation_steps > 1, precision=self.precision,
+            recompute=self.settings.recompute and self.settings.recompute.with_sizes(self._sizes),
         )  # fmt: skip
 
     def _open(self, graph: TrainingGraph) -> None:
@@ -524,6 +554,12 @@ def _freeze(forward: ForwardGraph, frozen: Sequence[str], state: Iterable[str]) 
     stopped = tuple(name for name in forward.parameters if name in frozen)
     unread = tuple(name for name in forward.unread if name not in frozen)
     return replace(forward, parameters=trained, buffers=forward.buffers + stopped, unread=unread)
+
+
+def _sizes(schema: InputSchema, batch: Sequence[torch.Tensor]) -> dict[str, int]:
+    """The sizes that the symbolic dimensions have in a batch."""
+    dims = [(dim, size) for spec, x in zip(schema.specs, batch) for dim, size in zip(spec.shape, x.shape)]
+    return {dim: size for dim, size in dims if isinstance(dim, str)}
 
 
 def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

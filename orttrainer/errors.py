@@ -21,6 +21,10 @@ class UnsupportedFeatureError(OrtTrainerError, NotImplementedError):
     """A legacy argument whose feature this version does not have; the text says what to do instead."""
 
 
+class UnsupportedImportError(ImportError, UnsupportedFeatureError):
+    """A module or name of legacy that this package does not have was imported; the text says what to do instead."""
+
+
 class ModelError(OrtTrainerError, ValueError):
     """An ONNX model that cannot be trained as it is: no loss, unknown names, broken graph."""
 

@@ -43,6 +43,12 @@ class LossScaler:
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not number or not 0 < value < math.inf:
                 raise InvalidArgumentError(f"LossScaler: {name} must be a finite number above 0, got {value!r}")
+        if not isinstance(is_dynamic_scale, (bool, int)):
+            raise InvalidArgumentError(f"LossScaler: is_dynamic_scale must be True or False, got {is_dynamic_scale!r}")
+        if min_loss_scale > max_loss_scale:
+            raise InvalidArgumentError(
+                f"LossScaler: min_loss_scale={min_loss_scale!r} is above max_loss_scale={max_loss_scale!r}"
+            )
         if isinstance(up_scale_window, bool) or not isinstance(up_scale_window, int) or up_scale_window < 1:
             raise InvalidArgumentError(
                 f"LossScaler: up_scale_window must be a number of steps, an int >= 1; got {up_scale_window!r}"

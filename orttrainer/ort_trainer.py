@@ -12,6 +12,7 @@ import onnx_ir as ir
 import torch
 
 from orttrainer.arguments import (
+    check_flags,
     check_model,
     check_postprocess,
     check_scaler,
@@ -27,7 +28,7 @@ from orttrainer.arguments import (
 from orttrainer.compile import TrainingGraph
 from orttrainer.describe import IODescription, ModelDescription
 from orttrainer.engine import Engine, OptimizerChoice, Settings
-from orttrainer.errors import OptimizerError
+from orttrainer.errors import OptimizerError, SchemaError
 from orttrainer.graph.write import write_model
 
 LOSS_SCALE_BEFORE = "default_loss_scale_input_name"  # its keyword while the graph's own name is not known
@@ -129,6 +130,10 @@ class ORTTrainer:
         refuse_unsupported(deepspeed_zero_stage, enable_adasum)
         check_model(model, loss_fn, model_desc, learning_rate_description)
         check_schedule(get_lr_this_step, global_step)
+        check_flags(
+            use_mixed_precision=use_mixed_precision, enable_grad_norm_clip=enable_grad_norm_clip, strict=strict,
+            check_export=check_export, _use_deterministic_compute=_use_deterministic_compute,
+        )  # fmt: skip
         check_postprocess(_extra_postprocess)
         precision = mixed_precision_dtype if use_mixed_precision else None
         if use_mixed_precision and loss_scaler is not None:
@@ -336,6 +341,8 @@ class ORTTrainer:
         needed = names
         if self._takes_scale:
             scale_name = self.loss_scale_input_name
+            if LOSS_SCALE_BEFORE in kwargs and scale_name in kwargs and scale_name != LOSS_SCALE_BEFORE:
+                raise SchemaError(f"train_step got the loss scale twice, as {LOSS_SCALE_BEFORE!r} and as {scale_name!r}")
             if LOSS_SCALE_BEFORE in kwargs:
                 kwargs[scale_name] = kwargs.pop(LOSS_SCALE_BEFORE)
             needed = [*names, scale_name] if self._needs_scale else names
@@ -389,7 +396,7 @@ class _RateFactors:
         return self._group.get(name, 0)
 
     def rates(self, rate: float) -> list[float]:
-        return [rate * factor for factor in self._factors or (1.0,)]
+        return [checked_rate(rate * factor) for factor in self._factors or (1.0,)]
 
 
 def _in_place(postprocess: Callable | None) -> Callable | None:

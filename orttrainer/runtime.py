@@ -28,6 +28,10 @@ _CHOICES = (
     "  pip install 'orttrainer[training]'  onnxruntime-training 1.19.2, for Python 3.11"
 )
 
+NONE_INSTALLED = f"no ONNX Runtime is installed. Install one:\n{_CHOICES}"
+
+cuda_defaults: dict[str, str] = {}  # options of the CUDA execution provider, for all trainers that name none
+
 
 def installed_distributions() -> dict[str, str]:
     """Name and version of every installed distribution of ONNX Runtime."""
@@ -58,7 +62,7 @@ def load() -> ModuleType:
         import onnxruntime
     except ImportError as error:
         if not found:
-            raise RuntimeNotFoundError(f"no ONNX Runtime is installed. Install one:\n{_CHOICES}") from error
+            raise RuntimeNotFoundError(NONE_INSTALLED) from error
         name, version = next(iter(found.items()))
         raise RuntimeNotFoundError(
             f"{name} {version} is installed but does not import ({error}). Reinstall it: pip install --force-reinstall {name}"
@@ -124,7 +128,8 @@ def choose_providers(device: torch.device, providers: Sequence | None = None) ->
         if device.type == "cuda":
             # ONNX Runtime would use TF32, which has 10 bits of mantissa; do as torch is told to.
             tf32 = str(int(torch.get_float32_matmul_precision() != "highest"))
-            return [(_PROVIDERS["cuda"], {"device_id": str(device.index), "use_tf32": tf32}), _PROVIDERS["cpu"]]
+            options = {**cuda_defaults, "device_id": str(device.index), "use_tf32": tf32}
+            return [(_PROVIDERS["cuda"], options), _PROVIDERS["cpu"]]
         return [_PROVIDERS["cpu"]]
     available = load().get_available_providers()
     if not isinstance(providers, (list, tuple)) or not providers or not all(map(_is_provider, providers)):

@@ -33,7 +33,8 @@ class Warmup(abc.ABC):
     Args:
         total_steps: number of updates of the whole training, > 0.
         warmup: the part of `total_steps` that is warm-up, in [0, 1).
-        lr: the rate that the warm-up ends with, finite and >= 0.
+        lr: the rate that the warm-up ends with, finite and >= 0. In the options of the second generation it may
+            be left out for the `lr` of the optimizer's configuration.
 
     Raises:
         SettingError: a value of another type or out of its range.
@@ -43,17 +44,19 @@ class Warmup(abc.ABC):
 
     total_steps: int
     warmup: float = 0.002
-    lr: float = 1.0
+    lr: float | None = None
 
     def __post_init__(self):
         _require(_is_int(self.total_steps) and self.total_steps > 0, "total_steps", self.total_steps, "an int > 0")
         _require(
             _is_number(self.warmup) and 0 <= self.warmup < 1, "warmup", self.warmup, "a part of total_steps in [0, 1)"
         )
-        _require(_is_number(self.lr) and 0 <= self.lr < math.inf, "lr", self.lr, "a finite number >= 0")
+        given = self.lr is None or (_is_number(self.lr) and 0 <= self.lr < math.inf)
+        _require(given, "lr", self.lr, "a finite number >= 0")
 
     def __call__(self, step: int) -> float:
         """The learning rate of the update after `step` updates."""
+        _require(self.lr is not None, "lr", self.lr, f"given to {type(self).__name__} where it is called by itself")
         return self.rate(step, self.lr)
 
     def rate(self, step: int, lr: float) -> float:

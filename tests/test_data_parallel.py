@@ -3,63 +3,21 @@
 from __future__ import annotations
 
 import math
-import os
-import pathlib
-import shutil
-import socket
-import subprocess
-import sys
 
 import models
 import pytest
 import torch
+from launched import LAUNCHERS, results
 from test_distributed import LAUNCH_VARIABLES
 from test_parity import OPTIMIZERS, make_trainer
 
-ROOT = pathlib.Path(__file__).parent.parent
-WORKER = ROOT / "tests" / "workers" / "data_parallel.py"
-TIMEOUT = 300  # seconds; a run takes 20. A hang is a failure, not a long test.
 STEPS = 20
-
-# As root, and with more ranks than cores, Open MPI wants to be told.
-ENVIRONMENT = {
-    "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-}  # fmt: skip
-
-
-def mpiexec() -> list[str]:
-    pytest.importorskip("mpi4py")
-    beside = pathlib.Path(sys.executable).with_name("mpiexec")
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if found is None:
-        pytest.skip("no mpiexec: pip install mpich")
-    return [found, "-n", "2", sys.executable]
-
-
-def torchrun() -> list[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    where = ["--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
-    return [sys.executable, "-m", "torch.distributed.run", *where]
-
-
-LAUNCHERS = {"mpiexec": mpiexec, "torchrun": torchrun}
 
 
 @pytest.fixture(scope="module", params=LAUNCHERS)
 def ranks(request, tmp_path_factory) -> list[dict]:
     """What each of two ranks gave."""
-    folder = tmp_path_factory.mktemp(request.param)
-    env = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES} | ENVIRONMENT
-    result = subprocess.run(
-        [*LAUNCHERS[request.param](), str(WORKER), str(folder)],
-        env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    return results(request.param, "data_parallel.py", tmp_path_factory.mktemp(request.param))
 
 
 def one_rank(optimizer: str) -> dict:

@@ -555,7 +555,7 @@ def test_failing_communication_names_rank_and_call():
         def Get_size(self):
             return 2
 
-        def Allreduce(self, *_):
+        def Iallreduce(self, *_):
             raise mpi.Exception(mpi.ERR_TRUNCATE)
 
     with pytest.raises(DistributedError, match=r"all_reduce_mean_ failed on rank 1 of 2: .*runcat"):
@@ -577,9 +577,13 @@ def test_large_tensors_travel_in_pieces(monkeypatch):
         def Get_size(self):
             return 2
 
-        def Allreduce(self, _, array):
+        def Iallreduce(self, _, array):
             sizes.append(array.size)
             array *= 2
+            return self
+
+        def Test(self):
+            return True
 
     monkeypatch.setattr(mpi, "_CHUNK", 4)
     for dtype in (torch.float32, torch.bfloat16):

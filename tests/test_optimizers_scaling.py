@@ -71,6 +71,27 @@ def test_sgd_never_clips_by_default():
     assert new["W"] == [-100]
 
 
+@pytest.mark.parametrize(
+    "name, given",
+    [
+        ("SGDOptimizer", {"momentum": 0.9, "weight_decay": 0.1, "max_norm_clip": 1.0}),
+        ("AdamOptimizer", {"weight_decay": 0.1}),
+        ("AdamOptimizer", {"lambda": 0.1}),
+        ("LambOptimizer", {"lambda": 0.1}),
+    ],
+)
+def test_a_norm_that_overflows_clips_to_nothing_instead_of_spoiling_the_weights(name, given):
+    update = Update(make_optimizer(name, ["W"], lambda _: given, True), {"W": (2,)})
+    huge = {"W": np.float32([1e18, -3e18])}  # of a thousand such elements the sum of squares is not finite
+    new, state = update(0.1, {"W": np.float32([1, 2])}, huge, update.initial_state(), norm=np.inf)
+    if name == "SGDOptimizer":
+        np.testing.assert_allclose(new["W"], [0.99, 1.98], rtol=1e-6)  # the decay alone
+        np.testing.assert_allclose(state["Momentum_W"], [0.1, 0.2], rtol=1e-6)
+    else:
+        np.testing.assert_array_equal([state["Moment_1_W"], state["Moment_2_W"]], np.zeros((2, 2)))
+        assert np.isfinite(new["W"]).all()
+
+
 @pytest.mark.parametrize("name", ["AdamOptimizer", "LambOptimizer"])
 def test_a_gradient_that_is_not_a_number_is_not_hidden(name):
     update = single(name, (2,), clip=True)

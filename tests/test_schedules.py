@@ -26,7 +26,7 @@ LEGACY = [
 
 @pytest.mark.parametrize(("schedule", "expected"), LEGACY)
 def test_warm_up_and_decay_follow_the_legacy_tables(schedule, expected):
-    rate = schedule(total_steps=10, warmup=0.5)
+    rate = schedule(total_steps=10, warmup=0.5, lr=1.0)
     assert [rate(step) for step in range(10)] == pytest.approx(expected, rel=1e-7)
 
 
@@ -66,12 +66,12 @@ def test_polynomial_decay_is_torch_s_polynomial_lr_and_ends_at_lr_end(power):
 
 
 def test_after_the_last_step_linear_stays_at_zero_and_constant_at_its_rate():
-    assert LinearWarmup(10, 0.5)(10) == LinearWarmup(10, 0.5)(99) == 0.0
+    assert LinearWarmup(10, 0.5, lr=1.0)(10) == LinearWarmup(10, 0.5, lr=1.0)(99) == 0.0
     assert ConstantWarmup(10, 0.5, lr=2.0)(99) == 2.0
 
 
 def test_a_cosine_of_one_cycle_comes_back_to_its_rate():
-    rate = CosineWarmup(100, 0.0, cycles=1.0)
+    rate = CosineWarmup(100, 0.0, lr=1.0, cycles=1.0)
     assert rate(50) == pytest.approx(0.0, abs=1e-15) and rate(100) == pytest.approx(1.0)
 
 
@@ -144,6 +144,7 @@ def test_make_must_return_a_scheduler_of_the_optimizer_it_is_given():
         ("warmup", lambda: LinearWarmup(10, -0.1)),
         ("warmup", lambda: LinearWarmup(10, "half")),
         ("lr", lambda: LinearWarmup(10, lr=-1.0)),
+        ("lr", lambda: LinearWarmup(10)(0)),
         ("lr", lambda: LinearWarmup(10, lr=math.nan)),
         ("cycles", lambda: CosineWarmup(10, cycles=0)),
         ("power", lambda: PolynomialWarmup(10, power="2")),

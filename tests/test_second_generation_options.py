@@ -175,7 +175,8 @@ def test_schedulers_of_every_kind_are_taken_as_they_are(schedule):
 def test_our_own_options_are_in_the_tree_only_where_given():
     made = ORTTrainerOptions({"orttrainer": {"strict": True}})
     assert made._validated_opts["orttrainer"] == {
-        "strict": True, "check_export": True, "mixed_precision_dtype": "float16",
+        "strict": True, "check_export": True, "mixed_precision_dtype": "float16", "nonfinite_loss": "warn",
+        "recompute": None,
     }  # fmt: skip
     assert ORTTrainerOptions().orttrainer.mixed_precision_dtype == "float16"
 

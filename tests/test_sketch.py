@@ -73,8 +73,13 @@ SCHEDULERS = {
 }
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+RUNS = [
+    ("sgd", "step"), ("sgd with momentum", "cosine"), ("sgd with Nesterov's", "lambda"), ("sgd with Nesterov's", "step"),
+    ("adam", "cosine"), ("adam", "step"), ("adamw", "lambda"), ("adamw", "cosine"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("optimizer, scheduler", RUNS)
 def test_losses_and_parameters_of_sixty_steps_equal_those_of_a_torch_loop(optimizer, scheduler):
     module, reference = net(), net()
     ours, theirs = OPTIMIZERS[optimizer](module), OPTIMIZERS[optimizer](reference)
@@ -260,7 +265,8 @@ def test_names_that_the_model_has_given_already_are_no_obstacle():
     module = Shadowed()
     trainer = orttrainer.trainer(module, nn.functional.mse_loss, sgd(module))
     x = batch()[0]
-    assert trainer.step(x, torch.zeros(6))[0] == nn.functional.mse_loss(x.mean(1) + 1, torch.zeros(6))
+    expected = nn.functional.mse_loss(x.mean(1) + 1, torch.zeros(6))
+    torch.testing.assert_close(trainer.step(x, torch.zeros(6))[0], expected)
 
 
 def test_a_description_of_the_callers_lets_more_axes_vary():
@@ -417,7 +423,7 @@ WRONG_ARGUMENTS = {
     "steps of 0": (dict(gradient_accumulation_steps=0), "gradient_accumulation_steps must be the number"),
     "8 bits": (dict(mixed_precision="float8"), "the precision must be 'float16', 'bfloat16' or None, got 'float8'"),
     "no scaler": (dict(loss_scaler=3), "loss_scaler must be a LossScaler"),
-    "an unknown argument": (dict(learning_rate=3), r"trainer\(\) has no arguments \['learning_rate'\].*check_export"),
+    "an unknown argument": (dict(lr=3), r"trainer\(\) has no arguments \['lr'\].*check_export"),
     "one with another name": (dict(precision="float16"), r"has no arguments \['precision'\]"),
 }
 

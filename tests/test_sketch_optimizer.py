@@ -14,8 +14,9 @@ import orttrainer
 from orttrainer.errors import InvalidArgumentError, OptimizerError, StateError, UnsupportedFeatureError
 
 
-def make(module, optimizer, **options):
-    return orttrainer.trainer(module, nn.functional.cross_entropy, optimizer, **options)
+def make(module, optimizer):
+    """Without the check of the export, which is not the subject here and takes most of the time."""
+    return orttrainer.trainer(module, nn.functional.cross_entropy, optimizer, check_export=False)
 
 
 # -- learning rates ---------------------------------------------------------------------------
@@ -219,9 +220,7 @@ def test_dampening_without_momentum_has_no_effect_in_torch_and_is_taken():
 def test_nesterov_in_a_group_without_momentum_is_refused():
     module = net()
     optimizer = torch.optim.SGD([{"params": module.parameters(), "nesterov": True}], lr=0.1)
-    with pytest.raises(
-        OptimizerError, match="'nesterov' of parameter '0.weight' is 1; it must be 0 where 'momentum' is 0"
-    ):
+    with pytest.raises(OptimizerError, match=r"'nesterov' of parameter '0.weight' is 1; it must be 0"):
         make(module, optimizer).step(*batch())
 
 

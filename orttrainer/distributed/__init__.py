@@ -4,8 +4,9 @@
 for one process. Importing this package imports neither mpi4py nor torch.
 """
 
+from orttrainer.distributed.agreement import failing_together
 from orttrainer.distributed.collective import Collective, SingleProcess, check_ranks_agree
-from orttrainer.distributed.launch import Launch, device_of_rank, find_collective, read_launch
+from orttrainer.distributed.launch import Launch, device_of_rank, find_collective, find_launch, read_launch
 
 __all__ = [
     "Collective",
@@ -13,6 +14,8 @@ __all__ = [
     "SingleProcess",
     "check_ranks_agree",
     "device_of_rank",
+    "failing_together",
     "find_collective",
+    "find_launch",
     "read_launch",
 ]

@@ -80,9 +80,7 @@ def find_collective(
     Example: `collective = find_collective(device="cuda")`
     """
     world_rank, world_size = _checked_world(world_rank, world_size)
-    launch = _initialised_group() or read_launch(os.environ)
-    if launch.kind == "single":
-        launch = _initialised_mpi() or launch
+    launch = find_launch()
     _compare_with_launch(launch, world_rank, world_size)
     if launch.kind == "torch":
         from orttrainer.distributed.torch_distributed import open_torch
@@ -93,6 +91,16 @@ def find_collective(
 
         return open_mpi(launch, device, cuda_aware=cuda_aware_mpi)
     return SingleProcess()
+
+
+def find_launch() -> Launch:
+    """Say which rank this process is, by what runs in it already and by its environment. Opens nothing.
+
+    Raises:
+        DistributedError: the variables contradict each other.
+    """
+    launch = _initialised_group() or read_launch(os.environ)
+    return (_initialised_mpi() or launch) if launch.kind == "single" else launch
 
 
 def device_of_rank(device: str | torch.device, collective: Collective) -> torch.device:

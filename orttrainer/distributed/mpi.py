@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import socket
 import sys
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
 # buffer through which CUDA and 16-bit tensors go (64 MiB of float32).
 _CHUNK = 1 << 24
 
+# A rank that has ended waits in MPI_Finalize for the others, and they for it in their next all-reduce, for ever. So it
+# tells them, with a message of this tag, and an all-reduce that takes long looks for one.
+_ENDED = 31_413  # every MPI has tags up to 32767
+_LONG = 1.0  # seconds
+_GRACE = 5.0  # seconds for an all-reduce in which the rank that has ended since did take part
+
 
 def open_mpi(launch: Launch, device: str | torch.device, *, cuda_aware: bool) -> Collective:
     """Return the collective of a process that an MPI launcher started.
@@ -34,6 +41,7 @@ def open_mpi(launch: Launch, device: str | torch.device, *, cuda_aware: bool) ->
     comm = mpi.COMM_WORLD
     _check_same_mpi(mpi, launch)
     abort_all_on_uncaught_exception(comm)
+    _tell_the_end(comm)
     local_rank = local_rank_or_guess(launch.local_rank, comm.Get_rank())
     if not cuda_aware and "nccl" in backend_for(device):
         _join_group_over_mpi(comm, backend_for(device))
@@ -87,6 +95,7 @@ class MpiCollective(Collective):
         self._comm = comm
         self._cuda_aware = cuda_aware
         self._host: dict[torch.dtype, torch.Tensor] = {}
+        self._unfinished: list = []  # requests and buffers that MPI may still write to
 
     def all_reduce_mean_(self, tensor: torch.Tensor) -> None:
         check_mean_operand(tensor)
@@ -94,11 +103,32 @@ class MpiCollective(Collective):
         for chunk in tensor.detach().view(-1).split(_CHUNK):
             buffer = self._buffer(chunk, dtype)
             with self._restated("all_reduce_mean_"):
-                self._comm.Allreduce(_in_place(), _as_mpi(buffer))
+                self._sum(buffer)
             buffer.div_(self.size)
             if buffer is not chunk:
                 chunk.copy_(buffer)
         _wait_for_writes(tensor)
+
+    def _sum(self, buffer: torch.Tensor) -> None:
+        if buffer.is_cuda:  # not every MPI that takes CUDA memory takes it for this without blocking
+            self._comm.Allreduce(_in_place(), _as_mpi(buffer))
+            return
+        request = self._comm.Iallreduce(_in_place(), _as_mpi(buffer))
+        begin, ended_by = time.monotonic(), None
+        while not request.Test():
+            now = time.monotonic()
+            if now < begin + _LONG:
+                continue
+            time.sleep(1e-3)
+            if ended_by is None and self._comm.Iprobe(tag=_ENDED):
+                ended_by = now + _GRACE
+            elif ended_by is not None and now > ended_by:
+                self._unfinished.append((request, buffer))
+                atexit.register(_abort, self._comm)  # MPI_Finalize would wait for this all-reduce
+                raise DistributedError(
+                    f"rank {self.rank} of {self.size} waits for another rank, but that has ended its script: the ranks "
+                    "had different numbers of batches. Give each rank as many, e.g. drop the last ones."
+                )
 
     def broadcast_(self, tensor: torch.Tensor, root: int = 0) -> None:
         check_root(root, self.size)
@@ -152,6 +182,36 @@ class MpiCollective(Collective):
             raise communication_failed(self, call, error) from error
 
 
+_telling: list = []  # one list of requests in a process, which keep what they send
+
+
+def _tell_the_end(comm: Any) -> None:
+    """Let this rank tell the others, at the end of its script, that it will take part in nothing any more."""
+    if comm.Get_size() == 1 or _telling:
+        return
+    requests: list = []
+    _telling.append(requests)
+
+    def tell() -> None:
+        if import_mpi().Is_finalized():
+            return
+        while comm.Iprobe(tag=_ENDED):  # of ranks that have ended before this one
+            comm.recv(tag=_ENDED)
+        for rank in set(range(comm.Get_size())) - {comm.Get_rank()}:
+            requests.append(comm.isend(None, dest=rank, tag=_ENDED))
+
+    atexit.register(tell)
+
+
+def _abort(comm: Any) -> None:
+    """End every rank at once, after what is still buffered has been written; it would be lost."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    time.sleep(_TIME_TO_FORWARD)
+    comm.Abort(1)
+
+
 def _in_place() -> Any:
     return import_mpi().IN_PLACE
 
@@ -201,12 +261,7 @@ class _AbortAll:
         self.previous(kind, error, traceback)
         rank, size = self.comm.Get_rank(), self.comm.Get_size()
         print(f"orttrainer: rank {rank} failed, ending all {size} ranks", file=sys.stderr)
-        # Abort ends the process at once; what is still buffered would be lost.
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        time.sleep(_TIME_TO_FORWARD)
-        self.comm.Abort(1)
+        _abort(self.comm)
 
 
 def abort_all_on_uncaught_exception(comm: Any) -> Callable[[], None]:

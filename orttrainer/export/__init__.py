@@ -9,6 +9,7 @@ _HOME = {
     "ForwardGraph": "forward_graph",
     "attach_loss": "torch_loss",
     "check_layers": "call",
+    "check_postprocessed": "postprocess",
     "count_outputs": "call",
     "export_module": "module",
     "from_onnx": "onnx_model",
@@ -21,6 +22,7 @@ __all__ = [
     "ForwardGraph",
     "attach_loss",
     "check_layers",
+    "check_postprocessed",
     "count_outputs",
     "export_module",
     "from_onnx",
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from orttrainer.export.forward_graph import ForwardGraph
     from orttrainer.export.module import export_module
     from orttrainer.export.onnx_model import from_onnx
+    from orttrainer.export.postprocess import check_postprocessed
     from orttrainer.export.torch_loss import attach_loss, lacks_loss
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 
 from orttrainer.errors import InvalidArgumentError
-from orttrainer.graph.activations import VIEWS, Activations, Segment
+from orttrainer.graph.activations import VIEWS, Activations, Recomputation, Segment
 from orttrainer.graph.blocks import blocks, with_what_they_alone_read
 from orttrainer.graph.inference import infer_shapes
 
@@ -26,60 +26,68 @@ def within_budget(
 ) -> list[Segment]:
     """`chosen`, and as many more segments as it takes for the activations to fit into `budget` bytes.
 
-    First, block by block, all that is cheap: what lies between matrix products and convolutions. Then whole blocks.
-    Each time what frees the most bytes for its cost, and of equals what the forward computes first.
+    First, block by block, all that is cheap: what lies between matrix products and convolutions. Then whole blocks,
+    and pairs of them, and pairs of pairs. Of each kind first what frees the most bytes for its cost, and of equals
+    what the forward computes first.
 
     Raises:
         InvalidArgumentError: nothing keeps the budget; or `sizes` lacks a symbolic dimension.
     """
     memory = Memory(activations, model, sizes)
+    all_kept, needed = memory.estimate([]), memory.estimate(chosen)
+    log.info("the activations take %.1f MB from forward to backward", all_kept / 2**20)
     segments = list(chosen)
-    least = needed = memory.estimate(segments)
-    all_kept = memory.estimate([])
-    log.info("activations take %.1f MB from forward to backward", all_kept / 2**20)
-    taken = {node for segment in segments for node in segment.nodes}
-    candidates = _candidates(activations, taken)
-    for stage in (0, 1):
-        for cheap, whole in _by_gain(memory, candidates, stage):
+    for candidates in _stages(_whole_blocks(activations), {node for segment in chosen for node in segment.nodes}):
+        for segment in sorted(candidates, key=memory.gain, reverse=True):
             if needed <= budget:
-                break
-            segment = (cheap, whole)[stage]
-            others = [other for other in segments if other is not cheap]
-            tried = memory.estimate([*others, segment])
-            if tried < needed:
-                segments, needed = [*others, segment], tried
-                log.info("%s is computed again: %.1f MB", segment.name, needed / 2**20)
-            least = min(least, needed)
+                return segments
+            changed = _with(segments, segment)
+            if (tried := memory.estimate(changed)) < needed:
+                segments, needed = changed, tried
+                log.info("computed again: %s; this leaves %.1f MB", segment.name, needed / 2**20)
     if needed > budget:
         raise InvalidArgumentError(
             f"Recompute: memory_budget={budget} cannot be kept: by estimate the activations of a batch take {all_kept} "
-            f"bytes, and {least} at least when all that can be is computed again. Raise the budget, or make the batch smaller."
+            f"bytes, and {needed} when all that helps is computed again. Raise the budget, or make the batch smaller."
         )
     return segments
 
 
-def _candidates(activations: Activations, taken: set[ir.Node]) -> list[tuple[Segment, Segment]]:
-    """For each block of the forward what is cheap in it, and all of it."""
-    found = []
-    for index, block in enumerate(blocks(activations)):
-        nodes = set(with_what_they_alone_read(activations, block)) - taken
-        whole = activations.with_views(nodes) - taken
-        taken = taken | whole
-        cheap = frozenset(node for node in whole if node.op_type not in _PRODUCTS)
-        name = f"block {index} ({block[0].name} to {block[-1].name})"
-        found.append((Segment(f"what is cheap in {name}", cheap), Segment(name, whole)))
+def _with(segments: Sequence[Segment], added: Segment) -> list[Segment]:
+    """`segments` and one more, which takes what it has from the others."""
+    rest = [Segment(other.name, other.nodes - added.nodes) for other in segments]
+    return [*(other for other in rest if other.nodes), added]
+
+
+def _stages(whole: list[Segment], taken: set[ir.Node]) -> Iterator[list[Segment]]:
+    """The candidates of each kind: what is cheap in a block (and not taken), blocks, and two neighbours of the kind before."""
+    yield [Segment(f"what is cheap in {s.name}", frozenset(filter(_is_cheap, s.nodes)) - taken) for s in whole]
+    while whole:
+        yield whole
+        pairs = [whole[i : i + 2] for i in range(0, len(whole), 2)] if len(whole) > 1 else []
+        whole = [
+            Segment(" and ".join(s.name for s in pair), frozenset().union(*(s.nodes for s in pair))) for pair in pairs
+        ]
+
+
+def _whole_blocks(activations: Activations) -> list[Segment]:
+    """The blocks of the forward; what is cheap as a whole, such as a normalization, goes with the one before."""
+    joined: list[list[ir.Node]] = []
+    for block in blocks(activations):
+        if joined and (all(map(_is_cheap, block)) or all(map(_is_cheap, joined[-1]))):
+            joined[-1].extend(block)
+        else:
+            joined.append(list(block))
+    found, taken = [], set()
+    for index, block in enumerate(joined):
+        nodes = activations.with_views(set(with_what_they_alone_read(activations, block)) - taken) - taken
+        taken = taken | nodes
+        found.append(Segment(f"block {index} ({block[0].name} to {block[-1].name})", nodes))
     return found
 
 
-def _by_gain(memory: Memory, candidates: Sequence[tuple[Segment, Segment]], stage: int):
-    """The candidates, those first that free the most bytes for what they cost."""
-    start = memory.kept([])
-
-    def gain(candidate: tuple[Segment, Segment]) -> float:
-        segment = candidate[stage]
-        return (start - memory.kept([segment])) / max(memory.cost(segment), 1)
-
-    return sorted(candidates, key=gain, reverse=True)
+def _is_cheap(node: ir.Node) -> bool:
+    return node.op_type not in _PRODUCTS
 
 
 class Memory:
@@ -111,19 +119,32 @@ class Memory:
             log.warning("the sizes of %s are not known, and not counted", ", ".join(unknown))
 
     def estimate(self, segments: Sequence[Segment]) -> int:
-        """Bytes of the activations that are kept, and of those of the largest segment while it is used."""
+        """Bytes that the activations take at most: all that are kept, at the end of the forward; or, when the backward
+        makes those of a segment again, these and what is kept of all before it."""
         plans = self.activations.plan(segments)
-        again = [sum(map(self.bytes, {_base(y) for y in plan.replaced})) for plan in plans]
-        return self._kept_with(plans) + max(again, default=0)
+        kept = self._kept_with(plans)
+        most = sum(map(self.bytes, kept))
+        for plan in plans:
+            end = max(map(self._position, plan.replaced))
+            before = {value for value in kept if self._position(value) < end}
+            most = max(most, sum(map(self.bytes, before | {_base(y) for y in plan.replaced})))
+        return most
 
     def kept(self, segments: Sequence[Segment]) -> int:
         """Bytes of the activations that are kept from forward to backward."""
-        return self._kept_with(self.activations.plan(segments))
+        return sum(map(self.bytes, self._kept_with(self.activations.plan(segments))))
 
-    def _kept_with(self, plans) -> int:
+    def _kept_with(self, plans: Sequence[Recomputation]) -> set[ir.Value]:
         replaced = {y for plan in plans for y in plan.replaced}
         kept = {_base(y) for y in self._kept if y not in replaced} | {_base(x) for plan in plans for x in plan.inputs}
-        return sum(self.bytes(value) for value in kept if value.producer() is not None)
+        return {value for value in kept if value.producer() is not None}
+
+    def _position(self, value: ir.Value) -> int:
+        return self.activations.position[value.producer()]
+
+    def gain(self, segment: Segment) -> float:
+        """Bytes that are free for each operation of a second run."""
+        return (self.kept([]) - self.kept([segment])) / max(self.cost(segment), 1)
 
     def cost(self, segment: Segment) -> int:
         """Floating-point operations of a second run, roughly: one for each element, 2 k for a product over k."""

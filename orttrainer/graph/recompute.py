@@ -6,7 +6,7 @@ import fnmatch
 import logging
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
@@ -36,7 +36,8 @@ class Recompute:
         transformer_layers: whole transformer layers, each from its input.
         number_of_layers: how many transformer layers, from the first; 0: all but the last, whose values are
             needed at once.
-        sizes: size of each symbolic dimension, for `memory_budget`: {"batch": 32}.
+        sizes: size of each symbolic dimension, for `memory_budget`: {"batch": 32}. By default those of the
+            first batch; an ONNX model is compiled before there is one.
 
     Raises:
         InvalidArgumentError: a value of the wrong type or out of range.
@@ -52,7 +53,7 @@ class Recompute:
 
     def __post_init__(self):
         patterns = self.patterns
-        if isinstance(patterns, str) or not all(isinstance(pattern, str) and pattern for pattern in patterns):
+        if not isinstance(patterns, (list, tuple)) or not all(isinstance(p, str) and p for p in patterns):
             raise InvalidArgumentError(f"Recompute: patterns must be a list of patterns, got {patterns!r}")
         object.__setattr__(self, "patterns", tuple(patterns))
         if self.memory_budget is not None and (not _is_integer(self.memory_budget) or self.memory_budget <= 0):
@@ -71,6 +72,10 @@ class Recompute:
                 f"Recompute: sizes must hold the size of each symbolic dimension, such as {{'batch': 32}}, got "
                 f"{self.sizes!r}"
             )
+
+    def with_sizes(self, sizes: Mapping[str, int]) -> Recompute:
+        """The same, where `sizes` are taken for the dimensions that it has no size of."""
+        return replace(self, sizes={**sizes, **self.sizes})
 
     def segments(self, activations: Activations, model: ir.Model) -> list[Segment]:
         """What is to be made again together.

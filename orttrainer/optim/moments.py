@@ -49,11 +49,11 @@ def new_moments(
 ) -> tuple[ir.Value, ir.Value]:
     """h = s * g + weight_decay * x;  m <- alpha * m + (1 - alpha) * h;  v <- beta * v + (1 - beta) * h^2.
 
-    s scales and clips. It stays out of h, which is held as h / s.
+    s scales and clips. It stays out of h, which is held as h / s. Where s is 0, because the norm has overflowed, h is 0.
     """
     alpha, beta, s = values["alpha"], values["beta"], scalars.gradient(values["max_norm_clip"])
     if values.get("weight_decay"):
-        g = op.Add(g, op.Mul(x, scalars.like(x, scalars.quotient(values["weight_decay"], s))))
+        g = op.Add(g, op.Mul(x, scalars.like(x, scalars.quotient(values["weight_decay"], scalars.positive(s)))))
     m_share = scalars.like(g, scalars.product(s, 1.0 - alpha))
     v_share = scalars.like(g, scalars.product(s, s, 1.0 - beta))
     m = op.Add(op.Mul(m, scalars.like(m, alpha)), op.Mul(g, m_share))

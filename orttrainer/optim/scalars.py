@@ -19,7 +19,7 @@ INT64 = ir.DataType.INT64
 
 Scalar = ir.Value | float
 
-EMITTED_ONCE = ("clip", "bias_correction", "product", "quotient", "sqrt", "complement", "_like")
+EMITTED_ONCE = ("clip", "bias_correction", "product", "quotient", "sqrt", "complement", "positive", "_like")
 
 
 class Scalars:
@@ -94,6 +94,12 @@ class Scalars:
     def complement(self, a: Scalar) -> Scalar:
         """1 - a."""
         return self.op.Sub(self._one, a) if isinstance(a, ir.Value) else 1.0 - a
+
+    def positive(self, a: Scalar) -> Scalar:
+        """`a`, which is not negative, as a divisor: 1 where it is 0."""
+        if not isinstance(a, ir.Value):
+            return a
+        return self.op.Where(self.op.Greater(a, 0.0), a, self._one)
 
     def like(self, x: ir.Value, scalar: Scalar) -> ir.Value:
         """`scalar` as a 0-d value of the dtype of `x`."""

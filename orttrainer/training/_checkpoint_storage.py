@@ -15,12 +15,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from orttrainer.errors import InvalidArgumentError
+from orttrainer.errors import CheckpointError, InvalidArgumentError
 from orttrainer.training._user_data import from_serialized_hex, to_serialized_hex
 
 __all__ = ["from_serialized_hex", "load", "save", "to_serialized_hex"]
 
 _ESCAPED = "orttrainer:"
+_DEEPEST = 32  # a group may contain itself
 
 
 def save(save_obj: Mapping, path: str | os.PathLike | io.IOBase) -> None:
@@ -65,14 +66,9 @@ def load(path: str | os.PathLike | io.IOBase, key: str | None = None) -> Any:
 
     Raises:
         InvalidArgumentError: no such file, no HDF5 file, or no such key in it.
+        CheckpointError: a file that refers to others.
     """
-    import h5py
-
-    if isinstance(path, (str, os.PathLike)) and not os.path.isfile(path):
-        raise InvalidArgumentError(f"there is no checkpoint {os.fspath(path)!r}")
-    if not h5py.is_hdf5(path):
-        raise InvalidArgumentError(f"{path!r} is not an HDF5 file, which is what save_checkpoint writes")
-    with h5py.File(path, "r") as file:
+    with _opened(path) as file:
         place = file
         for part in filter(None, (key or "").split("/")):
             try:
@@ -80,6 +76,21 @@ def load(path: str | os.PathLike | io.IOBase, key: str | None = None) -> Any:
             except (KeyError, TypeError, ValueError) as error:
                 raise InvalidArgumentError(f"{path!r} has no {key!r}; it has {sorted(file)}") from error
         return _read(place)
+
+
+def _opened(path):
+    import h5py
+
+    if isinstance(path, (str, os.PathLike)):
+        if not os.path.isfile(path):
+            raise InvalidArgumentError(f"there is no checkpoint {os.fspath(path)!r}")
+        open(path, "rb").close()  # a file that may not be read is an error of its own
+    try:
+        return h5py.File(path, "r")
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"{path!r} is not an HDF5 file, which is what save_checkpoint writes, or is damaged ({error})"
+        ) from error
 
 
 def _write(values: Mapping, path: Path) -> None:
@@ -132,12 +143,21 @@ def _publish(partial: Path, path: Path) -> None:
         os.replace(partial, path)
 
 
-def _read(place) -> Any:
+def _read(place, depth: int = 0) -> Any:
+    """What is at a place of a file. Only what is in the file itself: a link could name any file of this machine."""
     import h5py
 
     if isinstance(place, h5py.Dataset):
+        if place.external or place.is_virtual:
+            raise CheckpointError(f"{place.name!r} keeps its values in another file, which no checkpoint does")
         return place[()]
-    return {_unescaped(key): _read(place[key]) for key in place}
+    if depth > _DEEPEST:
+        raise CheckpointError(
+            f"the groups at {place.name[:80]!r} are more than {_DEEPEST} deep, which no checkpoint is"
+        )
+    if links := [key for key in place if not isinstance(place.get(key, getlink=True), h5py.HardLink)]:
+        raise CheckpointError(f"{place.name!r} has links to other places, {links}, which no checkpoint has")
+    return {_unescaped(key): _read(place[key], depth + 1) for key in place}
 
 
 def _escaped(key: str) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import onnx
 
 from orttrainer.arguments import session_options
 from orttrainer.engine import OptimizerChoice, Settings
 from orttrainer.errors import InvalidArgumentError, SettingError, UnsupportedFeatureError
+from orttrainer.graph.recompute import Recompute
 from orttrainer.training._graph_dumps import check_folders
 from orttrainer.training.amp.loss_scaler import DynamicLossScaler, LossScaler
 from orttrainer.training.model_desc_validation import LEARNING_RATE_IO_DESCRIPTION_NAME
@@ -43,6 +45,7 @@ def engine_settings(options: ORTTrainerOptions) -> Settings:
         strict=ours.strict,
         check_export=ours.check_export,
         postprocess=_checked_postprocess(options._internal_use.extra_postprocess),
+        nonfinite_loss=ours.nonfinite_loss,
         recompute=recomputation(options),
         session_options=_configure(options),
     )
@@ -170,15 +173,15 @@ def _configure(options: ORTTrainerOptions) -> Callable:
 
 
 def recomputation(options: ORTTrainerOptions):
-    """What the backward is to compute again, by the flags of `graph_transformer`; None: nothing."""
-    flags = options.graph_transformer
+    """What the backward is to compute again, by the flags of `graph_transformer` and our own option; None: nothing."""
+    flags, given = options.graph_transformer, options.orttrainer.recompute
     if not (flags.attn_dropout_recompute or flags.gelu_recompute or flags.transformer_layer_recompute):
-        return None
-    from orttrainer.graph.passes.recompute import Recompute
-
-    return Recompute(
-        attn_dropout=flags.attn_dropout_recompute,
-        gelu=flags.gelu_recompute,
-        transformer_layer=flags.transformer_layer_recompute,
-        layers=flags.number_recompute_layers,
+        return given
+    given = given or Recompute()
+    return replace(
+        given,
+        gelu=given.gelu or flags.gelu_recompute,
+        attention_dropout=given.attention_dropout or flags.attn_dropout_recompute,
+        transformer_layers=given.transformer_layers or flags.transformer_layer_recompute,
+        number_of_layers=given.number_of_layers or flags.number_recompute_layers,
     )

@@ -91,8 +91,8 @@ def _in_order_of_ranks(paths: list) -> list:
         for key in _ALIKE:
             if options[key] != expected[key]:
                 raise CheckpointError(
-                    f"the checkpoints are of different runs: {key} is {options[key]!r} in {path} and "
-                    f"{expected[key]!r} in {first[1]}"
+                    f"the checkpoints are of different runs: {key} is {_plain(options[key])} in {path} and "
+                    f"{_plain(expected[key])} in {first[1]}"
                 )
     ranks, world_size = [rank for rank, _, _ in found], int(expected["world_size"])
     if ranks != list(range(world_size)):
@@ -192,6 +192,10 @@ def _megatron_axis(info: Mapping) -> int | None:
 
 def _weights(state: Mapping) -> dict[str, Any]:
     return state.get("model", {}).get(FULL_PRECISION, {})
+
+
+def _plain(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _is_float(value: Any) -> bool:

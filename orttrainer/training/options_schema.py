@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 
+from orttrainer.graph.recompute import Recompute
 from orttrainer.schedules import TorchSchedule, Warmup
 from orttrainer.training.amp.loss_scaler import LossScaler
 from orttrainer.training.optim.lr_scheduler import _LRScheduler
@@ -32,6 +33,7 @@ def validator_class() -> type:
             "integer": cerberus.TypeDefinition("integer", (int,), (bool,)),
             "lr_scheduler": cerberus.TypeDefinition("lr_scheduler", (_LRScheduler, TorchSchedule, Warmup), ()),
             "loss_scaler": cerberus.TypeDefinition("loss_scaler", (LossScaler,), ()),
+            "recompute": cerberus.TypeDefinition("recompute", (Recompute,), ()),
             "propagate_cast": cerberus.TypeDefinition("propagate_cast", (PropagateCastOpsStrategy,), ()),
         }
 
@@ -113,6 +115,8 @@ def options_schema() -> dict:
                 },
                 "strict": _boolean(False),
                 "check_export": _boolean(True),
+                "nonfinite_loss": {"type": "string", "allowed": ["warn", "error", "ignore"], "default": "warn"},
+                "recompute": _nullable("recompute"),
             },
         },
     }  # fmt: skip

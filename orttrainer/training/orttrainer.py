@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import onnx
 import torch
 from onnx_ir import tensor_adapters
 
-from orttrainer.arguments import inputs_by_name
-from orttrainer.describe import IODescription, ModelDescription
+from orttrainer.arguments import checked_rate, inputs_by_name
+from orttrainer.compile import TrainingGraph
+from orttrainer.distributed import failing_together
 from orttrainer.engine import Engine
-from orttrainer.errors import CheckpointError, InvalidArgumentError, RuntimeNotFoundError, SettingError, StateError
+from orttrainer.errors import CheckpointError, RuntimeNotFoundError, SettingError, StateError
 from orttrainer.graph.write import write_model
+from orttrainer.schedules import Warmup
 from orttrainer.training import _checkpoint_storage, _state_layout, checkpoint
+from orttrainer.training._arguments import check_arguments, check_loss_fn_is_needed, engine_description
 from orttrainer.training._graph_dumps import dump_graphs
 from orttrainer.training._settings import RateGroups, engine_settings, new_loss_scaler
 from orttrainer.training.model_desc_validation import _ORTTrainerModelDesc
@@ -40,7 +42,8 @@ class ORTTrainer:
             outputs are the model's own, in their order.
         optim_config: `optim.AdamConfig`, `AdamWConfig`, `LambConfig` or `SGDConfig`. Its `lr`, and that of its
             groups, are read at each step.
-        loss_fn: `loss_fn(prediction, label) -> scalar`; None if the model returns its loss.
+        loss_fn: `loss_fn(prediction, label) -> scalar`; None if the model returns its loss. Beyond legacy an ONNX
+            model without the described loss takes one too: it is exported with torch, at the first step.
         options: `ORTTrainerOptions`; copied, and checked once more. The default device is 'cuda'.
 
     Raises:
@@ -69,21 +72,22 @@ class ORTTrainer:
         loss_fn: Callable | None = None,
         options: ORTTrainerOptions | None = None,
     ):
-        _check_arguments(model, model_desc, optim_config, loss_fn, options)
+        check_arguments(model, model_desc, optim_config, loss_fn, options)
         self.model_desc = _ORTTrainerModelDesc(model_desc)
         self.optim_config, self.loss_fn = optim_config, loss_fn
         self.options = ORTTrainerOptions() if options is None else options._copy()
         mixed = self.options.mixed_precision
         mixed.loss_scaler = new_loss_scaler(mixed, self.options.orttrainer.mixed_precision_dtype)
         self._train_step_info = TrainStepInfo(optim_config)
-        self._loss_index = self.model_desc.loss_index
+        if loss_fn is not None:
+            check_loss_fn_is_needed(model, self.model_desc)
         self._pending: tuple[Mapping, bool] | None = None
         self._is_settled = False
         self._groups = RateGroups(optim_config, self._has_schedule)
         settings = engine_settings(self.options)
         try:
             self._engine = Engine(
-                model, loss_fn, _description(self.model_desc), self._groups.choice(self.options), settings
+                model, loss_fn, engine_description(self.model_desc), self._groups.choice(self.options), settings
             )
         except RuntimeNotFoundError as error:
             raise RuntimeNotFoundError(
@@ -171,6 +175,27 @@ class ORTTrainer:
             warnings.warn(f"{path!r} is not a file in an existing folder; nothing was written", stacklevel=2)
             return
         write_model(self._onnx_model, path)
+
+    def export_inference(
+        self, path: str | os.PathLike, outputs: Sequence[str] | None = None, batch: Sequence | None = None
+    ) -> None:
+        """Write the trained model as others run it: dropout off, running statistics, without loss and label.
+
+        Args:
+            path: of the file.
+            outputs: names of described outputs; by default all but the loss.
+            batch: inputs to compare the file with `eval_step` on; by default those of the last call.
+
+        Raises:
+            StateError: a torch module before its first step, or no batch to compare on.
+            ExportMismatchError: the graph does not give what `eval_step` gives; nothing is written.
+        """
+        self._engine.export_inference(path, outputs, batch)
+
+    @property
+    def last_grad_norm(self) -> torch.Tensor:
+        """Global L2 norm of the gradients of the last update, before clipping: a 0-d tensor. 0 before the first."""
+        return self._engine.gradient_norm
 
     # -- state ----------------------------------------------------------------------------
 
@@ -280,7 +305,11 @@ class ORTTrainer:
         if not paths:
             raise CheckpointError("load_checkpoint needs the path of a checkpoint")
         options = _checkpoint_storage.load(paths[0], key="trainer_options")
-        if int(options["zero_stage"]) > 0 or int(options["horizontal_parallel_size"]) > 1:
+        if not isinstance(options, Mapping):
+            raise CheckpointError(
+                f"trainer_options of {paths[0]!r} is no group of options; it is no checkpoint of a trainer"
+            )
+        if int(options.get("zero_stage", 0)) > 0 or int(options.get("horizontal_parallel_size", 1)) > 1:
             state = checkpoint.aggregate_checkpoints(paths, pytorch_format=False)
         elif len(paths) > 1:
             raise CheckpointError(
@@ -302,7 +331,7 @@ class ORTTrainer:
         return self._engine.forward_model
 
     @property
-    def training_graph(self):
+    def training_graph(self) -> TrainingGraph | None:
         """The `TrainingGraph`; None before the first step of a torch module."""
         return self._engine.training_graph
 
@@ -319,7 +348,11 @@ class ORTTrainer:
 
     def _settle(self) -> None:
         """What can only be done once the graph exists. Where it fails, the next step begins here again."""
-        engine, graph = self._engine, self._engine.training_graph
+        with failing_together(self._engine.collective, "taking up the compiled graph"):
+            self._take_up(self._engine, self._engine.training_graph)
+        self._is_settled = True
+
+    def _take_up(self, engine: Engine, graph: TrainingGraph) -> None:
         untrained = [entry.name for entry in graph.signature.state if entry.role == "buffer"]
         if isinstance(engine.model, torch.nn.Module):
             untrained += [name for name, _ in engine.model.named_parameters(remove_duplicate=False)]
@@ -335,7 +368,6 @@ class ORTTrainer:
             self._pending = None
         if engine.collective.rank == 0:
             dump_graphs(engine, self.options.debug.graph_save_paths)
-        self._is_settled = True
 
     def _note_dtypes(self, graph) -> None:
         described = {value.name: value for value in (*graph.inputs, *graph.outputs)}
@@ -388,7 +420,9 @@ class ORTTrainer:
         if schedule is None:
             return self.optim_config.lr
         if isinstance(schedule, _LRScheduler):
-            return schedule._step(self._train_step_info)[0]
+            return checked_rate(schedule._step(self._train_step_info)[0])
+        if isinstance(schedule, Warmup) and schedule.lr is None:
+            return schedule.rate(self._train_step_info.optimization_step, self.optim_config.lr)
         return schedule(self._train_step_info.optimization_step)
 
     def _all_inputs(self, args, kwargs) -> dict[str, torch.Tensor]:
@@ -401,49 +435,5 @@ class ORTTrainer:
         return ordered[0] if len(ordered) == 1 else ordered
 
 
-def _description(desc: _ORTTrainerModelDesc) -> ModelDescription:
-    """The engine's description: dtypes as in the first batch, and the loss first."""
-    outputs = [IODescription(output.name, output.shape) for output in desc.outputs]
-    loss = outputs.pop(desc.loss_index)
-    return ModelDescription(
-        [IODescription(entry.name, entry.shape) for entry in desc.inputs],
-        [loss, *outputs],
-        loss_position=desc.loss_index,
-    )
-
-
 def _torch_dtype(value) -> torch.dtype:
     return tensor_adapters.to_torch_dtype(value.dtype)
-
-
-def _check_arguments(model, model_desc, optim_config, loss_fn, options) -> None:
-    if model is None:
-        raise SettingError("'model' is required and must be either a 'torch.nn.Module' or ONNX model")
-    if not isinstance(model_desc, dict):
-        raise SettingError(f"'model_desc' must be a 'dict'; got {model_desc!r}")
-    if not isinstance(optim_config, _OptimizerConfig):
-        raise SettingError(
-            f"'optim_config' is required and must be an AdamConfig, AdamWConfig, LambConfig or SGDConfig; got {optim_config!r}"
-        )
-    if loss_fn is not None and not _takes_two(loss_fn):
-        raise SettingError(f"'loss_fn' must be either 'None' or a callable with two parameters; got {loss_fn!r}")
-    if options is not None and not isinstance(options, ORTTrainerOptions):
-        raise SettingError(f"'options' must be either 'None' or 'ORTTrainerOptions'; got {options!r}")
-    if isinstance(model, onnx.ModelProto):
-        if loss_fn is not None:
-            raise SettingError("'loss_fn' must not be specified when 'model' is an ONNX model: its loss is inside")
-    elif not isinstance(model, torch.nn.Module):
-        raise InvalidArgumentError(f"'model' must be either 'torch.nn.Module' or 'onnx.ModelProto'; got {model!r}")
-
-
-def _takes_two(loss_fn) -> bool:
-    if not callable(loss_fn) or inspect.isclass(loss_fn):
-        return False
-    function = loss_fn.forward if isinstance(loss_fn, torch.nn.Module) else loss_fn
-    try:
-        inspect.signature(function).bind(None, None)
-    except TypeError:
-        return False
-    except ValueError:  # a builtin without a signature
-        return True
-    return True

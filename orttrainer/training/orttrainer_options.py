@@ -58,6 +58,8 @@ class ORTTrainerOptions(_Branch):
             orttrainer.mixed_precision_dtype ('float16'): or 'bfloat16', which needs no loss scale.
             orttrainer.strict (False): a description that differs from the first batch is an error, not a warning.
             orttrainer.check_export (True): compare the exported graph with the module on the first batch.
+            orttrainer.nonfinite_loss ('warn'): 'error' (then nothing is updated) or 'ignore', where a loss is NaN or inf.
+            orttrainer.recompute (None): an `orttrainer.Recompute`, beside the flags of graph_transformer.
 
     Raises:
         InvalidArgumentError: unknown keys, wrong types, values out of range; all of them in one text.

@@ -115,6 +115,8 @@ def join(op, *parts: ir.Value | int | Sequence[int]) -> ir.Value:
 
 def zeros(op, shape: ir.Value, dtype: ir.DataType) -> ir.Value:
     """Zeros of a shape that may be known at run time only."""
+    if dtype == ir.DataType.BFLOAT16 and op.opset < 20:  # before, ConstantOfShape makes no bfloat16
+        return op.Cast(zeros(op, shape, ir.DataType.FLOAT), to=int(dtype))
     return op.ConstantOfShape(shape, value=ir.tensor(np.zeros(1, dtype.numpy()), dtype=dtype))
 
 

@@ -127,7 +127,8 @@ def _complete_types(node: ir.Node, opsets: Mapping[str, int]) -> None:
     if all(y.type is not None or not y.name for y in node.outputs) or not node.inputs or any(subgraphs(node)):
         return
     try:
-        schema = onnx.defs.get_schema(node.op_type, opsets.get(node.domain, 1), node.domain)
+        domain, op_type = operator(node)
+        schema = onnx.defs.get_schema(op_type, opsets.get(domain, 1), domain)
     except onnx.defs.SchemaError:
         for y in node.outputs:
             y.type = y.type if y.type is not None or node.inputs[0] is None else node.inputs[0].type

@@ -28,6 +28,7 @@ from orttrainer.graph.subgraphs import captured_values, subgraphs
 
 FLOAT = ir.DataType.FLOAT
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+PIECE = 2**20  # elements of a large frozen tensor that are looked at together
 
 
 class HalfPrecisionPass(ir.passes.InPlacePass):
@@ -143,7 +144,7 @@ class _Conversion:
         values = [*inputs, *node.outputs]
         if any(subgraphs(node)) or any(_is_no_tensor(value) for value in values):
             return None
-        schema = _schema(*operator(node), self.graph.opset_imports.get(node.domain))
+        schema = self._schema(node)
         groups: dict[str, list[ir.Value]] = {}
         if schema is None:
             if operator(node) not in SAME_DTYPE | LOW:
@@ -153,6 +154,10 @@ class _Conversion:
             if x is not None and self._was_float(x):
                 groups.setdefault(_formal(schema.inputs, index).type_str, []).append(x)
         return groups
+
+    def _schema(self, node: ir.Node) -> onnx.defs.OpSchema | None:
+        domain, op_type = operator(node)
+        return _schema(domain, op_type, self.graph.opset_imports.get(domain, 1))
 
     def _was_float(self, x: ir.Value) -> bool:
         return x.dtype == FLOAT or x in self.halved
@@ -165,7 +170,7 @@ class _Conversion:
 
     def _has_type(self, node: ir.Node, groups: Iterable[str]) -> bool:
         """Whether the operator is defined for half precision, in this opset."""
-        schema = _schema(*operator(node), self.graph.opset_imports.get(node.domain))
+        schema = self._schema(node)
         if schema is None:
             return self.dtype == ir.DataType.FLOAT16 or node.op_type not in MICROSOFT_FLOAT16_ONLY
         wanted = "tensor(float16)" if self.dtype == ir.DataType.FLOAT16 else "tensor(bfloat16)"
@@ -177,7 +182,7 @@ class _Conversion:
         if not groups:
             return
         wanted = {x for group in groups.values() for x in group}
-        schema = _schema(*operator(node), self.graph.opset_imports.get(node.domain))
+        schema = self._schema(node)
         follows = node.op_type in DTYPE_OF_INPUT and "dtype" not in node.attributes
         for index, y in enumerate(node.outputs):
             of = "T" if schema is None else _formal(schema.outputs, index).type_str
@@ -256,11 +261,13 @@ class _Conversion:
         """Whether half precision holds the largest and the smallest of the numbers that `x` is known to be."""
         if x not in self.values:
             return True, True
-        sizes = np.abs(self.values[x].numpy().astype(np.float64))
-        sizes = sizes[np.isfinite(sizes) & (sizes != 0)]
-        if not sizes.size:
-            return True, True
-        return bool(sizes.max() <= float(self.dtype.max)), bool(sizes.min() >= float(self.dtype.tiny))
+        numbers, largest, smallest = self.values[x].numpy().reshape(-1), 0.0, np.inf
+        for start in range(0, numbers.size, PIECE):
+            sizes = np.abs(numbers[start : start + PIECE])
+            sizes = sizes[np.isfinite(sizes) & (sizes != 0)]
+            if sizes.size:
+                largest, smallest = max(largest, float(sizes.max())), min(smallest, float(sizes.min()))
+        return largest <= float(self.dtype.max), smallest >= float(self.dtype.tiny)
 
     # -- the end --------------------------------------------------------------------------
 
@@ -307,9 +314,9 @@ def _is_no_tensor(value: ir.Value) -> bool:
 
 
 @functools.cache
-def _schema(domain: str, op_type: str, opset: int | None) -> onnx.defs.OpSchema | None:
+def _schema(domain: str, op_type: str, opset: int) -> onnx.defs.OpSchema | None:
     try:
-        return onnx.defs.get_schema(op_type, opset or 1, domain)
+        return onnx.defs.get_schema(op_type, opset, domain)
     except onnx.defs.SchemaError:
         return None
 

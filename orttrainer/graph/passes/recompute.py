@@ -47,7 +47,8 @@ class RecomputePass(ir.passes.InPlacePass):
             if node not in self.activations.position and any(x in self.cotangents for x in node_inputs(node)):
                 self.cotangents.update(node.outputs)
         self._several = {x for x in self.cotangents if _uses(x, self.activations) > 1}
-        self._fused = {y for plan in self.plans for node in plan.nodes for y in node.outputs if self._always_fused(y)}
+        made = [y for plan in self.plans for y in (*plan.replaced, *(y for node in plan.nodes for y in node.outputs))]
+        self._fused = {y for y in made if self._always_fused(y)}
         first = _Views(self.op, _nothing_of(self.op, [self._batch()])) if self.plans else None
         before: list[ir.Node] = []
         for plan in self.plans:

@@ -94,10 +94,6 @@ class DynamicLossScaler(LossScaler):
             )
         except InvalidArgumentError as error:
             raise SettingError(str(error)) from error
-        if min_loss_scale > max_loss_scale:
-            raise SettingError(
-                f"'min_loss_scale' must be at most 'max_loss_scale', {max_loss_scale!r}; got {min_loss_scale!r}"
-            )
         super().__init__(loss_scale)
         self.automatic_update, self.up_scale_window = automatic_update, up_scale_window
         self.min_loss_scale, self.max_loss_scale = min_loss_scale, max_loss_scale

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum, unique
 
@@ -273,6 +274,7 @@ def _renamed(settings: Mapping) -> dict:
 
 
 def _checked_rate(rate: object, what: str) -> float:
-    if not _is_number(rate) or not 0 <= rate < math.inf:
+    real = isinstance(rate, numbers.Real) and not isinstance(rate, bool)  # NumPy's floats too
+    if not real or not 0 <= rate < math.inf:
         raise SettingError(f"{what} must be a finite number >= 0; got {rate!r}")
     return float(rate)

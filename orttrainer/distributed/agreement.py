@@ -1,0 +1,110 @@
+"""What the ranks tell each other before they rely on each other, so that none waits for one that has failed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from orttrainer.distributed.collective import Collective
+from orttrainer.errors import DistributedError
+
+if TYPE_CHECKING:
+    import torch
+
+# Of the signals that travel at the end of the gradients: one says that a rank has failed, the others, of which each
+# rank sets one in each group, show its number of batches by two remainders.
+_REMAINDERS = (7, 8)
+SIGNALS = 1 + sum(_REMAINDERS)  # 16 elements, a cache line of float32
+
+
+@contextlib.contextmanager
+def failing_together(collective: Collective, what: str) -> Iterator[None]:
+    """Let what fails on one rank fail on all; the others would wait for it in the next collective.
+
+    Args:
+        collective: its ranks all run this block, in which there is no collective that a rank can miss.
+        what: is done here, for the message, such as "compiling the model".
+
+    Raises:
+        DistributedError: another rank failed; the text has its error.
+    """
+    if collective.size == 1:
+        yield
+        return
+    try:
+        yield
+    except Exception as error:
+        collective.all_gather_object(_text(error))
+        raise
+    _raise_of_others(collective, collective.all_gather_object(None), what)
+
+
+def announce(signals: torch.Tensor, batches: int, failed: bool) -> None:
+    """Write what this rank has to say, before the mean over the ranks is taken.
+
+    Args:
+        signals: float [SIGNALS].
+        batches: whose gradients it has summed for this update.
+        failed: whether it has none that can be used.
+    """
+    signals.zero_()
+    signals[0] = failed
+    for place in _places(batches):
+        signals[place] = 1
+
+
+def check_announced(
+    collective: Collective, signals: torch.Tensor, batches: int, own: Exception | None, dropped: str
+) -> None:
+    """Raise on every rank, if one has failed or the ranks have different numbers of batches.
+
+    Args:
+        signals: their mean over the ranks.
+        batches: as announced.
+        own: why this rank has failed; None if it has not.
+        dropped: what is lost then, for the message.
+
+    Raises:
+        DistributedError: another rank has failed, or has another number of batches.
+        Exception: `own`, with a note of what that means for all.
+    """
+    heard = signals.tolist()
+    if heard[0] > 0.0:
+        texts = collective.all_gather_object(None if own is None else _text(own))
+        then = f"Nothing was updated on any rank.{dropped}"
+        if own is not None:
+            own.add_note(then)
+            raise own
+        _raise_of_others(collective, texts, "this step", f" {then}")
+    least = 1.0 - 0.5 / collective.size  # of a sum of equal ones, in whatever order it was taken
+    if any(heard[place] < least for place in _places(batches)):
+        counts = collective.all_gather_object(batches)
+        raise DistributedError(
+            f"the ranks have summed the gradients of different numbers of batches for one update: {counts}, in the order "
+            f"of the ranks. Give every rank the same gradient_accumulation_steps. Nothing was updated.{dropped}"
+        )
+
+
+def _places(batches: int) -> list[int]:
+    """The signals that a rank with so many batches sets."""
+    places, start, rest = [], 1, batches
+    for divisor in _REMAINDERS:
+        rest, remainder = divmod(rest, divisor)
+        places.append(start + remainder)
+        start += divisor
+    return places
+
+
+def _raise_of_others(collective: Collective, texts: list[str | None], what: str, then: str = "") -> None:
+    failed = [
+        f"rank {rank} of {collective.size} failed in {what}: {text.rstrip('.')}."
+        for rank, text in enumerate(texts)
+        if text
+    ]
+    if failed:
+        raise DistributedError(f"{' '.join(failed)}{then}")
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

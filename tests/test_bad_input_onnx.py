@@ -1,0 +1,196 @@
+"""What users get slightly wrong in ONNX models, and in what they ask a gradient of."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+import torch
+from bad_input import LABEL, LOSS, OUTPUT, X, assert_untouched, batch, cases, describe, make, raises, snapshot, x, y
+from torch import nn
+
+from orttrainer import IODescription, build_gradient
+from orttrainer.errors import (
+    DescriptionMismatchWarning,
+    GradientError,
+    InvalidArgumentError,
+    MissingGradientError,
+    ModelError,
+    OptimizerError,
+    SchemaError,
+)
+
+# -- ONNX models ------------------------------------------------------------------------------------
+
+LINEAR = "output = MatMul (x, W) d = Sub (output, label) q = Mul (d, d) loss = ReduceMean <keepdims = 0> (q)"
+W = np.linspace(-1, 1, 8, dtype=np.float32).reshape(4, 2)
+
+
+def onnx_model(
+    body: str = LINEAR, outputs: str = "float loss, float[batch, 2] output", opset: int = 18, weight: np.ndarray = W
+):
+    header = f'<ir_version: 8, opset_import: ["" : {opset}, "my.domain" : 3]>'
+    proto = onnx.parser.parse_model(
+        f"{header} model (float[batch, 4] x, float[batch, 2] label) => ({outputs}) {{ {body} }}"
+    )
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(weight, "W"))
+    return proto
+
+
+def changed(change) -> onnx.ModelProto:
+    proto = onnx_model()
+    change(proto)
+    return proto
+
+
+def move_data_away(proto):
+    tensor = proto.graph.initializer[0]
+    tensor.ClearField("raw_data")
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="weights.bin")
+
+
+ROOT = "d = Sub (output, label) q = Mul (d, d) loss = ReduceMean <keepdims = 0> (q)"
+CUSTOM = f"[the_node] output = my.domain.Mix (x, W) {ROOT}"
+BRANCH = f"""s = ReduceSum <keepdims = 0> (x) b = Cast <to = 9> (s) output = If (b)
+    <then_branch = yes () => (float[batch, 2] a) {{ a = my.domain.Mix (x, W) }}, else_branch = no () => (float[batch, 2] a) {{ a = MatMul (x, W) }}> {ROOT}"""
+LOOP = f"""n = Constant <value = int64 {{3}}> () go = Constant <value = bool {{1}}> () h = MatMul (x, W)
+    output = Loop (n, go, h) <body = turn (int64 i, bool c, float[batch, 2] s) => (bool c2, float[batch, 2] s2) {{ c2 = Identity (c) r = RandomNormalLike (s) s2 = Mul (s, r) }}> {ROOT}"""
+
+ONNX_MODELS = {
+    "the output first": (onnx_model(), dict(desc=describe(outputs=[OUTPUT, LOSS])), ModelError, "the first output, 'output', is trained as the loss and must be a float scalar; it has shape [batch, 2]"),
+    "a loss that is not reduced": (
+        onnx_model(LINEAR.replace("ReduceMean <keepdims = 0>", "Identity"), "float[batch, 2] loss, float[batch, 2] output"), {}, ModelError, "must be a float scalar; it has shape [batch, 2]",
+    ),
+    "an integer loss": (
+        onnx_model("output = MatMul (x, W) s = Shape (output) loss = ReduceSum <keepdims = 0> (s)", "int64 loss, float[batch, 2] output"), {}, ModelError, "must be a float scalar; it has shape [] and dtype INT64",
+    ),
+    "an unknown input": (onnx_model(), dict(desc=describe([IODescription("data", [8, 4]), LABEL])), ModelError, "has no input 'data'; it has 'x', 'label'. Use its names"),
+    "an unknown output": (onnx_model(), dict(desc=describe(outputs=[IODescription("cost", [])])), ModelError, "has no output 'cost'; it has 'loss', 'output'"),
+    "an input left out": (onnx_model(), dict(desc=describe([X])), ModelError, "needs the inputs ['label'] as well. Describe them"),
+    "an unknown frozen weight": (onnx_model(), dict(frozen_weights=["V"]), ModelError, "frozen_weights=['V'] are not weights of the model; it has ['W']"),
+    "all weights frozen": (onnx_model(), dict(frozen_weights=["W"]), ModelError, "nothing to train: no parameter reaches the loss"),
+    "the rate named as an inner value": (onnx_model(), dict(rate=IODescription("d", [1])), ModelError, "the name 'd' is needed...give the learning rate another name"),
+    "an inner value named as a gradient": (onnx_model(LINEAR.replace(" d ", " W_grad ").replace("(d, d)", "(W_grad, W_grad)")), {}, ModelError, "the name 'W_grad' is needed...rename it there"),
+    "half-precision weights": (
+        onnx_model("h = Cast <to = 10> (x) p = MatMul (h, W) output = Cast <to = 1> (p) " + ROOT, weight=W.astype(np.float16)), {}, OptimizerError, "cannot update parameter 'W' of dtype FLOAT16; it needs float32 or float64",
+    ),
+    "an operator of another domain": (onnx_model(CUSTOM), {}, MissingGradientError, "no gradient rule for 'Mix' (domain my.domain, opset 3), needed by node 'the_node' between 'W'...@vjp(\"Mix\", domain=\"my.domain\")"),
+    "an unknown operator inside an If": (onnx_model(BRANCH), {}, MissingGradientError, "inside If 'If_...: no gradient rule for 'Mix' (domain my.domain, opset 3)...between 'W'...frozen_weights"),
+    "a random Loop on the way": (onnx_model(LOOP), {}, GradientError, "the body of 'Loop' node 'Loop_...draws random numbers (RandomNormalLike"),
+    "an opset of the past": (onnx_model(opset=5), {}, ModelError, "opset 5 of the default domain is not supported; convert the model to 12 to 28"),
+    "an opset of the future": (onnx_model(opset=99), {}, ModelError, "opset 99"),
+    "an empty model": (onnx.ModelProto(), {}, ModelError, "the ONNX model is broken: The model does not have an ir_version"),
+    "no opset": (changed(lambda m: m.ClearField("opset_import")), {}, ModelError, "broken: model with IR version >= 3 must specify opset_import"),
+    "an input from nowhere": (onnx_model(LINEAR.replace("(output, label)", "(output, lable)")), {}, ModelError, "broken: Nodes in a graph must be topologically sorted, however input 'lable'"),
+    "one name for two values": (onnx_model(LINEAR + " q = Neg (d)"), {}, ModelError, "broken: Graph must be in single static assignment (SSA) form, however 'q'"),
+    "an operator that ONNX does not have": (onnx_model(LINEAR.replace("Sub", "Minus")), {}, ModelError, "broken: No Op registered for Minus"),
+    "a weight of another shape": (onnx_model(weight=W[:3]), {}, ModelError, "broken: ...MatMul...Incompatible dimensions"),
+    "a truncated weight": (changed(lambda m: setattr(m.graph.initializer[0], "raw_data", b"123")), {}, ModelError, "broken: TensorProto (tensor name: W) raw_data size"),
+    "external data that is missing": (changed(move_data_away), {}, ModelError, "the data of 'W' is in a file 'weights.bin', which is not here...onnx.load(path)"),
+    "wrong declarations, strictly": (
+        onnx_model(), dict(desc=describe([IODescription("x", [3, 4, 5], torch.int64), LABEL]), strict=True), SchemaError,
+        "differs from the model in 2 places:...'x': declared dtype torch.int64, the model has torch.float32...'x': declared 3 axes [3, 4, 5], the model has ['batch', 4]",
+    ),
+}  # fmt: skip
+
+
+@cases(ONNX_MODELS)
+def test_an_onnx_model_that_cannot_be_trained_is_refused_at_once(case):
+    proto, options, error, text = case
+    given = proto.SerializeToString()
+    with raises(error, text):
+        make(proto, None, **options)
+    assert proto.SerializeToString() == given
+
+
+ONNX_CALLS = {
+    "float64": (x.double(), "input 'x': expected dtype torch.float32, got torch.float64"),
+    "a rank too low": (x[0], "input 'x': expected 2 axes ['batch', 4], got 1"),
+    "other features": (x[:, :3], "input 'x', axis 1: expected size 4, got 3"),
+    "no rows": (x[:0], "input 'x', axis 0 ('batch'): expected at least 1 element, got 0"),
+}
+
+
+@cases(ONNX_CALLS)
+def test_an_onnx_model_checks_its_first_batch_against_itself(case):
+    trainer = make(onnx_model(), None)
+    before = snapshot(trainer)
+    for call in (lambda: trainer.train_step(case[0], y, 0.1), lambda: trainer.eval_step(case[0], fetches=["output"])):
+        with raises(SchemaError, case[1]):
+            call()
+    assert_untouched(trainer, before)
+    loss, _ = trainer.train_step(x, y, 0.1)
+    assert loss.item() == pytest.approx(float(((x.numpy() @ W - y.numpy()) ** 2).mean()))
+
+
+def test_a_wrong_declaration_of_an_onnx_model_is_one_warning_and_the_model_holds():
+    wrong = describe([IODescription("x", ["batch", 7], torch.int64), LABEL])
+    with pytest.warns(
+        DescriptionMismatchWarning,
+        match="(?s)differs from the model in 2 places; what the model has is used.*'x', axis 1: declared 7",
+    ):
+        trainer = make(onnx_model(), None, wrong)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.train_step(x, y, 0.1)
+        trainer.train_step(*batch(5), 0.1)
+
+
+# -- build_gradient ---------------------------------------------------------------------------------
+
+INTEGERS = onnx.parser.parse_model(
+    '<ir_version: 8, opset_import: ["" : 18]> m (int64[3] i) => (float s) { f = Cast <to = 1> (i) s = ReduceSum <keepdims = 0> (f) }'
+)
+TEXTS = onnx.parser.parse_model(
+    '<ir_version: 8, opset_import: ["" : 18]> m (string[3] s, float f) => (string[3] t, float g) { t = Identity (s) g = Neg (f) }'
+)
+INTEGER_LOSS = onnx_model(
+    "output = MatMul (x, W) s = Shape (output) loss = ReduceSum <keepdims = 0> (s)",
+    "int64 loss, float[batch, 2] output",
+)
+
+GRADIENTS = {
+    "of an unknown output": ((onnx_model(), "cost"), ModelError, "of='cost' is not an output of the model; its outputs are ['loss', 'output']"),
+    "of an inner value": ((onnx_model(), "d"), ModelError, "of='d' is not an output of the model"),
+    "of an integer": ((INTEGER_LOSS,), ModelError, "output 'loss' has dtype INT64; only float outputs have gradients"),
+    "of text": ((TEXTS,), ModelError, "output 't' has dtype STRING; only float outputs have gradients"),
+    "of nothing": ((onnx_model(), []), InvalidArgumentError, "of must be a name or a list of names, got []"),
+    "of a number": ((onnx_model(), 0), InvalidArgumentError, "of must be a name or a list of names, got 0"),
+    "wrt an unknown name": ((onnx_model(), None, ["V"]), ModelError, "wrt='V' is neither an input nor an initializer of the model; it has ['W', 'label', 'x']"),
+    "wrt an integer": ((INTEGERS, None, "i"), ModelError, "'i' has dtype INT64; only float tensors have gradients"),
+    "wrt text": ((TEXTS, "g", "s"), ModelError, "'s' has dtype STRING; only float tensors have gradients"),
+    "wrt nothing": ((onnx_model(), None, []), InvalidArgumentError, "wrt must be a name or a list of names, got []"),
+    "a model of integers": ((INTEGERS,), ModelError, "no float initializer and no float input, so there is nothing to differentiate by"),
+    "a path that is not there": (("no/such/folder/m.onnx",), FileNotFoundError, "no/such/folder/m.onnx"),
+    "bytes": ((onnx_model().SerializeToString(),), InvalidArgumentError, "model must be an onnx.ModelProto or the path of one, got bytes"),
+    "a graph": ((onnx_model().graph,), InvalidArgumentError, "model must be an onnx.ModelProto or the path of one, got GraphProto"),
+    "a torch module": ((nn.Linear(1, 1),), InvalidArgumentError, "model must be an onnx.ModelProto or the path of one, got Linear"),
+    "this very file": ((__file__,), ModelError, "test_bad_input_onnx.py' cannot be read as an ONNX model"),
+    "an operator of another domain": ((onnx_model(CUSTOM),), MissingGradientError, "no gradient rule for 'Mix' (domain my.domain, opset 3), needed by node 'the_node'"),
+    "an unknown operator inside an If": ((onnx_model(BRANCH),), MissingGradientError, "inside If 'If_...: no gradient rule for 'Mix'"),
+    "an opset of the past": ((onnx_model(opset=5),), ModelError, "opset 5 of the default domain is not supported; convert the model to 12 to 28"),
+    "a broken model": ((onnx_model(LINEAR.replace("(output, label)", "(output, lable)")),), ModelError, "the ONNX model is broken: ...'lable'"),
+    "external data that is missing": ((changed(move_data_away),), ModelError, "the data of 'W' is in a file 'weights.bin', which is not here"),
+}  # fmt: skip
+
+
+@cases(GRADIENTS)
+def test_a_gradient_that_cannot_be_built_says_why(case):
+    arguments, error, text = case
+    with raises(error, text):
+        build_gradient(*arguments)
+
+
+def test_an_operator_without_a_schema_is_named_also_where_its_output_has_no_declared_type():
+    text = """<ir_version: 8, opset_import: ["" : 18, "my.domain" : 1]>
+    g (float[2,3] x) => (float y) <float[3,3] W = {1,2,3,4,5,6,7,8,9}> {
+      a = MatMul(x, W)
+      b = my.domain.Mix(a)
+      y = ReduceSum<keepdims=0>(b)
+    }"""
+    with pytest.raises(MissingGradientError, match=r"no gradient rule for 'Mix'.*'W' -> MatMul .* -> Mix .* -> 'y'"):
+        build_gradient(onnx.parser.parse_model(text))

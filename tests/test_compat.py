@@ -1,0 +1,476 @@
+"""`orttrainer.compat`: the old imports, on an ONNX Runtime with and without a trainer of its own, and on none."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pathlib
+import re
+import subprocess
+import sys
+import textwrap
+
+import onnxruntime
+import pytest
+import torch
+
+import orttrainer
+from orttrainer import compat, describe, loss_scaler, runtime, seed, training
+from orttrainer.compat.legacy import LEGACY
+from orttrainer.errors import (
+    DistributedError,
+    InvalidArgumentError,
+    RuntimeNotFoundError,
+    UnsupportedFeatureError,
+    UnsupportedImportError,
+)
+
+ROOT = pathlib.Path(orttrainer.__file__).parents[1]
+HAS_OWN_TRAINING = (pathlib.Path(onnxruntime.__file__).parent / "training").is_dir()
+
+
+@pytest.fixture
+def installed():
+    compat.install()
+    yield
+    compat.uninstall()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _not_installed_for_other_tests():
+    compat.uninstall()  # importing it installs
+    yield
+    compat.uninstall()
+
+
+def python(code: str, *paths: pathlib.Path) -> subprocess.CompletedProcess:
+    """Run code in a process of its own, in which these folders are searched first."""
+    searched = f"import sys; sys.path[:0] = {[str(path) for path in (*paths, ROOT)]}\n"
+    command = [sys.executable, "-c", searched + textwrap.dedent(code)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def printed(code: str, *paths: pathlib.Path) -> str:
+    done = python(code, *paths)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+# -- what is imported --------------------------------------------------------------------------
+
+FIRST = ["IODescription", "LossScaler", "ModelDescription", "ORTTrainer", "generate_sample"]
+PACKAGES = ["onnxruntime.training", "onnxruntime.experimental", "onnxruntime.capi.training"]
+
+
+@pytest.mark.legacy_runtime
+@pytest.mark.parametrize("module", ["onnxruntime.capi.ort_trainer", "onnxruntime.capi.training", "onnxruntime"])
+def test_the_first_generation_is_orttrainers(module, installed):
+    old = importlib.import_module(module)
+    assert issubclass(old.ORTTrainer, orttrainer.ORTTrainer)
+    assert old.IODescription is describe.IODescription and old.ModelDescription is describe.ModelDescription
+    assert old.LossScaler is loss_scaler.LossScaler and old.generate_sample is describe.generate_sample
+    assert old.save_checkpoint.__module__ == old.load_checkpoint.__module__ == "orttrainer.checkpoint"
+
+
+@pytest.mark.legacy_runtime
+@pytest.mark.parametrize("package", ["onnxruntime.training", "onnxruntime.experimental"])
+def test_the_second_generation_is_orttrainers(package, installed):
+    namespace: dict = {}
+    exec(
+        f"from {package} import ORTTrainer, ORTTrainerOptions, TrainStepInfo, amp, checkpoint, model_desc_validation\n"
+        f"from {package} import optim, orttrainer, orttrainer_options\n"
+        f"from {package}.optim import AdamConfig, LambConfig, LinearWarmupLRScheduler, SGDConfig, _LRScheduler\n"
+        f"from {package}.optim import lr_scheduler\n"
+        f"from {package}.optim.lr_scheduler import PolyWarmupLRScheduler\n"
+        f"from {package}.amp import loss_scaler\n"
+        f"from {package}.amp.loss_scaler import DynamicLossScaler\n"
+        f"from {package}.orttrainer import ORTTrainer as again, ORTTrainerOptions as options, TrainStepInfo as info\n"
+        f"import {package}.optim.config as config\n",
+        namespace,
+    )
+    assert issubclass(namespace["ORTTrainer"], training.ORTTrainer) and namespace["again"] is namespace["ORTTrainer"]
+    assert namespace["options"] is namespace["ORTTrainerOptions"] is training.ORTTrainerOptions
+    assert namespace["info"] is namespace["TrainStepInfo"] is training.TrainStepInfo
+    for name in ("AdamConfig", "LambConfig", "SGDConfig", "LinearWarmupLRScheduler"):
+        assert namespace[name] is getattr(training.optim, name) is getattr(namespace["optim"], name)
+    assert namespace["config"].AdamConfig is training.optim.AdamConfig
+    assert namespace["lr_scheduler"].PolyWarmupLRScheduler is namespace["PolyWarmupLRScheduler"]
+    assert namespace["loss_scaler"].DynamicLossScaler is namespace["DynamicLossScaler"] is training.amp.DynamicLossScaler
+    assert namespace["checkpoint"].aggregate_checkpoints is training.checkpoint.aggregate_checkpoints
+    assert namespace["orttrainer_options"].ORTTrainerOptions is training.ORTTrainerOptions
+    assert namespace["model_desc_validation"]._ORTTrainerModelDesc.__module__.startswith("orttrainer.")
+
+
+def test_the_modules_before_onnxruntime_training_had_that_name_hold_both_generations(installed):
+    namespace: dict = {}
+    exec("from onnxruntime.capi.training import *\nfrom onnxruntime.capi.training import orttrainer as second", namespace)
+    assert namespace["IODescription"] is describe.IODescription
+    assert issubclass(namespace["ORTTrainer"], orttrainer.ORTTrainer)
+    assert issubclass(namespace["second"].ORTTrainer, training.ORTTrainer)
+    assert namespace["optim"].SGDConfig is training.optim.SGDConfig
+
+
+@pytest.mark.legacy_runtime
+def test_every_name_of_every_module_can_be_imported(installed):
+    for name, legacy in LEGACY.items():
+        if not legacy.absent:
+            module = importlib.import_module(name)
+            for attribute in (*legacy.names, *legacy.fallback, *legacy.submodules):
+                assert getattr(module, attribute) is not None, f"{name}.{attribute}"
+
+
+def test_star_import_and_dir_show_what_there_is(installed):
+    import onnxruntime.capi.ort_trainer as old
+
+    namespace: dict = {}
+    exec("from onnxruntime.capi.ort_trainer import *", namespace)
+    assert set(dir(old)) == {*FIRST, "load_checkpoint", "save_checkpoint"} <= set(namespace)
+
+
+def test_the_rest_of_onnxruntime_stays_what_it_is(installed):
+    code = "import onnxruntime; print(onnxruntime.InferenceSession, onnxruntime.__file__, onnxruntime.__version__)"
+    assert printed("import orttrainer.compat\n" + code) == printed(code)
+    assert onnxruntime.InferenceSession.__module__ == "onnxruntime.capi.onnxruntime_inference_collection"
+
+
+def test_importing_compat_imports_neither_torch_nor_onnxruntime():
+    heavy = "sorted({'torch', 'onnx', 'onnxruntime'} & set(sys.modules))"
+    assert printed(f"import orttrainer.compat\nprint({heavy})") == "[]\n"
+
+
+# -- what is refused ---------------------------------------------------------------------------
+
+REFUSED = {
+    "from onnxruntime.training import ORTModule": "onnxruntime.training.ORTModule is not available: ORTModule needs",
+    "from onnxruntime.training import TrainingSession": "training.TrainingSession is not available: training sessions",
+    "from onnxruntime.training.optim import FusedAdam": "optim.FusedAdam is not available: it is an optimizer for ORTModule",
+    "from onnxruntime.capi.ort_trainer import ORTModel": "ort_trainer.ORTModel is not available: it was an internal",
+    "import onnxruntime.training.ortmodule": "onnxruntime.training.ortmodule is not available: ORTModule needs",
+    "from onnxruntime.training.ortmodule import ORTModule": "or install onnxruntime-training 1.19.2 with a PyTorch",
+    "from onnxruntime.training import artifacts": "artifacts is not available: on-device training needs",
+    "import onnxruntime.capi.checkpointing_utils": "`load_checkpoint` of onnxruntime.capi.ort_trainer puts the files",
+}
+
+
+@pytest.mark.skipif(HAS_OWN_TRAINING, reason="this ONNX Runtime has some of them")
+@pytest.mark.parametrize("statement", REFUSED)
+def test_what_is_missing_says_so_where_it_is_imported(statement, installed):
+    for error in (UnsupportedFeatureError, ImportError):  # scripts try their imports
+        with pytest.raises(error, match=re.escape(REFUSED[statement])):
+            exec(statement)
+
+
+def test_what_never_was_there_is_an_ordinary_import_error(installed):
+    with pytest.raises(ImportError, match=r"cannot import name 'Nothing' from 'onnxruntime.training.optim'"):
+        exec("from onnxruntime.training.optim import Nothing")
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'onnxruntime.nothing'"):
+        importlib.import_module("onnxruntime.nothing")
+    import onnxruntime.training.optim
+
+    assert not hasattr(onnxruntime.training.optim, "Nothing")
+
+
+def test_looking_for_a_module_is_no_import(installed):
+    assert importlib.util.find_spec("onnxruntime.training.ortmodule") is not None
+    assert importlib.util.find_spec("onnxruntime.nothing") is None
+
+
+NONE_INSTALLED = """
+    import importlib.machinery as machinery
+    find = machinery.PathFinder.find_spec
+    def find_no_onnxruntime(name, path=None, target=None):
+        return None if name.split(".")[0] == "onnxruntime" else find(name, path, target)
+    machinery.PathFinder.find_spec = find_no_onnxruntime
+    import orttrainer.compat
+"""
+
+
+@pytest.mark.parametrize(
+    "statement", ["import onnxruntime", "from onnxruntime.capi.ort_trainer import ORTTrainer", "import onnxruntime.training"]
+)
+def test_without_any_onnxruntime_the_import_says_what_to_install(statement):
+    done = python(NONE_INSTALLED + f"    {statement}")
+    assert "RuntimeNotFoundError: no ONNX Runtime is installed. Install one:" in done.stderr
+    assert "pip install 'orttrainer[cpu]'" in done.stderr
+
+
+# -- an ONNX Runtime with a trainer of its own -------------------------------------------------
+
+OWN = {
+    "__init__.py": "from onnxruntime.capi._pybind_state import set_seed\nInferenceSession = 'own'\n",
+    "capi/__init__.py": "",
+    "capi/_pybind_state.py": "def set_seed(seed): pass\nclass TrainingParameters: pass\n",
+    "training/__init__.py": (
+        "from onnxruntime.capi._pybind_state import TrainingParameters\n"
+        "from . import amp, artifacts, optim\n"
+        "def is_ortmodule_available(): return True\n"
+        "from .ortmodule import ORTModule\n"
+    ),
+    "training/artifacts.py": "def generate_artifacts(): return 'own'\n",
+    "training/ortmodule/__init__.py": "class ORTModule: own = True\n",
+    "training/api/__init__.py": "class Module: own = True\n",
+    "training/amp/__init__.py": "from .loss_scaler import DynamicLossScaler, LossScaler\n",
+    "training/amp/loss_scaler.py": "class LossScaler: own = True\nclass DynamicLossScaler: own = True\n",
+    "training/optim/__init__.py": (
+        "from .config import AdamConfig\nfrom .fused_adam import FusedAdam\nfrom .lr_scheduler import _LRScheduler\n"
+    ),
+    "training/optim/config.py": "class AdamConfig: own = True\n",
+    "training/optim/fused_adam.py": "class FusedAdam: own = True\n",
+    "training/optim/lr_scheduler.py": "class _LRScheduler: own = True\n",
+}
+
+
+@pytest.fixture
+def own_training(tmp_path) -> pathlib.Path:
+    """A folder with an onnxruntime that has modules as onnxruntime-training 1.19.2 has them."""
+    for name, text in OWN.items():
+        path = tmp_path / "onnxruntime" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+LOOK = """
+    from onnxruntime.training import ORTModule, ORTTrainer, TrainingParameters, artifacts, is_ortmodule_available
+    from onnxruntime.training import amp, optim
+    from onnxruntime.training.api import Module
+    from onnxruntime.training.optim.config import AdamConfig
+    from onnxruntime.training.amp.loss_scaler import LossScaler
+    import onnxruntime
+    own = [ORTModule, Module, optim.FusedAdam]
+    print([hasattr(kind, "own") for kind in own], artifacts.generate_artifacts(), is_ortmodule_available())
+    print(onnxruntime.InferenceSession, TrainingParameters.__module__)
+    ours = [ORTTrainer, AdamConfig, LossScaler, optim.AdamConfig, optim._LRScheduler, amp.DynamicLossScaler]
+    ours += [optim.config.AdamConfig, amp.loss_scaler.LossScaler]
+    print({kind.__module__.split(".")[0] for kind in ours}, onnxruntime.set_seed.__module__)
+"""
+LOOKED = (
+    "[True, True, True] own True\nown onnxruntime.capi._pybind_state\n{'orttrainer'} orttrainer.compat.environment\n"
+)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_installed_training_package_keeps_all_but_the_trainer(when, own_training):
+    imports = {
+        "before": "    import orttrainer.compat\n",
+        "after": "    import onnxruntime.training.api\n    import orttrainer.compat\n",
+    }
+    assert printed(imports[when] + LOOK, own_training) == LOOKED
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_uninstall_gives_an_installed_training_package_back(when, own_training):
+    imported = "import onnxruntime.training.api" if when == "after" else ""
+    code = f"""
+    {imported}
+    import orttrainer.compat
+    from onnxruntime.training import ORTTrainer, optim, orttrainer
+    from onnxruntime.training.optim.config import AdamConfig
+    sys.modules["orttrainer.compat"].uninstall()
+    import onnxruntime.training
+    import onnxruntime.training.optim.config
+    print(hasattr(onnxruntime.training, "ORTTrainer"), hasattr(onnxruntime.training, "orttrainer"))
+    print(onnxruntime.training.optim.AdamConfig.__module__, onnxruntime.training.optim.config.AdamConfig.__module__)
+    print(onnxruntime.set_seed.__module__, hasattr(onnxruntime, "IODescription"))
+    """
+    expected = "False False\nonnxruntime.training.optim.config onnxruntime.training.optim.config\n"
+    if when == "before":  # what was never run has never made its own
+        code = code.replace("onnxruntime.training.optim.AdamConfig.__module__", "'onnxruntime.training.optim.config'")
+    assert printed(code, own_training) == expected + "onnxruntime.capi._pybind_state False\n"
+
+
+# -- installing ----------------------------------------------------------------------------------
+
+
+def test_installing_twice_is_installing_once():
+    before = list(sys.meta_path)
+    compat.install()
+    compat.install()
+    assert len(sys.meta_path) == len(before) + 1
+    compat.uninstall()
+    assert sys.meta_path == before
+    compat.uninstall()
+
+
+@pytest.mark.skipif(HAS_OWN_TRAINING, reason="this ONNX Runtime has a module of that name")
+def test_uninstall_leaves_no_trace():
+    modules, names = set(sys.modules), set(dir(onnxruntime))
+    own_seed = onnxruntime.set_seed
+    compat.install()
+    importlib.import_module("onnxruntime.training.optim")
+
+    assert onnxruntime.set_seed is not own_seed
+    compat.uninstall()
+    assert onnxruntime.set_seed is own_seed and set(dir(onnxruntime)) == names
+    assert not {name for name in set(sys.modules) - modules if name.startswith("onnxruntime")}
+    with pytest.raises(ImportError):
+        importlib.import_module("onnxruntime.training")
+
+
+# -- arguments that had other names ---------------------------------------------------------------
+
+
+def rc1_trainer(**options):
+    from onnxruntime.capi.ort_trainer import IODescription, ModelDescription, ORTTrainer
+
+    desc = ModelDescription(
+        [IODescription("x", [2, 3], torch.float32, num_classes=None), IODescription("label", [2], torch.int64)],
+        [IODescription("loss", [], torch.float32), IODescription("output", [2, 4], torch.float32)],
+    )
+    rate = IODescription("Learning_Rate", [1], torch.float32)
+    cross_entropy = torch.nn.functional.cross_entropy
+    return ORTTrainer(torch.nn.Linear(3, 4), cross_entropy, desc, "SGDOptimizer", None, rate, "cpu", **options)
+
+
+def test_the_keywords_of_rc1_are_todays(installed):
+    seen = []
+    trainer = rc1_trainer(postprocess_model=lambda model: seen.append(len(model.graph.node)), partition_optimizer=False)
+    trainer.train_step(torch.ones(2, 3), torch.tensor([0, 1]), torch.tensor([0.1]))
+    assert len(seen) == 1 and seen[0] > 0
+    with pytest.raises(UnsupportedFeatureError, match=r"deepspeed_zero_stage=1: optimizer state that is cut"):
+        rc1_trainer(partition_optimizer=True)
+    with pytest.raises(InvalidArgumentError, match=r"partition_optimizer is the former name of deepspeed_zero_stage"):
+        rc1_trainer(partition_optimizer=False, deepspeed_zero_stage=0)
+
+
+DESCRIPTION = {"inputs": [("x", [2, 3])], "outputs": [("loss", [], True)]}
+
+
+class Loss(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return (x @ self.weight).mean()
+
+
+@pytest.mark.parametrize("given", ["no options", "other options"])
+def test_options_without_a_device_train_on_the_cpu_where_there_is_no_gpu(given, installed, monkeypatch):
+    from onnxruntime.training import ORTTrainer, ORTTrainerOptions, optim
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    options = ORTTrainerOptions({"batch": {"gradient_accumulation_steps": 2}}) if given == "other options" else None
+    with pytest.warns(UserWarning, match=r"the options name no device, and there is no GPU .* training on the CPU"):
+        trainer = ORTTrainer(Loss(), DESCRIPTION, optim.SGDConfig(), None, options)
+    assert trainer.options.device.id == "cpu" and (options is None or options.device.id == "cuda")
+    assert trainer.options.batch.gradient_accumulation_steps == (1 if options is None else 2)
+
+
+@pytest.mark.parametrize("how", ["given", "set"])
+def test_a_device_that_is_named_is_not_replaced(how, installed, monkeypatch):
+    from onnxruntime.training import ORTTrainer, ORTTrainerOptions, optim
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    options = ORTTrainerOptions({"device": {"id": "cuda:0"}} if how == "given" else {})
+    options.device.id = "cuda:0"
+    with pytest.raises(RuntimeNotFoundError, match=r"device='cuda:0' needs"):
+        ORTTrainer(Loss(), DESCRIPTION, optim.SGDConfig(), None, options)
+
+
+# -- the functions that set a process up ----------------------------------------------------------
+
+
+def test_set_seed_seeds_dropout_and_onnxruntime(installed, monkeypatch):
+    seeded = []
+    monkeypatch.setattr(onnxruntime.capi.onnxruntime_pybind11_state, "set_seed", seeded.append)
+    onnxruntime.set_seed(17)
+    assert seed._seed == 17 and seeded == [17]
+    with pytest.raises(InvalidArgumentError, match="seed must be an integer"):
+        onnxruntime.set_seed("17")
+    assert seed._seed == 17 and seeded == [17]
+
+
+@pytest.fixture
+def cuda_defaults(monkeypatch) -> dict:
+    monkeypatch.setattr(runtime, "cuda_defaults", {})
+    return runtime.cuda_defaults
+
+
+def test_memory_limit_and_arena_strategy_reach_the_execution_provider(installed, cuda_defaults):
+    from onnxruntime.capi._pybind_state import ArenaExtendStrategy, set_arena_extend_strategy, set_cuda_mem_limit
+
+    set_cuda_mem_limit(2 * 1024**3)
+    set_arena_extend_strategy(ArenaExtendStrategy.kSameAsRequested)
+    (name, options), _ = runtime.choose_providers(torch.device("cuda", 1))
+    assert name == "CUDAExecutionProvider" and options["device_id"] == "1"
+    assert options["gpu_mem_limit"] == "2147483648" and options["arena_extend_strategy"] == "kSameAsRequested"
+
+
+@pytest.mark.parametrize(
+    ("function", "value", "text"),
+    [
+        ("set_cuda_mem_limit", 0, "takes a number of bytes, an int > 0; got 0"),
+        ("set_cuda_mem_limit", 1e9, "takes a number of bytes, an int > 0; got 1000000000.0"),
+        ("set_arena_extend_strategy", "kSameAsRequested", "takes ArenaExtendStrategy.kNextPowerOfTwo or"),
+        ("set_cuda_device_id", -1, "takes the number of a GPU, an int >= 0; got -1"),
+        ("set_cuda_device_id", "cuda:0", "takes the number of a GPU, an int >= 0; got 'cuda:0'"),
+    ],
+)
+def test_a_setting_that_cannot_be_used_is_named_and_changes_nothing(function, value, text, installed, cuda_defaults):
+    from onnxruntime.capi import _pybind_state
+
+    with pytest.raises(InvalidArgumentError, match=re.escape(f"{function} {text}")):
+        getattr(_pybind_state, function)(value)
+    assert cuda_defaults == {}
+
+
+def test_the_device_id_is_that_of_torch_and_without_a_gpu_a_warning(installed, monkeypatch):
+    from onnxruntime.capi._pybind_state import set_cuda_device_id
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.warns(UserWarning, match=r"set_cuda_device_id\(0\) has no effect: torch sees no CUDA GPU"):
+        set_cuda_device_id(0)
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    set_cuda_device_id(1)
+    assert chosen == [1]
+    with pytest.raises(InvalidArgumentError, match=r"set_cuda_device_id\(2\): there are 2 CUDA devices"):
+        set_cuda_device_id(2)
+
+
+LAUNCHERS = {
+    "none": ({}, (0, 1, 0, 1)),
+    "Open MPI": (
+        {
+            "OMPI_COMM_WORLD_RANK": "5",
+            "OMPI_COMM_WORLD_SIZE": "8",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+        },
+        (5, 8, 1, 4),
+    ),
+    "MPICH": ({"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, (3, 4, 1, 2)),
+    "torchrun": (
+        {
+            **{"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3"},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+        },
+        (2, 3, 2, 3),
+    ),
+}
+VARIABLES = [name for environment, _ in LAUNCHERS.values() for name in environment]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_mpi_context_is_what_the_launcher_says(launcher, installed, monkeypatch):
+    from onnxruntime.capi import _pybind_state
+
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    environment, expected = LAUNCHERS[launcher]
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    names = ("world_rank", "world_size", "local_rank", "local_size")
+    assert tuple(getattr(_pybind_state, f"get_mpi_context_{name}")() for name in names) == expected
+    if len(environment) == 4 and launcher == "MPICH":
+        monkeypatch.delenv("MPI_LOCALNRANKS")
+        with pytest.raises(DistributedError, match="does not say how many processes this machine has"):
+            _pybind_state.get_mpi_context_local_size()
+
+
+def test_an_error_of_a_refused_import_names_its_module():
+    error = UnsupportedImportError("text", name="onnxruntime.training.ortmodule")
+    assert error.name == "onnxruntime.training.ortmodule" and isinstance(error, NotImplementedError)

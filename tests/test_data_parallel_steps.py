@@ -1,0 +1,140 @@
+"""Two ranks, both generations: accumulated blocks, clipping, overflow, and what one rank's failure is to the other."""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+import pytest
+import torch
+from launched import LAUNCHERS, WORKERS, launch, results
+from small import batch
+
+sys.path.insert(0, str(WORKERS))
+
+import front_ends as worker
+
+
+@pytest.fixture(scope="module", params=LAUNCHERS)
+def ranks(request, tmp_path_factory) -> list[dict]:
+    """What each of two ranks gave."""
+    return results(request.param, "front_ends.py", tmp_path_factory.mktemp(request.param))
+
+
+@functools.cache
+def one_rank(kind: str) -> dict:
+    """The same training by one process: each block of batches of both ranks as one batch, from rank 0's weights."""
+    trainer, losses, norms = worker.first(kind, 0, 1), [], []
+    for update in range(worker.UPDATES):
+        parts = [batch(update * worker.BATCHES + index) for index in range(worker.BATCHES)]
+        x, y = torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+        losses.append(trainer.train_step(x, y, worker.RATE)[0].item())
+        norms.append(trainer.last_grad_norm.item())
+    return {"losses": losses, "norms": norms, "state": worker.weights(trainer)}
+
+
+@pytest.mark.parametrize("kind", worker.KINDS)
+@pytest.mark.parametrize("generation", ["first", "second"])
+def test_two_ranks_with_blocks_of_three_batches_train_like_one_rank_with_one_batch(ranks, generation, kind):
+    expected, found = one_rank(kind), [rank[f"{generation} {kind}"] for rank in ranks]
+    block = 2 * worker.BATCHES
+    both = [loss for pair in zip(*(rank["losses"] for rank in found)) for loss in pair]
+    means = [sum(both[start : start + block]) / block for start in range(0, len(both), block)]
+    assert means == pytest.approx(expected["losses"], rel=1e-5)
+    for rank in found:
+        assert rank["norms"][worker.BATCHES - 1 :: worker.BATCHES] == pytest.approx(expected["norms"], rel=1e-4)
+    for name, want in expected["state"].items():
+        first, second = (rank["state"][name] for rank in found)
+        assert torch.equal(first, second), name
+        torch.testing.assert_close(first, want, rtol=1e-4, atol=1e-5)
+    assert max(expected["norms"]) > worker.CLIP  # so that there was something to clip
+
+
+@pytest.mark.parametrize("kind", worker.KINDS)
+def test_both_generations_give_equal_losses_on_every_rank(ranks, kind):
+    for rank in ranks:
+        assert rank[f"first {kind}"]["losses"] == rank[f"second {kind}"]["losses"]
+
+
+def same(state: dict, other: dict) -> bool:
+    return all(torch.equal(tensor, other[name]) for name, tensor in state.items() if "accum" not in name.lower())
+
+
+def test_a_batch_that_fails_on_one_rank_before_an_update_is_an_error_on_both_and_changes_nothing(ranks):
+    said = [rank["failures"]["said"] for rank in ranks]
+    failed, dropped = (5, 9), "Nothing was updated on any rank. Batches accumulated before it are dropped: 1."
+    for own in said:
+        assert [step for step, text in enumerate(own) if text != "fine"] == [*failed]
+        assert all(own[step].endswith(dropped) for step in failed)
+    assert said[0][5].startswith(
+        "DistributedError: rank 1 of 2 failed in this step: ExecutionError: ONNX Runtime failed"
+    )
+    assert said[1][5].startswith("ExecutionError: ONNX Runtime failed in this step")
+    assert said[0][9].startswith("SchemaError: input 'x', axis 1: expected size 4, got 2")
+    assert said[1][9].startswith("DistributedError: rank 0 of 2 failed in this step: SchemaError: input 'x', axis 1")
+    first, second = (rank["failures"]["states"] for rank in ranks)
+    for step in (1, 3, 5, 7, 9, 11):
+        assert same(first[step], second[step])
+    assert same(first[5], first[3]) and same(first[9], first[7])
+    assert not same(first[7], first[5]) and not same(first[11], first[9])
+
+
+def test_a_batch_that_fails_within_a_block_fails_on_its_rank_alone_and_another_takes_its_place(ranks):
+    assert ranks[0]["failures"]["alone"].startswith("SchemaError: input 'x', axis 0 ('batch'): expected at least 1")
+    assert ranks[1]["failures"]["alone"] == "fine"
+    first, second = (rank["failures"]["last"] for rank in ranks)
+    assert same(first, second) and not same(first, ranks[0]["failures"]["states"][11])
+
+
+def test_blocks_of_different_length_are_an_error_on_every_rank(ranks):
+    for rank in ranks:
+        assert (
+            "DistributedError: the ranks have summed the gradients of different numbers of batches for one update: [2, 3]"
+            in rank["uneven"]["said"]
+        )
+        assert "Give every rank the same gradient_accumulation_steps. Nothing was updated." in rank["uneven"]["said"]
+        assert rank["uneven"]["kept"] and rank["uneven"]["accumulated"] == 0
+
+
+def test_what_fails_at_the_first_step_of_one_rank_fails_on_both_until_it_is_right_on_both(ranks):
+    (compiling, loading, third, loss), (own_compiling, own_loading, own_third, own_loss) = (
+        rank["first step"] for rank in ranks
+    )
+    assert "DistributedError: rank 1 of 2 failed in compiling the model: RuntimeError: mat1 and mat2" in compiling
+    assert own_compiling.startswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied (6x3 and 4x8)")
+    assert "DistributedError: rank 1 of 2 failed in sharing its state: StateError: '0.weight' has shape [2]" in loading
+    assert own_loading.startswith("StateError: '0.weight' has shape [2], expected [8, 4]")
+    assert third == own_third == "fine" and loss != own_loss
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_can_be_an_error_on_both(ranks):
+    first, second = (rank["not finite"] for rank in ranks)
+    assert first["said"].startswith("NonFiniteLossError: the loss is nan at step 2")
+    assert second["said"].startswith(
+        "DistributedError: rank 0 of 2 failed in this step: NonFiniteLossError: the loss is"
+    )
+    assert first["kept"] and second["kept"] and first["next"] == second["next"] == "fine"
+
+
+@pytest.mark.parametrize("generation", ["first", "second"])
+def test_gradients_that_overflow_on_one_rank_skip_the_update_and_halve_the_scale_on_both(ranks, generation):
+    first, second = (rank["float16"][generation] for rank in ranks)
+    assert first["scales"] == second["scales"] == [1024.0, 512.0, 512.0, 512.0]
+    assert first["updates"] == second["updates"] == 3
+    states = first["states"]
+    assert all(same(state, other) for state, other in zip(states, second["states"]))
+    assert same(states[1], states[0]) and not same(states[2], states[1])
+
+
+ENDED = {
+    "mpiexec": "rank 0 of 2 waits for another rank, but that has ended its script: the ranks had different numbers of",
+    "torchrun": "all_reduce_mean_ failed on rank 0 of 2",
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_rank_that_ends_before_the_others_ends_the_run_with_an_error(launcher):
+    result = launch(launcher, "early_end.py", timeout=120)
+    assert result.returncode != 0
+    assert f"DistributedError: {ENDED[launcher]}" in result.stderr
+    assert result.stdout.count("made step") == 4  # both ranks made both of the steps that both have a batch for

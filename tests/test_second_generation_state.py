@@ -1,0 +1,415 @@
+"""State dicts and checkpoints of the second generation: both layouts, resuming, and what does not fit."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+
+import h5py
+import numpy as np
+import pytest
+import second_generation as second
+import torch
+from second_generation import CONFIGS, assert_equal_trees, batch, make, net, train
+
+from orttrainer.errors import CheckpointError, InvalidArgumentError, StateError
+from orttrainer.training import _checkpoint_storage, amp, checkpoint, optim
+
+SLOTS = {
+    "SGD": set(), "Adam": {"Moment_1", "Moment_2", "Update_Count"}, "Lamb": {"Moment_1", "Moment_2"},
+    "AdamW": {"Moment_1", "Moment_2", "Update_Count"}, "momentum": {"Momentum"},
+}  # fmt: skip
+WEIGHTS = ["0.weight", "0.bias", "3.weight", "3.bias"]
+
+
+# -- layouts --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_nested_layout_is_that_of_legacy(name):
+    module = net()
+    trainer = make(module, CONFIGS[name]())
+    train(trainer, 2)
+    state = trainer.state_dict()
+    assert list(state["model"]) == ["full_precision"] and list(state["model"]["full_precision"]) == WEIGHTS
+    for weight, array in state["model"]["full_precision"].items():
+        assert isinstance(array, np.ndarray) and np.array_equal(array, module.state_dict()[weight].numpy())
+    optimizer = dict(state["optimizer"])
+    shared = optimizer.pop("shared_optimizer_state", None)
+    assert {weight: set(slots) for weight, slots in optimizer.items()} == (
+        {weight: SLOTS[name] for weight in WEIGHTS} if SLOTS[name] else {}
+    )
+    assert (shared is not None) == (name == "Lamb")
+    if shared is not None:
+        assert shared["Step"].dtype == np.int64 and shared["Step"].tolist() == [3]  # the count begins at 1
+    if "Update_Count" in SLOTS[name]:
+        assert optimizer["0.bias"]["Update_Count"].tolist() == [3]
+    assert state["trainer_options"] == {
+        "mixed_precision": False, "zero_stage": 0, "world_rank": 0, "world_size": 1,
+        "optimizer_name": trainer.optim_config.name, "data_parallel_size": 1, "horizontal_parallel_size": 1,
+    }  # fmt: skip
+    assert state["train_step_info"] == {"optimization_step": 2, "step": 2}
+
+
+def test_the_pytorch_layout_is_what_the_module_loads():
+    module = net()
+    trainer = make(module, optim.AdamConfig())
+    train(trainer, 2)
+    state = trainer.state_dict(pytorch_format=True)
+    other = net(seed=5)
+    other.load_state_dict(state)
+    assert torch.equal(other[0].weight, module[0].weight)
+    state["0.weight"].zero_()
+    assert module[0].weight.abs().sum() > 0  # a copy
+
+
+def test_before_the_first_step_the_state_is_what_is_to_be_loaded():
+    trainer = make()
+    with pytest.warns(
+        UserWarning, match=r"^ONNX Runtime training session is not initialized yet\. Please run train_step"
+    ):
+        assert trainer.state_dict() == {}
+    source = make()
+    train(source, 1)
+    state = source.state_dict()
+    trainer.load_state_dict(state)
+    with pytest.warns(UserWarning, match="not initialized yet"):
+        assert trainer.state_dict() == state
+
+
+# -- resuming -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps_of_the_loader", [0, 2])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_steps_after_loading_are_the_steps_that_would_have_followed(name, steps_of_the_loader, tmp_path):
+    trainer = make(net(dropout=0.4), CONFIGS[name]())
+    train(trainer, 3)
+    trainer.save_checkpoint(str(tmp_path / "a.ortcp"), user_dict={"epoch": 3})
+    resumed = make(net(dropout=0.4, seed=3), CONFIGS[name]())
+    train(resumed, steps_of_the_loader)
+    assert resumed.load_checkpoint(str(tmp_path / "a.ortcp")) == {"epoch": 3}
+    assert train(resumed, 4, 3) == train(trainer, 4, 3)
+    assert_equal_trees(resumed.state_dict(), trainer.state_dict())
+
+
+def test_resuming_in_the_midst_of_accumulated_batches_is_exact(tmp_path):
+    branches = {"batch": {"gradient_accumulation_steps": 3}}
+    trainer = make(config=optim.AdamConfig(), **branches)
+    train(trainer, 5)
+    trainer.save_checkpoint(str(tmp_path / "a.ortcp"))
+    resumed = make(net(seed=3), optim.AdamConfig(), **branches)
+    resumed.load_checkpoint(str(tmp_path / "a.ortcp"))
+    assert train(resumed, 4, 5) == train(trainer, 4, 5)
+    assert_equal_trees(resumed.state_dict(), trainer.state_dict())
+
+
+def test_the_loss_scale_and_its_window_are_resumed(tmp_path):
+    def made(module):
+        scaler = amp.DynamicLossScaler(loss_scale=8.0, up_scale_window=3)
+        return make(module, optim.AdamConfig(), mixed_precision={"enabled": True, "loss_scaler": scaler})
+
+    trainer = made(net())
+    train(trainer, 4)
+    scaler = trainer.options.mixed_precision.loss_scaler
+    assert (scaler.loss_scale, scaler._stable_steps_count) == (16.0, 1)
+    trainer.save_checkpoint(str(tmp_path / "a.ortcp"))
+    resumed = made(net(seed=3))
+    resumed.load_checkpoint(str(tmp_path / "a.ortcp"))
+    assert train(resumed, 3, 4) == train(trainer, 3, 4)
+    assert resumed.options.mixed_precision.loss_scaler.loss_scale == scaler.loss_scale == 32.0
+
+
+def test_a_schedule_goes_on_where_it_was(tmp_path):
+    def made(module):
+        return make(module, lr_scheduler=optim.lr_scheduler.LinearWarmupLRScheduler(10, 0.5))
+
+    trainer = made(net())
+    train(trainer, 4)
+    trainer.save_checkpoint(str(tmp_path / "a.ortcp"))
+    resumed = made(net(seed=3))
+    resumed.load_checkpoint(str(tmp_path / "a.ortcp"))
+    train(resumed, 1, 4)
+    assert resumed.options.lr_scheduler.get_last_lr() == pytest.approx([0.1 * 0.8])
+
+
+def test_without_the_optimizer_s_states_only_the_weights_are_loaded(tmp_path):
+    trainer = make(config=optim.AdamConfig())
+    train(trainer, 3)
+    trainer.save_checkpoint(str(tmp_path / "a.ortcp"), include_optimizer_states=False)
+    with h5py.File(tmp_path / "a.ortcp") as file:
+        assert "optimizer" not in file and "model" in file
+    resumed = make(net(seed=3), optim.AdamConfig())
+    train(resumed, 1)
+    moments = resumed.state_dict()["optimizer"]
+    with pytest.warns(UserWarning, match="^Missing key: optimizer in state_dict$"):
+        resumed.load_checkpoint(str(tmp_path / "a.ortcp"))
+    assert_equal_trees(resumed.state_dict()["optimizer"], moments)
+    assert_equal_trees(resumed.state_dict()["model"], trainer.state_dict()["model"])
+
+
+def test_a_checkpoint_can_be_an_open_file_and_holds_the_weights_of_an_onnx_model(tmp_path):
+    source = make()
+    train(source, 1)
+    trainer = make(source._onnx_model, optim.LambConfig(), loss_fn=None)
+    file = io.BytesIO()
+    trainer.save_checkpoint(file)
+    file.seek(0)
+    train(trainer, 1)
+    other = make(source._onnx_model, optim.LambConfig(), loss_fn=None)
+    other.load_checkpoint(file)
+    assert train(other, 1) == train(make(source._onnx_model, optim.LambConfig(), loss_fn=None), 1)
+
+
+def test_saving_does_not_overwrite_and_wants_a_state(tmp_path):
+    trainer = make()
+    with pytest.raises(CheckpointError, match="no state before its first step"):
+        trainer.save_checkpoint(str(tmp_path / "a.ortcp"))
+    train(trainer, 1)
+    trainer.save_checkpoint(str(tmp_path / "a.ortcp"))
+    before = (tmp_path / "a.ortcp").read_bytes()
+    with pytest.raises(FileExistsError):
+        trainer.save_checkpoint(str(tmp_path / "a.ortcp"))
+    assert (tmp_path / "a.ortcp").read_bytes() == before
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_files_of_a_zero_run_are_loaded_into_one_process(tmp_path, mixed):
+    trainer = make(config=optim.AdamConfig())
+    train(trainer, 3)
+    whole = trainer.state_dict()
+    shapes = {name: array.shape for name, array in whole["model"]["full_precision"].items()}
+    paths = []
+    for rank in range(2):
+        state = copy.deepcopy(whole)
+        weights, optimizer = state["model"]["full_precision"], state["optimizer"]
+        for name in shapes:
+            for slot in ("Moment_1", "Moment_2"):
+                optimizer[name][slot] = np.array_split(optimizer[name][slot].ravel(), 2)[rank]
+            if mixed:
+                weights[name] = np.array_split(weights[name].ravel(), 2)[rank]
+        state["trainer_options"] |= {"zero_stage": 1, "world_rank": rank, "world_size": 2, "data_parallel_size": 2}
+        state["trainer_options"]["mixed_precision"] = mixed
+        state["partition_info"] = {name: {"original_dim": np.array(shape)} for name, shape in shapes.items()}
+        state["user_dict"] = _checkpoint_storage.to_serialized_hex({"epoch": 1})
+        paths.append(str(tmp_path / f"{rank}.ortcp"))
+        _checkpoint_storage.save(state, paths[-1])
+    resumed = make(net(seed=3), optim.AdamConfig())
+    assert resumed.load_checkpoint(*paths[::-1]) == {"epoch": 1}
+    assert train(resumed, 2, 3) == train(trainer, 2, 3)
+
+
+def test_several_files_of_whole_states_are_refused(tmp_path):
+    trainer = make()
+    train(trainer, 1)
+    for name in "ab":
+        trainer.save_checkpoint(str(tmp_path / name))
+    with pytest.raises(AssertionError, match="Expected number of files to load: 1, got 2"):
+        trainer.load_checkpoint(str(tmp_path / "a"), str(tmp_path / "b"))
+    with pytest.raises(CheckpointError, match="needs the path"):
+        trainer.load_checkpoint()
+    with pytest.raises(InvalidArgumentError, match="there is no checkpoint"):
+        trainer.load_checkpoint(str(tmp_path / "c"))
+
+
+class OfMine:
+    """A class that a user_dict may hold only if its file is trusted."""
+
+    def __eq__(self, other):
+        return isinstance(other, OfMine)
+
+    __hash__ = None
+
+
+def test_a_user_dict_with_a_class_is_loaded_only_on_request_and_before_anything_else(tmp_path):
+    trainer = make()
+    train(trainer, 1)
+    trainer.save_checkpoint(str(tmp_path / "a.ortcp"), user_dict={"mine": OfMine(), "epoch": 1})
+    resumed = make(net(seed=3))
+    train(resumed, 1)
+    before = copy.deepcopy(resumed.state_dict())
+    with pytest.raises(CheckpointError, match=r"holds test_second_generation_state\.OfMine.*weights_only=False"):
+        resumed.load_checkpoint(str(tmp_path / "a.ortcp"))
+    assert_equal_trees(resumed.state_dict(), before)
+    assert resumed.load_checkpoint(str(tmp_path / "a.ortcp"), weights_only=False) == {"mine": OfMine(), "epoch": 1}
+
+
+# -- what does not fit ----------------------------------------------------------------------
+
+
+def changed(state, **sections):
+    return {**copy.deepcopy(state), **sections}
+
+
+def without(tree: dict, *path) -> dict:
+    tree = copy.deepcopy(tree)
+    inner = tree
+    for key in path[:-1]:
+        inner = inner[key]
+    del inner[path[-1]]
+    return tree
+
+
+def with_more(tree: dict, *path) -> dict:
+    tree = copy.deepcopy(tree)
+    inner = tree
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = np.zeros(1, np.float32)
+    return tree
+
+
+MISFITS = [
+    (lambda s: without(s, "model", "full_precision"), r"Missing keys: \['full_precision'\] in state_dict\[model\]"),
+    (
+        lambda s: changed(s, model={**s["model"], "mixed_precision": {}}),
+        r"Unexpected keys: \['mixed_precision'\] in state_dict\[model\]",
+    ),
+    (
+        lambda s: without(s, "model", "full_precision", "0.bias"),
+        r"Missing keys: \['0.bias'\] in state_dict\[model\]\[full_precision\]",
+    ),
+    (
+        lambda s: with_more(s, "model", "full_precision", "c"),
+        r"Unexpected keys: \['c'\] in state_dict\[model\]\[full_precision\]",
+    ),
+    (lambda s: without(s, "optimizer", "3.bias"), r"Missing keys: \['3.bias'\] in state_dict\[optimizer\]"),
+    (
+        lambda s: changed(s, optimizer={**s["optimizer"], "b": {}}),
+        r"Unexpected keys: \['b'\] in state_dict\[optimizer\]",
+    ),
+    (
+        lambda s: without(s, "optimizer", "3.bias", "Moment_1"),
+        r"Missing keys: \['Moment_1'\] in state_dict\[optimizer\]\[3.bias\]",
+    ),
+    (
+        lambda s: with_more(s, "optimizer", "shared_optimizer_state", "another_step"),
+        r"Unexpected keys: \['another_step'\] in state_dict\[optimizer\]\[shared_optimizer_state\]",
+    ),
+    (
+        lambda s: without(s, "train_step_info", "step"),
+        r"Missing keys: \['step'\] in state_dict\[train_step_info\]",
+    ),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def lamb():
+    trainer = make(config=optim.LambConfig())
+    train(trainer, 2)
+    return trainer
+
+
+@pytest.mark.parametrize(("misfit", "text"), MISFITS)
+def test_strict_loading_names_the_keys_that_differ_and_loads_nothing(lamb, misfit, text):
+    before = lamb.state_dict()
+    with pytest.raises(RuntimeError, match=text) as caught:
+        lamb.load_state_dict(misfit(before))
+    assert isinstance(caught.value, StateError)
+    assert_equal_trees(lamb.state_dict(), before)
+
+
+def test_loading_that_is_not_strict_takes_what_it_knows(lamb):
+    state = lamb.state_dict()
+    given = with_more(without(state, "model", "full_precision", "0.bias"), "model", "full_precision", "c")
+    given["model"]["full_precision"]["3.bias"] = np.full(3, 7.0, np.float32)
+    lamb.load_state_dict(given, strict=False)
+    assert lamb.state_dict()["model"]["full_precision"]["3.bias"].tolist() == [7.0, 7.0, 7.0]
+    assert np.array_equal(
+        lamb.state_dict()["model"]["full_precision"]["0.bias"], state["model"]["full_precision"]["0.bias"]
+    )
+    lamb.load_state_dict(state)
+
+
+@pytest.mark.parametrize("section", ["model", "optimizer", "train_step_info"])
+def test_a_missing_section_only_warns(lamb, section):
+    state = lamb.state_dict()
+    with pytest.warns(UserWarning, match=f"^Missing key: {section} in state_dict$"):
+        lamb.load_state_dict(without(state, section))
+    assert_equal_trees(lamb.state_dict(), state)
+
+
+def test_the_state_of_another_optimizer_is_an_assertion_error(lamb):
+    other = make(config=optim.AdamConfig())
+    train(other, 1)
+    with pytest.raises(AssertionError, match="Optimizer mismatch: expected LambOptimizer, got AdamOptimizer"):
+        lamb.load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ([], "takes a nested dict, got list"),
+        ({"0.weight": torch.zeros(8, 4)}, r"has none of model, optimizer, train_step_info.*model\.load_state_dict"),
+        ({"model": 3}, r"state_dict\[model\] is a int, not a dict"),
+        ({"model": {"full_precision": [1]}}, r"state_dict\[model\]\[full_precision\] is a list, not a dict"),
+        ({"model": {"full_precision": {"0.weight": np.zeros(3)}}}, "'0.weight' has shape"),
+        ({"model": {"full_precision": {"0.weight": "zeros"}}}, "'0.weight' is a str, not a tensor"),
+    ],
+)
+def test_what_is_no_state_dict_is_refused(lamb, given, text):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(StateError, match=text):
+            lamb.load_state_dict(given, strict=False)
+
+
+def test_a_state_that_waits_and_does_not_fit_stops_every_step_and_loads_nothing():
+    source = make()
+    train(source, 1)
+    trainer = make(net(seed=3))
+    trainer.load_state_dict(without(source.state_dict(), "model", "full_precision", "0.bias"))
+    for _ in range(2):
+        with pytest.raises(StateError, match=r"Missing keys: \['0.bias'\]"):
+            trainer.train_step(*batch())
+    trainer.load_state_dict(source.state_dict())
+    assert train(trainer, 2, 1) == train(source, 2, 1)
+
+
+def test_a_state_that_waits_is_not_changed_by_the_caller():
+    source = make()
+    train(source, 1)
+    state = source.state_dict()
+    trainer = make(net(seed=3))
+    trainer.load_state_dict(state)
+    del state["model"]
+    assert train(trainer, 2, 1) == train(source, 2, 1)
+
+
+# -- the flat format ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_flat_state_of_a_first_generation_trainer_moves_over(name):
+    import small
+
+    first = small.make(optimizer=CONFIGS[name]().name, attributes=CONFIGS[name]().attributes_of)
+    rate = torch.tensor([CONFIGS[name]().lr])
+    for step in range(3):
+        first.train_step(*batch(step), rate)
+    trainer = make(net(seed=3), CONFIGS[name]())
+    with pytest.warns(DeprecationWarning, match=r"use ORTTrainer\.load_state_dict"):
+        checkpoint.experimental_load_state_dict(trainer, first.state_dict(), strict=True)
+    losses = train(trainer, 2, 3)
+    assert losses == [first.train_step(*batch(step), rate)[0].item() for step in (3, 4)]
+    with pytest.warns(DeprecationWarning):
+        state = checkpoint.experimental_state_dict(trainer)
+    assert state.keys() == first.state_dict().keys()
+    assert all(torch.equal(state[key], value) for key, value in first.state_dict().items())
+    with pytest.warns(DeprecationWarning):
+        assert set(checkpoint.experimental_state_dict(trainer, include_optimizer_state=False)) == set(WEIGHTS)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_flat_checkpoints_are_those_of_the_first_generation(tmp_path):
+    trainer = make(config=optim.AdamConfig())
+    with pytest.warns(UserWarning, match="before its first step"):
+        assert checkpoint.experimental_state_dict(trainer) == {}
+    train(trainer, 2)
+    checkpoint.experimental_save_checkpoint(trainer, str(tmp_path), checkpoint_state_dict={"epoch": 4})
+    assert [path.name for path in tmp_path.iterdir()] == ["ORT_checkpoint.ort.pt"]
+    resumed = make(net(seed=3), optim.AdamConfig())
+    assert checkpoint.experimental_load_checkpoint(resumed, str(tmp_path)) == {"epoch": 4}
+    assert train(resumed, 2, 2) == train(trainer, 2, 2)
+    assert isinstance(second.make(), second.ORTTrainer)

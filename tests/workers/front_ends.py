@@ -1,0 +1,178 @@
+"""One rank of the data-parallel tests of both generations: run every part, and leave what it gave in FOLDER/<rank>.pt.
+
+python front_ends.py FOLDER
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+
+import small
+
+from orttrainer import LossScaler, training
+from orttrainer.distributed import find_collective
+from orttrainer.training import amp, optim
+
+UPDATES, BATCHES, RATE, CLIP = 8, 3, 0.05, 0.2
+KINDS = {"AdamOptimizer": optim.AdamConfig, "LambOptimizer": optim.LambConfig}
+DESCRIPTION = {
+    "inputs": [("input", ["batch", 4]), ("label", ["batch"])],
+    "outputs": [("loss", [], True), ("output", ["batch", 3])],
+}
+
+
+def main(folder: str) -> None:
+    collective = find_collective()
+    rank, size = collective.rank, collective.size
+    results = {}
+    for kind in KINDS:
+        results[f"first {kind}"] = train(first(kind, rank), rank, size)
+        results[f"second {kind}"] = train(second(kind, rank), rank, size)
+    results["failures"] = failures(rank)
+    results["uneven"] = uneven(rank)
+    results["first step"] = fail_at_the_first_step(rank)
+    results["not finite"] = not_finite(rank)
+    results["float16"] = {"first": overflow_first(rank), "second": overflow_second(rank)}
+    torch.save(results, pathlib.Path(folder) / f"{rank}.pt")
+
+
+def rows(step: int, rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's rows of a batch of 6."""
+    x, y = small.batch(step)
+    return x.chunk(size)[rank], y.chunk(size)[rank]
+
+
+def first(kind: str, seed: int, batches: int = BATCHES, **options):
+    return small.make(
+        small.net(seed=seed), kind, lambda name: {"max_norm_clip": CLIP}, gradient_accumulation_steps=batches, **options
+    )
+
+
+def second(kind: str, seed: int, batches: int = BATCHES, **options):
+    options |= {"device": {"id": "cpu"}, "batch": {"gradient_accumulation_steps": batches}}
+    return training.ORTTrainer(
+        small.net(seed=seed), DESCRIPTION, KINDS[kind](lr=RATE, max_norm_clip=CLIP), nn.functional.cross_entropy,
+        training.ORTTrainerOptions(options),
+    )  # fmt: skip
+
+
+def step_of(trainer, x, y) -> torch.Tensor:
+    return (
+        trainer.train_step(x, y)[0] if isinstance(trainer, training.ORTTrainer) else trainer.train_step(x, y, RATE)[0]
+    )
+
+
+def weights(trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer._engine.state_dict().items()}
+
+
+def train(trainer, rank: int, size: int) -> dict:
+    """Losses, norms and final state; each rank starts from other weights and has other rows."""
+    losses, norms = [], []
+    for step in range(UPDATES * BATCHES):
+        losses.append(step_of(trainer, *rows(step, rank, size)).item())
+        norms.append(trainer._engine.gradient_norm.item())
+    return {"losses": losses, "norms": norms, "state": weights(trainer)}
+
+
+def attempt(call) -> str:
+    """'fine', or the error with its notes."""
+    try:
+        call()
+    except Exception as error:
+        return " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+    return "fine"
+
+
+def failures(rank: int) -> dict:
+    """Blocks of two batches. In the third block rank 1 has a label out of range, in the fifth rank 0 other features."""
+    trainer, said, states = first("AdamOptimizer", 0, 2), [], []
+    for step in range(12):
+        x, y = small.batch(step + 50 * rank)
+        if step == 5 and rank == 1:
+            y = y + 9
+        if step == 9 and rank == 0:
+            x = x[:, :2]
+        said.append(attempt(lambda x=x, y=y: trainer.train_step(x, y, RATE)))
+        states.append(weights(trainer))
+    alone = attempt(lambda: trainer.train_step(*small.batch(0), RATE) if rank else trainer.train_step(x[:0], y, RATE))
+    if rank == 0:  # a batch that is not the last of its block fails on its rank alone, which goes on with another
+        trainer.train_step(*small.batch(0), RATE)
+    trainer.train_step(*small.batch(1), RATE)
+    return {"said": said, "states": states, "alone": alone, "last": weights(trainer)}
+
+
+def uneven(rank: int) -> dict:
+    """Rank 0 accumulates two batches, rank 1 three."""
+    trainer = first("AdamOptimizer", 0, 2 + rank)
+    before = None
+    for step in range(2 + rank):
+        said = attempt(lambda step=step: trainer.train_step(*small.batch(step), RATE))
+        before = weights(trainer) if before is None else before
+    after = weights(trainer)
+    kept = all(torch.equal(after[name], before[name]) for name in after if "accum" not in name.lower())
+    return {"said": said, "kept": kept, "accumulated": trainer._engine.accumulated}
+
+
+def fail_at_the_first_step(rank: int) -> list[str]:
+    """Rank 1 first has a batch that does not compile, then weights that do not fit, then neither."""
+    trainer = first("AdamOptimizer", 0, 1)
+    x, y = small.batch(rank)
+    said = [attempt(lambda: trainer.train_step(x[:, :3] if rank else x, y, RATE))]
+    if rank:
+        trainer.load_state_dict({"0.weight": torch.ones(2)})
+    said.append(attempt(lambda: trainer.train_step(x, y, RATE)))
+    if rank:
+        trainer.load_state_dict({})
+    said.append(attempt(lambda: trainer.train_step(x, y, RATE)))
+    return [*said, trainer.train_step(x, y, RATE)[0].item()]
+
+
+def not_finite(rank: int) -> dict:
+    """Rank 0 has a loss of NaN, which is an error for its trainer."""
+    trainer = first("AdamOptimizer", 0, 1, nonfinite_loss="error")
+    x, y = small.batch(rank)
+    trainer.train_step(x, y, RATE)
+    before = weights(trainer)
+    said = attempt(lambda: trainer.train_step(x * (1 if rank else torch.nan), y, RATE))
+    kept = all(torch.equal(tensor, before[name]) for name, tensor in weights(trainer).items())
+    return {"said": said, "kept": kept, "next": attempt(lambda: trainer.train_step(x, y, RATE))}
+
+
+def large(x: torch.Tensor, step: int, rank: int) -> torch.Tensor:
+    """At the second step rank 0 has inputs that overflow float16."""
+    return x * 1e6 if step == 1 and rank == 0 else x
+
+
+def overflow_first(rank: int) -> dict:
+    scaler = LossScaler("scale", True, loss_scale=1024.0)
+    trainer = first("AdamOptimizer", 0, 1, use_mixed_precision=True, loss_scaler=scaler)
+    states, scales = [], []
+    for step in range(4):
+        x, y = small.batch(step + 50 * rank)
+        trainer.train_step(large(x, step, rank), y, RATE)
+        states.append(weights(trainer))
+        scales.append(scaler.loss_scale_)
+    return {"states": states, "scales": scales, "updates": trainer.global_step_}
+
+
+def overflow_second(rank: int) -> dict:
+    scaler = amp.DynamicLossScaler(loss_scale=1024.0)
+    trainer = second("AdamOptimizer", 0, 1, mixed_precision={"enabled": True, "loss_scaler": scaler})
+    states, scales = [], []
+    for step in range(4):
+        x, y = small.batch(step + 50 * rank)
+        trainer.train_step(large(x, step, rank), y)
+        states.append(weights(trainer))
+        scales.append(trainer.options.mixed_precision.loss_scaler.loss_scale)
+    return {"states": states, "scales": scales, "updates": trainer._train_step_info.optimization_step}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
