@@ -15,7 +15,7 @@ import torch
 from onnx_ir import tensor_adapters
 
 from orttrainer import export, runtime
-from orttrainer.arguments import checked_precision, checked_steps, inputs_by_name
+from orttrainer.arguments import checked_loss_scale, checked_precision, checked_steps, inputs_by_name
 from orttrainer.compile import TrainingGraph, compile_training_graph
 from orttrainer.describe import InputSchema, InputSpec, ModelDescription
 from orttrainer.distributed import Collective, device_of_rank, failing_together, find_collective
@@ -27,6 +27,7 @@ from orttrainer.errors import (
     SchemaError,
     StateError,
     UnknownNameError,
+    UnsupportedFeatureError,
 )
 from orttrainer.graph.passes.constants import InitializersToConstantsPass
 from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
@@ -106,7 +107,17 @@ class Settings:
     session_options: Callable | None = None
 
 
-class Engine:
+class NotCopied:
+    """What `copy` and `pickle` refuse by a text that says what to do instead."""
+
+    def __reduce_ex__(self, protocol):
+        raise UnsupportedFeatureError(
+            "a trainer cannot be copied or pickled: it trains the memory of its module, through sessions of ONNX Runtime. "
+            "Copy or pickle its state_dict(), and load that into a new trainer of a copy of the module"
+        )
+
+
+class Engine(NotCopied):
     """Compile a model into one training graph, and train it.
 
     Args:
@@ -207,7 +218,7 @@ class Engine:
                 self._rates.fill_(rate)
             else:
                 self._rates = torch.tensor(self._optimizer.rates(rate), dtype=torch.float32)
-            scale = None if self.precision is None else self._scale.fill_(loss_scale)
+            scale = None if self.precision is None else self._scale.fill_(checked_loss_scale(loss_scale))
             self._state.keep_sharing()
         except Exception as error:
             if compiled and self._is_last:

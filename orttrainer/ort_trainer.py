@@ -27,14 +27,14 @@ from orttrainer.arguments import (
 )
 from orttrainer.compile import TrainingGraph
 from orttrainer.describe import IODescription, ModelDescription
-from orttrainer.engine import Engine, OptimizerChoice, Settings
+from orttrainer.engine import Engine, NotCopied, OptimizerChoice, Settings
 from orttrainer.errors import OptimizerError, SchemaError
 from orttrainer.graph.write import write_model
 
 LOSS_SCALE_BEFORE = "default_loss_scale_input_name"  # its keyword while the graph's own name is not known
 
 
-class ORTTrainer:
+class ORTTrainer(NotCopied):
     """Train a model through one ONNX graph: forward, loss, backward and update.
 
     Args:

@@ -16,13 +16,14 @@ import torch
 from orttrainer import export
 from orttrainer.arguments import check_module, check_scaler, checked_rate, inputs_by_name
 from orttrainer.describe import IODescription, ModelDescription
-from orttrainer.engine import Engine, OptimizerChoice, Settings
+from orttrainer.engine import Engine, NotCopied, OptimizerChoice, Settings
 from orttrainer.errors import InvalidArgumentError, SchemaError, StateError, UnsupportedFeatureError
 from orttrainer.loss_scaler import LossScaler
 
 __all__ = ["Trainer", "trainer"]
 
-_OWN_SETTINGS = {"device", "precision", "accumulation_steps", "frozen"}  # that have arguments of their own
+# What has an argument of its own, and the name of an input that this front end feeds by itself.
+_OWN_SETTINGS = {"device", "precision", "accumulation_steps", "frozen", "learning_rate"}
 
 
 def trainer(
@@ -75,7 +76,8 @@ def trainer(
     check_module(model, criterion, "criterion")
     if model_desc is not None and not isinstance(model_desc, ModelDescription):
         raise InvalidArgumentError(f"model_desc must be a ModelDescription or None, got {type(model_desc).__name__}")
-    if max_grad_norm is not None and not (isinstance(max_grad_norm, numbers.Real) and max_grad_norm > 0):
+    number = isinstance(max_grad_norm, numbers.Real) and not isinstance(max_grad_norm, bool)
+    if max_grad_norm is not None and not (number and max_grad_norm > 0):
         raise InvalidArgumentError(f"max_grad_norm must be a number above 0, or None; got {max_grad_norm!r}")
     known = Settings.__dataclass_fields__.keys() - _OWN_SETTINGS
     if unknown := [name for name in settings if name not in known]:
@@ -98,7 +100,7 @@ def trainer(
     return Trainer(engine, criterion, groups, loss_scaler if mixed_precision is not None else None)
 
 
-class Trainer:
+class Trainer(NotCopied):
     """What `trainer` returns.
 
     Attributes:
@@ -210,7 +212,7 @@ class Trainer:
         try:
             return call(*arguments)
         except SchemaError as error:
-            if not self._describes:
+            if not self._describes or ": expected size " not in str(error):
                 raise
             raise SchemaError(
                 f"{error} What holds is what the first batch had. To let other sizes vary, describe the batch, with a "
@@ -277,6 +279,7 @@ class _Groups:
                 self._parameters[names[id(parameter)]] = parameter
         self.frozen = tuple(name for name in names.values() if name not in self._group_of)
         self._numbers = [self._present(group) for group in optimizer.param_groups]
+        self._ids = [_ids(group) for group in optimizer.param_groups]
         self._position: dict[int, int] = {}  # group -> place of its learning rate; groups that train nothing have none
 
     def attributes(self, name: str) -> dict[str, float | int]:
@@ -308,8 +311,14 @@ class _Groups:
                 "was made. Make a new trainer; nothing was updated."
             )
         for index, (group, compiled) in enumerate(zip(groups, self._numbers)):
+            if _ids(group) != self._ids[index]:
+                raise InvalidArgumentError(
+                    f"param_groups[{index}] of the optimizer has other parameters than when the trainer was made. Make a "
+                    "new trainer; nothing was updated."
+                )
             for key, value in compiled.items():
-                if group[key] != value and not (key == "betas" and tuple(group[key]) == tuple(value)):
+                now = tuple(group[key]) if isinstance(group[key], list) else group[key]
+                if now != (tuple(value) if isinstance(value, list) else value):
                     cycled = key in ("momentum", "betas")
                     hint = " A scheduler that cycles it is told not to: cycle_momentum=False." if cycled else ""
                     raise InvalidArgumentError(
@@ -353,6 +362,10 @@ class _Groups:
                     f"param_groups[{index}] of the optimizer has {key}={group[key]!r}, for which the training graph has "
                     "no update. Leave it out."
                 )
+
+
+def _ids(group: Mapping[str, Any]) -> list[int]:
+    return [id(parameter) for parameter in group["params"]]
 
 
 def _names(model: torch.nn.Module, criterion) -> dict[int, str]:

@@ -55,6 +55,7 @@ class TrainedState:
                 collective.broadcast_(self.tensors[entry.name])
         graph.tensors.update({name: ir_view(name, tensor) for name, tensor in self.tensors.items()})
         self._places = self._shared_places(own)
+        self._layers = [(module._modules, dict(module._modules)) for m in self._modules for module in m.modules()]
 
     def keep_sharing(self) -> None:
         """Take over what torch put in the place of a shared tensor, and share again.
@@ -62,6 +63,13 @@ class TrainedState:
         New data, a new Parameter, `load_state_dict(assign=True)` and moving the module all give a
         tensor other memory; without this the module and the graph would part in silence.
         """
+        for layers, compiled in self._layers:
+            if layers != compiled:
+                changed = sorted(k for k in layers.keys() | compiled.keys() if layers.get(k) is not compiled.get(k))
+                raise StateError(
+                    f"layers of the module were replaced, added or removed since the graph was compiled: {changed} of "
+                    f"{list(compiled)}. Make a new ORTTrainer for a changed module, or restore it."
+                )
         for owner, key, name, pointer in self._places:
             tensor = owner.get(key)
             if tensor is not None and tensor.data_ptr() == pointer:

@@ -295,7 +295,9 @@ def test_two_ranks_train_as_one_process_with_both_batches(launcher):
     model = torch.nn.Linear(3, 2)
     generator = torch.Generator().manual_seed(5)
     x, label = torch.randn(8, 3, generator=generator), torch.randint(0, 2, (8,), generator=generator)
-    plain_loop(_WithLoss(model), SGD(dict(model.named_parameters()), 0.5), lambda step: (x, label), 3, lambda update: 0.5)
+    plain_loop(
+        _WithLoss(model), SGD(dict(model.named_parameters()), 0.5), lambda step: (x, label), 3, lambda update: 0.5
+    )
     output = run("ranks.py", launcher=LAUNCHERS[launcher]())
     found = re.findall(r"rank (\d) of 2 local (\d) of 2 weights (\S+)", output)
     assert sorted((rank, local) for rank, local, _ in found) == [("0", "0"), ("1", "1")]

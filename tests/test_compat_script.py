@@ -137,5 +137,8 @@ def test_a_refused_import_ends_the_script_with_the_reason(tmp_path):
 
 
 def test_a_script_that_imports_compat_itself_needs_no_other_command(tmp_path):
-    write(tmp_path / "script.py", "import orttrainer.compat\nfrom onnxruntime.training import optim\nprint(optim.SGDConfig().lr)\n")
+    write(
+        tmp_path / "script.py",
+        "import orttrainer.compat\nfrom onnxruntime.training import optim\nprint(optim.SGDConfig().lr)\n",
+    )
     assert assert_like_python("script.py", cwd=tmp_path).stdout == "0.001\n"

@@ -189,6 +189,20 @@ def test_operators_of_com_microsoft_follow_the_same_policy():
     assert [found[name] for name in "hyzua"] == [FLOAT16, FLOAT16, FLOAT, FLOAT16, FLOAT16]
 
 
+@HALVES
+def test_a_row_that_a_mask_hides_altogether_stays_finite(dtype):
+    """The mask's smallest number would be minus infinity in half precision, and a softmax of nothing else NaN."""
+    text = """ g (float[1, 1, 2, 4] x, float[4, 4] w, bool[2, 2] seen) => (float loss, float[1, 1, 2, 4] y)
+        <float zero = {0}, float least = {-3.4028234663852886e38}>
+        { q = MatMul(x, w)  mask = Where(seen, zero, least)  y = Attention(q, q, q, mask)
+          loss = ReduceSum<keepdims = 0>(y) }"""
+    x = np.random.default_rng(0).standard_normal((1, 1, 2, 4)).astype(np.float32)
+    feeds = {"x": x, "w": np.eye(4, dtype=np.float32), "seen": np.array([[True, False], [False, False]])}
+    y = run_model(converted(text, dtype, opset=23), feeds)["y"].float().numpy()[0, 0]
+    np.testing.assert_allclose(y[0], x[0, 0, 0], rtol=2e-2, atol=2e-2)  # the first row sees itself alone
+    assert np.isfinite(y).all()
+
+
 def test_batch_normalization_is_half_with_float32_statistics():
     model = converted(
         """ g (float[n, 2, 5] x, float[3, 2, 3] w, float[3] v, float[3] b, float[3] mean, float[3] var)

@@ -8,9 +8,12 @@ import pytest
 import second_generation as second
 import torch
 
+from orttrainer import runtime
 from orttrainer.errors import InvalidArgumentError, SettingError, UnsupportedFeatureError
+from orttrainer.graph.recompute import Recompute
 from orttrainer.schedules import LinearWarmup, TorchSchedule
 from orttrainer.training import ORTTrainerOptions, PropagateCastOpsStrategy, amp, optim
+from orttrainer.training._settings import engine_settings
 
 # The tree that legacy 1.16 made of empty options.
 DEFAULTS = {
@@ -237,6 +240,29 @@ def test_a_graph_path_in_a_folder_that_does_not_exist_is_refused():
     paths = {"model_with_training_graph_path": "/no/such/folder/graph.onnx"}
     with pytest.raises(InvalidArgumentError, match="there is no folder '/no/such/folder'"):
         second.make(debug={"graph_save_paths": paths})
+
+
+def test_options_of_a_provider_are_added_to_its_own_and_a_new_one_goes_first():
+    merged = runtime.with_provider_options(["A", ("B", {"x": "1", "y": "1"})], {"B": {"y": "2"}, "C": {"z": "3"}})
+    assert merged == [("C", {"z": "3"}), ("A", {}), ("B", {"x": "1", "y": "2"})]
+
+
+def test_the_memory_limit_is_an_option_of_the_cuda_provider():
+    made = ORTTrainerOptions({"device": {"id": "cuda:1", "mem_limit": 1 << 30}})
+    assert engine_settings(made).provider_options == {"CUDAExecutionProvider": {"gpu_mem_limit": "1073741824"}}
+    made.device.id = "cpu"
+    assert engine_settings(made).provider_options == {}
+
+
+def test_recomputation_by_flags_is_added_to_our_own_option():
+    own = Recompute(patterns=["encoder.*"], gelu=True)
+    made = second.options(orttrainer={"recompute": own})
+    assert engine_settings(made).recompute == own
+    made.graph_transformer.transformer_layer_recompute = True
+    made.graph_transformer.number_recompute_layers = 3
+    expected = Recompute(patterns=["encoder.*"], gelu=True, transformer_layers=True, number_of_layers=3)
+    assert engine_settings(made).recompute == expected
+    assert engine_settings(second.options()).recompute is None
 
 
 def test_the_postprocess_function_must_return_the_model():

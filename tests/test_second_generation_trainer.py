@@ -118,6 +118,19 @@ def test_a_smaller_bound_on_the_norm_changes_the_losses(config):
     assert losses[0][0] == losses[1][0] and losses[0][-1] != losses[1][-1]
 
 
+def test_a_group_that_trains_nothing_takes_no_rate():
+    groups = [
+        {"params": ["0.weight"], "lr": 0.9},
+        {"params": [], "lr": 0.8},
+        {"params": ["3.weight", "0.bias", "3.bias"], "lr": 0.2},
+    ]
+    trainer = make(config=optim.SGDConfig(groups, lr=0.7), utils={"frozen_weights": ["0.weight"]})
+    plain = make(config=optim.SGDConfig(lr=0.2), utils={"frozen_weights": ["0.weight"]})
+    assert train(trainer, 3) == train(plain, 3)
+    trainer.options.batch.gradient_accumulation_steps = plain.options.batch.gradient_accumulation_steps = 2
+    assert train(trainer, 4) == train(plain, 4)  # the graph is made again
+
+
 def test_the_rate_of_the_configuration_is_read_at_every_step():
     config = optim.SGDConfig(lr=0.0)
     trainer = make(config=config)
@@ -296,6 +309,24 @@ def test_keyword_inputs_reach_the_parameters_of_forward_by_name():
     trainer = make(Linear(), optim.AdamConfig(), lambda x, label: nn.functional.nll_loss(x.log_softmax(1), label), desc)
     trainer.train_step(x=torch.randn(2, 2), label=torch.tensor([0, 1]))
     assert set(trainer.state_dict(pytorch_format=True)) == {"linear.weight", "linear.bias"}
+
+
+def test_an_input_that_the_model_does_not_use_may_be_described():
+    class Unused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net()
+
+        def forward(self, x, extra):
+            return self.net(x)
+
+    desc = second.description()
+    desc["inputs"].insert(1, ("extra", ["batch", 2]))
+    trainer, plain = make(Unused(), desc=desc), make()
+    for step in range(2):
+        x, y = batch(step)
+        assert torch.equal(trainer.train_step(x, torch.zeros(6, 2), y)[0], plain.train_step(x, y)[0])
+    assert torch.equal(trainer.eval_step(x, torch.ones(6, 2), y)[0], plain.eval_step(x, y)[0])
 
 
 # -- the loss -------------------------------------------------------------------------------

@@ -128,7 +128,9 @@ class _Attributes:
         if home := legacy.names.get(name) or legacy.fallback.get(name):
             return getattr(importlib.import_module(home), name)
         if name in legacy.refused:
-            raise UnsupportedImportError(f"{self._module}.{name} is not available: {legacy.refused[name]}.", name=self._module)
+            raise UnsupportedImportError(
+                f"{self._module}.{name} is not available: {legacy.refused[name]}.", name=self._module
+            )
         if name in legacy.submodules:
             return importlib.import_module(f"{self._module}.{name}")
         is_private_to_import = name.startswith("__") and name.endswith("__")

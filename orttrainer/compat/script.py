@@ -47,7 +47,7 @@ def _run_script(path: str, arguments: Sequence[str]) -> int:
     if not os.path.exists(path):
         return _failed(f"can't open file {path!r}: there is no such file (from {os.getcwd()!r})")
     sys.argv = [path, *arguments]
-    if os.path.isdir(path) or not path.endswith((".py", ".pyw")) and _is_zip(path):
+    if os.path.isdir(path) or (not path.endswith((".py", ".pyw")) and _is_zip(path)):
         return _reported(lambda: runpy.run_path(path, run_name="__main__"))
     try:
         with io.open_code(os.path.abspath(path)) as file:

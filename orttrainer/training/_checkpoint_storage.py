@@ -39,6 +39,8 @@ def save(save_obj: Mapping, path: str | os.PathLike | io.IOBase) -> None:
     if not isinstance(save_obj, Mapping):
         raise InvalidArgumentError(f"what is saved must be a dict, got a {type(save_obj).__name__}")
     if not isinstance(path, (str, os.PathLike)):
+        if not hasattr(path, "write"):
+            raise InvalidArgumentError(f"the path of a checkpoint must be a path or a binary file object, got {path!r}")
         path.write(_as_bytes(save_obj))
         return
     path = Path(path)
@@ -75,7 +77,12 @@ def load(path: str | os.PathLike | io.IOBase, key: str | None = None) -> Any:
                 place = place[_escaped(part)]
             except (KeyError, TypeError, ValueError) as error:
                 raise InvalidArgumentError(f"{path!r} has no {key!r}; it has {sorted(file)}") from error
-        return _read(place)
+        try:
+            return _read(place)
+        except CheckpointError:
+            raise
+        except (KeyError, OSError, RuntimeError, ValueError) as error:  # what h5py raises inside a damaged file
+            raise CheckpointError(f"{path!r} is damaged: {error}. Nothing was loaded") from error
 
 
 def _opened(path):
@@ -85,6 +92,8 @@ def _opened(path):
         if not os.path.isfile(path):
             raise InvalidArgumentError(f"there is no checkpoint {os.fspath(path)!r}")
         open(path, "rb").close()  # a file that may not be read is an error of its own
+    elif not hasattr(path, "read"):
+        raise InvalidArgumentError(f"the path of a checkpoint must be a path or a binary file object, got {path!r}")
     try:
         return h5py.File(path, "r")
     except OSError as error:

@@ -61,7 +61,10 @@ def new_loss_scaler(mixed_precision, dtype: str) -> LossScaler | None:
         return None
     if mixed_precision.loss_scaler is None and dtype == "float16":
         return DynamicLossScaler()
-    return mixed_precision.loss_scaler
+    scaler = mixed_precision.loss_scaler
+    if scaler is not None and type(scaler).update is LossScaler.update:
+        scaler.update(None)  # which says what is missing; not after a step that has updated the weights
+    return scaler
 
 
 class RateGroups:

@@ -75,7 +75,7 @@ def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
     accumulated = section(state, "accumulated")
     if accumulated:
         flat |= {f"{name}{_SUM}": value for name, value in section(accumulated, "gradients").items()}
-        flat[ACCUMULATED] = np.asarray([accumulated["batches"]])
+        flat[ACCUMULATED] = np.asarray([count(accumulated, "batches", "accumulated")])
     return {name: _as_tensor(value) for name, value in flat.items()}
 
 
@@ -91,6 +91,21 @@ def section(state: Mapping[str, Any], name: str) -> Mapping[str, Any]:
                     f"state_dict[{name}][{key}] is a {type(value).__name__}, not a dict. Nothing was loaded"
                 )
     return found
+
+
+def count(values: Mapping[str, Any], key: str, name: str, default: int | None = None) -> int:
+    """A whole number >= 0 of section `name`.
+
+    Raises:
+        StateError: it is no such number, or missing and without a default.
+    """
+    value = values.get(key, default)
+    try:
+        if int(value) == value and value >= 0:
+            return int(value)
+    except (TypeError, ValueError):
+        pass
+    raise StateError(f"state_dict[{name}][{key}] must be a whole number >= 0; got {value!r}. Nothing was loaded")
 
 
 def check_keys(current: Mapping[str, Any], given: Mapping[str, Any]) -> None:

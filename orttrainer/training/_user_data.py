@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from orttrainer.errors import CheckpointError
+from orttrainer.errors import CheckpointError, InvalidArgumentError
 
 _PLAIN = {
     "builtins": {"bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "set", "slice",
@@ -34,8 +34,15 @@ _NUMPY_MAKERS_FROM = ("numpy.core.multiarray", "numpy._core.multiarray", "numpy.
 
 
 def to_serialized_hex(user_dict: Any) -> str:
-    """`user_dict` as the hexadecimal text of a pickle."""
-    return pickle.dumps(user_dict).hex()
+    """`user_dict` as the hexadecimal text of a pickle.
+
+    Raises:
+        InvalidArgumentError: it holds what cannot be pickled, such as a lambda or an open file.
+    """
+    try:
+        return pickle.dumps(user_dict).hex()
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        raise InvalidArgumentError(f"user_dict cannot be pickled: {error}") from error
 
 
 def from_serialized_hex(serialized_hex: str | bytes, weights_only: bool = True) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,8 +54,8 @@ def aggregate_checkpoints(paths: Sequence[str | os.PathLike], pytorch_format: bo
 
     Example: `model.load_state_dict(aggregate_checkpoints(glob("run/*.ortcp")))`
     """
-    if isinstance(paths, (str, os.PathLike)):
-        raise CheckpointError(f"paths must be a list of the files of all ranks, got the one path {paths!r}")
+    if isinstance(paths, (str, os.PathLike)) or not isinstance(paths, Iterable):
+        raise CheckpointError(f"paths must be a list of the files of all ranks, got {paths!r}")
     paths = _in_order_of_ranks(list(paths))
     states = [_checkpoint_storage.load(path) for path in paths]
     options = states[0]["trainer_options"]

@@ -75,6 +75,21 @@ class _ORTTrainerModelDesc:
         dtype_amp = None if dtype_amp is None else _checked_dtype("output", dtype_amp)
         self.outputs[index] = OutputDescriptionTyped(name, shape, is_loss, _checked_dtype("output", dtype), dtype_amp)
 
+    def add_types(self, dtypes: Mapping[str, torch.dtype], mixed_precision: bool) -> None:
+        """Note the dtypes of all inputs and outputs in a graph.
+
+        Args:
+            dtypes: by name; an input that the graph does not have keeps none.
+            mixed_precision: whether an output in half precision is so because of it.
+        """
+        for index, entry in enumerate(self.inputs):
+            if entry.name in dtypes:
+                self.add_type_to_input_description(index, dtypes[entry.name])
+        for index, entry in enumerate(self.outputs):
+            dtype = dtypes[entry.name]
+            half = mixed_precision and dtype in (torch.float16, torch.bfloat16)
+            self.add_type_to_output_description(index, torch.float32 if half else dtype, dtype if half else None)
+
     @property
     def all_finite(self):
         """Whether all gradients were finite: (name, [1], False, torch.bool, None); assign its name."""

@@ -11,10 +11,10 @@ import onnx
 import torch
 from onnx_ir import tensor_adapters
 
-from orttrainer.arguments import checked_rate, inputs_by_name
+from orttrainer.arguments import checked_loss_scale, checked_rate, inputs_by_name
 from orttrainer.compile import TrainingGraph
 from orttrainer.distributed import failing_together
-from orttrainer.engine import Engine
+from orttrainer.engine import Engine, NotCopied
 from orttrainer.errors import CheckpointError, RuntimeNotFoundError, SettingError, StateError
 from orttrainer.graph.write import write_model
 from orttrainer.schedules import Warmup
@@ -31,7 +31,7 @@ from orttrainer.training.step_info import TrainStepInfo
 __all__ = ["ORTTrainer", "ORTTrainerOptions", "TrainStepInfo"]
 
 
-class ORTTrainer:
+class ORTTrainer(NotCopied):
     """Train a model through one ONNX graph: forward, loss, backward and update.
 
     Args:
@@ -200,14 +200,18 @@ class ORTTrainer:
     # -- state ----------------------------------------------------------------------------
 
     def state_dict(self, pytorch_format: bool = False) -> dict[str, Any]:
-        """The state as NumPy arrays in nested dicts, see `_state_layout`; copies.
+        """The state as NumPy arrays in nested dicts; copies.
 
         Args:
             pytorch_format: True for name -> tensor of the weights and buffers alone, which the module loads.
 
         Returns:
-            model, optimizer, trainer_options and train_step_info, and what is needed to go on exactly. Before the
-            first step of a torch module what `load_state_dict` was given, or {}, with a warning.
+            {"model": {"full_precision": {weight: array}},
+             "optimizer": {weight: {"Moment_1", "Moment_2", "Update_Count" (Adam), "Momentum" (SGD)},
+                           "shared_optimizer_state": {"Step"} (LAMB)},
+             "trainer_options": {...}, "train_step_info": {"optimization_step", "step"}}
+            and, where there is any, what it takes to go on exactly: "random", "accumulated", "loss_scaler". Before
+            the first step of a torch module what `load_state_dict` was given, or {}, with a warning.
         """
         if not self._is_settled:
             warnings.warn(
@@ -280,6 +284,8 @@ class ORTTrainer:
                 "the trainer has no state before its first step, so there is nothing to save; run train_step or eval_step"
             )
         state = self.state_dict()
+        if user_dict is not None and not isinstance(user_dict, Mapping):
+            raise SettingError(f"'user_dict' must be a dict; got {user_dict!r}")
         if user_dict:
             state["user_dict"] = _checkpoint_storage.to_serialized_hex(user_dict)
         if not include_optimizer_states:
@@ -357,7 +363,8 @@ class ORTTrainer:
         if isinstance(engine.model, torch.nn.Module):
             untrained += [name for name, _ in engine.model.named_parameters(remove_duplicate=False)]
         self.optim_config.check_parameters(graph.signature.parameters, [*untrained, *self.options.utils.frozen_weights])
-        self._note_dtypes(graph.graph.graph)
+        dtypes = {value.name: _torch_dtype(value) for value in (*graph.graph.graph.inputs, *graph.graph.graph.outputs)}
+        self.model_desc.add_types(dtypes, self.options.mixed_precision.enabled)
         if engine.loss_scale is not None:
             self.model_desc.loss_scale_input = engine.loss_scale
             self.model_desc.all_finite = graph.signature.all_finite
@@ -368,18 +375,6 @@ class ORTTrainer:
             self._pending = None
         if engine.collective.rank == 0:
             dump_graphs(engine, self.options.debug.graph_save_paths)
-
-    def _note_dtypes(self, graph) -> None:
-        described = {value.name: value for value in (*graph.inputs, *graph.outputs)}
-        for index, entry in enumerate(self.model_desc.inputs):
-            if entry.name in described:
-                self.model_desc.add_type_to_input_description(index, _torch_dtype(described[entry.name]))
-        for index, entry in enumerate(self.model_desc.outputs):
-            dtype = _torch_dtype(described[entry.name])
-            half = self.options.mixed_precision.enabled and dtype in (torch.float16, torch.bfloat16)
-            self.model_desc.add_type_to_output_description(
-                index, torch.float32 if half else dtype, dtype if half else None
-            )
 
     def _load(self, given: Mapping[str, Any], strict: bool) -> None:
         for name in _state_layout.SECTIONS:
@@ -393,17 +388,28 @@ class ORTTrainer:
             current = _state_layout.nested(self._engine.state_dict(), weights, self._engine.training_graph.signature)
             current["train_step_info"] = {"optimization_step": info.optimization_step, "step": info.step}
             _state_layout.check_keys(current, given)
-        counts = {key: int(count) for key, count in _state_layout.section(given, "train_step_info").items()}
-        self._engine.load_state_dict(_state_layout.flattened(given), strict=False)
-        self._train_step_info.optimization_step = counts.get(
-            "optimization_step", self._train_step_info.optimization_step
-        )
-        self._train_step_info.step = counts.get("step", self._train_step_info.step)
+        info, counts = self._train_step_info, _state_layout.section(given, "train_step_info")
+        updates = _state_layout.count(counts, "optimization_step", "train_step_info", info.optimization_step)
+        steps = _state_layout.count(counts, "step", "train_step_info", info.step)
         scaler, saved = self.options.mixed_precision.loss_scaler, _state_layout.section(given, "loss_scaler")
         if scaler is not None and saved:
-            scaler.loss_scale = float(saved["loss_scale"])
+            stable = _state_layout.count(saved, "stable_steps", "loss_scaler", 0)
+            try:
+                scale = checked_loss_scale(saved.get("loss_scale"))
+            except ValueError as error:
+                raise StateError(f"state_dict[loss_scaler][loss_scale]: {error}. Nothing was loaded") from error
+        self._engine.load_state_dict(_state_layout.flattened(given), strict=False)
+        if _state_layout.section(given, "accumulated") and not self._engine.accumulated:
+            warnings.warn(
+                "the state is from the midst of a block of batches, whose gradients are dropped: this trainer updates at "
+                "every step",
+                stacklevel=4,
+            )
+        info.optimization_step, info.step = updates, steps
+        if scaler is not None and saved:
+            scaler.loss_scale = scale
             if hasattr(scaler, "_stable_steps_count"):
-                scaler._stable_steps_count = int(saved["stable_steps"])
+                scaler._stable_steps_count = stable
 
     def _check_optimizer(self, name: str | bytes | None) -> None:
         name = name.decode() if isinstance(name, bytes) else name

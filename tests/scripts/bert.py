@@ -12,7 +12,7 @@ class LayerNorm(nn.Module):
     """With the names that BERT's first implementations gave its parameters."""
 
     def __init__(self, width, eps=1e-12):
-        super(LayerNorm, self).__init__()
+        super().__init__()
         self.gamma = nn.Parameter(torch.ones(width))
         self.beta = nn.Parameter(torch.zeros(width))
         self.eps = eps
@@ -25,7 +25,7 @@ class LayerNorm(nn.Module):
 
 class Layer(nn.Module):
     def __init__(self, dropout):
-        super(Layer, self).__init__()
+        super().__init__()
         self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.output, self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
         self.attention_norm, self.norm = LayerNorm(WIDTH), LayerNorm(WIDTH)
@@ -45,7 +45,7 @@ class Layer(nn.Module):
 
 class BertForPreTraining(nn.Module):
     def __init__(self, dropout=0.1):
-        super(BertForPreTraining, self).__init__()
+        super().__init__()
         self.words = nn.Embedding(VOCABULARY, WIDTH)
         self.positions = nn.Embedding(SEQUENCE, WIDTH)
         self.segments = nn.Embedding(2, WIDTH)

@@ -15,4 +15,4 @@ for name, value in torch.load(args.ort_checkpoint)["model"].items():
         continue
     weights[name[len("model_.") :] if name.startswith("model_.") else name] = value
 torch.save({"model": weights}, args.pytorch_checkpoint)
-print("{} weights".format(len(weights)))
+print(f"{len(weights)} weights")

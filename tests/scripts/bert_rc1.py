@@ -4,10 +4,9 @@ import argparse
 import os
 
 import torch
+from bert import BATCH, SEQUENCE, VOCABULARY, BertForPreTraining, no_decay, sentences
 from onnxruntime.capi._pybind_state import ArenaExtendStrategy, set_arena_extend_strategy
 from onnxruntime.capi.ort_trainer import IODescription, LossScaler, ModelDescription, ORTTrainer
-
-from bert import BATCH, SEQUENCE, VOCABULARY, BertForPreTraining, no_decay, sentences
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--output_dir", required=True)
@@ -90,10 +89,10 @@ for step in range(start, start + args.steps):
             loss = result
     else:
         loss = model.train_step(batch + [lr])
-    print("step {} | loss {:.8f}".format(step + 1, loss.item()))
+    print(f"step {step + 1} | loss {loss.item():.8f}")
 
 if args.fp16:
-    print("skipped {} | loss scale {:.0f}".format(skipped, loss_scaler.loss_scale_))
+    print(f"skipped {skipped} | loss scale {loss_scaler.loss_scale_:.0f}")
 torch.save({"model": model.state_dict(), "step": start + args.steps}, checkpoint)
 model.save_as_onnx(os.path.join(args.output_dir, "bert.onnx"))
-print("{} nodes were post-processed".format(len(nodes)))
+print(f"{len(nodes)} nodes were post-processed")

@@ -5,9 +5,8 @@ import os
 
 import onnxruntime
 import torch
-from onnxruntime.training import amp, checkpoint, optim, orttrainer
-
 from bert import BertForPreTraining, no_decay, sentences
+from onnxruntime.training import amp, checkpoint, optim, orttrainer
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--output_dir", required=True)
@@ -69,8 +68,8 @@ if args.resume:
 
 for step in range(args.steps):
     loss = trainer.train_step(*[t.to(device) for t in sentences(step)])
-    print("step {} | loss {:.8f}".format(step + 1, loss.item()))
+    print(f"step {step + 1} | loss {loss.item():.8f}")
 info = trainer._train_step_info
-print("{} steps, {} updates".format(info.step, info.optimization_step))
+print(f"{info.step} steps, {info.optimization_step} updates")
 torch.save({"model": checkpoint.experimental_state_dict(trainer)}, path)
 trainer.save_as_onnx(os.path.join(args.output_dir, "bert.onnx"))

@@ -3,9 +3,8 @@
 import argparse
 
 import torch
-from onnxruntime.capi.ort_trainer import IODescription, ModelDescription, ORTTrainer
-
 from language_model import BATCH_SIZE, BPTT, LanguageModel, get_batch, load_text
+from onnxruntime.capi.ort_trainer import IODescription, ModelDescription, ORTTrainer
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--data", required=True)
@@ -46,7 +45,7 @@ while step < args.steps:
             break  # the shapes are fixed: the last, short batch is left out
         result = trainer.train_step(data, targets, learning_rate)
         step += 1
-        print("step {} | loss {:.8f}".format(step, result[0].item()))
+        print(f"step {step} | loss {result[0].item():.8f}")
 
 total, batches = 0.0, 0
 for i in range(0, val_data.size(0) - 1, BPTT):
@@ -54,4 +53,4 @@ for i in range(0, val_data.size(0) - 1, BPTT):
     if data.size(0) == BPTT:
         total += trainer.eval_step(data, targets)[0].item()
         batches += 1
-print("validation loss {:.8f}".format(total / batches))
+print(f"validation loss {total / batches:.8f}")

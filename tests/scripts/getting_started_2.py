@@ -3,9 +3,8 @@
 import argparse
 
 import torch
-from onnxruntime.training import ORTTrainer, optim
-
 from language_model import BPTT, LanguageModel, get_batch, load_text
+from onnxruntime.training import ORTTrainer, optim
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--data", required=True)
@@ -38,11 +37,11 @@ while step < args.steps:
         data, targets = get_batch(train_data, i)
         loss, output = trainer.train_step(data, targets)
         step += 1
-        print("step {} | loss {:.8f}".format(step, loss.item()))
+        print(f"step {step} | loss {loss.item():.8f}")
 
 total = 0.0
 for i in range(0, val_data.size(0) - 1, BPTT):
     data, targets = get_batch(val_data, i)
     loss, output = trainer.eval_step(data, targets)
     total += len(data) * loss.item()
-print("validation loss {:.8f}".format(total / (len(val_data) - 1)))
+print(f"validation loss {total / (len(val_data) - 1):.8f}")

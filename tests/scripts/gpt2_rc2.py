@@ -4,9 +4,8 @@ import argparse
 import os
 
 import torch
-from onnxruntime.capi.ort_trainer import IODescription, LossScaler, ModelDescription, ORTTrainer
-
 from gpt2 import BATCH, BLOCK, VOCABULARY, GPT2LMHeadModel, no_decay, text
+from onnxruntime.capi.ort_trainer import IODescription, LossScaler, ModelDescription, ORTTrainer
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--output_dir", required=True)
@@ -54,9 +53,7 @@ model = ORTTrainer(
     allreduce_post_accumulation=True,
     _opset_version=12,
 )
-loss_scaler = LossScaler(
-    model.loss_scale_input_name, True, up_scale_window=2000, loss_scale=float(1 << 20)
-)
+loss_scaler = LossScaler(model.loss_scale_input_name, True, up_scale_window=2000, loss_scale=float(1 << 20))
 model.train()
 skipped = 0
 for step in range(args.steps):
@@ -71,13 +68,13 @@ for step in range(args.steps):
         all_finite = outputs[-1]
         loss_scaler.update_loss_scale(all_finite.item())
         skipped += not all_finite.item()
-    print("step {} | loss {:.8f}".format(step + 1, loss.item()))
+    print(f"step {step + 1} | loss {loss.item():.8f}")
 
 model.eval()
 ids = text(0).to(device)
 loss, logits = model(ids, ids)
-print("evaluation loss {:.8f}".format(loss.item()))
+print(f"evaluation loss {loss.item():.8f}")
 torch_model.load_state_dict(model.state_dict(), strict=False)
 torch.save(torch_model.state_dict(), os.path.join(args.output_dir, "pytorch_model.bin"))
 if args.fp16:
-    print("skipped {} | loss scale {:.0f}".format(skipped, loss_scaler.loss_scale_))
+    print(f"skipped {skipped} | loss scale {loss_scaler.loss_scale_:.0f}")

@@ -5,9 +5,8 @@ import os
 
 import onnxruntime
 import torch
-from onnxruntime.training import ORTTrainer, ORTTrainerOptions, amp, optim
-
 from gpt2 import GPT2LMHeadModel, no_decay, text
+from onnxruntime.training import ORTTrainer, ORTTrainerOptions, amp, optim
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--output_dir", required=True)
@@ -53,15 +52,15 @@ for step in range(args.steps):
     tokens = text(step).to(device)
     inputs = {"input_ids": tokens, "labels": tokens}
     loss, logits = trainer.train_step(**inputs)
-    print("step {} | loss {:.8f} | lr {:.8f}".format(step + 1, loss.item(), lr_scheduler.get_last_lr()[0]))
+    print(f"step {step + 1} | loss {loss.item():.8f} | lr {lr_scheduler.get_last_lr()[0]:.8f}")
 if args.fp16:
     skipped = args.steps - trainer._train_step_info.optimization_step * args.gradient_accumulation_steps
-    print("skipped {} | loss scale {:.0f}".format(skipped, loss_scaler.loss_scale))
+    print(f"skipped {skipped} | loss scale {loss_scaler.loss_scale:.0f}")
 
 ids = text(0)
-print("evaluation loss {:.8f}".format(trainer.eval_step(ids.to(device), ids.to(device))[0].item()))
+print(f"evaluation loss {trainer.eval_step(ids.to(device), ids.to(device))[0].item():.8f}")
 path = os.path.join(args.output_dir, "gpt2.onnx")
 trainer.save_as_onnx(path)
 session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
 loss = session.run(["loss"], {"input_ids": ids.numpy(), "labels": ids.numpy()})[0]
-print("session loss {:.8f}".format(float(loss)))
+print(f"session loss {float(loss):.8f}")

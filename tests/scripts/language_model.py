@@ -12,7 +12,7 @@ BPTT, BATCH_SIZE, EVAL_BATCH_SIZE = 35, 20, 10
 
 class PositionalEncoding(nn.Module):
     def __init__(self, width, dropout, max_len=5000):
-        super(PositionalEncoding, self).__init__()
+        super().__init__()
         self.dropout = nn.Dropout(p=dropout)
         position = torch.arange(0, max_len, dtype=torch.float).unsqueeze(1)
         rate = torch.exp(torch.arange(0, width, 2).float() * (-math.log(10000.0) / width))
@@ -27,7 +27,7 @@ class PositionalEncoding(nn.Module):
 
 class LanguageModel(nn.Module):
     def __init__(self, words, width=200, heads=2, hidden=200, layers=2, dropout=0.2):
-        super(LanguageModel, self).__init__()
+        super().__init__()
         self.model_type = "Transformer"
         self.src_mask = None
         self.width = width
@@ -43,7 +43,7 @@ class LanguageModel(nn.Module):
 
     def later_positions(self, size):
         mask = (torch.triu(torch.ones(size, size)) == 1).transpose(0, 1)
-        return mask.float().masked_fill(mask == 0, float("-inf")).masked_fill(mask == 1, float(0.0))
+        return mask.float().masked_fill(mask == 0, float("-inf")).masked_fill(mask == 1, 0.0)
 
     def forward(self, src):
         if self.src_mask is None or self.src_mask.size(0) != src.size(0):

@@ -1,7 +1,7 @@
 """Data parallel as scripts of 2020 set it up: rank and size from MPI, each rank its own data and its own seed."""
 
-import torch
 import onnxruntime
+import torch
 from onnxruntime.capi._pybind_state import (
     get_mpi_context_local_rank,
     get_mpi_context_local_size,
@@ -32,8 +32,8 @@ trainer = ORTTrainer(
 )
 generator = torch.Generator().manual_seed(5)
 x, label = torch.randn(4 * size, 3, generator=generator), torch.randint(0, 2, (4 * size,), generator=generator)
-for step in range(3):
+for _ in range(3):
     trainer.train_step(x[4 * rank : 4 * rank + 4], label[4 * rank : 4 * rank + 4], torch.tensor([0.5]))
-weights = ",".join("{:.6f}".format(value) for value in trainer.state_dict()["weight"].flatten().tolist())
+weights = ",".join(f"{value:.6f}" for value in trainer.state_dict()["weight"].flatten().tolist())
 local = get_mpi_context_local_rank(), get_mpi_context_local_size()
 print("rank {} of {} local {} of {} weights {}\n".format(rank, size, *local, weights), end="", flush=True)

@@ -23,6 +23,14 @@ MICROSOFT_FLOAT16_ONLY = {
 }  # in bfloat16 their activations have no ONNX operators below opset 22
 LOW = {("", op_type) for op_type in PRODUCTS} | {(MICROSOFT, op_type) for op_type in MICROSOFT_PRODUCTS}
 
+# The float input of a product that is added to attention scores: a mask, of 0 and the smallest number there is.
+MASKS = {
+    ("", "Attention"): 3,
+    (MICROSOFT, "Attention"): 5,
+    (MICROSOFT, "GroupQueryAttention"): 10,
+    (MICROSOFT, "MultiHeadAttention"): 5,
+}
+
 # acos, asin, cosh, exp, log, reciprocal, sinh, tan, pow, softplus.
 POINTWISE = {"Acos", "Asin", "Cosh", "Exp", "Log", "Pow", "Reciprocal", "Sinh", "Softplus", "Tan"}
 # softmax, log_softmax, layer_norm, rms_norm, group_norm, norm; also the normalizations that autocast has no entry for.

@@ -18,6 +18,7 @@ from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.half_policy import (
     DTYPE_OF_INPUT,
     LOW,
+    MASKS,
     MICROSOFT_FLOAT16_ONLY,
     SAME_DTYPE,
     VIEWS,
@@ -110,6 +111,7 @@ class _Conversion:
                 self.values[value] = value.const_value
         self.halves: dict[ir.Value, ir.Value] = {}  # float32 value -> the same in half
         self.floats: dict[ir.Value, ir.Value] = {}  # half value -> the same in float32
+        self.bounded: dict[ir.Value, ir.Value] = {}  # mask -> the same without what half cannot hold
         self.fits = functools.cache(self._fits)
 
     # -- nodes ----------------------------------------------------------------------------
@@ -191,7 +193,8 @@ class _Conversion:
                 self.halved.add(y)
         for index, x in enumerate(node.inputs):
             if x in wanted:
-                node.replace_input_with(index, self.half(x))
+                is_mask = index == MASKS.get(operator(node)) and x not in self.flexible
+                node.replace_input_with(index, self.half(self._bounded(x) if is_mask else x))
 
     def _widen(self, node: ir.Node, inputs: Collection[ir.Value] | None = None) -> None:
         """Let the node read float32; what its subgraphs read as well."""
@@ -250,6 +253,14 @@ class _Conversion:
             view.shape = x.shape.copy() if x.shape is not None else None
             return view
         return op.Cast(x, to=int(self.dtype))
+
+    def _bounded(self, x: ir.Value) -> ir.Value:
+        """A mask that stays finite in half, also with a score added: else a row of it alone would become NaN."""
+        if x in self.halved:
+            return x
+        if x not in self.bounded:
+            self.bounded[x] = self.op.Max(x, float(self.dtype.min) / 2)
+        return self.bounded[x]
 
     def float(self, x: ir.Value) -> ir.Value:
         """A halved value in float32."""
