@@ -38,3 +38,12 @@ def test_the_sample_learns_with_dropout_and_writes_its_graph(tmp_path):
     found = losses(run("train_ort.py", "--max-steps", "70", "--lr", "0.1", "--save-graph", str(path)))
     assert found[0] > 7.0 and found[-1] < 6.3  # ln 2,022 words = 7.6
     onnx.checker.check_model(str(path), full_check=True)
+
+
+def test_the_sample_in_mixed_precision_reaches_the_loss_of_float32_within_2_percent():
+    arguments = ["--max-steps", "50", "--lr", "0.1"]
+    full = losses(run("train_ort.py", *arguments))
+    for precision in ("float16", "bfloat16"):
+        half = losses(run("train_ort.py", *arguments, "--precision", precision))
+        assert half == pytest.approx(full, rel=0.02)
+        assert half != full

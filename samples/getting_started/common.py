@@ -20,7 +20,7 @@ LEARNING_RATES = {"sgd": 0.15, "adam": 0.0003, "lamb": 0.0015}
 EVAL_BATCH_SIZE = 10
 
 
-def parse_arguments(description, optimizers, save_graph=False):
+def parse_arguments(description, optimizers, trains_graph=False):
     """Read the command line, and fill in the values that follow from others."""
     parser = argparse.ArgumentParser(
         description=description,
@@ -42,7 +42,8 @@ def parse_arguments(description, optimizers, save_graph=False):
     add("--seed", type=int, default=1111, help="of the initial weights and of dropout (1111)")
     add("--device", default="cpu", help="cpu, cuda or cuda:N (cpu)")
     add("--log-interval", type=positive_int, default=50, metavar="N", help="steps between lines (50)")
-    if save_graph:
+    if trains_graph:
+        add("--precision", choices=["float16", "bfloat16"], help="mixed precision; slower on a CPU (none)")
         add("--save-graph", metavar="PATH", help="write the training graph, an ONNX file")
     args = parser.parse_args()
 
@@ -50,7 +51,7 @@ def parse_arguments(description, optimizers, save_graph=False):
     args.lr = args.lr or LEARNING_RATES[args.optimizer]
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error(f"--device {args.device}: PyTorch {torch.__version__} finds no CUDA GPU here")
-    if save_graph and args.save_graph and not Path(args.save_graph).absolute().parent.is_dir():
+    if trains_graph and args.save_graph and not Path(args.save_graph).absolute().parent.is_dir():
         parser.error(f"--save-graph {args.save_graph}: there is no such folder")
     return args
 

@@ -14,11 +14,11 @@ import orttrainer
 from common import Run, parse_arguments, read_text
 from data import batches
 from model import TransformerModel, loss_fn
-from orttrainer import IODescription, ModelDescription, ORTTrainer
+from orttrainer import IODescription, LossScaler, ModelDescription, ORTTrainer
 
 OPTIMIZERS = {"sgd": "SGDOptimizer", "adam": "AdamOptimizer", "lamb": "LambOptimizer"}
 
-args = parse_arguments(__doc__, OPTIMIZERS, save_graph=True)
+args = parse_arguments(__doc__, OPTIMIZERS, trains_graph=True)
 torch.manual_seed(args.seed)
 orttrainer.set_seed(args.seed)  # of dropout, which is part of the training graph
 text = read_text(args)
@@ -44,6 +44,9 @@ trainer = ORTTrainer(
     lr_desc,
     args.device,
     enable_grad_norm_clip=False,  # as in train.py; by default Adam and LAMB clip the norm to 1
+    use_mixed_precision=args.precision is not None,
+    mixed_precision_dtype=args.precision or "float16",
+    loss_scaler=LossScaler("loss_scale", is_dynamic_scale=True),
 )
 run = Run(args, text, trainer.device, trainer.world_rank, trainer.world_size)
 
