@@ -1,6 +1,6 @@
 """Time one training step of `orttrainer` beside PyTorch eager and torch.compile.
 
-    python benchmarks/train_step.py [--workloads w1-sgd w3-sgd] [--rounds 3] [--threads 2]
+    python benchmarks/train_step.py [--workloads w1-sgd w3-sgd] [--rounds 3] [--threads 2] [--accumulate 4]
 
 Each workload and engine runs in a process of its own; the processes take turns in rounds, so
 that a slow minute of a shared machine hits all of them. The table has the median and the 20th
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import platform
@@ -24,8 +25,8 @@ import time
 ENGINES = ("orttrainer", "torch", "torch.compile")
 
 
-def engine_step(engine: str, workload):
-    """A function that runs one step on one batch."""
+def engine_step(engine: str, workload, accumulate: int):
+    """A function that runs one step on one batch, and updates after every so many of them."""
     import torch
 
     module = workload.module().train()
@@ -38,6 +39,7 @@ def engine_step(engine: str, workload):
         trainer = ORTTrainer(
             module, workload.loss_fn, description, f"{workload.optimizer}Optimizer", None,
             IODescription("Learning_Rate", [1], torch.float32), "cpu", enable_grad_norm_clip=False,
+            gradient_accumulation_steps=accumulate,
         )  # fmt: skip
         rate = torch.tensor([workload.lr])
         return lambda x, y: trainer.train_step(x, y, rate)
@@ -49,17 +51,20 @@ def engine_step(engine: str, workload):
 
     compiled = torch.compile(forward_loss) if engine == "torch.compile" else forward_loss
 
+    calls = itertools.count(1)
+
     def step(x, y):
-        optimizer.zero_grad()
         loss = compiled(x, y)
-        loss.backward()
-        optimizer.step()
+        (loss / accumulate if accumulate > 1 else loss).backward()
+        if next(calls) % accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
         return loss.detach()
 
     return step
 
 
-def worker(workload_name: str, engine: str, steps: int, warmup: int, threads: int) -> None:
+def worker(workload_name: str, engine: str, steps: int, warmup: int, threads: int, accumulate: int) -> None:
     """Run one workload on one engine and print the timings as JSON."""
     import torch
 
@@ -70,7 +75,7 @@ def worker(workload_name: str, engine: str, steps: int, warmup: int, threads: in
     workload = WORKLOADS[workload_name]
     batches = [workload.batch(step) for step in range(4)]
     started = time.perf_counter()
-    step = engine_step(engine, workload)
+    step = engine_step(engine, workload, accumulate)
     step(*batches[0])
     first = time.perf_counter() - started
     for index in range(warmup):
@@ -88,6 +93,7 @@ def run_worker(workload: str, engine: str, options) -> dict:
     command = [
         sys.executable, __file__, "--worker", workload, engine, "--steps", str(options.steps),
         "--warmup", str(options.warmup), "--threads", str(options.threads),
+        "--accumulate", str(options.accumulate),
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -145,16 +151,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="timed steps per process")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--accumulate", type=int, default=1, help="batches per update (1)")
     parser.add_argument("--json", help="also write all timings to this file")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        return worker(*options.worker, options.steps, options.warmup, options.threads)
+        return worker(*options.worker, options.steps, options.warmup, options.threads, options.accumulate)
 
     sys.path.insert(0, os.path.dirname(__file__))
     from workloads import WORKLOADS
 
-    print(machine(options.threads) + "\n")
+    batches = f", {options.accumulate} batches per update" if options.accumulate > 1 else ""
+    print(machine(options.threads) + batches + "\n")
     everything = {}
     for name in options.workloads:
         runs: dict[str, list[dict]] = {engine: [] for engine in options.engines}

@@ -87,7 +87,11 @@ def parse_device(device: str | torch.device) -> torch.device:
         raise InvalidArgumentError(f"device={device!r} is not a device; use 'cpu', 'cuda' or 'cuda:1'") from error
     if parsed.type not in _PROVIDERS:
         raise InvalidArgumentError(f"device={device!r} is not supported; use 'cpu', 'cuda' or 'cuda:1'")
-    return torch.device("cuda", parsed.index or 0) if parsed.type == "cuda" else torch.device("cpu")
+    if parsed.type == "cpu":
+        return torch.device("cpu")
+    if parsed.index is None:  # torch's own "cuda": the GPU that set_device chose
+        return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    return parsed
 
 
 def check_device(device: torch.device) -> None:

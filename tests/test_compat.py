@@ -109,6 +109,7 @@ def test_every_name_of_every_module_can_be_imported(installed):
     for name, legacy in LEGACY.items():
         if not legacy.absent:
             module = importlib.import_module(name)
+            exec(f"from {name} import *", {})
             for attribute in (*legacy.names, *legacy.fallback, *legacy.submodules):
                 assert getattr(module, attribute) is not None, f"{name}.{attribute}"
 

@@ -11,7 +11,6 @@ import torch
 from orttrainer import compat, runtime, seed
 from orttrainer.errors import DistributedError, InvalidArgumentError, RuntimeNotFoundError, UnsupportedFeatureError
 
-
 compat.uninstall()  # importing it installs, and other tests run in this process
 
 
@@ -142,6 +141,9 @@ def test_the_device_id_is_that_of_torch_and_without_a_gpu_a_warning(monkeypatch)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     set_cuda_device_id(1)
     assert chosen == [1]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert runtime.parse_device("cuda") == torch.device("cuda", 1)
+    assert runtime.parse_device("cuda:0") == torch.device("cuda", 0)
     with pytest.raises(InvalidArgumentError, match=r"set_cuda_device_id\(2\): there are 2 CUDA devices"):
         set_cuda_device_id(2)
 

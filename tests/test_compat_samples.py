@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import os
 import pathlib
 import re
 import subprocess
 import sys
+import warnings
 
 import onnx
 import pytest
@@ -16,13 +19,16 @@ from reference_optimizers import SGD, AdamBefore, ClippedOptimizer, Lamb
 from test_data_parallel import LAUNCHERS
 
 import orttrainer
+from orttrainer import compat
+from orttrainer.compat.script import main
 
+compat.uninstall()  # importing it installs, and other tests run in this process
 ROOT = pathlib.Path(orttrainer.__file__).parents[1]
 SCRIPTS = pathlib.Path(__file__).parent / "scripts"
 
 
-def run(script: str, *arguments, launcher=(sys.executable,)) -> str:
-    """What a script prints; its warnings are left out."""
+def command(script: str, *arguments, launcher=(sys.executable,)) -> str:
+    """What a script prints as a command; its warnings are left out."""
     path = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     done = subprocess.run(
         [*launcher, "-m", "orttrainer.compat", str(SCRIPTS / script), *map(str, arguments)],
@@ -30,6 +36,24 @@ def run(script: str, *arguments, launcher=(sys.executable,)) -> str:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+def run(script: str, *arguments) -> str:
+    """What the command prints, run in this process, which has torch and its exporter loaded."""
+    printed, told, modules = io.StringIO(), io.StringIO(), set(sys.modules)
+    before = sys.argv, list(sys.path), sys.modules["__main__"]
+    compat.install()
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(told), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            status = main([str(SCRIPTS / script), *map(str, arguments)])
+    finally:
+        compat.uninstall()
+        sys.argv, sys.path[:], sys.modules["__main__"] = before
+        for name in {path.stem for path in SCRIPTS.glob("*.py")} - modules:
+            sys.modules.pop(name, None)
+    assert status == 0, told.getvalue()[-3000:]
+    return printed.getvalue()
 
 
 def losses(output: str) -> list[float]:
@@ -123,7 +147,7 @@ def test_getting_started_trains_like_pytorch_without_dropout(generation, languag
 
 
 def test_getting_started_learns_with_its_dropout(language_model, wikitext):
-    output = run("getting_started_3.py", "--data", wikitext, "--steps", 12)
+    output = command("getting_started_3.py", "--data", wikitext, "--steps", 12)
     assert falls(losses(output)) and number("validation loss", output) < losses(output)[0]
 
 
@@ -298,7 +322,7 @@ def test_two_ranks_train_as_one_process_with_both_batches(launcher):
     plain_loop(
         _WithLoss(model), SGD(dict(model.named_parameters()), 0.5), lambda step: (x, label), 3, lambda update: 0.5
     )
-    output = run("ranks.py", launcher=LAUNCHERS[launcher]())
+    output = command("ranks.py", launcher=LAUNCHERS[launcher]())
     found = re.findall(r"rank (\d) of 2 local (\d) of 2 weights (\S+)", output)
     assert sorted((rank, local) for rank, local, _ in found) == [("0", "0"), ("1", "1")]
     for _, _, weights in found:

@@ -142,3 +142,23 @@ def test_a_script_that_imports_compat_itself_needs_no_other_command(tmp_path):
         "import orttrainer.compat\nfrom onnxruntime.training import optim\nprint(optim.SGDConfig().lr)\n",
     )
     assert assert_like_python("script.py", cwd=tmp_path).stdout == "0.001\n"
+
+
+SPAWNS = """
+import multiprocessing, sys
+from onnxruntime.capi.ort_trainer import IODescription
+
+def described(name):
+    return IODescription(name, [1]).name_ + " " + sys.argv[1]
+
+if __name__ == "__main__":
+    with multiprocessing.get_context(sys.argv[1]).Pool(1) as pool:
+        print(pool.map_async(described, ["x"]).get(timeout=60))
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+def test_processes_that_the_script_starts_import_the_trainer_as_well(method, tmp_path):
+    write(tmp_path / "script.py", SPAWNS)
+    done = run("script.py", method, cwd=tmp_path)
+    assert done.stdout == f"['x {method}']\n", done.stderr[-2000:]

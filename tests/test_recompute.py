@@ -167,6 +167,16 @@ def test_parameters_are_still_updated_in_place():
     assert all(entry.in_place for entry in signature.state if entry.role in ("parameter", "optimizer"))
 
 
+def test_the_update_waits_for_no_arithmetic_that_nothing_else_needs():
+    """The driver leaves the cotangents of constants, such as GELU's sqrt(2), in the graph: they would keep activations."""
+    trainer = make("mlp", None)
+    graph, signature = trainer.training_graph.graph.graph, trainer.training_graph.signature
+    values = {y.name: y for node in graph for y in node.outputs}
+    results = [values[name] for name in (signature.gradient_norm, *signature.outputs)]
+    waiting = ancestors([values[signature.ordered_learning_rate]]) - ancestors(results)
+    assert {node.op_type for node in waiting} <= {"Cast", "Concat", "Gather", "Reshape", "Slice"}
+
+
 def test_what_draws_random_numbers_is_kept():
     """y = x * w * r with r drawn: the second run of a product with r reads the first r."""
     model = onnx.parser.parse_model("""

@@ -142,7 +142,10 @@ class _Attributes:
 
     def public(self) -> list[str]:
         """What `import *` takes."""
-        own = [] if self._legacy.home is None else importlib.import_module(self._legacy.home).__all__
+        own = []
+        if self._legacy.home is not None:
+            home = importlib.import_module(self._legacy.home)
+            own = getattr(home, "__all__", None) or [name for name in vars(home) if not name.startswith("_")]
         return sorted({*own, *self._legacy.names, *self._legacy.fallback, *self._legacy.submodules})
 
 

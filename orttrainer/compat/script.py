@@ -23,6 +23,12 @@ installed: `onnxruntime.capi.ort_trainer` and `onnxruntime.training` are then or
 """
 
 
+class Arguments(list):
+    """`sys.argv`. A process that multiprocessing spawns unpickles it before it imports the script anew, and for that
+    imports this package: the old imports work there as well.
+    """
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run what the arguments name; return the exit status.
 
@@ -46,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 def _run_script(path: str, arguments: Sequence[str]) -> int:
     if not os.path.exists(path):
         return _failed(f"can't open file {path!r}: there is no such file (from {os.getcwd()!r})")
-    sys.argv = [path, *arguments]
+    sys.argv = Arguments([path, *arguments])
     if os.path.isdir(path) or (not path.endswith((".py", ".pyw")) and _is_zip(path)):
         return _reported(lambda: runpy.run_path(path, run_name="__main__"))
     try:
@@ -79,7 +85,7 @@ def _run_module(name: str, arguments: Sequence[str]) -> int:
         return _failed(f"error while finding module {name!r}: {error}")
     if spec is None:
         return _failed(f"no module named {name}")
-    sys.argv = [spec.origin or name, *arguments]
+    sys.argv = Arguments([spec.origin or name, *arguments])
     return _reported(lambda: runpy.run_module(name, run_name="__main__", alter_sys=True))
 
 
