@@ -1,179 +1,247 @@
-"""Time one training step of `orttrainer` beside PyTorch eager and torch.compile.
+"""Time one training step of `orttrainer` beside what else trains on a CPU.
 
-    python benchmarks/train_step.py [--workloads w1-sgd w3-sgd] [--rounds 3] [--threads 2] [--accumulate 4]
+    python benchmarks/train_step.py [--workloads w1-adam w3-mlp] [--engines orttrainer torch] [--rounds 3]
+        [--threads 2] [--accumulate 4] [--table t.md] [--json t.json] [--chart t.png]
 
-Each workload and engine runs in a process of its own; the processes take turns in rounds, so
-that a slow minute of a shared machine hits all of them. The table has the median and the 20th
-percentile over all steps, the ratio of medians to the best peer, peak memory (torch is loaded
-everywhere) and seconds to the end of the first step.
+Each workload and engine runs in a process of its own; the processes take turns in rounds, so that a slow minute of a
+shared machine hits all of them. Dropout is on. A table has the median and the 20th percentile over all steps, the ratio of
+medians to the best peer, seconds to the end of the first step, and peak memory (torch is loaded everywhere).
+An engine that fails has a row that says so.
+
+MKL, which torch multiplies with, does not use AVX-512 on AMD processors. There torch runs twice, the second time with
+a preloaded library that lets it (where a C compiler is found to make it): that column stands for a processor of
+Intel's. `--no-unlocked` leaves it out.
+
+JAX takes part where jax and optax are installed (`pip install 'orttrainer[bench]'`), onnxruntime-training where
+`--legacy-python` names a Python with onnxruntime-training-cpu 1.19.2 and orttrainer (`make test-legacy-runtime` makes
+`.venv-legacy`). `--ablation` adds `orttrainer-without-<Pass>` for each graph pass that only serves speed.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import itertools
 import json
 import os
-import platform
+import pathlib
 import resource
-import statistics
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-ENGINES = ("orttrainer", "torch", "torch.compile")
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+
+from steps.engines import ENGINES, WITHOUT, Unavailable, applies, is_engine, make_step, uses_mkl
+from steps.report import draw, machine, summarise, table, unlock_mkl
+
+REPOSITORY = pathlib.Path(__file__).parent.parent
 
 
-def engine_step(engine: str, workload, accumulate: int):
-    """A function that runs one step on one batch, and updates after every so many of them."""
+@dataclass(frozen=True)
+class Job:
+    """One engine in a table; `unlocked`: with MKL unlocked."""
+
+    engine: str
+    unlocked: bool = False
+
+
+def worker(name: str, engine: str, options) -> None:
+    """Run one workload on one engine and print the figures, or why there are none, as JSON."""
     import torch
 
-    module = workload.module().train()
-    if engine == "orttrainer":
-        from orttrainer import IODescription, ModelDescription, ORTTrainer
+    from steps.workloads import WORKLOADS
 
-        description = ModelDescription(
-            [IODescription(*entry) for entry in workload.inputs], [IODescription(*entry) for entry in workload.outputs]
-        )
-        trainer = ORTTrainer(
-            module, workload.loss_fn, description, f"{workload.optimizer}Optimizer", None,
-            IODescription("Learning_Rate", [1], torch.float32), "cpu", enable_grad_norm_clip=False,
-            gradient_accumulation_steps=accumulate,
-        )  # fmt: skip
-        rate = torch.tensor([workload.lr])
-        return lambda x, y: trainer.train_step(x, y, rate)
-
-    optimizer = getattr(torch.optim, workload.optimizer)(module.parameters(), lr=workload.lr, fused=True)
-
-    def forward_loss(x, y):
-        return workload.loss_fn(module(x), y)
-
-    compiled = torch.compile(forward_loss) if engine == "torch.compile" else forward_loss
-
-    calls = itertools.count(1)
-
-    def step(x, y):
-        loss = compiled(x, y)
-        (loss / accumulate if accumulate > 1 else loss).backward()
-        if next(calls) % accumulate == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-        return loss.detach()
-
-    return step
-
-
-def worker(workload_name: str, engine: str, steps: int, warmup: int, threads: int, accumulate: int) -> None:
-    """Run one workload on one engine and print the timings as JSON."""
-    import torch
-
-    from workloads import WORKLOADS
-
-    torch.set_num_threads(threads)
+    torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    workload = WORKLOADS[workload_name]
+    workload = WORKLOADS[name].reduced() if options.small else WORKLOADS[name]
     batches = [workload.batch(step) for step in range(4)]
     started = time.perf_counter()
-    step = engine_step(engine, workload, accumulate)
-    step(*batches[0])
-    first = time.perf_counter() - started
-    for index in range(warmup):
-        step(*batches[index % 4])
-    milliseconds = []
-    for index in range(steps):
-        begun = time.perf_counter()
-        step(*batches[index % 4])
-        milliseconds.append(1e3 * (time.perf_counter() - begun))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(json.dumps({"ms": milliseconds, "first_s": first, "peak_mb": peak}))
-
-
-def run_worker(workload: str, engine: str, options) -> dict:
-    command = [
-        sys.executable, __file__, "--worker", workload, engine, "--steps", str(options.steps),
-        "--warmup", str(options.warmup), "--threads", str(options.threads),
-        "--accumulate", str(options.accumulate),
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if result.returncode:
-        raise SystemExit(f"{engine} failed on {workload}:\n{result.stderr[-2000:]}")
-    return json.loads(result.stdout.splitlines()[-1])
-
-
-def summarise(runs: list[dict]) -> dict:
-    steps = sorted(ms for run in runs for ms in run["ms"])
-    return {
-        "median_ms": statistics.median(steps),
-        "p20_ms": steps[len(steps) // 5],
-        "first_s": statistics.median(run["first_s"] for run in runs),
-        "peak_mb": statistics.median(run["peak_mb"] for run in runs),
-    }
-
-
-def machine(threads: int) -> str:
-    from importlib.metadata import version
-
     try:
-        with open("/proc/cpuinfo") as file:
-            lines = file.read().splitlines()
-    except OSError:
-        lines = []
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-    flags = next((line for line in lines if line.startswith("flags")), "")
-    widest = next((flag for flag in ("avx512f", "avx2", "avx") if flag in flags.split()), "no avx")
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "onnxruntime", "onnx"))
-    return f"{datetime.date.today()}, {model} ({widest}), {threads} threads, Python {platform.python_version()}, {versions}"
+        step = make_step(engine, name, workload, options.accumulate, options.threads)
+    except Unavailable as reason:
+        return print(json.dumps({"skipped": str(reason)}))
+    loss = float(step(*batches[0]))
+    first = time.perf_counter() - started
+    begun = time.perf_counter()
+    _timed(step, batches, options.warmup, options.seconds / 2)
+    milliseconds = _timed(step, batches, options.steps, options.seconds)
+    figures = {
+        "ms": milliseconds, "first_s": first, "loss": loss, "timed_s": time.perf_counter() - begun,
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }  # fmt: skip
+    print(json.dumps(figures))
 
 
-def table(title: str, summary: dict[str, dict]) -> str:
-    best = min((row["median_ms"] for engine, row in summary.items() if engine != "orttrainer"), default=float("nan"))
-    lines = [
-        f"### {title}",
-        "",
-        "| engine | ms/step median | p20 | ratio to best peer | first step s | peak MB |",
-        "|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {engine} | {row['median_ms']:.2f} | {row['p20_ms']:.2f} | {row['median_ms'] / best:.2f} | "
-        f"{row['first_s']:.1f} | {row['peak_mb']:.0f} |"
-        for engine, row in summary.items()
-    ]
-    return "\n".join(lines) + "\n"
+def _timed(step, batches: list, steps: int, seconds: float) -> list[float]:
+    """Milliseconds of each of so many steps, or of as many as fit into so many seconds if these are more."""
+    milliseconds: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(milliseconds) < steps or time.perf_counter() < end:
+        batch = batches[len(milliseconds) % len(batches)]
+        begun = time.perf_counter()
+        step(*batch)
+        milliseconds.append(1e3 * (time.perf_counter() - begun))
+    return milliseconds
 
 
-def main() -> None:
+def run_worker(name: str, job: Job, options, library: str | None) -> dict:
+    """One process; its figures, or {"failed": why}."""
+    python = sys.executable
+    environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "NPROC": str(options.threads)}  # JAX's: NPROC
+    if job.engine == "onnxruntime-training" and options.legacy_python:
+        python = options.legacy_python
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    if job.unlocked:
+        environment["LD_PRELOAD"] = f"{library} {os.environ.get('LD_PRELOAD', '')}".strip()
+    command = [python, os.path.abspath(__file__), "--worker", name, job.engine]
+    for option in ("steps", "warmup", "seconds", "threads", "accumulate"):
+        command += [f"--{option}", str(getattr(options, option))]
+    if options.small:
+        command.append("--small")
+    try:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+        )
+    except OSError as error:
+        return {"failed": f"cannot start {python}: {error.strerror}"}
+    try:
+        out, err = process.communicate(timeout=options.timeout)
+    except BaseException as error:
+        os.killpg(process.pid, signal.SIGKILL)  # and the compilers that it may have started
+        process.communicate()
+        if isinstance(error, subprocess.TimeoutExpired):
+            return {"failed": f"took more than {options.timeout:g} s"}
+        raise
+    if process.returncode:
+        return {"failed": _why(process.returncode, err)}
+    return json.loads(out.splitlines()[-1])
+
+
+def _why(code: int, err: str) -> str:
+    """The exception that a process ended with."""
+    lines = [line.strip() for line in err.splitlines() if line.strip()]
+    raised = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception", "Mismatch"))]
+    last = (raised or lines or [f"ended with status {code}, without a word"])[-1]
+    return last if len(last) <= 200 else f"{last[:197]}..."
+
+
+def measure(name: str, options, library: str | None, images: bool) -> dict[Job, list[dict]]:
+    """All runs of one workload. An engine that fails or is skipped is not tried again."""
+    from types import SimpleNamespace
+
+    engines = [engine for engine in options.engines if applies(engine, SimpleNamespace(images=images))]
+    jobs = [Job(engine) for engine in engines]
+    if library is not None:
+        jobs += [Job(engine, unlocked=True) for engine in engines if uses_mkl(engine)]
+    runs: dict[Job, list[dict]] = {job: [] for job in jobs}
+    for _ in range(options.rounds):
+        for job in jobs:
+            if not runs[job] or "ms" in runs[job][-1]:
+                runs[job].append(run_worker(name, job, options, library))
+    return runs
+
+
+def parsed(arguments: Sequence[str] | None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", nargs="+", default=["w1-sgd", "w1-adam", "w3-sgd"])
-    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
+    parser.add_argument("--workloads", nargs="+", metavar="NAME", help="by default all: see --list")
+    parser.add_argument(
+        "--engines", nargs="+", metavar="NAME", default=list(ENGINES), help="by default all: see --list"
+    )
+    parser.add_argument("--ablation", action="store_true", help="also orttrainer without each of its speed passes")
+    parser.add_argument("--list", action="store_true", help="list workloads and engines")
     parser.add_argument("--rounds", type=int, default=3, help="processes per engine, taking turns")
-    parser.add_argument("--steps", type=int, default=20, help="timed steps per process")
-    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=20, help="timed steps per process, at least")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before them, at least")
+    parser.add_argument("--seconds", type=float, default=1.0, help="timed seconds per process, at least")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--accumulate", type=int, default=1, help="batches per update (1)")
+    parser.add_argument("--timeout", type=float, default=900, help="seconds that one process may take")
+    parser.add_argument("--no-unlocked", dest="unlocked", action="store_false", help="not with MKL unlocked, on AMD")
+    parser.add_argument("--legacy-python", help="a Python with onnxruntime-training-cpu 1.19.2")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, to see that everything runs")
+    parser.add_argument("--table", help="also write the tables to this file")
     parser.add_argument("--json", help="also write all timings to this file")
+    parser.add_argument("--chart", help="also draw a bar chart into this PNG file (needs matplotlib)")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    for option in ("rounds", "steps", "threads", "accumulate"):
+        if getattr(options, option) < 1:
+            parser.error(f"--{option} must be 1 or more")
     if options.worker:
-        return worker(*options.worker, options.steps, options.warmup, options.threads, options.accumulate)
+        return options
 
-    sys.path.insert(0, os.path.dirname(__file__))
-    from workloads import WORKLOADS
+    from steps.workloads import WORKLOADS
 
-    batches = f", {options.accumulate} batches per update" if options.accumulate > 1 else ""
-    print(machine(options.threads) + batches + "\n")
-    everything = {}
-    for name in options.workloads:
-        runs: dict[str, list[dict]] = {engine: [] for engine in options.engines}
-        for _ in range(options.rounds):
-            for engine in options.engines:
-                runs[engine].append(run_worker(name, engine, options))
-        print(table(WORKLOADS[name].title, {engine: summarise(r) for engine, r in runs.items()}), flush=True)
-        everything[name] = runs
+    options.workloads = options.workloads or list(WORKLOADS)
+    if unknown := [name for name in options.workloads if name not in WORKLOADS]:
+        parser.error(f"there are no workloads {unknown}; those are {list(WORKLOADS)}")
+    if unknown := [name for name in options.engines if not is_engine(name)]:
+        parser.error(f"there are no engines {unknown}; those are {list(ENGINES)} and {WITHOUT}<Pass>")
+    passes = _speed_passes() if options.ablation or any(e.startswith(WITHOUT) for e in options.engines) else []
+    if unknown := [e for e in options.engines if e.startswith(WITHOUT) and e.removeprefix(WITHOUT) not in passes]:
+        parser.error(f"no passes for {unknown}; those that can be left out are {passes}")
+    if options.ablation:
+        options.engines = list(dict.fromkeys([*options.engines, *(WITHOUT + name for name in passes)]))
+    if options.chart:
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError:
+            parser.error("--chart needs matplotlib: pip install 'orttrainer[bench]'")
+    return options
+
+
+def _speed_passes() -> list[str]:
+    from orttrainer.compile import SPEED_PASSES
+
+    return [chosen.__name__ for chosen in SPEED_PASSES]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parsed(arguments)
+    if options.worker:
+        return worker(*options.worker, options)
+
+    from steps.workloads import WORKLOADS
+
+    if options.list:
+        print("\n".join(f"{name:14} {workload.title}" for name, workload in WORKLOADS.items()), "\n")
+        print("\n".join([*ENGINES, *(WITHOUT + name for name in _speed_passes())]))
+        return
+    head = machine(options.threads)
+    if options.accumulate > 1:
+        head += f", {options.accumulate} batches per update"
+    head += f"; {options.rounds} rounds of {options.steps} steps or more"
+    texts, everything, drawn = [head + "\n"], [], {}
+    print(texts[0], flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        library = unlock_mkl(folder) if options.unlocked else None
+        for name in options.workloads:
+            runs = measure(name, options, library, WORKLOADS[name].images)
+            summary, unlocked = (
+                {job.engine: summarise(found) for job, found in runs.items() if job.unlocked is which}
+                for which in (False, True)
+            )
+            title = WORKLOADS[name].title + (", reduced to a tiny size" if options.small else "")
+            drawn[title] = summary, unlocked
+            texts.append(table(title, summary, unlocked))
+            print(texts[-1], flush=True)
+            everything += [
+                {"workload": name, "engine": job.engine, "mkl_unlocked": job.unlocked, "runs": found}
+                for job, found in runs.items()
+            ]
+            _write(options, head, texts, everything)  # after each, for who stops it midway
+    if options.chart:
+        draw(options.chart, head, drawn)
+
+
+def _write(options, head: str, texts: list[str], everything: list[dict]) -> None:
+    if options.table:
+        pathlib.Path(options.table).write_text("\n".join(texts))
     if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"machine": machine(options.threads), "runs": everything}, file)
+        pathlib.Path(options.json).write_text(json.dumps({"machine": head, "results": everything}, indent=1))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from onnx_ir.passes import common
 
 from orttrainer.differentiate import differentiate
 from orttrainer.differentiate.prepare import prepare
-from orttrainer.errors import ModelError, NoGradientWarning
+from orttrainer.errors import InvalidArgumentError, ModelError, NoGradientWarning
 from orttrainer.graph.activations import Activations, ancestors
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.fence import fence, unordered_readers
@@ -50,6 +50,15 @@ NORM = "global_gradient_norm"
 FINITE = "all_gradients_finite"
 LOSS_SCALE = "loss_scale"
 BATCHES = "accumulated_batches"
+
+# What only makes the graph faster or smaller; `disabled_passes` may name these, to measure what each buys.
+SPEED_PASSES = (
+    FuseLogSoftmaxNllPass,
+    ExpandSoftmaxCrossEntropyPass,
+    CancelTransposePairsPass,
+    TransposedProductPass,
+    ShareSubexpressionsPass,
+)
 
 
 @dataclass(frozen=True)
@@ -169,6 +178,7 @@ def compile_training_graph(
     accumulate: bool = False,
     precision: ir.DataType | None = None,
     recompute: Recompute | None = None,
+    disabled_passes: Sequence[str] = (),
 ) -> TrainingGraph:
     """Build the training graph of a forward graph.
 
@@ -183,16 +193,19 @@ def compile_training_graph(
         accumulate: keep the sum of the gradients of several batches, one buffer for each parameter.
         precision: FLOAT16 or BFLOAT16: forward and backward in it; parameters stay in float32.
         recompute: which forward values the backward makes again instead of keeping them.
+        disabled_passes: names of classes in `SPEED_PASSES` to leave out.
 
     Raises:
-        InvalidArgumentError: `recompute` asks for what the graph does not have.
+        InvalidArgumentError: `recompute` asks for what the graph does not have, or there is no such pass.
         MissingGradientError: an operator has no gradient rule.
         ModelError: no parameter reaches the loss, or a name that is needed is taken.
 
     Warns:
         NoGradientWarning: a parameter has no path to the loss; it keeps its value.
     """
-    build = _Build(forward, learning_rate, seed, 1 + max((groups or {}).values(), default=0), precision)
+    check_disabled_passes(disabled_passes)
+    rates = 1 + max((groups or {}).values(), default=0)
+    build = _Build(forward, learning_rate, seed, rates, precision, frozenset(disabled_passes))
     gradients = build.differentiate(forward.parameters, forward.unread, accumulate)
     if recompute is not None:
         build.recompute(recompute, forward, gradients)
@@ -204,16 +217,33 @@ def compile_training_graph(
     return build.finish(gradients, groups or {})
 
 
+def check_disabled_passes(names: Sequence[str]) -> None:
+    """Raise InvalidArgumentError unless `names` are a list of names of passes in `SPEED_PASSES`."""
+    known = [chosen.__name__ for chosen in SPEED_PASSES]
+    if isinstance(names, str) or not all(name in known for name in names):
+        raise InvalidArgumentError(
+            f"disabled_passes must be a list of passes that a graph can do without, which are {known}; got {names!r}"
+        )
+
+
 class _Build:
     """The graph while it is being made, and the state that it has so far."""
 
-    def __init__(self, forward, learning_rate: str, seed: int, rates: int, precision: ir.DataType | None):
+    def __init__(
+        self,
+        forward,
+        learning_rate: str,
+        seed: int,
+        rates: int,
+        precision: ir.DataType | None,
+        disabled: frozenset[str] = frozenset(),
+    ):
         described = [value.name for value in forward.model.graph.inputs]
         self.outputs = [v.name for v in forward.model.graph.outputs if v.name not in forward.updates.values()]
         self.tensors: dict[str, ir.TensorProtocol] = {}
         self.roles: dict[str, tuple[str, str | None]] = {}  # state name -> role, parameter
         self.new: dict[str, ir.Value] = {}  # state name -> its value after the step
-        self.learning_rate = learning_rate
+        self.learning_rate, self.disabled = learning_rate, disabled
         self.batches: ir.Value | None = None
         self.scale: ir.Value | None = None  # what the gradients have yet to be multiplied with
         self.finite: ir.Value | None = None
@@ -236,7 +266,8 @@ class _Build:
         updates = set(forward.updates.values())
         frozen = {n: self.tensors[n] for n in forward.buffers if n not in forward.updates and n in self.tensors}
         half = [] if precision is None else [HalfPrecisionPass(precision, forward.parameters, frozen, updates)]
-        for rewrite in (
+        model = self._rewritten(
+            model,
             VectorMatMulPass(),
             FuseLogSoftmaxNllPass(),
             *half,
@@ -244,8 +275,7 @@ class _Build:
             CounterHashDropoutPass(SEED, STEP, TRAINING_MODE),
             CounterHashDrawsPass(SEED, STEP),
             common.TopologicalSortPass(),
-        ):
-            model = rewrite(model).model
+        )
         self.model, self.op = model, Builder(model.graph, "step")
         outputs = {value.name: value for value in model.graph.outputs}
         self.new.update({name: outputs[output] for name, output in forward.updates.items()})
@@ -374,7 +404,8 @@ class _Build:
             value.name = self._free(f"{name}_new")
             self.new[name] = value
             graph.outputs.append(value)
-        for rewrite in (
+        self.model = self._rewritten(
+            self.model,
             SwitchBatchNormalizationPass(TRAINING_MODE, primitives=primitives),
             ExpandSoftmaxCrossEntropyPass(),
             RemoveStopGradientPass(),
@@ -385,8 +416,14 @@ class _Build:
             AllAxesPass(),
             ScatterReductionPass(),
             ShareSubexpressionsPass(),
-        ):
-            self.model = rewrite(self.model).model
+        )
+
+    def _rewritten(self, model: ir.Model, *passes: ir.passes.PassBase) -> ir.Model:
+        """The model after all of the passes that are not disabled."""
+        for rewrite in passes:
+            if type(rewrite).__name__ not in self.disabled:
+                model = rewrite(model).model
+        return model
 
     def finish(self, gradients: dict[str, ir.Value], groups: Mapping[str, int]) -> TrainingGraph:
         """Prove or repair the order of reads and writes, and write the signature down."""

@@ -153,7 +153,7 @@ class InputSchema:
     def check(self, batch: Sequence[torch.Tensor]) -> None:
         """Raise SchemaError unless `batch` fits; a few hundred nanoseconds for known sizes."""
         try:
-            signature = tuple([(t.dtype, t.shape) for t in batch])
+            signature = tuple([(t.dtype, t.shape, t.layout, t.is_meta) for t in batch])
             if signature in self._passed:
                 return
         except (AttributeError, TypeError):
@@ -199,6 +199,10 @@ def _check_tensors(names, batch):
                 f"input {name!r}: expected a torch.Tensor, got {type(tensor).__name__}. "
                 f"Convert it first, e.g. with torch.as_tensor."
             )
+        if tensor.layout != torch.strided:
+            raise SchemaError(f"input {name!r}: expected a dense tensor, got {tensor.layout}. Pass it as .to_dense().")
+        if tensor.is_meta:
+            raise SchemaError(f"input {name!r}: a tensor on the meta device has no values. Make it on the CPU.")
 
 
 def _check_dtype_and_rank(spec, tensor):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +18,7 @@ from onnx_ir import tensor_adapters
 
 from orttrainer import export, runtime
 from orttrainer.arguments import checked_loss_scale, checked_precision, checked_steps, inputs_by_name
-from orttrainer.compile import TrainingGraph, compile_training_graph
+from orttrainer.compile import TrainingGraph, check_disabled_passes, compile_training_graph
 from orttrainer.describe import InputSchema, InputSpec, ModelDescription
 from orttrainer.distributed import Collective, device_of_rank, failing_together, find_collective
 from orttrainer.errors import (
@@ -87,6 +89,7 @@ class Settings:
         recompute: which forward values the backward makes again instead of keeping them.
         session_options: called as `f(options, part)` on the SessionOptions of each session; `part` is "train",
             "backward", "check", "update" or "evaluate".
+        disabled_passes: names of passes to leave out, of those in `compile.SPEED_PASSES`: to measure what each buys.
     """
 
     device: str | torch.device = "cpu"
@@ -105,6 +108,7 @@ class Settings:
     nonfinite_loss: str = "warn"
     recompute: object = None
     session_options: Callable | None = None
+    disabled_passes: Sequence[str] = ()
 
 
 class NotCopied:
@@ -117,8 +121,19 @@ class NotCopied:
         )
 
 
+def _one_at_a_time(method: Callable) -> Callable:
+    """A method that waits until no other thread is in one: state and bindings are shared by all calls."""
+
+    @functools.wraps(method)
+    def locked(self, *args, **kwargs):
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return locked
+
+
 class Engine(NotCopied):
-    """Compile a model into one training graph, and train it.
+    """Compile a model into one training graph, and train it; calls from several threads run one after the other.
 
     Args:
         model: a `torch.nn.Module`, compiled at the first step and trained in place; or an
@@ -144,6 +159,7 @@ class Engine(NotCopied):
         optimizer: OptimizerChoice,
         settings: Settings,
     ):
+        self._lock = threading.RLock()
         self.settings, self._optimizer = settings, optimizer
         self._accumulation_steps = checked_steps(settings.accumulation_steps)
         self.precision = checked_precision(settings.precision)
@@ -155,6 +171,7 @@ class Engine(NotCopied):
             raise InvalidArgumentError(
                 f"nonfinite_loss must be 'warn', 'error' or 'ignore', got {settings.nonfinite_loss!r}"
             )
+        check_disabled_passes(settings.disabled_passes)
         device = settings.device
         self.collective: Collective = find_collective(
             settings.world_rank, settings.world_size, runtime.parse_device(device).type
@@ -192,6 +209,7 @@ class Engine(NotCopied):
 
     # -- the step -------------------------------------------------------------------------
 
+    @_one_at_a_time
     def train_step(
         self, given: Mapping[str, torch.Tensor], rate: float, loss_scale: float = 1.0
     ) -> tuple[list[torch.Tensor], bool | None]:
@@ -219,6 +237,7 @@ class Engine(NotCopied):
             else:
                 self._rates = torch.tensor(self._optimizer.rates(rate), dtype=torch.float32)
             scale = None if self.precision is None else self._scale.fill_(checked_loss_scale(loss_scale))
+            self._state.check_trained()
             self._state.keep_sharing()
         except Exception as error:
             if compiled and self._is_last:
@@ -236,6 +255,7 @@ class Engine(NotCopied):
         """Whether the next batch is the last of its block."""
         return self._runner.accumulated + 1 >= self._accumulation_steps
 
+    @_one_at_a_time
     def eval_step(self, given: Mapping[str, torch.Tensor], fetches: Sequence[str] | None = None) -> list[torch.Tensor]:
         """Run forward and loss in evaluation mode: dropout off, running statistics, no update.
 
@@ -277,6 +297,7 @@ class Engine(NotCopied):
         return self._accumulation_steps
 
     @accumulation_steps.setter
+    @_one_at_a_time
     def accumulation_steps(self, steps: int) -> None:
         steps = checked_steps(steps)
         if self.accumulated and steps != self._accumulation_steps:
@@ -305,6 +326,7 @@ class Engine(NotCopied):
 
     # -- state ----------------------------------------------------------------------------
 
+    @_one_at_a_time
     def state_dict(self, include_optimizer_state: bool = True) -> dict[str, torch.Tensor]:
         """Name -> CPU tensor (a copy); empty before the model is compiled.
 
@@ -318,6 +340,7 @@ class Engine(NotCopied):
             found[ACCUMULATED] = torch.tensor([self.accumulated])
         return found
 
+    @_one_at_a_time
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = False) -> None:
         """Load what `state_dict` gave. Before the model is compiled it is kept, and loaded then.
 
@@ -343,6 +366,7 @@ class Engine(NotCopied):
     def _accumulators(self) -> dict[str, torch.Tensor]:
         return {f"{name}_grad_accumulator": t for name, t in self._runner.accumulators.items()}
 
+    @_one_at_a_time
     def compile(self, given: Mapping[str, torch.Tensor]) -> None:
         """Compile for this batch, a whole one, unless that was done before; run nothing."""
         self._checked_batch(given)
@@ -364,6 +388,7 @@ class Engine(NotCopied):
         self._show_state(model)
         return ir.to_proto(model)
 
+    @_one_at_a_time
     def export_inference(
         self, path: str | os.PathLike, outputs: Sequence[str] | None = None, batch: Sequence | None = None
     ) -> None:
@@ -411,6 +436,8 @@ class Engine(NotCopied):
             schema = self._schema if whole else InputSchema([s for s in self._schema.specs if s.name in given])
             schema.check(batch)
         else:
+            # Exporters cannot trace what was made under torch.inference_mode.
+            batch = [t.clone() if isinstance(t, torch.Tensor) and t.is_inference() else t for t in batch]
             with failing_together(self.collective, "describing the first batch"):
                 schema = InputSchema.settle(self.description.inputs_, batch, strict=self.settings.strict)
             self._sizes = _sizes(schema, batch)
@@ -497,6 +524,7 @@ class Engine(NotCopied):
             seed=seed_of_rank(self.collective.rank), primitives=self.device.type == "cuda",
             accumulate=self._accumulation_steps > 1, precision=self.precision,
             recompute=self.settings.recompute and self.settings.recompute.with_sizes(self._sizes),
+            disabled_passes=self.settings.disabled_passes,
         )  # fmt: skip
 
     def _open(self, graph: TrainingGraph) -> None:
@@ -574,5 +602,5 @@ def _sizes(schema: InputSchema, batch: Sequence[torch.Tensor]) -> dict[str, int]
 
 
 def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    tensor = tensor.detach()
+    tensor = tensor.detach().resolve_neg()
     return tensor if tensor.device == device else tensor.to(device)

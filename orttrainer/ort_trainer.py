@@ -342,7 +342,9 @@ class ORTTrainer(NotCopied):
         if self._takes_scale:
             scale_name = self.loss_scale_input_name
             if LOSS_SCALE_BEFORE in kwargs and scale_name in kwargs and scale_name != LOSS_SCALE_BEFORE:
-                raise SchemaError(f"train_step got the loss scale twice, as {LOSS_SCALE_BEFORE!r} and as {scale_name!r}")
+                raise SchemaError(
+                    f"train_step got the loss scale twice, as {LOSS_SCALE_BEFORE!r} and as {scale_name!r}"
+                )
             if LOSS_SCALE_BEFORE in kwargs:
                 kwargs[scale_name] = kwargs.pop(LOSS_SCALE_BEFORE)
             needed = [*names, scale_name] if self._needs_scale else names

@@ -55,6 +55,7 @@ class TrainedState:
                 collective.broadcast_(self.tensors[entry.name])
         graph.tensors.update({name: ir_view(name, tensor) for name, tensor in self.tensors.items()})
         self._places = self._shared_places(own)
+        self._needed = [(owner, key, name, owner[key].requires_grad) for owner, key, name, _ in self._places]
         self._layers = [(module._modules, dict(module._modules)) for m in self._modules for module in m.modules()]
 
     def keep_sharing(self) -> None:
@@ -83,6 +84,20 @@ class TrainedState:
                 )
             shared.copy_(tensor.detach())
             tensor.data = shared
+
+    def check_trained(self) -> None:
+        """Refuse to train on after a `requires_grad` that the graph cannot follow.
+
+        Raises:
+            StateError: a parameter was frozen, or set free, since the graph was compiled.
+        """
+        for owner, key, name, needed in self._needed:
+            tensor = owner.get(key)
+            if tensor is not None and tensor.requires_grad != needed:
+                raise StateError(
+                    f"requires_grad of {name!r} is {tensor.requires_grad} now, but was {needed} when the graph was compiled. "
+                    "Make a new ORTTrainer, which leaves out what needs no gradient, or restore it."
+                )
 
     def copies(self, include_optimizer_state: bool) -> dict[str, torch.Tensor]:
         """What `state_dict` returns: CPU copies; the seed is that of the run, which any rank can load."""

@@ -254,6 +254,17 @@ def test_an_installed_training_package_keeps_all_but_the_trainer(when, own_train
     assert printed(imports[when] + LOOK, own_training) == LOOKED
 
 
+@pytest.mark.legacy_runtime
+@pytest.mark.skipif(not HAS_OWN_TRAINING, reason="this ONNX Runtime was not built for training")
+def test_onnxruntime_training_keeps_its_on_device_training(installed):
+    from onnxruntime.training import TrainingParameters, artifacts, onnxblock
+    from onnxruntime.training.api import CheckpointState, Module
+    from onnxruntime.training.optim import FusedAdam
+
+    for own in (TrainingParameters, artifacts.generate_artifacts, onnxblock.Block, CheckpointState, Module, FusedAdam):
+        assert own.__module__.startswith("onnxruntime.")
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_uninstall_gives_an_installed_training_package_back(when, own_training):
     imported = "import onnxruntime.training.api" if when == "after" else ""

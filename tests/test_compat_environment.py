@@ -41,10 +41,43 @@ def test_the_keywords_of_rc1_are_todays():
     trainer = rc1_trainer(postprocess_model=lambda model: seen.append(len(model.graph.node)), partition_optimizer=False)
     trainer.train_step(torch.ones(2, 3), torch.tensor([0, 1]), torch.tensor([0.1]))
     assert len(seen) == 1 and seen[0] > 0
-    with pytest.raises(UnsupportedFeatureError, match=r"deepspeed_zero_stage=1: optimizer state that is cut"):
-        rc1_trainer(partition_optimizer=True)
     with pytest.raises(InvalidArgumentError, match=r"partition_optimizer is the former name of deepspeed_zero_stage"):
         rc1_trainer(partition_optimizer=False, deepspeed_zero_stage=0)
+
+
+@pytest.mark.parametrize("keyword", ["postprocess_model", "_extra_postprocess"])
+def test_a_postprocess_function_that_fails_on_todays_graph_is_left_out_with_a_warning(keyword):
+    def fix_expand(model):
+        del model.graph.node[0]
+        assert "Expand" in {node.op_type for node in model.graph.node}, "no Expand"
+
+    step = (torch.ones(2, 3), torch.tensor([0, 1]), torch.tensor([0.1]))
+    torch.manual_seed(0)
+    expected = rc1_trainer().train_step(*step)[0]
+    torch.manual_seed(0)
+    trainer = rc1_trainer(**{keyword: fix_expand})
+    with pytest.warns(
+        UserWarning, match=r"function 'fix_expand' is not used: on this graph it raises AssertionError: no Ex"
+    ):
+        assert torch.equal(trainer.train_step(*step)[0], expected)
+
+
+def test_a_partitioned_optimizer_is_whole_on_one_process_and_refused_on_several(monkeypatch):
+    from onnxruntime.training import ORTTrainer, ORTTrainerOptions, optim
+
+    def second_generation():
+        options = {"device": {"id": "cpu"}, "distributed": {"deepspeed_zero_optimization": {"stage": 1}}}
+        return ORTTrainer(Loss(), DESCRIPTION, optim.SGDConfig(), None, ORTTrainerOptions(options))
+
+    trainer = rc1_trainer(partition_optimizer=True)
+    trainer.train_step(torch.ones(2, 3), torch.tensor([0, 1]), torch.tensor([0.1]))
+    assert second_generation().train_step(torch.ones(2, 3)).item() == 3.0
+    for name, value in LAUNCHERS["MPICH"][0].items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UnsupportedFeatureError, match=r"deepspeed_zero_stage=1: optimizer state that is cut"):
+        rc1_trainer(partition_optimizer=True)
+    with pytest.raises(UnsupportedFeatureError, match=r"deepspeed_zero_optimization.stage is 1: optimizer state"):
+        second_generation()
 
 
 DESCRIPTION = {"inputs": [("x", [2, 3])], "outputs": [("loss", [], True)]}

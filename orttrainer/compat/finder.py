@@ -78,10 +78,10 @@ class LegacyFinder(importlib.abc.MetaPathFinder):
             importlib.import_module(name)
 
     def lay_over(self, module: ModuleType, legacy: LegacyModule) -> None:
-        """Give an installed module the attributes of ours, and look for others in `legacy` when it has none."""
+        """Give an installed module the attributes of ours that it may have too; others are looked for when they are used."""
         ours = _Attributes(module.__name__, legacy)
         for name in ours.public():
-            if name not in legacy.submodules and (name not in legacy.fallback or not hasattr(module, name)):
+            if name not in legacy.submodules and name not in legacy.fallback:
                 self._set(module, name, ours(name))
         own = module.__dict__.get("__getattr__")
         self._set(module, "__getattr__", ours if own is None else _either(own, ours))

@@ -71,6 +71,12 @@ _TRAINING_SESSION = (
     "`trainer.training_graph.save(path)` writes the graph, which any ONNX Runtime runs"
 )
 
+_UTILS = (
+    "dtype_onnx_to_torch", "dtype_torch_to_numpy", "get_all_gradients_finite_name_from_session", "get_device_index",
+    "get_device_index_from_input", "get_device_str", "get_gradient_accumulation_name_from_session",
+    "import_module_from_file", "static_vars",
+)  # fmt: skip
+
 
 def _second_generation(root: str) -> dict[str, LegacyModule]:
     """A package of the second generation by one of its names."""
@@ -113,7 +119,7 @@ def _second_generation(root: str) -> dict[str, LegacyModule]:
         ".optim.fp16_optimizer": LegacyModule(absent=_OWN_OPTIMIZER),
         ".optim.fused_adam": LegacyModule(absent=_OWN_OPTIMIZER),
         ".training_session": LegacyModule(absent=_TRAINING_SESSION),
-        "._utils": LegacyModule(absent=_INTERNAL),
+        "._utils": LegacyModule(refused=dict.fromkeys(_UTILS, _INTERNAL), installed=True),  # imported and not used
         ".postprocess": LegacyModule(absent=_INTERNAL),
     }
     return {root + suffix: module for suffix, module in modules.items()}

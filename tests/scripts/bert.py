@@ -44,8 +44,11 @@ class Layer(nn.Module):
 
 
 class BertForPreTraining(nn.Module):
-    def __init__(self, dropout=0.1):
+    """Returns its loss or, with `accuracy`, (loss, share of the masked words that are right)."""
+
+    def __init__(self, dropout=0.1, accuracy=False):
         super().__init__()
+        self.accuracy = accuracy
         self.words = nn.Embedding(VOCABULARY, WIDTH)
         self.positions = nn.Embedding(SEQUENCE, WIDTH)
         self.segments = nn.Embedding(2, WIDTH)
@@ -65,8 +68,13 @@ class BertForPreTraining(nn.Module):
             x = layer(x, mask)
         words = self.decoder(x).view(-1, VOCABULARY)
         following = self.next_sentence(torch.tanh(self.pooler(x[:, 0]))).view(-1, 2)
-        loss = nn.CrossEntropyLoss(ignore_index=-1)
-        return loss(words, masked_lm_labels.view(-1)) + loss(following, next_sentence_labels.view(-1))
+        criterion, labels = nn.CrossEntropyLoss(ignore_index=-1), masked_lm_labels.view(-1)
+        loss = criterion(words, labels) + criterion(following, next_sentence_labels.view(-1))
+        if not self.accuracy:
+            return loss
+        masked = (labels != -1).to(torch.float32)
+        right = (torch.argmax(words, dim=-1) == labels).to(torch.float32) * masked
+        return loss, right.sum() / masked.sum()
 
 
 def sentences(step, batch=BATCH):

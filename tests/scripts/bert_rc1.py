@@ -5,7 +5,7 @@ import os
 
 import torch
 from bert import BATCH, SEQUENCE, VOCABULARY, BertForPreTraining, no_decay, sentences
-from onnxruntime.capi._pybind_state import ArenaExtendStrategy, set_arena_extend_strategy
+from onnxruntime.capi._pybind_state import ArenaExtendStrategy, set_arena_extend_strategy, set_cuda_mem_limit
 from onnxruntime.capi.ort_trainer import IODescription, LossScaler, ModelDescription, ORTTrainer
 
 parser = argparse.ArgumentParser()
@@ -15,25 +15,25 @@ parser.add_argument("--dropout", type=float, default=0.1)
 parser.add_argument("--learning_rate", type=float, default=0.01)
 parser.add_argument("--gradient_accumulation_steps", type=int, default=1)
 parser.add_argument("--allreduce_post_accumulation", action="store_true")
-parser.add_argument("--partition_optimizer", action="store_true")
 parser.add_argument("--fp16", action="store_true")
 parser.add_argument("--resume", action="store_true")
 args = parser.parse_args()
 
 set_arena_extend_strategy(ArenaExtendStrategy.kSameAsRequested)
+set_cuda_mem_limit(16 * 1024 * 1024 * 1024)
 torch.manual_seed(1)
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def bert_model_description():
-    described = [BATCH, SEQUENCE]
+    described = [BATCH * args.gradient_accumulation_steps, SEQUENCE]
     return ModelDescription(
         [
             IODescription("input_ids", described, torch.int64, num_classes=VOCABULARY),
             IODescription("segment_ids", described, torch.int64, num_classes=2),
             IODescription("input_mask", described, torch.int64, num_classes=2),
             IODescription("masked_lm_labels", described, torch.int64, num_classes=VOCABULARY),
-            IODescription("next_sentence_labels", [BATCH, 2], torch.int64, num_classes=2),
+            IODescription("next_sentence_labels", [described[0], 2], torch.int64, num_classes=2),
         ],
         [IODescription("loss", [], torch.float32)],
     )
@@ -64,7 +64,7 @@ model = ORTTrainer(
     world_size=1,
     use_mixed_precision=args.fp16,
     allreduce_post_accumulation=args.allreduce_post_accumulation,
-    partition_optimizer=args.partition_optimizer,
+    partition_optimizer=True,
     _opset_version=10,
 )
 loss_scaler = LossScaler(model.loss_scale_input_name, True, up_scale_window=2000) if args.fp16 else None

@@ -5,7 +5,7 @@ import os
 
 import onnxruntime
 import torch
-from bert import BertForPreTraining, no_decay, sentences
+from bert import BATCH, SEQUENCE, BertForPreTraining, no_decay, sentences
 from onnxruntime.training import amp, checkpoint, optim, orttrainer
 
 parser = argparse.ArgumentParser()
@@ -24,16 +24,17 @@ local_rank, world_rank, world_size = 0, 0, 1
 torch.manual_seed(1)
 onnxruntime.set_seed(1 + world_rank)
 device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-model = BertForPreTraining(args.dropout)
+model = BertForPreTraining(args.dropout, accuracy=True)
+train_batch_size = BATCH * args.gradient_accumulation_steps
 model_desc = {
     "inputs": [
-        ("input_ids", ["batch", "max_seq_len_in_batch"]),
-        ("token_type_ids", ["batch", "max_seq_len_in_batch"]),
-        ("attention_mask", ["batch", "max_seq_len_in_batch"]),
-        ("masked_lm_labels", ["batch", "max_seq_len_in_batch"]),
-        ("next_sentence_labels", ["batch"]),
+        ("input_ids", [train_batch_size, SEQUENCE]),
+        ("token_type_ids", [train_batch_size, SEQUENCE]),
+        ("attention_mask", [train_batch_size, SEQUENCE]),
+        ("masked_lm_labels", [train_batch_size, SEQUENCE]),
+        ("next_sentence_labels", [train_batch_size, 2]),
     ],
-    "outputs": [("loss", [], True)],
+    "outputs": [("total_loss", [], True), ("mlm_acc", [], False)],
 }
 no_decay_names = [name for name, _ in model.named_parameters() if no_decay(name)]
 optim_config = optim.LambConfig(
@@ -57,7 +58,7 @@ options = orttrainer.ORTTrainerOptions(
             "world_size": world_size,
             "local_rank": local_rank,
             "allreduce_post_accumulation": True,
-            "deepspeed_zero_optimization": {"stage": 0},
+            "deepspeed_zero_optimization": {"stage": 1},
         },
     }
 )
@@ -67,8 +68,8 @@ if args.resume:
     checkpoint.experimental_load_state_dict(trainer, torch.load(path)["model"], strict=False)
 
 for step in range(args.steps):
-    loss = trainer.train_step(*[t.to(device) for t in sentences(step)])
-    print(f"step {step + 1} | loss {loss.item():.8f}")
+    loss, mlm_acc = trainer.train_step(*[t.to(device) for t in sentences(step)])
+    print(f"step {step + 1} | loss {loss.item():.8f} | accuracy {mlm_acc.item():.6f}")
 info = trainer._train_step_info
 print(f"{info.step} steps, {info.optimization_step} updates")
 torch.save({"model": checkpoint.experimental_state_dict(trainer)}, path)

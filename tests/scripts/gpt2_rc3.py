@@ -6,7 +6,7 @@ import os
 import onnxruntime
 import torch
 from gpt2 import GPT2LMHeadModel, no_decay, text
-from onnxruntime.training import ORTTrainer, ORTTrainerOptions, amp, optim
+from onnxruntime.training import ORTTrainerOptions, TrainStepInfo, _utils, amp, checkpoint, optim, orttrainer  # noqa: F401
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--output_dir", required=True)
@@ -46,7 +46,7 @@ options = ORTTrainerOptions(
         "lr_scheduler": lr_scheduler,
     }
 )
-trainer = ORTTrainer(model, model_desc, optim_config, None, options)
+trainer = orttrainer.ORTTrainer(model, model_desc, optim_config, None, options)
 
 for step in range(args.steps):
     tokens = text(step).to(device)
@@ -57,6 +57,7 @@ if args.fp16:
     skipped = args.steps - trainer._train_step_info.optimization_step * args.gradient_accumulation_steps
     print(f"skipped {skipped} | loss scale {loss_scaler.loss_scale:.0f}")
 
+model.load_state_dict(checkpoint.experimental_state_dict(trainer), strict=False)
 ids = text(0)
 print(f"evaluation loss {trainer.eval_step(ids.to(device), ids.to(device))[0].item():.8f}")
 path = os.path.join(args.output_dir, "gpt2.onnx")

@@ -1,0 +1,1 @@
+"""What `train_step.py` times, on what, and how it is reported."""

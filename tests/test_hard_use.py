@@ -1,0 +1,263 @@
+"""Kills, threads, odd tensors and two trainers of one module: what a trainer goes through in real use."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import pathlib
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from launched import ROOT, WORKERS
+from small import OPTIMIZERS, RATE, batch, make, net, torch_step
+from torch import nn
+
+from orttrainer import load_checkpoint
+from orttrainer.errors import SchemaError, StateError, UnsupportedFeatureError
+
+sys.path.insert(0, str(WORKERS))
+
+import checkpoints as worker
+
+# -- kills -------------------------------------------------------------------------------------
+
+
+def killed_after(seconds: float, folder: pathlib.Path) -> None:
+    """Run the worker until so long after its first checkpoints."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, str(WORKERS / "checkpoints.py"), str(folder)], stdout=subprocess.PIPE, env=env
+    )
+    try:
+        assert process.stdout.readline() == b"ready\n"
+        time.sleep(seconds)
+        assert process.poll() is None
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+
+@functools.cache
+def uninterrupted(generation: str) -> tuple[object, list[float]]:
+    """A trainer that was not killed, and its losses so far."""
+    return getattr(worker, generation)(), []
+
+
+def expected_loss(generation: str, step: int) -> float:
+    trainer, losses = uninterrupted(generation)
+    while len(losses) <= step:
+        losses.append(getattr(worker, f"loss_of_{generation}")(trainer, len(losses)))
+    return losses[step]
+
+
+def check_resumes(folder: pathlib.Path) -> None:
+    """Load what the killed process left, and go on as if nothing had been."""
+    first = worker.first()
+    step = load_checkpoint(first, folder, "first", strict=True)["step"]
+    newest = max(folder.glob("second-*.h5"), key=lambda path: int(path.stem.split("-")[1]))
+    second = worker.second()
+    second.eval_step(*batch(0))
+    own_step = second.load_checkpoint(newest)["step"]
+    assert 0 <= step - own_step <= 1  # killed between the two, or not
+    for index in range(1, 6):
+        assert worker.loss_of_first(first, step + index) == expected_loss("first", step + index)
+        assert worker.loss_of_second(second, own_step + index) == expected_loss("second", own_step + index)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_newest_checkpoint_of_a_killed_process_loads_and_goes_on_exactly(seed, tmp_path):
+    killed_after(random.Random(seed).uniform(0.0, 0.5), tmp_path)
+    check_resumes(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 30))
+def test_the_newest_checkpoint_of_a_process_that_is_killed_at_any_moment_loads_and_goes_on_exactly(seed, tmp_path):
+    killed_after(random.Random(seed).uniform(0.0, 0.5), tmp_path)
+    check_resumes(tmp_path)
+
+
+# -- threads -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_two_threads_train_one_trainer_one_after_the_other(batches):
+    def wide():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 256), nn.Tanh(), nn.Linear(256, 3))
+
+    def losses_of(threads: int) -> list[float]:
+        trainer = make(wide(), "AdamOptimizer", gradient_accumulation_steps=batches, check_export=False)
+        losses = []
+
+        def work(count: int) -> None:
+            for _ in range(count):
+                losses.append(trainer.train_step(*batch(), 0.01)[0].item())
+
+        workers = [threading.Thread(target=work, args=(60 // threads,)) for _ in range(threads)]
+        for thread in workers:
+            thread.start()
+        for thread in workers:
+            thread.join()
+        return sorted(losses)
+
+    assert losses_of(2) == losses_of(1)  # the batches are all alike, so the order of the threads is of no matter
+
+
+def test_another_number_of_threads_between_steps_changes_no_result():
+    before, losses = torch.get_num_threads(), []
+    try:
+        for counts in ((1, 1, 1, 1), (1, 2, 1, 3)):
+            trainer = make(check_export=False)
+            for step, count in enumerate(counts):
+                torch.set_num_threads(count)
+                losses.append(trainer.train_step(*batch(step), RATE)[0].item())
+    finally:
+        torch.set_num_threads(before)
+    assert losses[:4] == losses[4:]
+
+
+# -- tensors -----------------------------------------------------------------------------------
+
+
+def in_other_memory(x):
+    return x.t().contiguous().t()
+
+
+def of_one_row(x):
+    return x[:1].expand(6, 4)
+
+
+def with_gradient(x):
+    return x.clone().requires_grad_()
+
+
+def inside_a_graph(x):
+    return x.clone().requires_grad_() * 1.0
+
+
+def negated_view(x):
+    return torch._neg_view(x)
+
+
+def made_in_inference_mode(x):
+    with torch.inference_mode():
+        return x + 0.0
+
+
+VIEWS = [in_other_memory, of_one_row, with_gradient, inside_a_graph, negated_view, made_in_inference_mode]
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.__name__)
+@pytest.mark.parametrize("first", [True, False], ids=["first step", "later"])
+def test_any_view_of_a_batch_trains_like_a_plain_tensor_of_its_values(view, first):
+    trainer, twin = make(check_export=False), net()
+    if not first:
+        trainer.train_step(*batch(1), RATE)
+        torch_step(twin, *batch(1))
+    x, y = batch()
+    plain = torch.tensor(view(x).tolist())
+    loss, output = trainer.train_step(view(x), y, RATE)
+    torch.testing.assert_close(loss.clone(), torch_step(twin, plain, y))
+    assert not output.requires_grad
+    torch.testing.assert_close(dict(trainer._engine.model.state_dict()), dict(twin.state_dict()))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_training_works_where_torch_records_nothing(mode):
+    trainer, twin = make(check_export=False), net()
+    with mode():
+        losses = [trainer.train_step(*batch(step), RATE)[0].item() for step in range(3)]
+    assert losses == pytest.approx([torch_step(twin, *batch(step)).item() for step in range(3)], rel=1e-5)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first step", "later"])
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (lambda x: x.to("meta"), "input 'x': a tensor on the meta device has no values"),
+        (
+            lambda x: x.to_sparse(),
+            r"input 'x': expected a dense tensor, got torch.sparse_coo. Pass it as .to_dense\(\)",
+        ),
+    ],
+    ids=["meta", "sparse"],
+)
+def test_a_tensor_without_values_in_place_is_refused(change, text, first):
+    trainer = make(check_export=False)
+    x, y = batch()
+    if not first:
+        trainer.train_step(x, y, RATE)
+    with pytest.raises(SchemaError, match=text):
+        trainer.train_step(change(x), y, RATE)
+    trainer.train_step(x, y, RATE)
+
+
+# -- one module, several owners ----------------------------------------------------------------
+
+
+def test_two_trainers_of_one_module_take_turns():
+    """Each goes on from the weights that the other left, with moments of its own."""
+    module, twin = net(), net()
+    adam, sgd = make(module, "AdamWOptimizer", check_export=False), make(module, check_export=False)
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=RATE)
+    for step in range(6):
+        loss = (adam, sgd)[step % 2].train_step(*batch(step), RATE)[0]
+        if step % 2:
+            expected = torch_step(twin, *batch(step))
+        else:
+            expected = nn.functional.cross_entropy(twin(batch(step)[0]), batch(step)[1])
+            optimizer.zero_grad()
+            expected.backward()
+            optimizer.step()
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_that_the_module_has_of_its_own_are_left_alone():
+    module = net()
+    nn.functional.cross_entropy(module(batch()[0]), batch()[1]).backward()
+    before = [parameter.grad.clone() for parameter in module.parameters()]
+    make(module, check_export=False).train_step(*batch(), RATE)
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(module.parameters(), before))
+
+
+def test_a_parameter_that_is_frozen_or_set_free_after_compiling_is_refused():
+    module = net()
+    module[3].bias.requires_grad_(False)
+    trainer = make(module, check_export=False)
+    trainer.train_step(*batch(), RATE)
+    for parameter, name, now in ((module[0].weight, "0.weight", False), (module[3].bias, "3.bias", True)):
+        parameter.requires_grad_(now)
+        before = parameter.clone()
+        with pytest.raises(
+            StateError, match=f"requires_grad of '{name}' is {now} now, but was {not now} when the graph"
+        ):
+            trainer.train_step(*batch(), RATE)
+        assert torch.equal(parameter, before)
+        trainer.eval_step(*batch())
+        parameter.requires_grad_(not now)
+    trainer.train_step(*batch(), RATE)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_copy_of_the_module_and_the_state_make_a_copy_of_the_trainer(optimizer):
+    trainer = make(optimizer=optimizer, check_export=False)
+    trainer.train_step(*batch(), RATE)
+    for copier in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(
+            UnsupportedFeatureError, match=r"cannot be copied or pickled: .* Copy or pickle its state_dict"
+        ):
+            copier(trainer)
+    twin = make(copy.deepcopy(trainer._engine.model), optimizer, check_export=False)
+    twin.load_state_dict(pickle.loads(pickle.dumps(trainer.state_dict())), strict=True)
+    for step in range(1, 4):
+        assert torch.equal(twin.train_step(*batch(step), RATE)[0], trainer.train_step(*batch(step), RATE)[0])
