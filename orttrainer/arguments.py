@@ -34,7 +34,7 @@ def refuse_unsupported(deepspeed_zero_stage, enable_adasum) -> None:
 def check_flags(**flags) -> None:
     """Each is True or False, or the 1 or 0 of a command line: text such as "no" would count as True."""
     for name, value in flags.items():
-        if isinstance(value, (str, bytes)) or value not in (True, False):
+        if isinstance(value, (str, bytes)) or getattr(value, "shape", ()) or value not in (True, False):
             raise InvalidArgumentError(f"{name} must be True or False, got {value!r}")
 
 

@@ -74,7 +74,9 @@ class ModelDescription:
 
 
 def generate_sample(desc, device=None):
-    """Return a random tensor that fits `desc`; symbolic axes get size 1."""
+    """Return a random tensor that fits `desc`, an `IODescription`; symbolic axes get size 1."""
+    if not isinstance(desc, IODescription):
+        raise SchemaError(f"generate_sample takes an IODescription, got {desc!r}")
     size = [1 if isinstance(dim, str) else int(dim) for dim in desc.shape_]
     if desc.num_classes_:
         return torch.randint(0, desc.num_classes_, size, dtype=desc.dtype_, device=device)

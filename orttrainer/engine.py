@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import onnx
 import onnx_ir as ir
 import torch
-from onnx_ir import tensor_adapters
 
-from orttrainer import export, runtime
+from orttrainer import runtime
 from orttrainer.arguments import checked_loss_scale, checked_precision, checked_steps, inputs_by_name
-from orttrainer.compile import TrainingGraph, check_disabled_passes, compile_training_graph
-from orttrainer.describe import InputSchema, InputSpec, ModelDescription
+from orttrainer.compile import check_disabled_passes, compile_training_graph
+from orttrainer.describe import InputSchema, ModelDescription
 from orttrainer.distributed import Collective, device_of_rank, failing_together, find_collective
 from orttrainer.errors import (
     InvalidArgumentError,
-    ModelError,
     NonFiniteLossError,
     NonFiniteLossWarning,
     SchemaError,
@@ -39,76 +38,15 @@ from orttrainer.inference import check_inference, inference_model
 from orttrainer.optim import make_optimizer
 from orttrainer.run import Runner
 from orttrainer.seed import seed_of_rank
-from orttrainer.state import TrainedState, ir_view, on_device
-from orttrainer.verify import check_gradients
+from orttrainer.settings import OptimizerChoice, Settings
+from orttrainer.source import Source
+from orttrainer.state import TrainedState, ir_view
+from orttrainer.training_graph import TrainingGraph
 
 if TYPE_CHECKING:
     from orttrainer.export import ForwardGraph
 
 ACCUMULATED = "Accumulated_Batches"
-
-
-@dataclass(frozen=True)
-class OptimizerChoice:
-    """Which update, and with what learning rates.
-
-    Attributes:
-        name: 'SGDOptimizer', 'AdamOptimizer', 'AdamWOptimizer' or 'LambOptimizer'.
-        attributes: parameter name -> dict of attributes that differ from the defaults; None: defaults.
-        clip: whether gradients are clipped to the attribute `max_norm_clip`.
-        group: parameter name -> index of its learning rate, asked once for each; None: one rate for all.
-        rates: called at each step with the rate that `train_step` was given; returns that of each group.
-    """
-
-    name: str
-    attributes: Callable[[str], Mapping] | None = None
-    clip: bool = True
-    group: Callable[[str], int] | None = None
-    rates: Callable[[float], Sequence[float]] | None = None
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How a model is compiled and run; every front end fills what it knows of.
-
-    Attributes:
-        device: where tensors are. In a data-parallel run "cuda" is this rank's own GPU.
-        providers: execution providers for ONNX Runtime instead of those of `device`.
-        provider_options: name of an execution provider -> options for it; one that is not among the providers
-            goes before them.
-        world_rank, world_size: found from the launcher (mpiexec, torchrun); if given they must agree.
-        accumulation_steps: batches per update.
-        precision: None, "float16" or "bfloat16": forward and backward in it, parameters in float32.
-        frozen: names of parameters that are not trained.
-        learning_rate: name of the learning rate's input in the graph.
-        opset: of the exported graph.
-        strict: a description that differs from the first batch is an error, not a warning.
-        check_export: compare the exported graph and its gradients with the module on the first batch.
-        postprocess: called with the exported `onnx.ModelProto`; may change it or return another one.
-        nonfinite_loss: "warn", "error" (then nothing is updated) or "ignore", where a loss is NaN or inf.
-        recompute: which forward values the backward makes again instead of keeping them.
-        session_options: called as `f(options, part)` on the SessionOptions of each session; `part` is "train",
-            "backward", "check", "update" or "evaluate".
-        disabled_passes: names of passes to leave out, of those in `compile.SPEED_PASSES`: to measure what each buys.
-    """
-
-    device: str | torch.device = "cpu"
-    providers: Sequence | None = None
-    provider_options: Mapping[str, Mapping] | None = None
-    world_rank: int = 0
-    world_size: int = 1
-    accumulation_steps: int = 1
-    precision: str | None = None
-    frozen: Sequence[str] = ()
-    learning_rate: str = "Learning_Rate"
-    opset: int = 18
-    strict: bool = False
-    check_export: bool = True
-    postprocess: Callable | None = None
-    nonfinite_loss: str = "warn"
-    recompute: object = None
-    session_options: Callable | None = None
-    disabled_passes: Sequence[str] = ()
 
 
 class NotCopied:
@@ -188,8 +126,7 @@ class Engine(NotCopied):
         if description is not None:
             self.describe(description)
         self.training_graph: TrainingGraph | None = None
-        self.model = on_device(model, self.device) if isinstance(model, torch.nn.Module) else model
-        self._loss_fn = on_device(loss_fn, self.device) if isinstance(loss_fn, torch.nn.Module) else loss_fn
+        self.source = Source(model, loss_fn, self.device, settings)
         self._rates, self._scale = torch.zeros(1), torch.ones(1)
         self._steps, self._was_finite = 0, True
         self._pending_state: tuple[dict, bool] | None = None
@@ -198,8 +135,13 @@ class Engine(NotCopied):
         self._last_batch: dict[str, torch.Tensor] | None = None
         self._sizes: dict[str, int] = {}  # of the symbolic dimensions, in the first batch
         self._state: TrainedState | None = None
-        if isinstance(model, onnx.ModelProto) and not self._attaches_loss:
+        if not self.source.needs_batch(description):
             self._compile(self._of_onnx_model)
+
+    @property
+    def model(self) -> torch.nn.Module | onnx.ModelProto:
+        """As given; a module is on the engine's device."""
+        return self.source.model
 
     def describe(self, description: ModelDescription) -> None:
         """Say what the inputs and outputs of a model are that is not compiled yet."""
@@ -229,8 +171,7 @@ class Engine(NotCopied):
             ExecutionError: ONNX Runtime failed; the state is as before.
             NonFiniteLossError: the loss is NaN or inf, and `nonfinite_loss` is "error".
         """
-        compiled = self._runner is not None
-        try:
+        with self.preparing_a_step():
             batch = self._checked_batch(given)
             if self._optimizer.rates is None:
                 self._rates.fill_(rate)
@@ -239,16 +180,22 @@ class Engine(NotCopied):
             scale = None if self.precision is None else self._scale.fill_(checked_loss_scale(loss_scale))
             self._state.check_trained()
             self._state.keep_sharing()
-        except Exception as error:
-            if compiled and self._is_last:
-                self._runner.give_up(error)
-            raise
         runner, last = self._runner, self._is_last
         outputs, finite = runner.train_step(batch, self._rates, scale, update=last)
         self._steps += 1
         if self.settings.nonfinite_loss == "warn":
             self._warn_of(outputs[0])
         return outputs, finite if last else None
+
+    @contextlib.contextmanager
+    def preparing_a_step(self) -> Iterator[None]:
+        """What fails in here fails on all ranks, where they wait for the gradients of this one."""
+        try:
+            yield
+        except Exception as error:
+            if self._runner is not None and self._is_last:
+                self._runner.give_up(error)
+            raise
 
     @property
     def _is_last(self) -> bool:
@@ -281,7 +228,7 @@ class Engine(NotCopied):
 
     def checked_fetches(self, fetches: Sequence[str] | None) -> list[str] | None:
         """Names of described outputs; None for all."""
-        if fetches is None or fetches == []:
+        if fetches is None or (isinstance(fetches, (list, tuple)) and not fetches):
             return None
         if not isinstance(fetches, (list, tuple)):
             raise SchemaError(
@@ -355,13 +302,14 @@ class Engine(NotCopied):
         sums = self._accumulators()
         midway = ACCUMULATED in state_dict and bool(sums)
         extra = {name: tensor for name, tensor in sums.items() if midway}
+        accumulated = _checked_accumulated(state_dict, extra) if midway else 0
         known = {n: t for n, t in state_dict.items() if n != ACCUMULATED or not midway}
         self._state.load(known, strict, extra)
         self._runner.drop_accumulated()
         if midway:
             for name, tensor in extra.items():
                 tensor.copy_(torch.as_tensor(state_dict[name]))
-            self._runner.accumulated = int(torch.as_tensor(state_dict[ACCUMULATED]))
+            self._runner.accumulated = accumulated
 
     def _accumulators(self) -> dict[str, torch.Tensor]:
         return {f"{name}_grad_accumulator": t for name, t in self._runner.accumulators.items()}
@@ -380,7 +328,7 @@ class Engine(NotCopied):
     def forward_model(self) -> onnx.ModelProto | None:
         """The forward graph with its loss and the trained weights, in training form; None before it exists."""
         if self._runner is None:
-            return self.model if isinstance(self.model, onnx.ModelProto) else None
+            return self.source.onnx_model
         self._state.keep_sharing()
         model = self._forward.model.clone()
         RemoveStopGradientPass()(model)
@@ -407,6 +355,10 @@ class Engine(NotCopied):
             raise StateError("there is no graph to export before the first step of a torch module; run one eval_step")
         outputs = self.checked_fetches(outputs) or self.output_names[1:] or self.output_names
         if batch is not None:
+            if not isinstance(batch, (list, tuple)) or len(batch) > len(self.input_names):
+                raise SchemaError(
+                    f"the batch of export_inference must be a list of the inputs {self.input_names}, got {batch!r}"
+                )
             given = dict(zip(self.input_names, batch))
             self._checked_batch(given)
         elif (given := self._last_batch) is None:
@@ -441,63 +393,18 @@ class Engine(NotCopied):
             with failing_together(self.collective, "describing the first batch"):
                 schema = InputSchema.settle(self.description.inputs_, batch, strict=self.settings.strict)
             self._sizes = _sizes(schema, batch)
-            self._compile(lambda: self._export(batch, schema))
+            self._compile(lambda: self.source.forward_graph(self.description, batch, schema))
             self._schema = schema  # last: whatever fails before, the next step begins anew
         self._last_batch = {name: _to_device(tensor, self.device) for name, tensor in given.items()}
         return self._last_batch
 
-    def _export(self, batch: Sequence[torch.Tensor], schema: InputSchema) -> ForwardGraph:
-        settings = self.settings
-        if self._attaches_loss:
-            return export.attach_loss(
-                self._postprocessed(self.model), self._loss_fn, self.description, batch,
-                opset=settings.opset, check=settings.check_export,
-            )  # fmt: skip
-        forward = export.export_module(
-            self.model, self._loss_fn, self.description, batch,
-            schema=schema, opset=settings.opset, check=settings.check_export,
-        )  # fmt: skip
-        if settings.check_export:
-            runtime.give_back_memory()
-            check_gradients(forward, self.model, self._loss_fn, self.description, batch)
-            runtime.give_back_memory()
-        if settings.postprocess is None:
-            return forward
-        given = ir.to_proto(forward.model)
-        changed = self._postprocessed(given)
-        export.check_postprocessed(given, changed, forward)
-        return replace(forward, model=ir.from_proto(changed))
-
-    @property
-    def _attaches_loss(self) -> bool:
-        """Whether the model is in ONNX, without a loss, and the loss in torch."""
-        onnx_model = isinstance(self.model, onnx.ModelProto)
-        return onnx_model and self._loss_fn is not None and export.lacks_loss(self.model, self.description)
-
-    def _postprocessed(self, model: onnx.ModelProto) -> onnx.ModelProto:
-        """What the user's function makes of a copy of the model."""
-        if self.settings.postprocess is None:
-            return model
-        changed = onnx.ModelProto()
-        changed.CopyFrom(model)
-        returned = self.settings.postprocess(changed)
-        if returned is not None and not isinstance(returned, onnx.ModelProto):
-            raise InvalidArgumentError(
-                f"the postprocess function returned a {type(returned).__name__}; it must return the "
-                "onnx.ModelProto, or nothing after changing the one it was given"
-            )
-        return changed if returned is None else returned
-
     def _of_onnx_model(self) -> ForwardGraph:
-        forward = export.from_onnx(self._postprocessed(self.model), self.description)
-        self._schema = InputSchema.of_model(
-            _input_specs(forward.model), self.description.inputs_, strict=self.settings.strict
-        )
+        forward, self._schema = self.source.onnx_graph(self.description)
         return forward
 
     def _compile(self, forward: Callable[[], ForwardGraph]) -> None:
         with failing_together(self.collective, "compiling the model"):
-            self._forward = _freeze(forward(), self.settings.frozen, self._named_state())
+            self._forward = self.source.frozen(forward())
             graph = self._training_graph()
         try:
             with failing_together(self.collective, "sharing its state"):
@@ -507,8 +414,7 @@ class Engine(NotCopied):
             raise
 
     def _open_on_state(self, graph: TrainingGraph) -> None:
-        module = self.model if isinstance(self.model, torch.nn.Module) else None
-        self._state = TrainedState(graph, module, self._loss_fn, self.device, self.collective)
+        self._state = TrainedState(graph, self.source.module, self.source.loss_fn, self.device, self.collective)
         self._open(graph)
         if self._pending_state is not None:
             self.load_state_dict(*self._pending_state)
@@ -539,13 +445,9 @@ class Engine(NotCopied):
         """The graph again, for settings that have changed, on the present state."""
         state = self._state.copies(True)
         graph = self._training_graph()
-        module = self.model if isinstance(self.model, torch.nn.Module) else None
-        self._state = TrainedState(graph, module, self._loss_fn, self.device, self.collective)
+        self._state = TrainedState(graph, self.source.module, self.source.loss_fn, self.device, self.collective)
         self._open(graph)
         self._state.load(state, strict=True)
-
-    def _named_state(self) -> dict[str, torch.Tensor]:
-        return export.named_state(self.model, self._loss_fn) if isinstance(self.model, torch.nn.Module) else {}
 
     # -- losses that are not finite -------------------------------------------------------
 
@@ -569,36 +471,26 @@ class Engine(NotCopied):
         )
 
 
-def _input_specs(model: ir.Model) -> list[InputSpec]:
-    """What an ONNX model says of its inputs; a dimension it leaves open is None."""
-    specs = []
-    for value in model.graph.inputs:
-        try:
-            dtype = tensor_adapters.to_torch_dtype(value.dtype)
-        except (TypeError, ValueError) as error:
-            raise ModelError(
-                f"input {value.name!r} has dtype {value.dtype}, of which there is no torch tensor"
-            ) from error
-        shape = None if value.shape is None else tuple(d if isinstance(d, int) else d.value for d in value.shape)
-        specs.append(InputSpec(value.name, dtype, shape))
-    return specs
-
-
-def _freeze(forward: ForwardGraph, frozen: Sequence[str], state: Iterable[str]) -> ForwardGraph:
-    """`forward` without the parameters that the user froze; `state`: all names that may be frozen."""
-    known = set(forward.parameters) | set(forward.buffers) | set(state)
-    if unknown := [name for name in frozen if name not in known]:
-        raise UnknownNameError(f"frozen_weights={unknown!r} are not weights of the model; it has {sorted(known)}")
-    trained = tuple(name for name in forward.parameters if name not in frozen)
-    stopped = tuple(name for name in forward.parameters if name in frozen)
-    unread = tuple(name for name in forward.unread if name not in frozen)
-    return replace(forward, parameters=trained, buffers=forward.buffers + stopped, unread=unread)
-
-
 def _sizes(schema: InputSchema, batch: Sequence[torch.Tensor]) -> dict[str, int]:
     """The sizes that the symbolic dimensions have in a batch."""
     dims = [(dim, size) for spec, x in zip(schema.specs, batch) for dim, size in zip(spec.shape, x.shape)]
     return {dim: size for dim, size in dims if isinstance(dim, str)}
+
+
+def _checked_accumulated(state_dict: Mapping[str, torch.Tensor], sums: Iterable[str]) -> int:
+    """The number of batches in a state from the midst of a block, which has to have their gradients too."""
+    if missing := [name for name in sums if name not in state_dict]:
+        raise StateError(
+            f"the state dict has {ACCUMULATED!r}, but lacks the sums of gradients {missing}. Nothing was loaded"
+        )
+    value = state_dict[ACCUMULATED]
+    try:
+        number = torch.as_tensor(value)
+        if number.numel() == 1 and int(number) == number and number >= 0:
+            return int(number)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        pass
+    raise StateError(f"{ACCUMULATED!r} must be a whole number >= 0, got {value!r}. Nothing was loaded")
 
 
 def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

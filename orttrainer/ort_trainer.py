@@ -25,11 +25,12 @@ from orttrainer.arguments import (
     refuse_unsupported,
     session_options,
 )
-from orttrainer.compile import TrainingGraph
 from orttrainer.describe import IODescription, ModelDescription
-from orttrainer.engine import Engine, NotCopied, OptimizerChoice, Settings
+from orttrainer.engine import Engine, NotCopied
 from orttrainer.errors import OptimizerError, SchemaError
 from orttrainer.graph.write import write_model
+from orttrainer.settings import OptimizerChoice, Settings
+from orttrainer.training_graph import TrainingGraph
 
 LOSS_SCALE_BEFORE = "default_loss_scale_input_name"  # its keyword while the graph's own name is not known
 
@@ -202,8 +203,9 @@ class ORTTrainer(NotCopied):
         Example: `loss, logits = trainer.train_step(tokens, targets, torch.tensor([0.1]))`
         """
         engine = self._engine
-        given, rate, scale = self._arguments(args, kwargs)
-        wanted = engine.checked_fetches(fetches)
+        with engine.preparing_a_step():
+            given, rate, scale = self._arguments(args, kwargs)
+            wanted = engine.checked_fetches(fetches)
         results, finite = engine.train_step(given, rate, scale)
         self.current_step += 1
         if finite is not None:

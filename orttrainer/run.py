@@ -17,12 +17,12 @@ import torch
 from onnx_ir.passes import common
 
 from orttrainer import runtime
-from orttrainer.compile import TrainingGraph
 from orttrainer.distributed import Collective, SingleProcess
 from orttrainer.distributed.agreement import SIGNALS, announce, check_announced
 from orttrainer.errors import ExecutionError
 from orttrainer.graph.passes.half_kernels import EmulateHalfPass, has_cpu_kernel, has_cuda_kernel
 from orttrainer.graph.subgraphs import node_inputs
+from orttrainer.training_graph import TrainingGraph
 
 _ELEMENT_TYPES = {
     torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16,
@@ -121,10 +121,10 @@ class Runner:
         """Fail on every rank, because this one has failed before an update that the others are waiting to make.
 
         Raises:
-            Exception: `error`, once all ranks know of it.
+            Exception: `error`, once all ranks know of it; of a single one nothing.
         """
         if self._collective.size == 1:
-            raise error
+            return
         if self._step is None:
             self._step = self._make_step()
         self._step.average(error)
@@ -186,9 +186,7 @@ class Runner:
             given = [*gradients, signature.ordered_learning_rate, signature.gradient_norm]
             update = self._phase("update", self._cut(given, [*late.values()]), (), read=gradients | norm, updates=late)
         else:
-            cut = self._cut(
-                [*gradients, signature.ordered_learning_rate], [signature.gradient_norm, *late.values()]
-            )
+            cut = self._cut([*gradients, signature.ordered_learning_rate], [signature.gradient_norm, *late.values()])
             update = self._phase("update", cut, (), read=gradients, written=norm, updates=late)
         return _SplitStep(self, backward, check, update, [self.state[name] for name in early])
 
@@ -306,7 +304,9 @@ class _SplitStep:
     are not finite, they go back to where they were before it.
     """
 
-    def __init__(self, runner: Runner, backward: _Phase, check: _Phase | None, update: _Phase, early: list[torch.Tensor]):
+    def __init__(
+        self, runner: Runner, backward: _Phase, check: _Phase | None, update: _Phase, early: list[torch.Tensor]
+    ):
         self._runner, self._backward, self._check, self._update = runner, backward, check, update
         self.phases = [phase for phase in (backward, check, update) if phase is not None]
         self._early = early

@@ -16,9 +16,10 @@ import torch
 from orttrainer import export
 from orttrainer.arguments import check_module, check_scaler, checked_rate, inputs_by_name
 from orttrainer.describe import IODescription, ModelDescription
-from orttrainer.engine import Engine, NotCopied, OptimizerChoice, Settings
+from orttrainer.engine import Engine, NotCopied
 from orttrainer.errors import InvalidArgumentError, SchemaError, StateError, UnsupportedFeatureError
 from orttrainer.loss_scaler import LossScaler
+from orttrainer.settings import OptimizerChoice, Settings
 
 __all__ = ["Trainer", "trainer"]
 
@@ -133,8 +134,9 @@ class Trainer(NotCopied):
                 changed, or the learning rate cannot be used. Nothing was updated.
             ExecutionError: ONNX Runtime failed; the state is as before.
         """
-        self._groups.check()
-        given = self._checked(batch, "step")
+        with self._engine.preparing_a_step():
+            self._groups.check()
+            given = self._checked(batch, "step")
         scale = 1.0 if self._loss_scaler is None else self._loss_scaler.loss_scale_
         outputs, finite = self._run(self._engine.train_step, given, 0.0, scale)
         if finite is not None:

@@ -9,10 +9,10 @@ import onnx_ir as ir
 import torch
 
 from orttrainer import export
-from orttrainer.compile import SEED, TrainingGraph
 from orttrainer.distributed import Collective, check_ranks_agree
 from orttrainer.errors import InvalidArgumentError, StateError, UnsupportedFeatureError
 from orttrainer.seed import seed_of_rank, seed_of_run
+from orttrainer.training_graph import SEED, TrainingGraph
 
 log = logging.getLogger("orttrainer")
 
@@ -208,7 +208,7 @@ def _check_fits(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tenso
     missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys(), key=str)
     if strict and (missing or unexpected):
         raise StateError(f"the state dict does not fit: missing {missing}, unexpected {unexpected}. Nothing was loaded")
-    for name in own.keys() & given.keys():
+    for name in (name for name in own if name in given):
         try:
             shape = torch.as_tensor(given[name]).shape
         except (TypeError, ValueError, RuntimeError) as error:

@@ -294,5 +294,3 @@ def test_a_model_of_two_dtypes_accumulates_each_in_its_own():
         trainer.train_step(*batch(step + 1), RATE)
         twin.train_step(*whole(step, 2), RATE)
     torch.testing.assert_close(weights(trainer), weights(twin), rtol=1e-5, atol=1e-6)
-
-

@@ -21,12 +21,16 @@ MAY_IMPORT = {
     "seed": set(),
     "runtime": set(),
     "describe": set(),
+    "settings": set(),
     "export": {"describe", "graph", "runtime"},
-    "compile": {"differentiate", "graph", "optim"},
-    "run": {"compile", "distributed", "graph", "runtime"},
+    "training_graph": {"graph"},
+    "compile": {"differentiate", "graph", "optim", "training_graph"},
+    "run": {"distributed", "graph", "runtime", "training_graph"},
     "verify": {"differentiate", "export", "graph", "runtime"},
-    "state": {"compile", "distributed", "export", "seed"},
+    "state": {"distributed", "export", "seed", "training_graph"},
+    "inference": {"graph", "runtime"},
     "arguments": {"describe"},
+    "source": {"describe", "export", "runtime", "settings", "state", "verify"},
     "engine": {
         "arguments",
         "compile",
@@ -39,16 +43,28 @@ MAY_IMPORT = {
         "run",
         "runtime",
         "seed",
+        "settings",
+        "source",
         "state",
-        "verify",
+        "training_graph",
     },
-    "inference": {"graph", "runtime"},
     "loss_scaler": set(),
     "schedules": set(),
-    "ort_trainer": {"arguments", "compile", "describe", "engine", "graph"},
-    "training": {"arguments", "checkpoint", "compile", "describe", "distributed", "engine", "graph", "loss_scaler", "schedules"},
-    "sketch": {"arguments", "describe", "engine", "export", "loss_scaler"},
     "checkpoint": {"graph"},
+    "ort_trainer": {"arguments", "describe", "engine", "graph", "settings", "training_graph"},
+    "training": {
+        "arguments",
+        "checkpoint",
+        "describe",
+        "distributed",
+        "engine",
+        "graph",
+        "loss_scaler",
+        "schedules",
+        "settings",
+        "training_graph",
+    },
+    "sketch": {"arguments", "describe", "engine", "export", "loss_scaler", "settings"},
     "compat": {
         "checkpoint",
         "describe",
@@ -74,7 +90,7 @@ MAY_IMPORT = {
         "training",
     },
 }
-WITHOUT_TORCH = {"errors", "graph", "differentiate", "optim", "compile"}
+WITHOUT_TORCH = {"errors", "graph", "differentiate", "optim", "compile", "training_graph"}
 
 
 def room(path: pathlib.Path) -> str:

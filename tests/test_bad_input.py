@@ -10,7 +10,7 @@ import torch
 from bad_input import LOSS, X, cases, describe, make, raises, x
 from torch import nn
 
-from orttrainer import IODescription, errors
+from orttrainer import IODescription, errors, generate_sample
 from orttrainer.errors import (
     DistributedError,
     InvalidArgumentError,
@@ -66,7 +66,10 @@ DESCRIPTIONS = {
 }
 
 
-@cases(DESCRIPTIONS)
+@cases(
+    DESCRIPTIONS
+    | {"a sample of nothing": (lambda: generate_sample(None), "generate_sample takes an IODescription, got None")}
+)
 def test_a_wrong_description_is_refused_where_it_is_written(case):
     with raises(SchemaError, case[1]):
         case[0]()

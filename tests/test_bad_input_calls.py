@@ -9,7 +9,7 @@ from bad_input import LOSS, assert_untouched, cases, describe, make, raises, sna
 from torch import nn
 
 from orttrainer import IODescription, ORTTrainer, set_seed
-from orttrainer.errors import ExecutionError, InvalidArgumentError, SchemaError, StateError
+from orttrainer.errors import ExecutionError, InvalidArgumentError, NonFiniteLossWarning, SchemaError, StateError
 
 # -- the calls of a trainer that works -----------------------------------------------------------
 
@@ -190,7 +190,8 @@ def test_an_index_out_of_range_is_explained_and_no_state_changes(case, tagger, c
 
 def test_not_a_number_in_the_data_is_no_error_but_is_not_hidden():
     trainer = make(name="SGDOptimizer")
-    loss, output = trainer.train_step(x * torch.nan, y, 0.1)
+    with pytest.warns(NonFiniteLossWarning, match="the loss is nan at step 1"):
+        loss, output = trainer.train_step(x * torch.nan, y, 0.1)
     assert loss.isnan() and output.isnan().all() and trainer.last_grad_norm.isnan()
 
 

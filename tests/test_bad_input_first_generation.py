@@ -211,6 +211,28 @@ def test_an_empty_last_batch_is_refused_and_the_block_waits_for_another():
     assert_untouched(trainer, snapshot(twin))
 
 
+STATES = {
+    "without its sums": (lambda s: {"Accumulated_Batches": s["Accumulated_Batches"]}, "has 'Accumulated_Batches', but lacks the sums of gradients ['0.weight_grad_accumulator'"),
+    "of text batches": (lambda s: s | {"Accumulated_Batches": "two"}, "'Accumulated_Batches' must be a whole number >= 0, got 'two'. Nothing was loaded"),
+    "of half a batch": (lambda s: s | {"Accumulated_Batches": 0.5}, "must be a whole number >= 0, got 0.5"),
+    "of minus one batch": (lambda s: s | {"Accumulated_Batches": torch.tensor([-1])}, "must be a whole number >= 0, got tensor([-1])"),
+    "of infinitely many": (lambda s: s | {"Accumulated_Batches": float("inf")}, "must be a whole number >= 0, got inf"),
+}  # fmt: skip
+
+
+@cases(STATES)
+def test_a_state_in_the_midst_of_a_block_that_makes_no_sense_is_refused_and_nothing_is_loaded(case):
+    change, text = case
+    trainer = make(gradient_accumulation_steps=3)
+    trainer.train_step(x, y, 0.1)
+    given = change(trainer.state_dict())
+    trainer.train_step(x, y, 0.1)
+    before = snapshot(trainer)
+    with raises(StateError, text):
+        trainer.load_state_dict(given)
+    assert_untouched(trainer, before)
+
+
 # -- learning rates of parameters ------------------------------------------------------------------
 
 
@@ -323,6 +345,8 @@ def test_an_inference_model_needs_a_step_a_batch_and_known_outputs(tmp_path):
         trainer.export_inference(path, outputs=["logits"])
     with raises(SchemaError, "input 'x', axis 1: expected size 4, got 3"):
         trainer.export_inference(path, batch=(x[:, :3], y))
+    with raises(SchemaError, "the batch of export_inference must be a list of the inputs ['x', 'label'], got 3"):
+        trainer.export_inference(path, batch=3)
     with raises(SchemaError, "input 'x': expected a torch.Tensor, got ndarray"):
         trainer.export_inference(path, batch=(x.numpy(), y))
     with pytest.raises(FileNotFoundError, match="no/such/folder"):

@@ -62,7 +62,7 @@ def same(state: dict, other: dict) -> bool:
 
 def test_a_batch_that_fails_on_one_rank_before_an_update_is_an_error_on_both_and_changes_nothing(ranks):
     said = [rank["failures"]["said"] for rank in ranks]
-    failed, dropped = (5, 9), "Nothing was updated on any rank. Batches accumulated before it are dropped: 1."
+    failed, dropped = (5, 9, 11), "Nothing was updated on any rank. Batches accumulated before it are dropped: 1."
     for own in said:
         assert [step for step, text in enumerate(own) if text != "fine"] == [*failed]
         assert all(own[step].endswith(dropped) for step in failed)
@@ -72,18 +72,22 @@ def test_a_batch_that_fails_on_one_rank_before_an_update_is_an_error_on_both_and
     assert said[1][5].startswith("ExecutionError: ONNX Runtime failed in this step")
     assert said[0][9].startswith("SchemaError: input 'x', axis 1: expected size 4, got 2")
     assert said[1][9].startswith("DistributedError: rank 0 of 2 failed in this step: SchemaError: input 'x', axis 1")
+    assert said[0][11].startswith("InvalidArgumentError: the learning rate must be a finite number >= 0")
+    assert said[1][11].startswith(
+        "DistributedError: rank 0 of 2 failed in this step: InvalidArgumentError: the learning"
+    )
     first, second = (rank["failures"]["states"] for rank in ranks)
-    for step in (1, 3, 5, 7, 9, 11):
+    for step in (1, 3, 5, 7, 9, 11, 13):
         assert same(first[step], second[step])
-    assert same(first[5], first[3]) and same(first[9], first[7])
-    assert not same(first[7], first[5]) and not same(first[11], first[9])
+    assert same(first[5], first[3]) and same(first[9], first[7]) and same(first[11], first[9])
+    assert not same(first[7], first[5]) and not same(first[13], first[11])
 
 
 def test_a_batch_that_fails_within_a_block_fails_on_its_rank_alone_and_another_takes_its_place(ranks):
     assert ranks[0]["failures"]["alone"].startswith("SchemaError: input 'x', axis 0 ('batch'): expected at least 1")
     assert ranks[1]["failures"]["alone"] == "fine"
     first, second = (rank["failures"]["last"] for rank in ranks)
-    assert same(first, second) and not same(first, ranks[0]["failures"]["states"][11])
+    assert same(first, second) and not same(first, ranks[0]["failures"]["states"][13])
 
 
 def test_blocks_of_different_length_are_an_error_on_every_rank(ranks):

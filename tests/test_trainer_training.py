@@ -158,7 +158,9 @@ def test_adam_clips_to_max_norm_clip_like_pytorch_unless_told_not_to(enabled, ma
         adam.step()
         # PyTorch adds 1e-6 to the norm it divides by.
         torch.testing.assert_close(trainer.train_step(x, y, LR)[0], loss.detach(), rtol=3e-5, atol=0)
-    torch.testing.assert_close(dict(trainer._engine.model.state_dict()), dict(module.state_dict()), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        dict(trainer._engine.model.state_dict()), dict(module.state_dict()), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_sgd_never_clips():

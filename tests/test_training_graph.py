@@ -13,9 +13,9 @@ import torch
 from test_parity import OPTIMIZERS, make_trainer, train
 
 from orttrainer import set_seed
-from orttrainer.compile import TrainingGraph
 from orttrainer.graph.fence import unordered_readers
 from orttrainer.run import Runner
+from orttrainer.training_graph import TrainingGraph
 
 
 def compiled(name: str, optimizer: str):

@@ -169,19 +169,21 @@ def _torch_optimizer(workload, module, fused: bool):
 
 
 def _jax(key: str, workload, accumulate: int) -> Step:
-    from steps.jax_forms import FORMS
-
-    if key not in FORMS:
-        raise Unavailable("no JAX form of this workload")
     for package in ("jax", "optax"):
         if importlib.util.find_spec(package) is None:
             raise Unavailable(f"{package} is not installed; pip install 'orttrainer[bench]'")
-    from steps.jax_forms import make_step
+    from steps.jax_forms import FORMS, make_jax_step
 
-    return make_step(FORMS[key], workload, accumulate)
+    if key not in FORMS:
+        raise Unavailable("no JAX form of this workload")
+    return make_jax_step(FORMS[key], workload, accumulate)
 
 
 # -- onnxruntime-training 1.19.2 ----------------------------------------------------------
+
+
+# Outputs that a node may leave out, but which its gradient reads there.
+_OUTPUTS_IT_READS = {"SoftmaxCrossEntropyLoss": 2, "Dropout": 2, "LayerNormalization": 3, "MaxPool": 2}
 
 
 def _artifacts(workload, accumulate: int, threads: int) -> Step:
@@ -193,17 +195,24 @@ def _artifacts(workload, accumulate: int, threads: int) -> Step:
     import pathlib
     import tempfile
 
+    import onnx
     import onnx_ir as ir
     import onnxruntime
     from onnxruntime.training import artifacts, onnxblock
     from onnxruntime.training.api import CheckpointState, Module, Optimizer
 
     from orttrainer import export
+    from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
 
     forward = export.export_module(
         workload.module(), workload.loss_fn, workload.description(), workload.batch(0), check=False
     )
+    RemoveStopGradientPass()(forward.model)
     del forward.model.graph.outputs[1:]
+    for node in forward.model.graph:
+        node.resize_outputs(max(_OUTPUTS_IT_READS.get(node.op_type, 0), len(node.outputs)))
+        for index, output in enumerate(node.outputs):
+            output.name = output.name or f"{node.outputs[0].name}/output_{index}"
     block = onnxblock.optim.SGD() if workload.optimizer == "SGD" else onnxblock.optim.AdamW(eps=1e-8)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
@@ -215,6 +224,9 @@ def _artifacts(workload, accumulate: int, threads: int) -> Step:
             ir.to_proto(forward.model), requires_grad=list(forward.parameters), optimizer=block,
             artifact_directory=folder,
         )  # fmt: skip
+        update = onnx.load(path / "optimizer_model.onnx")
+        update.ir_version = forward.model.ir_version  # that of today's onnx package is too new for it
+        onnx.save(update, path / "optimizer_model.onnx")
         state = CheckpointState.load_checkpoint(path / "checkpoint")
         module = Module(path / "training_model.onnx", state, device="cpu", session_options=options)
         optimizer = Optimizer(path / "optimizer_model.onnx", module)

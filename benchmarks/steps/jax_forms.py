@@ -85,7 +85,7 @@ FORMS: dict[str, Callable] = {
 }  # fmt: skip
 
 
-def make_step(form: Callable, workload, accumulate: int) -> Callable:
+def make_jax_step(form: Callable, workload, accumulate: int) -> Callable:
     """`step(*batch)`, which trains from the torch module's first parameters, compiled and in place."""
     parameters = {name: jnp.array(p.detach().numpy()) for name, p in workload.module().named_parameters()}
     optimizer = getattr(optax, workload.optimizer.lower())(workload.lr)

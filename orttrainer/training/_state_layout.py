@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from orttrainer.compile import Signature
 from orttrainer.engine import ACCUMULATED
 from orttrainer.errors import StateError
+from orttrainer.training_graph import Signature
 
 FULL_PRECISION, SHARED = "full_precision", "shared_optimizer_state"
 SECTIONS = ("model", "optimizer", "train_step_info")
@@ -103,7 +103,7 @@ def count(values: Mapping[str, Any], key: str, name: str, default: int | None = 
     try:
         if int(value) == value and value >= 0:
             return int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         pass
     raise StateError(f"state_dict[{name}][{key}] must be a whole number >= 0; got {value!r}. Nothing was loaded")
 

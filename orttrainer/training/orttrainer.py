@@ -12,7 +12,6 @@ import torch
 from onnx_ir import tensor_adapters
 
 from orttrainer.arguments import checked_loss_scale, checked_rate, inputs_by_name
-from orttrainer.compile import TrainingGraph
 from orttrainer.distributed import failing_together
 from orttrainer.engine import Engine, NotCopied
 from orttrainer.errors import CheckpointError, RuntimeNotFoundError, SettingError, StateError
@@ -27,6 +26,7 @@ from orttrainer.training.optim.config import _OptimizerConfig
 from orttrainer.training.optim.lr_scheduler import _LRScheduler
 from orttrainer.training.orttrainer_options import ORTTrainerOptions
 from orttrainer.training.step_info import TrainStepInfo
+from orttrainer.training_graph import TrainingGraph
 
 __all__ = ["ORTTrainer", "ORTTrainerOptions", "TrainStepInfo"]
 
@@ -118,8 +118,9 @@ class ORTTrainer(NotCopied):
         Example: `loss, logits = trainer.train_step(tokens, targets)`
         """
         engine, info, scaler = self._engine, self._train_step_info, self.options.mixed_precision.loss_scaler
-        wanted = self._engine.checked_fetches(info.fetches)
-        given = inputs_by_name(args, kwargs, engine.input_names, "train_step")
+        with engine.preparing_a_step():
+            wanted = engine.checked_fetches(info.fetches)
+            given = inputs_by_name(args, kwargs, engine.input_names, "train_step")
         if not self._is_settled:
             engine.compile(given)
             self._settle()
@@ -127,7 +128,9 @@ class ORTTrainer(NotCopied):
             engine.accumulation_steps = self.options.batch.gradient_accumulation_steps
         info.step += 1  # schedules and scalers count this step in
         try:
-            results, finite = engine.train_step(given, self._rate(), 1.0 if scaler is None else scaler.loss_scale)
+            with engine.preparing_a_step():
+                rate, scale = self._rate(), 1.0 if scaler is None else scaler.loss_scale
+            results, finite = engine.train_step(given, rate, scale)
         except BaseException:
             info.step -= 1
             raise
@@ -413,7 +416,7 @@ class ORTTrainer(NotCopied):
 
     def _check_optimizer(self, name: str | bytes | None) -> None:
         name = name.decode() if isinstance(name, bytes) else name
-        if name is not None and name != self.optim_config.name:
+        if name is not None and not (isinstance(name, str) and name == self.optim_config.name):
             raise CheckpointError(
                 f"Optimizer mismatch: expected {self.optim_config.name}, got {name}. Nothing was loaded"
             )

@@ -91,15 +91,16 @@ def attempt(call) -> str:
 
 
 def failures(rank: int) -> dict:
-    """Blocks of two batches. In the third block rank 1 has a label out of range, in the fifth rank 0 other features."""
+    """Blocks of two batches. In the third rank 1 has a label out of range, then rank 0 other features, then no learning rate."""
     trainer, said, states = first("AdamOptimizer", 0, 2), [], []
-    for step in range(12):
+    for step in range(14):
         x, y = small.batch(step + 50 * rank)
+        rate = float("nan") if step == 11 and rank == 0 else RATE
         if step == 5 and rank == 1:
             y = y + 9
         if step == 9 and rank == 0:
             x = x[:, :2]
-        said.append(attempt(lambda x=x, y=y: trainer.train_step(x, y, RATE)))
+        said.append(attempt(lambda x=x, y=y, rate=rate: trainer.train_step(x, y, rate)))
         states.append(weights(trainer))
     alone = attempt(lambda: trainer.train_step(*small.batch(0), RATE) if rank else trainer.train_step(x[:0], y, RATE))
     if rank == 0:  # a batch that is not the last of its block fails on its rank alone, which goes on with another

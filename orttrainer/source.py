@@ -1,0 +1,129 @@
+"""`Source`: what is trained, and how it becomes a forward graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import onnx
+import onnx_ir as ir
+import torch
+from onnx_ir import tensor_adapters
+
+from orttrainer import export, runtime
+from orttrainer.describe import InputSchema, InputSpec, ModelDescription
+from orttrainer.errors import InvalidArgumentError, ModelError, UnknownNameError
+from orttrainer.settings import Settings
+from orttrainer.state import on_device
+from orttrainer.verify import check_gradients
+
+if TYPE_CHECKING:
+    from orttrainer.export import ForwardGraph
+
+
+class Source:
+    """A torch module, an ONNX model with its loss, or an ONNX model with a loss in torch.
+
+    Args:
+        model, loss_fn: as an `Engine` takes them.
+        device: where torch modules are brought.
+        settings: of the engine.
+    """
+
+    def __init__(self, model, loss_fn: Callable | None, device: torch.device, settings: Settings):
+        self.model = on_device(model, device) if isinstance(model, torch.nn.Module) else model
+        self.loss_fn = on_device(loss_fn, device) if isinstance(loss_fn, torch.nn.Module) else loss_fn
+        self._settings = settings
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        return self.model if isinstance(self.model, torch.nn.Module) else None
+
+    @property
+    def onnx_model(self) -> onnx.ModelProto | None:
+        return self.model if isinstance(self.model, onnx.ModelProto) else None
+
+    def needs_batch(self, description: ModelDescription | None) -> bool:
+        """Whether the graph can be made with a first batch only."""
+        return self.onnx_model is None or self._attaches_loss(description)
+
+    def onnx_graph(self, description: ModelDescription) -> tuple[ForwardGraph, InputSchema]:
+        """The forward graph of an ONNX model with its loss, and what it takes."""
+        forward = export.from_onnx(self._postprocessed(self.model), description)
+        specs = _input_specs(forward.model)
+        return forward, InputSchema.of_model(specs, description.inputs_, strict=self._settings.strict)
+
+    def forward_graph(
+        self, description: ModelDescription, batch: Sequence[torch.Tensor], schema: InputSchema
+    ) -> ForwardGraph:
+        """The forward graph of what is in torch, checked on the first batch."""
+        settings = self._settings
+        if self.onnx_model is not None:
+            return export.attach_loss(
+                self._postprocessed(self.model), self.loss_fn, description, batch,
+                opset=settings.opset, check=settings.check_export,
+            )  # fmt: skip
+        forward = export.export_module(
+            self.model, self.loss_fn, description, batch,
+            schema=schema, opset=settings.opset, check=settings.check_export,
+        )  # fmt: skip
+        if settings.check_export:
+            runtime.give_back_memory()
+            check_gradients(forward, self.model, self.loss_fn, description, batch)
+            runtime.give_back_memory()
+        if settings.postprocess is None:
+            return forward
+        given = ir.to_proto(forward.model)
+        changed = self._postprocessed(given)
+        export.check_postprocessed(given, changed, forward)
+        return replace(forward, model=ir.from_proto(changed))
+
+    def frozen(self, forward: ForwardGraph) -> ForwardGraph:
+        """`forward` without the parameters that the user froze."""
+        state = () if self.module is None else export.named_state(self.module, self.loss_fn)
+        return _freeze(forward, self._settings.frozen, state)
+
+    def _attaches_loss(self, description: ModelDescription) -> bool:
+        """Whether the model is in ONNX, without a loss, and the loss in torch."""
+        return self.loss_fn is not None and export.lacks_loss(self.model, description)
+
+    def _postprocessed(self, model: onnx.ModelProto) -> onnx.ModelProto:
+        """What the user's function makes of a copy of the model."""
+        if self._settings.postprocess is None:
+            return model
+        changed = onnx.ModelProto()
+        changed.CopyFrom(model)
+        returned = self._settings.postprocess(changed)
+        if returned is not None and not isinstance(returned, onnx.ModelProto):
+            raise InvalidArgumentError(
+                f"the postprocess function returned a {type(returned).__name__}; it must return the "
+                "onnx.ModelProto, or nothing after changing the one it was given"
+            )
+        return changed if returned is None else returned
+
+
+def _input_specs(model: ir.Model) -> list[InputSpec]:
+    """What an ONNX model says of its inputs; a dimension it leaves open is None."""
+    specs = []
+    for value in model.graph.inputs:
+        try:
+            dtype = tensor_adapters.to_torch_dtype(value.dtype)
+        except (TypeError, ValueError) as error:
+            raise ModelError(
+                f"input {value.name!r} has dtype {value.dtype}, of which there is no torch tensor"
+            ) from error
+        shape = None if value.shape is None else tuple(d if isinstance(d, int) else d.value for d in value.shape)
+        specs.append(InputSpec(value.name, dtype, shape))
+    return specs
+
+
+def _freeze(forward: ForwardGraph, frozen: Sequence[str], state: Iterable[str]) -> ForwardGraph:
+    """`forward` without the parameters that the user froze; `state`: all names that may be frozen."""
+    known = set(forward.parameters) | set(forward.buffers) | set(state)
+    if unknown := [name for name in frozen if name not in known]:
+        raise UnknownNameError(f"frozen_weights={unknown!r} are not weights of the model; it has {sorted(known)}")
+    trained = tuple(name for name in forward.parameters if name not in frozen)
+    stopped = tuple(name for name in forward.parameters if name in frozen)
+    unread = tuple(name for name in forward.unread if name not in frozen)
+    return replace(forward, parameters=trained, buffers=forward.buffers + stopped, unread=unread)

@@ -1,0 +1,121 @@
+"""`TrainingGraph`: the one graph that trains, and the `Signature` by which a runner knows it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import onnx
+import onnx_ir as ir
+
+from orttrainer.graph.write import write_model
+
+SEED = "Random_Seed"
+
+
+@dataclass(frozen=True)
+class StateEntry:
+    """One tensor of state: a graph input, and the graph output that holds its next value.
+
+    Attributes:
+        name: the input; for a parameter or buffer its name in the model.
+        output: the output with the value after the step; None if a step never changes it.
+        role: "parameter" (trained), "optimizer" (moments and update counts), "accumulator" (the sum of
+            the gradients since the last update), "buffer" (running statistics, frozen weights, the
+            model's other tensors) or "random" (step and seed that dropout masks are made from).
+        parameter: the parameter that an "optimizer" or "accumulator" entry belongs to; None if it is shared.
+        in_place: whether input and output may share memory. False if a node may read the old
+            value after the new one is written.
+    """
+
+    name: str
+    output: str | None
+    role: str
+    parameter: str | None = None
+    in_place: bool = True
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What the inputs and outputs of a training graph mean.
+
+    Attributes:
+        inputs: the described inputs, in order.
+        outputs: the described outputs, in order, loss first.
+        learning_rate: input, float32 [groups]: one rate for each group of parameters.
+        training_mode: bool input, False to evaluate; None if nothing in the graph asks for it.
+        gradient_norm: output, the global L2 norm of all gradients before clipping, 0-d float32.
+        gradients: for each trained parameter the inner value that the update takes for its gradient; with
+            accumulation the new value of its accumulator.
+        ordered_learning_rate: the inner copy of the learning rate that is only there once all
+            gradients are; what the update reads.
+        state: all state, in the order of the inputs.
+        groups: for each trained parameter the index of its learning rate.
+        loss_scale: input, float32 [1], what the gradients in half precision are multiplied with; None
+            without mixed precision.
+        all_finite: output, bool [1], whether the norm of all gradients is finite. Where it is False,
+            keep the old state instead of the new one. None without mixed precision.
+        accumulated_batches: input, float32 [1], how many batches the accumulators will hold with this
+            one. None without accumulation. To accumulate, feed the new accumulators back and
+            nothing else of the optimizer's; after an update, feed zeros.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    learning_rate: str
+    training_mode: str | None
+    gradient_norm: str
+    gradients: Mapping[str, str]
+    ordered_learning_rate: str
+    state: tuple[StateEntry, ...]
+    groups: Mapping[str, int]
+    loss_scale: str | None = None
+    all_finite: str | None = None
+    accumulated_batches: str | None = None
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the trained parameters."""
+        return tuple(entry.name for entry in self.state if entry.role == "parameter")
+
+
+class TrainingGraph:
+    """A compiled training graph.
+
+    Attributes:
+        graph: the graph as an `onnx_ir.Model`, without the values of its state.
+        signature: what its inputs and outputs mean.
+        tensors: the present value of each state input, by name. The trainer keeps the trained
+            tensors here, so `model` and `save` show the state of the moment.
+    """
+
+    def __init__(self, graph: ir.Model, signature: Signature, tensors: dict[str, ir.TensorProtocol]):
+        self.graph = graph
+        self.signature = signature
+        self.tensors = tensors
+
+    @property
+    def model(self) -> onnx.ModelProto:
+        """The graph as an ordinary ONNX model; the present state is the default of its state inputs.
+
+        State pairs are in `training_info` (`update_binding`), the signature as JSON in
+        `metadata_props` under "orttrainer.signature".
+        """
+        proto = ir.to_proto(self.graph)
+        for entry in self.signature.state:
+            initializer = ir.to_proto(self.tensors[entry.name])
+            initializer.name = entry.name
+            proto.graph.initializer.append(initializer)
+        info = proto.training_info.add()
+        for entry in self.signature.state:
+            if entry.output is not None:
+                info.update_binding.add(key=entry.name, value=entry.output)
+        signature = json.dumps(asdict(self.signature), sort_keys=True)
+        onnx.helper.set_model_props(proto, {"orttrainer.signature": signature})
+        return proto
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the graph to one file; past 2 GB the tensors go to `<path>.data` beside it."""
+        write_model(self.model, path)
