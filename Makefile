@@ -8,7 +8,7 @@ LEGACY := .venv-legacy
 BIN := $(VENV)/bin
 PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help train test test-gpu test-slow test-legacy-runtime coverage bench lint clean
+.PHONY: help train test test-gpu test-slow test-legacy-runtime coverage bench bench-ablation lint clean
 
 help:
 	@echo "make train                train the getting-started sample on the CPU"
@@ -17,7 +17,8 @@ help:
 	@echo "make test-gpu             run the tests that need a CUDA device (installs onnxruntime-gpu)"
 	@echo "make test-slow            run the long suites"
 	@echo "make coverage             run the public suites whole (an hour on two cores) and write docs/coverage.md"
-	@echo "make bench                time train_step beside PyTorch"
+	@echo "make bench                time train_step beside PyTorch, JAX and, after test-legacy-runtime, onnxruntime-training"
+	@echo "make bench-ablation       time train_step without each graph pass that serves speed"
 	@echo "make lint                 check style"
 	@echo "make clean                remove the environments"
 
@@ -63,8 +64,16 @@ test-legacy-runtime: $(LEGACY)/.test
 coverage: $(VENV)/.test
 	@cd tests && ../$(BIN)/python -m suites $(ARGS)
 
-bench: $(VENV)/.test
-	@$(BIN)/python benchmarks/train_step.py $(ARGS)
+$(VENV)/.bench: $(VENV)/.test
+	@echo "adding JAX and matplotlib to $(VENV) ..."
+	@$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[cpu,bench]'
+	@touch $@
+
+bench: $(VENV)/.bench
+	@$(BIN)/python benchmarks/train_step.py $(if $(wildcard $(LEGACY)/.test),--legacy-python $(LEGACY)/bin/python) $(ARGS)
+
+bench-ablation: $(VENV)/.bench
+	@$(BIN)/python benchmarks/train_step.py --ablation --engines orttrainer $(ARGS)
 
 lint: $(VENV)/.test
 	@$(BIN)/ruff check orttrainer samples tests benchmarks

@@ -89,16 +89,18 @@ def worker(layers: int, threads: int) -> None:
     started, meter = time.perf_counter(), Meter()
 
     import orttrainer.compile
+    import orttrainer.engine
     import orttrainer.export.module
     import orttrainer.run
-    from orttrainer import IODescription, ModelDescription, ORTTrainer, export, trainer
+    import orttrainer.source
+    from orttrainer import IODescription, ModelDescription, ORTTrainer, export
 
     meter.measure(export, "export_module", "export")
     meter.measure(orttrainer.export.module, "check_values", "checks")
-    meter.measure(trainer, "check_gradients", "checks")
-    meter.measure(trainer, "compile_training_graph", "passes")
+    meter.measure(orttrainer.source, "check_gradients", "checks")
+    meter.measure(orttrainer.engine, "compile_training_graph", "passes")
     meter.measure(orttrainer.compile, "differentiate", "differentiate")
-    meter.measure(orttrainer.run.Runner, "_training_phases", "session")
+    meter.measure(orttrainer.run.Runner, "_make_step", "session")
     meter.measure(orttrainer.run._Phase, "run", "first step")
     tokens = ["batch", "sequence"]
     description = ModelDescription(

@@ -445,7 +445,9 @@ class Engine(NotCopied):
         """The graph again, for settings that have changed, on the present state."""
         state = self._state.copies(True)
         graph = self._training_graph()
-        self._state = TrainedState(graph, self.source.module, self.source.loss_fn, self.device, self.collective)
+        self._state = TrainedState(
+            graph, self.source.module, self.source.loss_fn, self.device, self.collective, share=False
+        )
         self._open(graph)
         self._state.load(state, strict=True)
 

@@ -25,12 +25,15 @@ class TrainedState:
         module, loss_fn: the torch modules that the graph was made from; None for an ONNX model.
         device: where new tensors are made.
         collective: the ranks of the run; rank 0's values are taken by all.
+        share: False where the ranks have equal values already, and one may make this while another does not.
 
     Attributes:
         tensors: name in the graph -> tensor, what a `Runner` works on.
     """
 
-    def __init__(self, graph: TrainingGraph, module, loss_fn, device: torch.device, collective: Collective):
+    def __init__(
+        self, graph: TrainingGraph, module, loss_fn, device: torch.device, collective: Collective, share: bool = True
+    ):
         self.signature, self.rank = graph.signature, collective.rank
         self._modules = [m for m in (module, loss_fn) if isinstance(m, torch.nn.Module)] if module is not None else []
         own = export.named_state(module, loss_fn) if module is not None else {}
@@ -45,12 +48,13 @@ class TrainedState:
                     array = array.copy()
                 tensor = torch.from_numpy(array).to(device)
             self.tensors[entry.name] = tensor.detach()
-        check_ranks_agree(
-            collective,
-            "the state of the training graph",
-            [(n, tuple(t.shape), str(t.dtype)) for n, t in self.tensors.items()],
-        )
-        for entry in entries:
+        if share:
+            check_ranks_agree(
+                collective,
+                "the state of the training graph",
+                [(n, tuple(t.shape), str(t.dtype)) for n, t in self.tensors.items()],
+            )
+        for entry in entries if share else ():
             if entry.role != "random":
                 collective.broadcast_(self.tensors[entry.name])
         graph.tensors.update({name: ir_view(name, tensor) for name, tensor in self.tensors.items()})

@@ -422,7 +422,7 @@ def test_a_trainer_that_has_no_state_yet_does_not_overwrite_a_checkpoint(tmp_pat
         ((Holder(w=full(1)), ".", "a/b"), InvalidArgumentError, "without a folder; got 'a/b'"),
         ((Holder(w=full(1)), ".", ""), InvalidArgumentError, "got ''"),
     ],
-    ids=str,
+    ids=["no trainer", "no folder", "no path", "a prefix with a folder", "no prefix"],
 )
 def test_arguments_that_cannot_be_used_are_named(call, arguments, error, text):
     with pytest.raises(error, match=text):

@@ -100,6 +100,13 @@ def test_blocks_of_different_length_are_an_error_on_every_rank(ranks):
         assert rank["uneven"]["kept"] and rank["uneven"]["accumulated"] == 0
 
 
+def test_another_number_of_batches_on_one_rank_alone_is_an_error_on_both_until_it_is_equal(ranks):
+    for rank in ranks:
+        failed, *then = rank["changed"]
+        assert "DistributedError: the ranks have summed the gradients of different numbers of batches" in failed
+        assert then == ["fine", "fine"]
+
+
 def test_what_fails_at_the_first_step_of_one_rank_fails_on_both_until_it_is_right_on_both(ranks):
     (compiling, loading, third, loss), (own_compiling, own_loading, own_third, own_loss) = (
         rank["first step"] for rank in ranks

@@ -60,6 +60,7 @@ def make_step(name: str, key: str, workload, accumulate: int, threads: int) -> S
     Raises:
         Unavailable: something that it needs is not installed, or it has no such workload.
     """
+    _require(*workload.requires)
     if name.startswith("torch"):
         return _torch(workload, accumulate, "compile" in name, name.endswith("channels_last"))
     if name == "jax":
@@ -70,6 +71,11 @@ def make_step(name: str, key: str, workload, accumulate: int, threads: int) -> S
     if name.startswith(WITHOUT):
         return _without(name.removeprefix(WITHOUT), workload, accumulate)
     return _orttrainer(workload, accumulate)
+
+
+def _require(*packages: str) -> None:
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        raise Unavailable(f"not installed: {', '.join(missing)}")
 
 
 # -- orttrainer ---------------------------------------------------------------------------
@@ -107,7 +113,8 @@ def _orttrainer(workload, accumulate: int) -> Step:
 
 def _without(disabled: str, workload, accumulate: int) -> Step:
     """`orttrainer` with one graph pass switched off."""
-    from orttrainer.engine import Engine, OptimizerChoice, Settings
+    from orttrainer.engine import Engine
+    from orttrainer.settings import OptimizerChoice, Settings
 
     engine = Engine(
         workload.module(), workload.loss_fn, workload.description(),
@@ -154,8 +161,7 @@ def _torch_optimizer(workload, module, fused: bool):
     import torch
 
     if workload.optimizer == "Lamb":
-        if importlib.util.find_spec("torch_optimizer") is None:
-            raise Unavailable("torch has no LAMB; pip install torch-optimizer")
+        _require("torch_optimizer")
         import torch_optimizer
 
         return torch_optimizer.Lamb(module.parameters(), lr=workload.lr)
@@ -169,9 +175,7 @@ def _torch_optimizer(workload, module, fused: bool):
 
 
 def _jax(key: str, workload, accumulate: int) -> Step:
-    for package in ("jax", "optax"):
-        if importlib.util.find_spec(package) is None:
-            raise Unavailable(f"{package} is not installed; pip install 'orttrainer[bench]'")
+    _require("jax", "optax")
     from steps.jax_forms import FORMS, make_jax_step
 
     if key not in FORMS:

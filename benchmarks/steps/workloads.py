@@ -31,6 +31,7 @@ class Workload:
         sizes: of model and batch, and the rate of dropout.
         small: what differs at the size that the tests run.
         images: whether the first input is [batch, channels, height, width].
+        requires: packages that the module comes from.
     """
 
     title: str
@@ -44,6 +45,7 @@ class Workload:
     sizes: Mapping
     small: Mapping
     images: bool = False
+    requires: tuple[str, ...] = ()
 
     def with_sizes(self, **changed) -> Workload:
         """The workload with some sizes changed."""
@@ -219,6 +221,6 @@ WORKLOADS = {
         {
             "layers": 12, "width": 768, "heads": 12, "vocabulary": 30_522, "length": 128, "batch": 1, "dropout": 0.1,
         },
-        {"layers": 2, "width": 16, "heads": 2, "vocabulary": 99, "length": 9},
+        {"layers": 2, "width": 16, "heads": 2, "vocabulary": 99, "length": 9}, requires=("transformers",),
     ),
 }  # fmt: skip

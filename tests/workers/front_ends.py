@@ -36,6 +36,7 @@ def main(folder: str) -> None:
         results[f"second {kind}"] = train(second(kind, rank), rank, size)
     results["failures"] = failures(rank)
     results["uneven"] = uneven(rank)
+    results["changed"] = changed_on_one(rank)
     results["first step"] = fail_at_the_first_step(rank)
     results["not finite"] = not_finite(rank)
     results["float16"] = {"first": overflow_first(rank), "second": overflow_second(rank)}
@@ -119,6 +120,21 @@ def uneven(rank: int) -> dict:
     after = weights(trainer)
     kept = all(torch.equal(after[name], before[name]) for name in after if "accum" not in name.lower())
     return {"said": said, "kept": kept, "accumulated": trainer._engine.accumulated}
+
+
+def changed_on_one(rank: int) -> list[str]:
+    """Rank 0 accumulates two batches from its second update on, until both accumulate two."""
+    trainer = first("AdamOptimizer", 0, 1)
+    trainer.train_step(*small.batch(rank), RATE)
+    said = []
+    if rank == 0:
+        trainer.gradient_accumulation_steps = 2
+        trainer.train_step(*small.batch(1), RATE)
+    said.append(attempt(lambda: trainer.train_step(*small.batch(2), RATE)))
+    trainer.gradient_accumulation_steps = 2
+    for step in range(2):
+        said.append(attempt(lambda step=step: trainer.train_step(*small.batch(step), RATE)))
+    return said
 
 
 def fail_at_the_first_step(rank: int) -> list[str]:

@@ -1,0 +1,229 @@
+"""The step benchmark: what it times is what torch trains, and what it reports is what it measured."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import pathlib
+import platform
+import re
+import shutil
+import sys
+
+import pytest
+import torch
+
+from orttrainer import IODescription, ModelDescription
+from orttrainer.compile import SPEED_PASSES
+from orttrainer.engine import Engine
+from orttrainer.errors import InvalidArgumentError
+from orttrainer.settings import OptimizerChoice, Settings
+
+sys.path.append(str(pathlib.Path(__file__).parent.parent / "benchmarks"))  # last: `compile` is a name there
+
+import train_step
+from steps import report
+from steps.engines import Unavailable, make_step
+from steps.workloads import WORKLOADS
+
+SLOW = pytest.mark.slow
+FAST = ("w3-mlp", "w7-lstm")  # the quickest to export; make test-slow has the others
+
+
+def losses(engine: str, key: str, steps: int = 3) -> list[float]:
+    """Losses of a reduced workload without dropout, from one seed."""
+    torch.manual_seed(0)
+    workload = WORKLOADS[key].reduced(dropout=0.0)
+    step = make_step(engine, key, workload, 1, 1)
+    return [float(step(*workload.batch(index))) for index in range(steps)]
+
+
+@pytest.mark.parametrize("key", [k if k in FAST else pytest.param(k, marks=SLOW) for k in WORKLOADS])
+def test_each_workload_trains_as_in_torch(key):
+    assert losses("orttrainer", key) == pytest.approx(losses("torch", key), rel=2e-5)
+
+
+@SLOW
+@pytest.mark.parametrize("key", [key for key, workload in WORKLOADS.items() if workload.images])
+def test_channels_last_changes_no_number(key):
+    assert losses("torch channels_last", key) == pytest.approx(losses("torch", key), rel=2e-5)
+
+
+@pytest.mark.parametrize("key", ["w1-sgd", "w1-adam", "w1-lamb", "w3-mlp", "w4-cnn"])
+def test_jax_forms_compute_what_the_torch_modules_compute(key):
+    pytest.importorskip("jax")
+    pytest.importorskip("optax")
+    steps = 1 if key == "w1-lamb" else 3  # optax's LAMB corrects the bias of the moments, torch-optimizer's does not
+    assert losses("jax", key, steps) == pytest.approx(losses("torch", key, steps), rel=2e-5)
+
+
+def test_workload_refuses_a_size_that_it_does_not_have():
+    with pytest.raises(ValueError, match=r"W3 MLP .* has no sizes \['depth'\]; it has"):
+        WORKLOADS["w3-mlp"].with_sizes(depth=3)
+
+
+# -- the suite ----------------------------------------------------------------------------
+
+
+def test_a_tiny_run_reports_both_engines_and_writes_every_file(tmp_path, capsys):
+    files = {kind: tmp_path / f"steps.{kind}" for kind in ("md", "json")}
+    train_step.main([
+        "--workloads", "w3-mlp", "--engines", "orttrainer", "torch", "--small", "--rounds", "1", "--steps", "3",
+        "--warmup", "1", "--seconds", "0", "--threads", "1", "--no-unlocked",
+        "--table", str(files["md"]), "--json", str(files["json"]),
+    ])  # fmt: skip
+    written = files["md"].read_text()
+    assert capsys.readouterr().out.split() == written.split()
+    rows = [line.split(" | ") for line in written.splitlines() if line.startswith(("| orttrainer", "| torch"))]
+    assert [row[0] for row in rows] == ["| orttrainer", "| torch"] and rows[1][3] == "1.00"
+    assert f"torch {torch.__version__}" in written.splitlines()[0]
+    results = json.loads(files["json"].read_text())["results"]
+    ours, theirs = (found["runs"][0] for found in results)
+    assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+    assert all(len(run["ms"]) == 3 and run["first_s"] > 0 and run["peak_mb"] > 100 for run in (ours, theirs))
+
+
+def test_an_engine_that_fails_has_a_row_that_says_so(tmp_path, capsys):
+    train_step.main([
+        "--workloads", "w3-mlp", "--engines", "onnxruntime-training", "--small", "--rounds", "2", "--threads", "1",
+        "--legacy-python", str(tmp_path / "none"),
+    ])  # fmt: skip
+    row = f"| onnxruntime-training | failed: cannot start {tmp_path / 'none'}: No such file or directory |  |"
+    assert row in capsys.readouterr().out
+
+
+def test_a_process_that_takes_too_long_is_ended_and_said_to(monkeypatch):
+    options = train_step.parsed(["--workloads", "w3-mlp", "--timeout", "0.01", "--threads", "1"])
+    assert train_step.run_worker("w3-mlp", train_step.Job("torch"), options, None) == {
+        "failed": "took more than 0.01 s"
+    }
+
+
+def test_an_exception_is_told_by_its_last_line():
+    err = 'Traceback (most recent call last):\n  File "x", line 1\nValueError: no\n\nwarning: 3 left\n'
+    assert train_step._why(1, err) == "ValueError: no"
+    assert train_step._why(-9, "") == "ended with status -9, without a word"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--workloads", "w99"], r"there are no workloads \['w99'\]; those are \['w1-sgd'"),
+        (["--engines", "caffe"], r"there are no engines \['caffe'\]; those are"),
+        (["--engines", "orttrainer-without-NoPass"], "those that can be left out are .*TransposedProductPass"),
+        (["--rounds", "0"], "--rounds must be 1 or more"),
+    ],
+)
+def test_what_is_not_there_is_an_error_before_anything_runs(arguments, text, capsys):
+    with pytest.raises(SystemExit):
+        train_step.main(arguments)
+    assert re.search(text, capsys.readouterr().err)
+
+
+def test_the_ablation_leaves_out_each_speed_pass_in_turn():
+    options = train_step.parsed(["--engines", "orttrainer", "--ablation"])
+    assert options.engines == ["orttrainer", *(f"orttrainer-without-{chosen.__name__}" for chosen in SPEED_PASSES)]
+
+
+def test_what_an_engine_lacks_is_skipped_with_the_reason():
+    with pytest.raises(Unavailable, match=r"needs --legacy-python|its artifacts have no LAMB"):
+        make_step("onnxruntime-training", "w1-lamb", WORKLOADS["w1-lamb"].reduced(), 1, 1)
+
+
+# -- the report ---------------------------------------------------------------------------
+
+FIGURES = {"first_s": 2.0, "peak_mb": 300.0}
+
+
+def test_summary_has_the_median_and_the_20th_percentile_of_all_steps():
+    runs = [
+        {"ms": [5.0, 1.0, 3.0], "first_s": 1.0, "peak_mb": 10.0},
+        {"ms": [2.0, 4.0], "first_s": 3.0, "peak_mb": 20.0},
+    ]
+    assert report.summarise(runs) == {"median_ms": 3.0, "p20_ms": 2.0, "first_s": 2.0, "peak_mb": 15.0}
+    assert report.summarise([*runs, {"failed": "ValueError: no"}]) == {"failed": "ValueError: no"}
+
+
+def test_ratios_are_to_the_best_of_the_others_with_mkl_as_it_is_and_unlocked():
+    summary = {
+        "orttrainer": {"median_ms": 10.0, "p20_ms": 9.0, **FIGURES},
+        "orttrainer-without-X": {"median_ms": 5.0, "p20_ms": 5.0, **FIGURES},  # ours too: no peer
+        "torch": {"median_ms": 40.0, "p20_ms": 39.0, **FIGURES},
+        "jax": {"median_ms": 25.0, "p20_ms": 24.0, **FIGURES},
+        "onnxruntime-training": {"skipped": "not | here"},
+    }
+    unlocked = {"torch": {"median_ms": 20.0, "p20_ms": 19.0, **FIGURES}}
+    assert report.table("W", summary, unlocked).splitlines() == [
+        "### W",
+        "",
+        "| engine | ms/step median | p20 | ratio to best peer | ms with MKL unlocked | ratio then | first step s | peak MB |",
+        "|---|---|---|---|---|---|---|---|",
+        "| orttrainer | 10.00 | 9.00 | 0.40 |  | 0.50 | 2.0 | 300 |",
+        "| orttrainer-without-X | 5.00 | 5.00 | 0.20 |  | 0.25 | 2.0 | 300 |",
+        "| torch | 40.00 | 39.00 | 1.60 | 20.00 | 1.00 | 2.0 | 300 |",
+        "| jax | 25.00 | 24.00 | 1.00 |  | 1.25 | 2.0 | 300 |",
+        "| onnxruntime-training | skipped: not \\| here |  |  |  |  |  |  |",
+    ]
+
+
+def test_chart_is_a_png_with_a_panel_for_each_workload(tmp_path):
+    pytest.importorskip("matplotlib")
+    row = {"median_ms": 10.0, "p20_ms": 9.0, **FIGURES}
+    path = tmp_path / "steps.png"
+    report.draw(str(path), "machine", {"a": ({"orttrainer": row}, {}), "b": ({"jax": {"failed": "x"}}, {"torch": row})})
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(platform.system() != "Linux" or shutil.which("cc") is None, reason="needs Linux and a C compiler")
+def test_mkl_is_unlocked_on_amd_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "_processor", lambda: {"vendor_id": "GenuineIntel"})
+    assert report.unlock_mkl(str(tmp_path)) is None
+    monkeypatch.setattr(report, "_processor", lambda: {"vendor_id": "AuthenticAMD"})
+    assert ctypes.CDLL(report.unlock_mkl(str(tmp_path))).mkl_serv_intel_cpu_true() == 1
+
+
+# -- passes that can be left out ----------------------------------------------------------
+
+
+class LogSoftmaxNll(torch.nn.Module):
+    """[batch, 2, 6] -> log probabilities [batch * 2, 5], in which every speed pass finds something to do."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(6, 8), torch.nn.Linear(8, 5)
+
+    def forward(self, x):
+        y = self.first(x)
+        scores = self.second(torch.sin(y) + torch.cos(y))  # each is the derivative of the other
+        return torch.nn.functional.log_softmax(scores.flatten(0, 1), 1)
+
+
+def _trained(disabled: tuple[str, ...]):
+    torch.manual_seed(0)
+    description = ModelDescription(
+        [IODescription("x", ["batch", 2, 6], torch.float32), IODescription("label", ["rows"], torch.int64)],
+        [IODescription("loss", [], torch.float32), IODescription("output", ["rows", 5], torch.float32)],
+    )
+    engine = Engine(
+        LogSoftmaxNll(), torch.nn.functional.nll_loss, description, OptimizerChoice("SGDOptimizer"),
+        Settings(disabled_passes=disabled),
+    )  # fmt: skip
+    batch = {"x": torch.randn(2, 2, 6), "label": torch.tensor([0, 4, 2, 2])}
+    found = [engine.train_step(batch, 0.1)[0][0].item() for _ in range(3)]
+    return found, sorted(node.op_type for node in engine.training_graph.graph.graph)
+
+
+def test_a_graph_without_one_of_its_speed_passes_trains_the_same():
+    expected, complete = _trained(())
+    others = {chosen.__name__: _trained((chosen.__name__,)) for chosen in SPEED_PASSES}
+    for name, (found, operators) in others.items():
+        assert found == pytest.approx(expected, rel=1e-6), name
+        assert operators != complete, f"{name} changed nothing, so this shows nothing"
+
+
+@pytest.mark.parametrize("names", [("TopologicalSortPass",), "ShareSubexpressionsPass"])
+def test_a_pass_that_a_graph_cannot_do_without_is_refused(names):
+    with pytest.raises(
+        InvalidArgumentError, match="disabled_passes must be a list of passes that a graph can do without"
+    ):
+        Engine(torch.nn.Linear(1, 1), None, None, OptimizerChoice("SGDOptimizer"), Settings(disabled_passes=names))
