@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from orttrainer.export import ForwardGraph
 
 ACCUMULATED = "Accumulated_Batches"
+ACCUMULATED_BY = "Accumulated_By"  # rank and world size, where there are several ranks: each has sums of its own
 
 
 class NotCopied:
@@ -285,6 +286,8 @@ class Engine(NotCopied):
         if include_optimizer_state and self.accumulated:
             found |= {n: t.detach().to("cpu", copy=True) for n, t in self._accumulators().items()}
             found[ACCUMULATED] = torch.tensor([self.accumulated])
+            if self.collective.size > 1:
+                found[ACCUMULATED_BY] = torch.tensor([self.collective.rank, self.collective.size])
         return found
 
     @_one_at_a_time
@@ -302,8 +305,8 @@ class Engine(NotCopied):
         sums = self._accumulators()
         midway = ACCUMULATED in state_dict and bool(sums)
         extra = {name: tensor for name, tensor in sums.items() if midway}
-        accumulated = _checked_accumulated(state_dict, extra) if midway else 0
-        known = {n: t for n, t in state_dict.items() if n != ACCUMULATED or not midway}
+        accumulated = _checked_accumulated(state_dict, extra, self.collective) if midway else 0
+        known = {n: t for n, t in state_dict.items() if not midway or n not in (ACCUMULATED, ACCUMULATED_BY)}
         self._state.load(known, strict, extra)
         self._runner.drop_accumulated()
         if midway:
@@ -479,11 +482,18 @@ def _sizes(schema: InputSchema, batch: Sequence[torch.Tensor]) -> dict[str, int]
     return {dim: size for dim, size in dims if isinstance(dim, str)}
 
 
-def _checked_accumulated(state_dict: Mapping[str, torch.Tensor], sums: Iterable[str]) -> int:
+def _checked_accumulated(state_dict: Mapping[str, torch.Tensor], sums: Iterable[str], collective: Collective) -> int:
     """The number of batches in a state from the midst of a block, which has to have their gradients too."""
     if missing := [name for name in sums if name not in state_dict]:
         raise StateError(
             f"the state dict has {ACCUMULATED!r}, but lacks the sums of gradients {missing}. Nothing was loaded"
+        )
+    own = [collective.rank, collective.size]
+    if (by := _listed(state_dict.get(ACCUMULATED_BY, [0, 1]))) != own:
+        raise StateError(
+            f"the state is from the midst of a block of batches, with the sums of gradients of rank and world size {by}; "
+            f"this is {own}. Load on each rank what it saved itself, or leave {ACCUMULATED!r} out to begin the block anew. "
+            "Nothing was loaded"
         )
     value = state_dict[ACCUMULATED]
     try:
@@ -493,6 +503,13 @@ def _checked_accumulated(state_dict: Mapping[str, torch.Tensor], sums: Iterable[
     except (TypeError, ValueError, RuntimeError, OverflowError):
         pass
     raise StateError(f"{ACCUMULATED!r} must be a whole number >= 0, got {value!r}. Nothing was loaded")
+
+
+def _listed(value) -> object:
+    try:
+        return torch.as_tensor(value).tolist()
+    except (TypeError, ValueError, RuntimeError):
+        return value
 
 
 def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

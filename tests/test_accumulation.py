@@ -194,6 +194,22 @@ def test_accumulators_of_another_shape_are_refused_and_nothing_is_loaded():
     assert_same(accumulators(trainer), sums)
 
 
+def test_sums_that_another_rank_accumulated_are_refused_and_nothing_is_loaded():
+    trainer = make(gradient_accumulation_steps=2)
+    trainer.train_step(*batch(), RATE)
+    state = trainer.state_dict()
+    before = snapshot(trainer)
+    for by in ([1, 2], [0, 2], "rank 1"):
+        with pytest.raises(
+            StateError, match="Load on each rank what it saved itself, or leave 'Accumulated_Batches' out"
+        ):
+            trainer.load_state_dict({**state, "0.weight": state["0.weight"] + 1, "Accumulated_By": by})
+        assert_same(snapshot(trainer), before)
+    anew = {name: tensor for name, tensor in state.items() if name != "Accumulated_Batches"}
+    trainer.load_state_dict({**anew, "Accumulated_By": torch.tensor([1, 2])})
+    assert trainer._engine.accumulated == 0
+
+
 # -- failures ----------------------------------------------------------------------------------
 
 

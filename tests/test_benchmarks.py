@@ -8,6 +8,7 @@ import pathlib
 import platform
 import re
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -227,3 +228,24 @@ def test_a_pass_that_a_graph_cannot_do_without_is_refused(names):
         InvalidArgumentError, match="disabled_passes must be a list of passes that a graph can do without"
     ):
         Engine(torch.nn.Linear(1, 1), None, None, OptimizerChoice("SGDOptimizer"), Settings(disabled_passes=names))
+
+
+# -- the other benchmarks -----------------------------------------------------------------
+
+
+@SLOW
+@pytest.mark.parametrize(
+    ("script", "arguments", "last"),
+    [
+        ("compile.py", ["--layers", "1"], r"\| 1 \| \d+ \|( [\d.]+ \|)+"),
+        ("recompute.py", ["--layers", "2", "--batch", "1", "--steps", "1", "--cases", "every layer"],
+         r"\| every layer \|( [\d.]+ \|)+ yes \|"),
+    ],
+)  # fmt: skip
+def test_benchmark_ends_with_a_row_of_figures(script, arguments, last):
+    if script == "compile.py":
+        pytest.importorskip("transformers")
+    command = [sys.executable, str(pathlib.Path(train_step.__file__).parent / script), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert re.fullmatch(last, result.stdout.splitlines()[-1])

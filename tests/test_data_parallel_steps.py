@@ -118,6 +118,15 @@ def test_what_fails_at_the_first_step_of_one_rank_fails_on_both_until_it_is_righ
     assert third == own_third == "fine" and loss != own_loss
 
 
+@pytest.mark.parametrize("generation", ["first", "second"])
+def test_each_rank_goes_on_exactly_from_its_own_sums_and_refuses_those_of_another(ranks, generation):
+    for rank, given in enumerate(ranks):
+        expected, resumed = given["midway"][generation]
+        assert resumed == expected
+        text = f"sums of gradients of rank and world size [{1 - rank}, 2]; this is [{rank}, 2]"
+        assert text in given["midway"][f"{generation} error"]
+
+
 def test_a_loss_that_is_not_finite_on_one_rank_can_be_an_error_on_both(ranks):
     first, second = (rank["not finite"] for rank in ranks)
     assert first["said"].startswith("NonFiniteLossError: the loss is nan at step 2")

@@ -4,7 +4,8 @@
     optimizer:       {weight: {Moment_1, Moment_2, Update_Count, Momentum}, shared_optimizer_state: {Step}}
     trainer_options, train_step_info: plain numbers and strings
     random:          {Training_Step, Random_Seed}                    beyond legacy: what dropout masks are made of
-    accumulated:     {batches, gradients: {weight: array}}           beyond legacy: in the midst of a block of batches
+    accumulated:     {batches, gradients: {weight: array}, by}       beyond legacy: in the midst of a block of batches;
+                                                                     by: rank and world size, where there are several ranks
     loss_scaler:     {loss_scale, stable_steps}                      beyond legacy: in mixed precision
 
 Legacy readers pass over the sections that they do not know.
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from orttrainer.engine import ACCUMULATED
+from orttrainer.engine import ACCUMULATED, ACCUMULATED_BY
 from orttrainer.errors import StateError
 from orttrainer.training_graph import Signature
 
@@ -57,6 +58,8 @@ def nested(flat: Mapping[str, torch.Tensor], weights: Mapping[str, Any], signatu
     if ACCUMULATED in flat:
         gradients = {p: as_array(flat[f"{p}{_SUM}"]) for p in signature.parameters if f"{p}{_SUM}" in flat}
         state["accumulated"] = {"batches": int(flat[ACCUMULATED]), "gradients": gradients}
+        if ACCUMULATED_BY in flat:
+            state["accumulated"]["by"] = as_array(flat[ACCUMULATED_BY])
     return state
 
 
@@ -76,6 +79,8 @@ def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
     if accumulated:
         flat |= {f"{name}{_SUM}": value for name, value in section(accumulated, "gradients").items()}
         flat[ACCUMULATED] = np.asarray([count(accumulated, "batches", "accumulated")])
+        if "by" in accumulated:
+            flat[ACCUMULATED_BY] = accumulated["by"]
     return {name: _as_tensor(value) for name, value in flat.items()}
 
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 import small
 
-from orttrainer import LossScaler, training
+from orttrainer import LossScaler, errors, training
 from orttrainer.distributed import find_collective
 from orttrainer.training import amp, optim
 
@@ -38,6 +38,7 @@ def main(folder: str) -> None:
     results["uneven"] = uneven(rank)
     results["changed"] = changed_on_one(rank)
     results["first step"] = fail_at_the_first_step(rank)
+    results["midway"] = resume_midway(rank, size)
     results["not finite"] = not_finite(rank)
     results["float16"] = {"first": overflow_first(rank), "second": overflow_second(rank)}
     torch.save(results, pathlib.Path(folder) / f"{rank}.pt")
@@ -47,6 +48,27 @@ def rows(step: int, rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """This rank's rows of a batch of 6."""
     x, y = small.batch(step)
     return x.chunk(size)[rank], y.chunk(size)[rank]
+
+
+def resume_midway(rank: int, size: int) -> dict:
+    """Losses from the midst of a block on, straight and after loading what this rank saved; and the other's file."""
+    results = {}
+    for name, make in (("first", first), ("second", second)):
+        rate = (RATE,) if name == "first" else ()
+        straight, resumed, other = (make("AdamOptimizer", 0) for _ in range(3))
+        for step in range(4):
+            straight.train_step(*rows(step, rank, size), *rate)
+        state = straight.state_dict()
+        expected = [straight.train_step(*rows(step, rank, size), *rate)[0] for step in range(4, 9)]
+        resumed.load_state_dict(state)
+        results[name] = (expected, [resumed.train_step(*rows(step, rank, size), *rate)[0] for step in range(4, 9)])
+        foreign = find_collective().all_gather_object(state)[1 - rank]
+        other.eval_step(*rows(0, rank, size))
+        try:
+            other.load_state_dict(foreign)
+        except errors.StateError as error:
+            results[f"{name} error"] = str(error)
+    return results
 
 
 def first(kind: str, seed: int, batches: int = BATCHES, **options):
