@@ -37,8 +37,6 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from steps.engines import ENGINES, WITHOUT, Unavailable, applies, is_engine, make_step, uses_mkl
 from steps.report import draw, machine, summarise, table, unlock_mkl
 
-REPOSITORY = pathlib.Path(__file__).parent.parent
-
 
 @dataclass(frozen=True)
 class Job:
@@ -65,14 +63,10 @@ def worker(name: str, engine: str, options) -> None:
         return print(json.dumps({"skipped": str(reason)}))
     loss = float(step(*batches[0]))
     first = time.perf_counter() - started
-    begun = time.perf_counter()
     _timed(step, batches, options.warmup, options.seconds / 2)
     milliseconds = _timed(step, batches, options.steps, options.seconds)
-    figures = {
-        "ms": milliseconds, "first_s": first, "loss": loss, "timed_s": time.perf_counter() - begun,
-        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-    }  # fmt: skip
-    print(json.dumps(figures))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(json.dumps({"ms": milliseconds, "first_s": first, "peak_mb": peak, "loss": loss}))
 
 
 def _timed(step, batches: list, steps: int, seconds: float) -> list[float]:
@@ -93,7 +87,6 @@ def run_worker(name: str, job: Job, options, library: str | None) -> dict:
     environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "NPROC": str(options.threads)}  # JAX's: NPROC
     if job.engine == "onnxruntime-training" and options.legacy_python:
         python = options.legacy_python
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     if job.unlocked:
         environment["LD_PRELOAD"] = f"{library} {os.environ.get('LD_PRELOAD', '')}".strip()
     command = [python, os.path.abspath(__file__), "--worker", name, job.engine]
@@ -128,11 +121,9 @@ def _why(code: int, err: str) -> str:
     return last if len(last) <= 200 else f"{last[:197]}..."
 
 
-def measure(name: str, options, library: str | None, images: bool) -> dict[Job, list[dict]]:
+def measure(name: str, workload, options, library: str | None) -> dict[Job, list[dict]]:
     """All runs of one workload. An engine that fails or is skipped is not tried again."""
-    from types import SimpleNamespace
-
-    engines = [engine for engine in options.engines if applies(engine, SimpleNamespace(images=images))]
+    engines = [engine for engine in options.engines if applies(engine, workload)]
     jobs = [Job(engine) for engine in engines]
     if library is not None:
         jobs += [Job(engine, unlocked=True) for engine in engines if uses_mkl(engine)]
@@ -219,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         library = unlock_mkl(folder) if options.unlocked else None
         for name in options.workloads:
-            runs = measure(name, options, library, WORKLOADS[name].images)
+            runs = measure(name, WORKLOADS[name], options, library)
             summary, unlocked = (
                 {job.engine: summarise(found) for job, found in runs.items() if job.unlocked is which}
                 for which in (False, True)

@@ -460,7 +460,7 @@ class Engine(NotCopied):
         """Warn of the first of a row of losses that are not finite."""
         finite = math.isfinite(loss.item())
         if not finite and self._was_finite:
-            warnings.warn(self._nonfinite(loss), NonFiniteLossWarning, stacklevel=4)
+            warnings.warn(self._nonfinite(loss), NonFiniteLossWarning, stacklevel=5)
         self._was_finite = finite
 
     def _refuse_nonfinite(self, outputs: Sequence[torch.Tensor]) -> None:

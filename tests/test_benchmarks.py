@@ -24,7 +24,7 @@ sys.path.append(str(pathlib.Path(__file__).parent.parent / "benchmarks"))  # las
 
 import train_step
 from steps import report
-from steps.engines import Unavailable, make_step
+from steps.engines import Unavailable, applies, make_step
 from steps.workloads import WORKLOADS
 
 SLOW = pytest.mark.slow
@@ -45,9 +45,11 @@ def test_each_workload_trains_as_in_torch(key):
 
 
 @SLOW
-@pytest.mark.parametrize("key", [key for key, workload in WORKLOADS.items() if workload.images])
-def test_channels_last_changes_no_number(key):
-    assert losses("torch channels_last", key) == pytest.approx(losses("torch", key), rel=2e-5)
+@pytest.mark.parametrize("key", ["w1-lamb", *(key for key, workload in WORKLOADS.items() if workload.images)])
+@pytest.mark.parametrize("engine", ["torch.compile", "torch channels_last", "torch.compile channels_last"])
+def test_torch_trains_the_same_compiled_or_in_another_layout(engine, key):
+    if applies(engine, WORKLOADS[key]):
+        assert losses(engine, key) == pytest.approx(losses("torch", key), rel=2e-5)
 
 
 @pytest.mark.parametrize("key", ["w1-sgd", "w1-adam", "w1-lamb", "w3-mlp", "w4-cnn"])

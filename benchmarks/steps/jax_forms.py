@@ -69,13 +69,16 @@ def mlp(p: Parameters, sizes: Mapping, dropout: Dropout, x, label):
 
 def cnn(p: Parameters, sizes: Mapping, dropout: Dropout, x, label):
     rate = sizes["dropout"]
-    for name in ("conv1", "conv2"):
+
+    def convolution(name, x):
         x = jax.lax.conv_general_dilated(
             x, p[f"{name}.weight"], (1, 1), "VALID", dimension_numbers=("NCHW", "OIHW", "NCHW")
         )
-        x = jax.nn.relu(x + p[f"{name}.bias"][:, None, None])
+        return x + p[f"{name}.bias"][:, None, None]
+
+    x = convolution("conv2", jax.nn.relu(convolution("conv1", x)))
     x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 1, 2, 2), (1, 1, 2, 2), "VALID")
-    x = dropout(x, rate / 2).reshape(x.shape[0], -1)
+    x = dropout(jax.nn.relu(x), rate / 2).reshape(x.shape[0], -1)
     x = dropout(jax.nn.relu(linear(p, "fc1", x)), rate)
     return cross_entropy(linear(p, "fc2", x), label)
 
