@@ -236,4 +236,5 @@ def _write(options, head: str, texts: list[str], everything: list[dict]) -> None
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the process under way is ended, too
     main()
