@@ -28,8 +28,8 @@ from orttrainer.errors import (
     SchemaError,
     StateError,
     UnknownNameError,
-    UnsupportedFeatureError,
 )
+from orttrainer.front_end import NotCopied
 from orttrainer.graph.passes.constants import InitializersToConstantsPass
 from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
 from orttrainer.graph.recompute import Recompute
@@ -48,16 +48,6 @@ if TYPE_CHECKING:
 
 ACCUMULATED = "Accumulated_Batches"
 ACCUMULATED_BY = "Accumulated_By"  # rank and world size, where there are several ranks: each has sums of its own
-
-
-class NotCopied:
-    """What `copy` and `pickle` refuse by a text that says what to do instead."""
-
-    def __reduce_ex__(self, protocol):
-        raise UnsupportedFeatureError(
-            "a trainer cannot be copied or pickled: it trains the memory of its module, through sessions of ONNX Runtime. "
-            "Copy or pickle its state_dict(), and load that into a new trainer of a copy of the module"
-        )
 
 
 def _one_at_a_time(method: Callable) -> Callable:
@@ -343,17 +333,7 @@ class Engine(NotCopied):
     def export_inference(
         self, path: str | os.PathLike, outputs: Sequence[str] | None = None, batch: Sequence | None = None
     ) -> None:
-        """Write the trained model as others run it: dropout off, running statistics, without the loss.
-
-        Args:
-            path: of the file.
-            outputs: names of described outputs; by default all but the loss.
-            batch: inputs to compare the file with `eval_step` on; by default those of the last call.
-
-        Raises:
-            StateError: the model is not compiled yet, or there was no batch.
-            ExportMismatchError: the graph does not give what `eval_step` gives; nothing is written.
-        """
+        """As `FrontEnd.export_inference` says."""
         if self._runner is None:
             raise StateError("there is no graph to export before the first step of a torch module; run one eval_step")
         outputs = self.checked_fetches(outputs) or self.output_names[1:] or self.output_names

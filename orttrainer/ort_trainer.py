@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 
@@ -26,16 +25,16 @@ from orttrainer.arguments import (
     session_options,
 )
 from orttrainer.describe import IODescription, ModelDescription
-from orttrainer.engine import Engine, NotCopied
+from orttrainer.engine import Engine
 from orttrainer.errors import OptimizerError, SchemaError
+from orttrainer.front_end import FrontEnd
 from orttrainer.graph.write import write_model
 from orttrainer.settings import OptimizerChoice, Settings
-from orttrainer.training_graph import TrainingGraph
 
 LOSS_SCALE_BEFORE = "default_loss_scale_input_name"  # its keyword while the graph's own name is not known
 
 
-class ORTTrainer(NotCopied):
+class ORTTrainer(FrontEnd):
     """Train a model through one ONNX graph: forward, loss, backward and update.
 
     Args:
@@ -262,11 +261,6 @@ class ORTTrainer(NotCopied):
         """Keyword of the loss scale; a name that always works before the graph exists."""
         return self._engine.loss_scale or LOSS_SCALE_BEFORE
 
-    @property
-    def last_grad_norm(self) -> torch.Tensor:
-        """Global L2 norm of the gradients of the last update, before clipping: a 0-d tensor. 0 before the first."""
-        return self._engine.gradient_norm
-
     # -- state ----------------------------------------------------------------------------
 
     def state_dict(self, include_optimizer_state: bool = True) -> dict[str, torch.Tensor]:
@@ -307,31 +301,10 @@ class ORTTrainer(NotCopied):
             return
         write_model(self.onnx_model_, path)
 
-    def export_inference(
-        self, path: str | os.PathLike, outputs: Sequence[str] | None = None, batch: Sequence | None = None
-    ) -> None:
-        """Write the trained model as others run it: dropout off, running statistics, without loss and label.
-
-        Args:
-            path: of the file.
-            outputs: names of described outputs; by default all but the loss.
-            batch: inputs to compare the file with `eval_step` on; by default those of the last call.
-
-        Raises:
-            StateError: a torch module before its first step, or no batch to compare on.
-            ExportMismatchError: the graph does not give what `eval_step` gives; nothing is written.
-        """
-        self._engine.export_inference(path, outputs, batch)
-
     @property
     def onnx_model_(self) -> onnx.ModelProto | None:
         """The forward graph with its loss and the trained weights; None before it exists."""
         return self._engine.forward_model
-
-    @property
-    def training_graph(self) -> TrainingGraph | None:
-        """The compiled training graph; None before it exists."""
-        return self._engine.training_graph
 
     # -- small things ---------------------------------------------------------------------
 

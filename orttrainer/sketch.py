@@ -16,8 +16,9 @@ import torch
 from orttrainer import export
 from orttrainer.arguments import check_module, check_scaler, checked_rate, inputs_by_name
 from orttrainer.describe import IODescription, ModelDescription
-from orttrainer.engine import Engine, NotCopied
+from orttrainer.engine import Engine
 from orttrainer.errors import InvalidArgumentError, SchemaError, StateError, UnsupportedFeatureError
+from orttrainer.front_end import FrontEnd
 from orttrainer.loss_scaler import LossScaler
 from orttrainer.settings import OptimizerChoice, Settings
 
@@ -101,7 +102,7 @@ def trainer(
     return Trainer(engine, criterion, groups, loss_scaler if mixed_precision is not None else None)
 
 
-class Trainer(NotCopied):
+class Trainer(FrontEnd):
     """What `trainer` returns.
 
     Attributes:
@@ -150,11 +151,6 @@ class Trainer(NotCopied):
         return _loss_and_prediction(self._run(self._engine.eval_step, self._checked(batch, "eval_step")))
 
     eval = eval_step
-
-    @property
-    def last_grad_norm(self) -> torch.Tensor:
-        """Global L2 norm of the gradients of the last update, before clipping: a 0-d tensor. 0 before the first."""
-        return self._engine.gradient_norm
 
     # -- state ----------------------------------------------------------------------------
 

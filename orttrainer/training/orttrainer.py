@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import onnx
@@ -13,8 +13,9 @@ from onnx_ir import tensor_adapters
 
 from orttrainer.arguments import checked_loss_scale, checked_rate, inputs_by_name
 from orttrainer.distributed import failing_together
-from orttrainer.engine import Engine, NotCopied
+from orttrainer.engine import Engine
 from orttrainer.errors import CheckpointError, RuntimeNotFoundError, SettingError, StateError
+from orttrainer.front_end import FrontEnd
 from orttrainer.graph.write import write_model
 from orttrainer.schedules import Warmup
 from orttrainer.training import _checkpoint_storage, _state_layout, checkpoint
@@ -31,7 +32,7 @@ from orttrainer.training_graph import TrainingGraph
 __all__ = ["ORTTrainer", "ORTTrainerOptions", "TrainStepInfo"]
 
 
-class ORTTrainer(NotCopied):
+class ORTTrainer(FrontEnd):
     """Train a model through one ONNX graph: forward, loss, backward and update.
 
     Args:
@@ -179,27 +180,6 @@ class ORTTrainer(NotCopied):
             return
         write_model(self._onnx_model, path)
 
-    def export_inference(
-        self, path: str | os.PathLike, outputs: Sequence[str] | None = None, batch: Sequence | None = None
-    ) -> None:
-        """Write the trained model as others run it: dropout off, running statistics, without loss and label.
-
-        Args:
-            path: of the file.
-            outputs: names of described outputs; by default all but the loss.
-            batch: inputs to compare the file with `eval_step` on; by default those of the last call.
-
-        Raises:
-            StateError: a torch module before its first step, or no batch to compare on.
-            ExportMismatchError: the graph does not give what `eval_step` gives; nothing is written.
-        """
-        self._engine.export_inference(path, outputs, batch)
-
-    @property
-    def last_grad_norm(self) -> torch.Tensor:
-        """Global L2 norm of the gradients of the last update, before clipping: a 0-d tensor. 0 before the first."""
-        return self._engine.gradient_norm
-
     # -- state ----------------------------------------------------------------------------
 
     def state_dict(self, pytorch_format: bool = False) -> dict[str, Any]:
@@ -338,11 +318,6 @@ class ORTTrainer(NotCopied):
     def _onnx_model(self) -> onnx.ModelProto | None:
         """The forward graph with its loss and the trained weights; None before it exists."""
         return self._engine.forward_model
-
-    @property
-    def training_graph(self) -> TrainingGraph | None:
-        """The `TrainingGraph`; None before the first step of a torch module."""
-        return self._engine.training_graph
 
     def _flat_state_dict(self, include_optimizer_state: bool = True) -> dict[str, torch.Tensor]:
         if not self._is_settled:
