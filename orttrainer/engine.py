@@ -8,7 +8,7 @@ import math
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -40,14 +40,11 @@ from orttrainer.run import Runner
 from orttrainer.seed import seed_of_rank
 from orttrainer.settings import OptimizerChoice, Settings
 from orttrainer.source import Source
-from orttrainer.state import TrainedState, ir_view
+from orttrainer.state import ACCUMULATED, ACCUMULATED_BY, TrainedState, checked_accumulated, ir_view
 from orttrainer.training_graph import TrainingGraph
 
 if TYPE_CHECKING:
     from orttrainer.export import ForwardGraph
-
-ACCUMULATED = "Accumulated_Batches"
-ACCUMULATED_BY = "Accumulated_By"  # rank and world size, where there are several ranks: each has sums of its own
 
 
 def _one_at_a_time(method: Callable) -> Callable:
@@ -295,7 +292,7 @@ class Engine(NotCopied):
         sums = self._accumulators()
         midway = ACCUMULATED in state_dict and bool(sums)
         extra = {name: tensor for name, tensor in sums.items() if midway}
-        accumulated = _checked_accumulated(state_dict, extra, self.collective) if midway else 0
+        accumulated = checked_accumulated(state_dict, extra, self.collective) if midway else 0
         known = {n: t for n, t in state_dict.items() if not midway or n not in (ACCUMULATED, ACCUMULATED_BY)}
         self._state.load(known, strict, extra)
         self._runner.drop_accumulated()
@@ -460,36 +457,6 @@ def _sizes(schema: InputSchema, batch: Sequence[torch.Tensor]) -> dict[str, int]
     """The sizes that the symbolic dimensions have in a batch."""
     dims = [(dim, size) for spec, x in zip(schema.specs, batch) for dim, size in zip(spec.shape, x.shape)]
     return {dim: size for dim, size in dims if isinstance(dim, str)}
-
-
-def _checked_accumulated(state_dict: Mapping[str, torch.Tensor], sums: Iterable[str], collective: Collective) -> int:
-    """The number of batches in a state from the midst of a block, which has to have their gradients too."""
-    if missing := [name for name in sums if name not in state_dict]:
-        raise StateError(
-            f"the state dict has {ACCUMULATED!r}, but lacks the sums of gradients {missing}. Nothing was loaded"
-        )
-    own = [collective.rank, collective.size]
-    if (by := _listed(state_dict.get(ACCUMULATED_BY, [0, 1]))) != own:
-        raise StateError(
-            f"the state is from the midst of a block of batches, with the sums of gradients of rank and world size {by}; "
-            f"this is {own}. Load on each rank what it saved itself, or leave {ACCUMULATED!r} out to begin the block anew. "
-            "Nothing was loaded"
-        )
-    value = state_dict[ACCUMULATED]
-    try:
-        number = torch.as_tensor(value)
-        if number.numel() == 1 and int(number) == number and number >= 0:
-            return int(number)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        pass
-    raise StateError(f"{ACCUMULATED!r} must be a whole number >= 0, got {value!r}. Nothing was loaded")
-
-
-def _listed(value) -> object:
-    try:
-        return torch.as_tensor(value).tolist()
-    except (TypeError, ValueError, RuntimeError):
-        return value
 
 
 def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import onnx_ir as ir
 import torch
@@ -15,6 +15,9 @@ from orttrainer.seed import seed_of_rank, seed_of_run
 from orttrainer.training_graph import SEED, TrainingGraph
 
 log = logging.getLogger("orttrainer")
+
+ACCUMULATED = "Accumulated_Batches"
+ACCUMULATED_BY = "Accumulated_By"  # rank and world size, where there are several ranks: each has sums of its own
 
 
 class TrainedState:
@@ -206,6 +209,36 @@ def ir_view(name: str, tensor: torch.Tensor) -> ir.TensorProtocol:
         return ir.tensor(tensor.detach().cpu().numpy(), name=name)
 
     return ir.LazyTensor(read, dtype=dtype, shape=ir.Shape(tensor.shape), name=name, cache=False)
+
+
+def checked_accumulated(state_dict: Mapping[str, torch.Tensor], sums: Iterable[str], collective: Collective) -> int:
+    """The number of batches in a state from the midst of a block, which has to have their gradients too."""
+    if missing := [name for name in sums if name not in state_dict]:
+        raise StateError(
+            f"the state dict has {ACCUMULATED!r}, but lacks the sums of gradients {missing}. Nothing was loaded"
+        )
+    own = [collective.rank, collective.size]
+    if (by := _listed(state_dict.get(ACCUMULATED_BY, [0, 1]))) != own:
+        raise StateError(
+            f"the state is from the midst of a block of batches, with the sums of gradients of rank and world size {by}; "
+            f"this is {own}. Load on each rank what it saved itself, or leave {ACCUMULATED!r} out to begin the block anew. "
+            "Nothing was loaded"
+        )
+    value = state_dict[ACCUMULATED]
+    try:
+        number = torch.as_tensor(value)
+        if number.numel() == 1 and int(number) == number and number >= 0:
+            return int(number)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        pass
+    raise StateError(f"{ACCUMULATED!r} must be a whole number >= 0, got {value!r}. Nothing was loaded")
+
+
+def _listed(value) -> object:
+    try:
+        return torch.as_tensor(value).tolist()
+    except (TypeError, ValueError, RuntimeError):
+        return value
 
 
 def _check_fits(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor], strict: bool) -> None:

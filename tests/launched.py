@@ -30,7 +30,7 @@ def mpiexec() -> list[str]:
     beside = pathlib.Path(sys.executable).with_name("mpiexec")
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     if found is None:
-        pytest.skip("no mpiexec: pip install mpich")
+        pytest.skip("no mpiexec: pip install mpich")  # `make test` installs it
     return [found, "-n", "2", sys.executable]
 
 

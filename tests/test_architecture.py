@@ -65,6 +65,7 @@ MAY_IMPORT = {
         "loss_scaler",
         "schedules",
         "settings",
+        "state",
         "training_graph",
     },
     "sketch": {"arguments", "describe", "engine", "export", "front_end", "loss_scaler", "settings"},

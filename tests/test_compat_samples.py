@@ -84,7 +84,7 @@ def language_model():
     try:
         import torchtext  # noqa: F401
     except (ImportError, OSError) as error:
-        pytest.skip(f"torchtext 0.6 does not load here: {error}")
+        pytest.skip(f"torchtext 0.6 does not load here: {error}")  # `make test` installs it
     return load("language_model")
 
 

@@ -252,7 +252,7 @@ def run_mpiexec(size, script):
     mpiexec = Path(sys.executable).with_name("mpiexec")
     mpiexec = str(mpiexec) if mpiexec.exists() else shutil.which("mpiexec")
     if mpiexec is None:
-        pytest.skip("no mpiexec: pip install mpich")
+        pytest.skip("no mpiexec: pip install mpich")  # `make test` installs it
     open_mpi = {
         **{"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # more ranks than cores

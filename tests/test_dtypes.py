@@ -80,7 +80,7 @@ def test_bfloat16_gradients_are_bfloat16(case, opset):
     """ONNX Runtime's CPU has no bfloat16 kernels: the schemas check the types, the reference evaluator the values."""
     opset = max(opset, case.opset)
     if "tensor(bfloat16)" not in onnx.defs.get_schema(case.op_type, opset).inputs[0].types:
-        pytest.skip("ONNX has no bfloat16 here")
+        pytest.skip("ONNX has no bfloat16 here")  # nothing to test: the schema forbids it
     gradient, feeds, expected = gradient_and_feeds(in_opset(case, opset), ml_dtypes.bfloat16)
     assert_near(evaluate(gradient, feeds), expected, 6e-2)  # bfloat16 rounds at 4e-3
 
@@ -98,7 +98,7 @@ def test_gradients_are_valid_in_every_opset(case, opset):
     opset = max(opset, case.opset)
     case = in_opset(case, opset)
     if opset > 24 and not loads(_model(case, np.float32)[0]):
-        pytest.skip("ONNX Runtime does not run the operator itself")  # Swish
+        pytest.skip("ONNX Runtime does not run the operator itself")  # Swish: no kernel to compare with
     gradient, feeds, expected = gradient_and_feeds(case, np.float32)
     assert gradient.opset_import[0].version == opset
     assert_near(_run_onnxruntime(gradient, feeds), expected, 2e-4)

@@ -143,7 +143,7 @@ def test_a_function_inside_a_function_is_seen():
     """F.linear_cross_entropy calls F.cross_entropy, whose label smoothing the exporters forget."""
     model = nn.LinearCrossEntropyLoss(6, 5, label_smoothing=0.2) if hasattr(nn, "LinearCrossEntropyLoss") else None
     if model is None:
-        pytest.skip("this torch has no LinearCrossEntropyLoss")
+        pytest.skip("this torch has no LinearCrossEntropyLoss")  # an older one
     x, label = random(4, 6), torch.tensor([0, 3, 1, 4])
     description = ModelDescription(
         [IODescription("x", ["batch", 6], torch.float32), IODescription("label", ["batch"], torch.int64)],

@@ -121,7 +121,7 @@ def record_placement(trainer: ORTTrainer) -> None:
 def test_no_node_falls_back_to_the_cpu(name, optimizer):
     onnxruntime = pytest.importorskip("onnxruntime")
     if not hasattr(onnxruntime.InferenceSession, "get_provider_graph_assignment_info"):
-        pytest.skip(f"ONNX Runtime {onnxruntime.__version__} does not tell where its nodes run")
+        pytest.skip(f"ONNX Runtime {onnxruntime.__version__} does not tell where its nodes run")  # an older one
     setup, _, trainer = make_trainer(name, optimizer)
     record_placement(trainer)
     trainer.train_step(*setup.batch(0), 0.1)
@@ -299,7 +299,7 @@ def test_mixed_precision_trains_like_float32_within_rounding(name, dtype):
 def test_no_node_of_a_step_in_mixed_precision_falls_back_to_the_cpu(name, dtype):
     onnxruntime = pytest.importorskip("onnxruntime")
     if not hasattr(onnxruntime.InferenceSession, "get_provider_graph_assignment_info"):
-        pytest.skip(f"ONNX Runtime {onnxruntime.__version__} does not tell where its nodes run")
+        pytest.skip(f"ONNX Runtime {onnxruntime.__version__} does not tell where its nodes run")  # an older one
     setup, trainer = mixed(name, dtype)
     record_placement(trainer)
     trainer.train_step(*setup.batch(0), 0.001)

@@ -28,7 +28,7 @@ VOCABULARY, RATE = 23, 0.5
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_output_alone_has_the_gradient_that_pytorch_gives_it(kind, output, direction):
     if output == 2 and kind != "LSTM":
-        pytest.skip("there is no output Y_c")
+        pytest.skip("there is no output Y_c")  # only an LSTM has a cell
     case = recurrent.case(kind, "alone", direction, lengths=recurrent.LENGTHS if direction != "reverse" else None,
                           **recurrent.RESET[kind])  # fmt: skip
     model, feeds = _model(case, np.float64)

@@ -61,7 +61,7 @@ def test_basic_english_agrees_with_torchtext():
     try:
         from torchtext.data.utils import get_tokenizer
     except (ImportError, OSError) as error:
-        pytest.skip(f"torchtext does not load here: {error}")
+        pytest.skip(f"torchtext does not load here: {error}")  # `make test` installs it
     from pydoc_data.topics import topics
 
     theirs = get_tokenizer("basic_english")

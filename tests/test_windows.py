@@ -38,7 +38,7 @@ def test_symbolic_sizes_give_the_gradient_of_known_ones(case, axes):
     cotangents = {k: rng.standard_normal(v.shape) for k, v in evaluate(static, feeds).items() if v.dtype == np.float64}
     expected = _gradients(static, feeds, cotangents)
     if not case.symbolic and 2 in axes(4):
-        pytest.skip("needs the spatial sizes")
+        pytest.skip("needs the spatial sizes")  # by its own word the case has no symbolic form
     symbolic, _ = with_symbolic_axes(case, axes)
     _compare(_gradients(symbolic, feeds, cotangents), expected, 1e-12, str(case))
 

@@ -8,13 +8,14 @@ driver does not pass.
 from __future__ import annotations
 
 import torch
+from torch import library
 
 from orttrainer.graph.passes.stop_gradient import DOMAIN, STOP_GRADIENT
 
 __all__ = ["REWRITES", "register_symbolic", "stopped"]
 
 
-@torch.library.custom_op("orttrainer::stop_gradient", mutates_args=())
+@library.custom_op("orttrainer::stop_gradient", mutates_args=())
 def traced_stop_gradient(x: torch.Tensor) -> torch.Tensor:
     """The operator as TorchScript's exporter sees it."""
     return x.detach().clone()

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from orttrainer.engine import ACCUMULATED, ACCUMULATED_BY
 from orttrainer.errors import StateError
+from orttrainer.state import ACCUMULATED, ACCUMULATED_BY
 from orttrainer.training_graph import Signature
 
 FULL_PRECISION, SHARED = "full_precision", "shared_optimizer_state"
