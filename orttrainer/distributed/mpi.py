@@ -195,10 +195,16 @@ def _tell_the_end(comm: Any) -> None:
     def tell() -> None:
         if import_mpi().Is_finalized():
             return
-        while comm.Iprobe(tag=_ENDED):  # of ranks that have ended before this one
-            comm.recv(tag=_ENDED)
-        for rank in set(range(comm.Get_size())) - {comm.Get_rank()}:
-            requests.append(comm.isend(None, dest=rank, tag=_ENDED))
+        others = set(range(comm.Get_size())) - {comm.Get_rank()}
+        requests.extend(comm.isend(None, dest=rank, tag=_ENDED) for rank in others)
+        # MPI_Finalize waits for the others as well, and with messages that nobody took MPICH kills a rank there.
+        while others:
+            for rank in [rank for rank in others if comm.Iprobe(source=rank, tag=_ENDED)]:
+                comm.recv(source=rank, tag=_ENDED)
+                others.remove(rank)
+            time.sleep(1e-3)
+        for request in requests:
+            request.wait()
 
     atexit.register(tell)
 
