@@ -55,6 +55,7 @@ def worker(name: str, engine: str, options) -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     workload = WORKLOADS[name].reduced() if options.small else WORKLOADS[name]
+    workload = workload.with_sizes(**options.sizes)
     batches = [workload.batch(step) for step in range(4)]
     started = time.perf_counter()
     try:
@@ -94,6 +95,8 @@ def run_worker(name: str, job: Job, options, library: str | None) -> dict:
         command += [f"--{option}", str(getattr(options, option))]
     if options.small:
         command.append("--small")
+    if options.sizes:
+        command += ["--sizes", *(f"{size}={value}" for size, value in options.sizes.items())]
     try:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
@@ -152,12 +155,19 @@ def parsed(arguments: Sequence[str] | None):
     parser.add_argument("--timeout", type=float, default=900, help="seconds that one process may take")
     parser.add_argument("--no-unlocked", dest="unlocked", action="store_false", help="not with MKL unlocked, on AMD")
     parser.add_argument("--legacy-python", help="a Python with onnxruntime-training-cpu 1.19.2")
+    parser.add_argument(
+        "--sizes", nargs="+", default=[], metavar="NAME=N", help="change sizes, such as layers=8 batch=4"
+    )
     parser.add_argument("--small", action="store_true", help="tiny sizes, to see that everything runs")
     parser.add_argument("--table", help="also write the tables to this file")
     parser.add_argument("--json", help="also write all timings to this file")
     parser.add_argument("--chart", help="also draw a bar chart into this PNG file (needs matplotlib)")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    try:
+        options.sizes = {name: int(value) for name, _, value in (size.partition("=") for size in options.sizes)}
+    except ValueError:
+        parser.error(f"--sizes takes NAME=N with whole numbers, got {options.sizes}")
     for option in ("rounds", "steps", "threads", "accumulate"):
         if getattr(options, option) < 1:
             parser.error(f"--{option} must be 1 or more")
@@ -167,6 +177,9 @@ def parsed(arguments: Sequence[str] | None):
     from steps.workloads import WORKLOADS
 
     options.workloads = options.workloads or list(WORKLOADS)
+    for name in options.workloads:
+        if options.sizes and name in WORKLOADS and (odd := sorted(options.sizes.keys() - WORKLOADS[name].sizes.keys())):
+            parser.error(f"{name} has no sizes {odd}; it has {sorted(WORKLOADS[name].sizes)}")
     if unknown := [name for name in options.workloads if name not in WORKLOADS]:
         parser.error(f"there are no workloads {unknown}; those are {list(WORKLOADS)}")
     if unknown := [name for name in options.engines if not is_engine(name)]:
@@ -216,6 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for which in (False, True)
             )
             title = WORKLOADS[name].title + (", reduced to a tiny size" if options.small else "")
+            title += "".join(f", {size}={value}" for size, value in options.sizes.items())
             drawn[title] = summary, unlocked
             texts.append(table(title, summary, unlocked))
             print(texts[-1], flush=True)

@@ -17,6 +17,7 @@ _HOME = {
     "build_gradient": "orttrainer.differentiate",
     "load_checkpoint": "orttrainer.checkpoint",
     "save_checkpoint": "orttrainer.checkpoint",
+    "profile": "orttrainer.profiling",
     "set_seed": "orttrainer.seed",
     "trainer": "orttrainer.sketch",
 }
@@ -31,6 +32,7 @@ __all__ = [
     "build_gradient",
     "generate_sample",
     "load_checkpoint",
+    "profile",
     "save_checkpoint",
     "set_seed",
     "trainer",
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from orttrainer.graph.recompute import Recompute
     from orttrainer.loss_scaler import LossScaler
     from orttrainer.ort_trainer import ORTTrainer
+    from orttrainer.profiling import profile
     from orttrainer.seed import set_seed
     from orttrainer.sketch import trainer
 

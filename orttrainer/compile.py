@@ -21,17 +21,32 @@ from orttrainer.errors import InvalidArgumentError, ModelError, NoGradientWarnin
 from orttrainer.graph.activations import Activations, ancestors
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.fence import fence, unordered_readers
+from orttrainer.graph.passes.attention import AddMaskPass, SoftmaxGradientPass
 from orttrainer.graph.passes.axes import AllAxesPass
 from orttrainer.graph.passes.batch_norm import SplitBatchNormalizationPass, SwitchBatchNormalizationPass
+from orttrainer.graph.passes.column_sums import ColumnSumsPass
 from orttrainer.graph.passes.draws import CounterHashDrawsPass
 from orttrainer.graph.passes.dropout import CounterHashDropoutPass
+from orttrainer.graph.passes.gelu import ExpandGeluPass, FuseGeluPass
 from orttrainer.graph.passes.half_precision import HalfPrecisionPass
+from orttrainer.graph.passes.layout import WideLinearLayoutPass
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogSoftmaxNllPass
 from orttrainer.graph.passes.matmul import VectorMatMulPass
+from orttrainer.graph.passes.nchwc import BlockedConvolutionPass
+from orttrainer.graph.passes.pads import JoinPadsPass
+from orttrainer.graph.passes.products import (
+    CancelReshapePairsPass,
+    ScaleSmallOperandPass,
+    TransposeSmallOperandPass,
+)
 from orttrainer.graph.passes.random import ShareSubexpressionsPass
 from orttrainer.graph.passes.recompute import RecomputePass
-from orttrainer.graph.passes.scatter import ScatterReductionPass
+from orttrainer.graph.passes.recurrent import KeepActivationsPass
+from orttrainer.graph.passes.scalar_rank import ScalarRankPass
+from orttrainer.graph.passes.scatter import ScatterIntoSumPass, ScatterReductionPass
+from orttrainer.graph.passes.sparse_update import SparseUpdatePass
 from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
+from orttrainer.graph.passes.tiles import TileUpdatesPass
 from orttrainer.graph.passes.transpose import CancelTransposePairsPass, TransposedProductPass
 from orttrainer.graph.recompute import Recompute
 from orttrainer.graph.subgraphs import node_inputs
@@ -48,11 +63,27 @@ BATCHES = "accumulated_batches"
 
 # What only makes the graph faster or smaller; `disabled_passes` may name these, to measure what each buys.
 SPEED_PASSES = (
+    WideLinearLayoutPass,
+    CancelReshapePairsPass,
+    ScaleSmallOperandPass,
+    TransposeSmallOperandPass,
     FuseLogSoftmaxNllPass,
+    FuseGeluPass,
+    ExpandGeluPass,
+    AddMaskPass,
+    SoftmaxGradientPass,
     ExpandSoftmaxCrossEntropyPass,
     CancelTransposePairsPass,
     TransposedProductPass,
+    ColumnSumsPass,
+    ScatterIntoSumPass,
     ShareSubexpressionsPass,
+    ScalarRankPass,
+    SparseUpdatePass,  # of the session of a whole step, not of the graph
+    TileUpdatesPass,  # of the sessions on a CPU that update
+    BlockedConvolutionPass,  # of the sessions on a CPU
+    KeepActivationsPass,
+    JoinPadsPass,
 )
 
 
@@ -67,6 +98,7 @@ def compile_training_graph(
     accumulate: bool = False,
     precision: ir.DataType | None = None,
     recompute: Recompute | None = None,
+    layouts: bool = False,
     disabled_passes: Sequence[str] = (),
 ) -> TrainingGraph:
     """Build the training graph of a forward graph.
@@ -82,6 +114,8 @@ def compile_training_graph(
         accumulate: keep the sum of the gradients of several batches, one buffer for each parameter.
         precision: FLOAT16 or BFLOAT16: forward and backward in it; parameters stay in float32.
         recompute: which forward values the backward makes again instead of keeping them.
+        layouts: hold some parameters in the state as the step uses them, not as the model declares them:
+            `StateEntry.transposed` says which.
         disabled_passes: names of classes in `SPEED_PASSES` to leave out.
 
     Raises:
@@ -94,16 +128,21 @@ def compile_training_graph(
     """
     check_disabled_passes(disabled_passes)
     rates = 1 + max((groups or {}).values(), default=0)
-    build = _Build(forward, learning_rate, seed, rates, precision, frozenset(disabled_passes))
-    gradients = build.differentiate(forward.parameters, forward.unread, accumulate)
+    layout = None
+    if layouts:
+        layout = WideLinearLayoutPass(forward.parameters, lambda *pair: _updated_alike(*pair, optimizer, groups or {}))
+    disabled = frozenset(disabled_passes)
+    build = _Build(forward, learning_rate, seed, rates, precision, layout, disabled)
+    gradients = build.differentiate(forward.unread, accumulate)
     if recompute is not None:
         build.recompute(recompute, forward, gradients)
     if accumulate:
         gradients = build.accumulate(gradients)
     build.order(gradients)
     build.update(optimizer, gradients, groups or {})
-    build.lower(primitives)
-    return build.finish(gradients, groups or {})
+    names = {name: value.name for name, value in gradients.items()}  # a pass that replaces one keeps its name
+    build.lower(primitives, keep=recompute is None)
+    return build.finish(names, groups or {})
 
 
 def check_disabled_passes(names: Sequence[str]) -> None:
@@ -113,6 +152,12 @@ def check_disabled_passes(names: Sequence[str]) -> None:
         raise InvalidArgumentError(
             f"disabled_passes must be a list of passes that a graph can do without, which are {known}; got {names!r}"
         )
+
+
+def _updated_alike(one: str, other: str, optimizer: Optimizer, groups: Mapping[str, int]) -> bool:
+    """Whether one tensor may hold two parameters: each element is updated by itself, in the same way."""
+    attributes = optimizer.attributes
+    return optimizer.elementwise and attributes[one] == attributes[other] and groups.get(one) == groups.get(other)
 
 
 class _Build:
@@ -125,13 +170,17 @@ class _Build:
         seed: int,
         rates: int,
         precision: ir.DataType | None,
-        disabled: frozenset[str] = frozenset(),
+        layout: WideLinearLayoutPass | None,
+        disabled: frozenset[str],
     ):
         described = [value.name for value in forward.model.graph.inputs]
         self.outputs = [v.name for v in forward.model.graph.outputs if v.name not in forward.updates.values()]
         self.tensors: dict[str, ir.TensorProtocol] = {}
         self.roles: dict[str, tuple[str, str | None]] = {}  # state name -> role, parameter
         self.new: dict[str, ir.Value] = {}  # state name -> its value after the step
+        self.last_rows: dict[
+            str, tuple[str | None, str | None]
+        ] = {}  # transposed state -> its last row, of which parameter
         self.learning_rate, self.disabled = learning_rate, disabled
         self.batches: ir.Value | None = None
         self.scale: ir.Value | None = None  # what the gradients have yet to be multiplied with
@@ -139,6 +188,10 @@ class _Build:
         model = prepare(forward.model)
         graph = model.graph
         self._take_state(graph, forward)
+        self.parameters = list(forward.parameters)
+        if layout is not None:
+            model = self._rewritten(model, layout)
+            self._store(layout.stored)
         self.taken = (
             {v.name for v in graph.inputs} | {v.name for node in graph for v in node.outputs} | set(graph.initializers)
         )
@@ -154,12 +207,14 @@ class _Build:
         self._state(graph, STEP, np.array([0], np.int64), "random")
         updates = set(forward.updates.values())
         frozen = {n: self.tensors[n] for n in forward.buffers if n not in forward.updates and n in self.tensors}
-        half = [] if precision is None else [HalfPrecisionPass(precision, forward.parameters, frozen, updates)]
+        half = [] if precision is None else [HalfPrecisionPass(precision, self.parameters, frozen, updates)]
         model = self._rewritten(
             model,
             VectorMatMulPass(),
             FuseLogSoftmaxNllPass(),
             *half,
+            FuseGeluPass(),
+            AddMaskPass(),
             SplitBatchNormalizationPass(),
             CounterHashDropoutPass(SEED, STEP, TRAINING_MODE),
             CounterHashDrawsPass(SEED, STEP),
@@ -170,11 +225,9 @@ class _Build:
         self.new.update({name: outputs[output] for name, output in forward.updates.items()})
         self._stateful_random()
 
-    def differentiate(
-        self, parameters: Sequence[str], unread: Sequence[str] = (), accumulate: bool = False
-    ) -> dict[str, ir.Value]:
+    def differentiate(self, unread: Sequence[str] = (), accumulate: bool = False) -> dict[str, ir.Value]:
         """The gradient of the loss for each parameter that has one, named `<parameter>_grad`."""
-        op, inputs = self.op, self._inputs()
+        op, inputs, parameters = self.op, self._inputs(), self.parameters
         loss = self.model.graph.outputs[0]
         self.forward_nodes = list(self.model.graph)
         self.seed = self._seed(accumulate)
@@ -197,7 +250,18 @@ class _Build:
             gradient.name = self._free(f"{name}_grad")
             gradients[name] = gradient
             self.roles[name] = ("parameter", None)
-        return gradients
+        return self._simplified(gradients)
+
+    def _simplified(self, gradients: dict[str, ir.Value]) -> dict[str, ir.Value]:
+        """The gradients after the rewrites that take forward and backward together.
+
+        They come before anything is recomputed, which changes no bit of a result.
+        """
+        expand = ExpandGeluPass()
+        self.model = self._rewritten(self.model, expand, SoftmaxGradientPass())
+        self.forward_nodes = [part for node in self.forward_nodes for part in expand.parts.get(node, [node])]
+        values = {value.name: value for node in self.model.graph for value in node.outputs}
+        return {name: values[gradient.name] for name, gradient in gradients.items()}
 
     def _seed(self, accumulate: bool) -> ir.Value:
         """The cotangent of the loss: 1, or the loss scale.
@@ -217,7 +281,7 @@ class _Build:
     def recompute(self, recompute: Recompute, forward, gradients: Mapping[str, ir.Value]) -> None:
         """Let the backward make some forward values again."""
         inputs = self._inputs()
-        weights = [inputs[name] for name in (*forward.parameters, *forward.buffers) if name in inputs]
+        weights = [inputs[name] for name in (*self.parameters, *forward.buffers) if name in inputs]
         results = [*gradients.values(), *self.new.values()]
         activations = Activations(self.model.graph, self.forward_nodes, weights, results)
         plans = activations.plan(recompute.segments(activations, self.model))
@@ -231,6 +295,10 @@ class _Build:
             zeros = np.zeros(tensor.shape.numpy(), tensor.dtype.numpy())
             old = self._state(self.model.graph, f"{name}_grad_accumulator", zeros, "accumulator", name)
             sums[name] = self.new[old.name] = self.op.Add(old, gradient)
+            sums[name].name = f"{old.name}_new"  # as it will be called among the outputs, and the signature says
+            if name in self.last_rows:
+                bias = self.last_rows[name][0]
+                self.last_rows[old.name] = (bias and f"{bias}_grad_accumulator", bias)
         self.batches = batches
         return sums
 
@@ -260,7 +328,12 @@ class _Build:
         inputs, slots = self._inputs(), list(optimizer.shared_slots)
         for name in gradients:
             tensor = self.tensors[name]
-            slots += optimizer.slots(name, tuple(tensor.shape.numpy()), tensor.dtype)
+            own = optimizer.slots(name, tuple(tensor.shape.numpy()), tensor.dtype)
+            slots += own
+            if name in self.last_rows:
+                bias = self.last_rows[name][0]
+                of_bias = [s.name for s in optimizer.slots(bias, (), tensor.dtype)] if bias else [None] * len(own)
+                self.last_rows |= {s.name: (row, bias) for s, row in zip(own, of_bias, strict=True)}
         state = {}
         for slot in slots:
             # Zeros take no memory before they are written: at the first step, after everything that compiling needs.
@@ -279,7 +352,7 @@ class _Build:
         count = self.rate.shape[0]
         return [self.rate] if count == 1 else [self.op.Slice(self.rate, [i], [i + 1]) for i in range(count)]
 
-    def lower(self, primitives: bool) -> None:
+    def lower(self, primitives: bool, keep: bool) -> None:
         """Replace operators whose kernels are slow or absent, now that their gradients are taken."""
         graph = self.model.graph
         del graph.outputs[len(self.outputs) :]
@@ -293,16 +366,26 @@ class _Build:
             graph.outputs.append(value)
         self.model = self._rewritten(
             self.model,
+            *([KeepActivationsPass()] if keep and not primitives else []),
             SwitchBatchNormalizationPass(TRAINING_MODE, primitives=primitives),
             ExpandSoftmaxCrossEntropyPass(),
             RemoveStopGradientPass(),
+            CancelReshapePairsPass(),
             CancelTransposePairsPass(),
+            common.TopologicalSortPass(),
+            common.RemoveUnusedNodesPass(),
+            ScaleSmallOperandPass(),
             TransposedProductPass(),
+            JoinPadsPass(),
+            *([] if primitives else [ColumnSumsPass()]),
             common.TopologicalSortPass(),
             common.RemoveUnusedNodesPass(),
             AllAxesPass(),
             ScatterReductionPass(),
+            ScatterIntoSumPass(),
             ShareSubexpressionsPass(),
+            ScalarRankPass(),
+            *([] if primitives else [TransposeSmallOperandPass()]),
         )
 
     def _rewritten(self, model: ir.Model, *passes: ir.passes.PassBase) -> ir.Model:
@@ -312,7 +395,7 @@ class _Build:
                 model = rewrite(model).model
         return model
 
-    def finish(self, gradients: dict[str, ir.Value], groups: Mapping[str, int]) -> TrainingGraph:
+    def finish(self, gradients: dict[str, str], groups: Mapping[str, int]) -> TrainingGraph:
         """Prove or repair the order of reads and writes, and write the signature down."""
         graph, shared = self.model.graph, set()
         outputs = {value.name: value for value in graph.outputs}
@@ -325,24 +408,23 @@ class _Build:
         for value in [v for v in graph.inputs if v not in used and v.name not in self.described]:
             graph.inputs.remove(value)
             self.tensors.pop(value.name, None)
-        state = tuple(
-            StateEntry(
-                v.name, f"{v.name}_new" if v.name in self.new else None, *self.roles[v.name], v.name not in shared
-            )
-            for v in graph.inputs
-            if v.name in self.tensors
-        )
+        state = tuple(self._entry(v.name, v.name not in shared) for v in graph.inputs if v.name in self.tensors)
         common.TopologicalSortPass()(self.model)
         common.ClearMetadataAndDocStringPass()(self.model)
         self.model.ir_version = IR_VERSION
         signature = Signature(
             tuple(self.described), tuple(self.outputs), self.learning_rate,
             TRAINING_MODE if any(v.name == TRAINING_MODE for v in graph.inputs) else None,
-            NORM, {name: value.name for name, value in gradients.items()}, self.rate.name, state,
+            NORM, gradients, self.rate.name, state,
             {name: groups.get(name, 0) for name in gradients}, self.loss_scale,
             None if self.finite is None else FINITE, None if self.batches is None else BATCHES,
         )  # fmt: skip
         return TrainingGraph(self.model, signature, self.tensors)
+
+    def _entry(self, name: str, in_place: bool) -> StateEntry:
+        output = f"{name}_new" if name in self.new else None
+        row, owner = self.last_rows.get(name, (None, None))
+        return StateEntry(name, output, *self.roles[name], in_place, name in self.last_rows, row, owner)
 
     # -- state ----------------------------------------------------------------------------
 
@@ -354,6 +436,16 @@ class _Build:
             self.roles[name] = ("buffer", None)
             if value not in graph.inputs:
                 graph.inputs.append(value)
+
+    def _store(self, stored: Mapping[str, str | None]) -> None:
+        """Hold these weights transposed, with these biases as their last rows."""
+        for weight, bias in stored.items():
+            parts = [self.tensors[weight], *([self.tensors.pop(bias)] if bias else [])]
+            self.tensors[weight] = _transposed(weight, parts)
+            self.last_rows[weight] = (bias, None)
+            if bias:
+                del self.roles[bias]
+                self.parameters.remove(bias)
 
     def _state(
         self, graph: ir.Graph, name: str, initial: np.ndarray, role: str, parameter: str | None = None
@@ -400,3 +492,14 @@ class _Build:
                 f"the name {name!r} is needed for the training graph but the model uses it; rename it there{other}"
             )
         return name
+
+
+def _transposed(name: str, parts: Sequence[ir.TensorProtocol]) -> ir.TensorProtocol:
+    """A matrix transposed, and below it a vector; computed where it is read."""
+
+    def stored() -> ir.TensorProtocol:
+        weight, *bias = (part.numpy() for part in parts)
+        return ir.tensor(np.concatenate([weight.T, *(b[None] for b in bias)]), name=name)
+
+    outputs, inputs = parts[0].shape.numpy()
+    return ir.LazyTensor(stored, dtype=parts[0].dtype, shape=ir.Shape([inputs + len(parts) - 1, outputs]), name=name)

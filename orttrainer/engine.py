@@ -32,15 +32,17 @@ from orttrainer.errors import (
 from orttrainer.front_end import NotCopied
 from orttrainer.graph.passes.constants import InitializersToConstantsPass
 from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
+from orttrainer.graph.places import Places
 from orttrainer.graph.recompute import Recompute
 from orttrainer.graph.write import write_model
 from orttrainer.inference import check_inference, inference_model
 from orttrainer.optim import make_optimizer
+from orttrainer.profiling import Profile, places_of, profiled, watching
 from orttrainer.run import Runner
 from orttrainer.seed import seed_of_rank
 from orttrainer.settings import OptimizerChoice, Settings
 from orttrainer.source import Source
-from orttrainer.state import ACCUMULATED, ACCUMULATED_BY, TrainedState, checked_accumulated, ir_view
+from orttrainer.state import ACCUMULATED, ACCUMULATED_BY, TrainedState, checked_accumulated, cpu_copy, ir_view
 from orttrainer.training_graph import TrainingGraph
 
 if TYPE_CHECKING:
@@ -166,10 +168,10 @@ class Engine(NotCopied):
             else:
                 self._rates = torch.tensor(self._optimizer.rates(rate), dtype=torch.float32)
             scale = None if self.precision is None else self._scale.fill_(checked_loss_scale(loss_scale))
-            self._state.check_trained()
-            self._state.keep_sharing()
+            self._state.follow_module(trains=True)
         runner, last = self._runner, self._is_last
-        outputs, finite = runner.train_step(batch, self._rates, scale, update=last)
+        with watching(runner, self._places):
+            outputs, finite = runner.train_step(batch, self._rates, scale, update=last)
         self._steps += 1
         if self.settings.nonfinite_loss == "warn":
             self._warn_of(outputs[0])
@@ -200,7 +202,7 @@ class Engine(NotCopied):
             fetches: names of described outputs, all by default.
         """
         batch = self._checked_batch(given)
-        self._state.keep_sharing()
+        self._state.follow_module(trains=False)
         return self._runner.eval_step(batch, fetches or self.output_names)
 
     def needed(self, fetches: Sequence[str] | None) -> list[str]:
@@ -259,6 +261,36 @@ class Engine(NotCopied):
         """Global L2 norm of the gradients of the last update, before clipping: 0-d."""
         return torch.zeros(()) if self._runner is None else self._runner.gradient_norm.clone()
 
+    @_one_at_a_time
+    def profile(self, steps: int, batch: Sequence | None) -> Profile:
+        """As `FrontEnd.profile` says."""
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise InvalidArgumentError(f"steps must be a whole number from 1, got {steps!r}")
+        if batch is not None:
+            if not isinstance(batch, (list, tuple)) or len(batch) != len(self.input_names):
+                raise SchemaError(
+                    f"the batch of profile must be a list of all inputs {self.input_names}, got {batch!r}"
+                )
+            last = self._last_batch
+            given = self._checked_batch(dict(zip(self.input_names, batch)))
+            self._last_batch = last
+        elif (given := self._last_batch) is None or len(given) < len(self.input_names):
+            raise StateError("there is no step yet whose batch profile could use: give it a batch=[...], or run a step")
+        self._state.follow_module(trains=False)
+        state = {name: tensor.clone() for name, tensor in self._runner.state.items()}
+        accept = None if self.settings.nonfinite_loss != "error" else lambda outputs: None
+        twin = self._made_runner(self.training_graph, state, None, accept)
+        scale = None if self.precision is None else self._scale
+
+        def step() -> None:
+            twin.train_step(given, self._rates, scale, twin.accumulated + 1 >= self._accumulation_steps)
+
+        return profiled(step, twin, self._places, steps, self._accumulation_steps)
+
+    def _places(self) -> Places:
+        """Where the nodes of the training graph belong."""
+        return places_of(self.training_graph, self._forward.model, self.source.module_names)
+
     # -- state ----------------------------------------------------------------------------
 
     @_one_at_a_time
@@ -271,7 +303,7 @@ class Engine(NotCopied):
             return {}
         found = self._state.copies(include_optimizer_state)
         if include_optimizer_state and self.accumulated:
-            found |= {n: t.detach().to("cpu", copy=True) for n, t in self._accumulators().items()}
+            found |= {name: cpu_copy(tensor) for name, tensor in self._accumulators().items()}
             found[ACCUMULATED] = torch.tensor([self.accumulated])
             if self.collective.size > 1:
                 found[ACCUMULATED_BY] = torch.tensor([self.collective.rank, self.collective.size])
@@ -302,7 +334,11 @@ class Engine(NotCopied):
             self._runner.accumulated = accumulated
 
     def _accumulators(self) -> dict[str, torch.Tensor]:
-        return {f"{name}_grad_accumulator": t for name, t in self._runner.accumulators.items()}
+        sums, found = self._runner.accumulators, {}
+        for entry in self.training_graph.signature.state:
+            if entry.role == "accumulator":
+                found |= entry.views(sums[entry.parameter])
+        return found
 
     @_one_at_a_time
     def compile(self, given: Mapping[str, torch.Tensor]) -> None:
@@ -319,7 +355,7 @@ class Engine(NotCopied):
         """The forward graph with its loss and the trained weights, in training form; None before it exists."""
         if self._runner is None:
             return self.source.onnx_model
-        self._state.keep_sharing()
+        self._state.follow_module(trains=False)
         model = self._forward.model.clone()
         RemoveStopGradientPass()(model)
         InitializersToConstantsPass({*self._forward.parameters, *self._forward.buffers})(model)
@@ -343,7 +379,7 @@ class Engine(NotCopied):
             self._checked_batch(given)
         elif (given := self._last_batch) is None:
             raise StateError("export_inference compares the file with eval_step: give it a batch=..., or run a step")
-        self._state.keep_sharing()
+        self._state.follow_module(trains=False)
         model = inference_model(self._forward.model.clone(), outputs)
         self._show_state(model)
         proto = ir.to_proto(model)
@@ -356,8 +392,8 @@ class Engine(NotCopied):
     def _show_state(self, model: ir.Model) -> None:
         """Let the initializers of a graph show the state of the moment."""
         for name, value in model.graph.initializers.items():
-            if name in self._runner.state:
-                value.const_value = ir_view(name, self._runner.state[name])
+            if name in self._state.tensors:
+                value.const_value = ir_view(name, self._state.tensors[name])
 
     # -- compile: describe, export, differentiate, optimise, compile, run ------------------
 
@@ -383,7 +419,7 @@ class Engine(NotCopied):
         return forward
 
     def _compile(self, forward: Callable[[], ForwardGraph]) -> None:
-        with failing_together(self.collective, "compiling the model"):
+        with runtime.garbage_kept(), failing_together(self.collective, "compiling the model"):
             self._forward = self.source.frozen(forward())
             graph = self._training_graph()
         try:
@@ -396,11 +432,20 @@ class Engine(NotCopied):
     def _open_on_state(self, graph: TrainingGraph) -> None:
         self._state = TrainedState(graph, self.source.module, self.source.loss_fn, self.device, self.collective)
         self._open(graph)
+        self._show_state(self._forward.model)  # which else would keep what the module has no more
         if self._pending_state is not None:
             self.load_state_dict(*self._pending_state)
             self._pending_state = None
 
     def _training_graph(self) -> TrainingGraph:
+        """The graph that trains. On the CPU the state holds wide weights transposed, as the step uses them."""
+        layouts = self.device.type == "cpu" and self.precision is None
+        graph = self._compiled(layouts)
+        if any(entry.transposed for entry in graph.signature.state):
+            graph.compile_plain = functools.partial(self._compiled, False)
+        return graph
+
+    def _compiled(self, layouts: bool) -> TrainingGraph:
         choice = self._optimizer
         forward = replace(self._forward, model=self._forward.model.clone())
         optimizer = make_optimizer(choice.name, forward.parameters, choice.attributes, choice.clip)
@@ -409,17 +454,21 @@ class Engine(NotCopied):
             forward, optimizer, learning_rate=self.settings.learning_rate, groups=groups,
             seed=seed_of_rank(self.collective.rank), primitives=self.device.type == "cuda",
             accumulate=self._accumulation_steps > 1, precision=self.precision,
-            recompute=self.settings.recompute and self.settings.recompute.with_sizes(self._sizes),
+            recompute=self.settings.recompute and self.settings.recompute.with_sizes(self._sizes), layouts=layouts,
             disabled_passes=self.settings.disabled_passes,
         )  # fmt: skip
 
     def _open(self, graph: TrainingGraph) -> None:
-        settings = self.settings
-        self._runner = Runner(
-            graph, self._state.tensors, self.device, settings.providers, self.collective, settings.session_options,
-            accept=self._refuse_nonfinite if settings.nonfinite_loss == "error" else None,
-        )  # fmt: skip
+        accept = self._refuse_nonfinite if self.settings.nonfinite_loss == "error" else None
+        self._runner = self._made_runner(graph, self._state.stored, self.collective, accept)
         self.training_graph = graph
+
+    def _made_runner(self, graph: TrainingGraph, state: Mapping, collective: Collective | None, accept) -> Runner:
+        settings = self.settings
+        return Runner(
+            graph, state, self.device, settings.providers, collective, settings.session_options, accept=accept,
+            disabled_passes=settings.disabled_passes,
+        )  # fmt: skip
 
     def _recompile(self) -> None:
         """The graph again, for settings that have changed, on the present state."""

@@ -13,6 +13,7 @@ from orttrainer.training_graph import TrainingGraph
 
 if TYPE_CHECKING:
     from orttrainer.engine import Engine
+    from orttrainer.profiling import Profile
 
 
 class NotCopied:
@@ -46,6 +47,27 @@ class FrontEnd(NotCopied):
         """
         self._engine.export_inference(path, outputs, batch)
 
+    def profile(self, steps: int = 10, batch: Sequence | None = None) -> Profile:
+        """Measure training steps, by operator, module and phase, and train nothing.
+
+        They run on a copy of the state, which is as large as the state and gone afterwards, and on this rank alone; two
+        steps before them do not count.
+
+        Args:
+            steps: how many updates to measure.
+            batch: the described inputs, in order; by default those of the last call.
+
+        Returns:
+            A `Profile`: `print` shows its table, `save_trace` writes a timeline.
+
+        Raises:
+            StateError: there was no step yet, and no batch is given.
+            SchemaError: the batch does not fit.
+
+        Example: `print(trainer.profile(steps=10))`
+        """
+        return self._engine.profile(steps, batch)
+
     @property
     def last_grad_norm(self) -> torch.Tensor:
         """Global L2 norm of the gradients of the last update, before clipping: a 0-d tensor. 0 before the first."""
@@ -54,4 +76,5 @@ class FrontEnd(NotCopied):
     @property
     def training_graph(self) -> TrainingGraph | None:
         """The compiled training graph; None before the first step of a torch module."""
-        return self._engine.training_graph
+        graph = self._engine.training_graph
+        return None if graph is None else graph.plain

@@ -7,8 +7,9 @@ out of the one graph when it is first asked for. All of them share the state's m
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx
@@ -17,10 +18,14 @@ import torch
 from onnx_ir.passes import common
 
 from orttrainer import runtime
+from orttrainer.blocked import block_convolutions
 from orttrainer.distributed import Collective, SingleProcess
 from orttrainer.distributed.agreement import SIGNALS, announce, check_announced
 from orttrainer.errors import ExecutionError
 from orttrainer.graph.passes.half_kernels import EmulateHalfPass, has_cpu_kernel, has_cuda_kernel
+from orttrainer.graph.passes.nchwc import BlockedConvolutionPass
+from orttrainer.graph.passes.sparse_update import SparseUpdatePass, written_through
+from orttrainer.graph.passes.tiles import TileUpdatesPass
 from orttrainer.graph.subgraphs import node_inputs
 from orttrainer.training_graph import TrainingGraph
 
@@ -51,6 +56,7 @@ class Runner:
             step: slower, same numbers.
         accept: called with the outputs of each step before the state changes; what it raises leaves the
             state as it was.
+        disabled_passes: names of passes over the sessions' graphs to leave out, see `compile_training_graph`.
 
     Attributes:
         gradient_norm: of the last update, before clipping: a 0-d tensor.
@@ -68,6 +74,7 @@ class Runner:
         session_options=None,
         in_place: bool = True,
         accept: Callable[[list[torch.Tensor]], None] | None = None,
+        disabled_passes: Sequence[str] = (),
     ):
         self.graph = graph
         self.state = dict(state)
@@ -77,7 +84,9 @@ class Runner:
         self._configure = session_options
         self._in_place = in_place
         self._accept = accept
+        self._disabled_passes = disabled_passes
         self._step: _FusedStep | _SplitStep | None = None
+        self._before: list[torch.Tensor] = []  # for the next step that is made, in the midst of a block of batches
         self._evaluate: dict[tuple[str, ...], _Phase] = {}
         self._needed: dict[tuple[str, ...], set[str]] = {}
         self._on, self._off = (torch.tensor(value) for value in (True, False))
@@ -109,7 +118,8 @@ class Runner:
             ExecutionError: ONNX Runtime failed, e.g. on an index that is out of range.
         """
         if self._step is None:
-            self._step = self._make_step()
+            indices = [x for x in inputs.values() if not x.is_floating_point()] or inputs.values()
+            self._step = self._make_step(max((x.numel() for x in indices), default=0))
         signature = self.graph.signature
         feeds = {**inputs, signature.learning_rate: learning_rate, signature.ordered_learning_rate: learning_rate}
         feeds["training_mode"] = self._on
@@ -131,11 +141,42 @@ class Runner:
 
     def drop_accumulated(self) -> None:
         """Forget the gradients of the batches since the last update."""
-        self.accumulated = 0
+        self.accumulated, self._before = 0, []
         if isinstance(self._step, _SplitStep):
             self._step.before = []
         for buffer in self._buffers if self.accumulators else ():
             buffer.zero_()
+
+    @contextlib.contextmanager
+    def reopened(self, configure: Callable) -> Iterator[list]:
+        """Let the training steps of the block run in sessions of their own, on the same state.
+
+        Args:
+            configure: called on their options after the runner's own `session_options`.
+
+        Yields:
+            A list, which holds these sessions when the block has ended.
+        """
+        step, own, buffers, sessions = self._step, self._configure, getattr(self, "_buffers", None), []
+
+        def both(options, part: str) -> None:
+            if own is not None:
+                own(options, part)
+            configure(options, part)
+
+        if isinstance(step, _SplitStep):
+            self._before = step.before
+        self._step, self._configure = None, both
+        try:
+            yield sessions
+        finally:
+            opened, self._step, self._configure = self._step, step, own
+            if opened is not None:
+                sessions.extend(phase.session for phase in opened.phases)
+            if isinstance(opened, _SplitStep):  # the block of batches that it began goes on in the other
+                self._before = opened.before
+            if isinstance(step, _SplitStep):
+                step.before, self._before, self._buffers = self._before, [], buffers
 
     def eval_step(self, inputs: Mapping[str, torch.Tensor], fetches: Sequence[str]) -> list[torch.Tensor]:
         """Run what the fetched outputs need, in evaluation mode; change nothing."""
@@ -160,14 +201,20 @@ class Runner:
 
     # -- phases ---------------------------------------------------------------------------
 
-    def _make_step(self):
-        """One session where nothing comes between backward and update, else one for each part."""
+    def _make_step(self, rows: int = 0):
+        """One session where nothing comes between backward and update, else one for each part.
+
+        Args:
+            rows: of the largest lookup in a table, about.
+        """
         signature = self.graph.signature
         updates = {entry.name: entry.output for entry in signature.state if entry.output is not None}
         norm = {signature.gradient_norm: self.gradient_norm}
         parts = (signature.accumulated_batches, signature.all_finite, self._accept)
         if self._collective.size == 1 and all(part is None for part in parts):
             cut = self._cut(None, [*signature.outputs, signature.gradient_norm, *updates.values()])
+            if self.device.type == "cpu" and SparseUpdatePass.__name__ not in self._disabled_passes:
+                SparseUpdatePass(rows)(cut)
             return _FusedStep(self._phase("train", cut, signature.outputs, written=norm, updates=updates))
         early = {e.name: e.output for e in signature.state if e.output and e.role in ("buffer", "random")}
         late = {e.name: e.output for e in signature.state if e.output and e.role in ("parameter", "optimizer")}
@@ -226,24 +273,46 @@ class Runner:
         Args:
             part: "train", "backward", "check", "update" or "evaluate".
         """
-        inputs = {value.name for value in cut.graph.inputs}  # an update that does not clip reads no norm
-        bound_in = {name: tensor for name, tensor in {**self.state, **(read or {})}.items() if name in inputs}
-        bound_out, copies = dict(written or {}), []
         # Counters and statistics do not wait for the gradients: in place, a step that fails would leave them changed.
         in_place = {
             entry.name: entry.in_place and self._in_place and (entry.role == "parameter" or entry.parameter is not None)
             for entry in self.graph.signature.state
         }
+        through = {name: output for name, output in (updates or {}).items() if in_place[name]}
+        tiles = self._tiled(cut, through)
+        made = list(written_through(cut.graph, through))
+        cut.graph.outputs.extend(value for _, value in made)
+        inputs = {value.name for value in cut.graph.inputs}  # an update that does not clip reads no norm
+        bound_in = {name: tensor for name, tensor in {**self.state, **(read or {})}.items() if name in inputs}
+        bound_in |= {name: self.state[of][start:end] for name, (of, start, end) in tiles.inputs.items()}
+        outputs = {value.name for value in cut.graph.outputs}
+        bound_out, copies = dict(written or {}), []
         for name, output in (updates or {}).items():
-            bound_out[output] = self.state[name]
+            if output in outputs:
+                bound_out[output] = self.state[name]
             if not in_place[name]:
                 bound_out[output] = torch.empty_like(self.state[name])
                 copies.append((self.state[name], bound_out[output]))
+        bound_out |= {value.name: self.state[name] for name, value in made}
+        bound_out |= {name: self.state[of][start:end] for name, (of, start, end) in tiles.outputs.items()}
         free = [value.name for value in cut.graph.inputs if value.name not in bound_in]
         if self.graph.signature.loss_scale is not None:
             EmulateHalfPass(has_cuda_kernel if self.device.type == "cuda" else has_cpu_kernel)(cut)
-        session = _open_session(cut, self._providers, self._configure, part)
+        wanted = BlockedConvolutionPass.__name__ not in self._disabled_passes
+        blocked = wanted and block_convolutions(cut, self._providers)
+        session = _open_session(cut, self._providers, self._configure, part, blocked, bool(tiles.inputs))
         return _Phase(session, self.device, free, fetches, bound_in, bound_out, copies)
+
+    def _tiled(self, cut: ir.Model, updates: Mapping[str, str]) -> TileUpdatesPass:
+        """Let the cut update large parameters on the CPU in tiles; `updates`: the states that are in place."""
+        groups: dict[str, dict[str, str]] = {}
+        if self.device.type == "cpu" and TileUpdatesPass.__name__ not in self._disabled_passes:
+            for entry in self.graph.signature.state:
+                if entry.name in updates:
+                    groups.setdefault(entry.parameter or entry.name, {})[entry.name] = updates[entry.name]
+        tiles = TileUpdatesPass(groups.values())
+        tiles(cut)
+        return tiles
 
 
 class _Phase:
@@ -310,7 +379,7 @@ class _SplitStep:
         self._runner, self._backward, self._check, self._update = runner, backward, check, update
         self.phases = [phase for phase in (backward, check, update) if phase is not None]
         self._early = early
-        self.before: list[torch.Tensor] = []  # statistics and counters as they were before this block
+        self.before = runner._before  # statistics and counters as they were before this block
         self._batches = torch.zeros(1)
 
     def __call__(self, feeds: dict[str, torch.Tensor], update: bool) -> tuple[list[torch.Tensor], bool]:
@@ -401,7 +470,17 @@ def _to_torch(value, device: torch.device) -> torch.Tensor:
     return tensor.bool() if value.data_type() == "tensor(bool)" else tensor
 
 
-def _open_session(model: ir.Model, providers: Sequence, configure, part: str):
+def _open_session(
+    model: ir.Model, providers: Sequence, configure, part: str, blocked: bool = False, tiled: bool = False
+):
+    """A session.
+
+    Args:
+        blocked: its convolutions work in blocks of channels already, and nothing else should.
+        tiled: it cuts a gradient where a tile needs it, and not all at once.
+    """
+    disabled = ["NchwcTransformer"] if blocked else []
+    disabled += ["GatherSliceToSplitFusion"] if tiled else []
     onnxruntime = runtime.load()
     options = runtime.session_options()
     options.intra_op_num_threads = torch.get_num_threads()  # one setting, torch.set_num_threads, for both
@@ -409,8 +488,9 @@ def _open_session(model: ir.Model, providers: Sequence, configure, part: str):
         configure(options, part)
     try:
         session = onnxruntime.InferenceSession(
-            ir.to_proto(model).SerializeToString(), options, providers=list(providers), enable_fallback=0
-        )
+            ir.to_proto(model).SerializeToString(), options, providers=list(providers), enable_fallback=0,
+            disabled_optimizers=disabled,
+        )  # fmt: skip
     except Exception as error:  # ONNX Runtime raises a dozen classes without a common base
         raise ExecutionError(
             f"ONNX Runtime {onnxruntime.__version__} cannot load the training graph: {_first_line(error)}"

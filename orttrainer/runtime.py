@@ -6,8 +6,10 @@ none, or two at once, is an error that says what to do.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import gc
 import importlib.metadata
 from collections.abc import Mapping, Sequence
 from types import ModuleType
@@ -207,8 +209,30 @@ def checking_session(model: bytes, optimize: bool = True):
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
+@contextlib.contextmanager
+def garbage_kept():
+    """Within the block Python collects no garbage by itself, and once at its end.
+
+    Compiling makes some million objects that stay for its whole time, and collecting goes through all of them again and
+    again: a sixth of the time to the first step.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+            gc.collect(1)
+
+
 def give_back_memory() -> None:
-    """Return to the system what has been freed; glibc would keep it, and a check frees as much as the model takes."""
+    """Return to the system what has been freed; glibc would keep it, and a check frees as much as the model takes.
+
+    An exporter leaves its graphs behind in cycles, which only the garbage collector frees: that of the young objects,
+    for the others are not the exporter's.
+    """
+    gc.collect(1)
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (AttributeError, OSError, TypeError):  # another C library

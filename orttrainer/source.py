@@ -41,6 +41,15 @@ class Source:
         return self.model if isinstance(self.model, torch.nn.Module) else None
 
     @property
+    def module_names(self) -> set[str] | None:
+        """Paths of all modules, those of a loss behind "loss_fn"; None for an ONNX model."""
+        if self.module is None:
+            return None
+        loss = self.loss_fn if isinstance(self.loss_fn, torch.nn.Module) else None
+        names = {name for name, _ in self.module.named_modules()}
+        return names | {f"loss_fn.{name}".rstrip(".") for name, _ in (loss.named_modules() if loss is not None else ())}
+
+    @property
     def onnx_model(self) -> onnx.ModelProto | None:
         return self.model if isinstance(self.model, onnx.ModelProto) else None
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -28,6 +30,10 @@ class StateEntry:
         parameter: the parameter that an "optimizer" or "accumulator" entry belongs to; None if it is shared.
         in_place: whether input and output may share memory. False if a node may read the old
             value after the new one is written.
+        transposed: the tensor is what `name` says, a matrix, transposed.
+        last_row: what the last row of such a tensor is, which then is no part of what `name` says: for a weight
+            its bias, for the weight's moment the bias's.
+        last_parameter: the parameter that the last row belongs to.
     """
 
     name: str
@@ -35,6 +41,27 @@ class StateEntry:
     role: str
     parameter: str | None = None
     in_place: bool = True
+    transposed: bool = False
+    last_row: str | None = None
+    last_parameter: str | None = None
+
+    @functools.cached_property
+    def plain(self) -> tuple[StateEntry, ...]:
+        """The entries that this one stands for where nothing is transposed."""
+        if not self.transposed:
+            return (self,)
+        first = replace(self, transposed=False, last_row=None, last_parameter=None)
+        if self.last_row is None:
+            return (first,)
+        return first, replace(first, name=self.last_row, parameter=self.last_parameter)
+
+    def views(self, stored: Any) -> dict[str, Any]:
+        """What a stored tensor (of torch or NumPy) holds, by name: views of it, as the model declares them."""
+        if not self.transposed:
+            return {self.name: stored}
+        if self.last_row is None:
+            return {self.name: stored.T}
+        return {self.name: stored[:-1].T, self.last_row: stored[-1]}
 
 
 @dataclass(frozen=True)
@@ -76,9 +103,14 @@ class Signature:
     accumulated_batches: str | None = None
 
     @property
+    def plain_state(self) -> tuple[StateEntry, ...]:
+        """All state, with each parameter as the model declares it."""
+        return tuple(plain for entry in self.state for plain in entry.plain)
+
+    @property
     def parameters(self) -> tuple[str, ...]:
         """Names of the trained parameters."""
-        return tuple(entry.name for entry in self.state if entry.role == "parameter")
+        return tuple(entry.name for entry in self.plain_state if entry.role == "parameter")
 
 
 class TrainingGraph:
@@ -87,14 +119,32 @@ class TrainingGraph:
     Attributes:
         graph: the graph as an `onnx_ir.Model`, without the values of its state.
         signature: what its inputs and outputs mean.
-        tensors: the present value of each state input, by name. The trainer keeps the trained
-            tensors here, so `model` and `save` show the state of the moment.
+        tensors: the value of each state input before the first step, by name. The trainer keeps the trained
+            tensors here, each as the model declares it, so `model` and `save` show the state of the moment.
+        compile_plain: compiles the same graph with all state as the model declares it; None if this one has it so.
     """
 
-    def __init__(self, graph: ir.Model, signature: Signature, tensors: dict[str, ir.TensorProtocol]):
+    def __init__(
+        self,
+        graph: ir.Model,
+        signature: Signature,
+        tensors: dict[str, ir.TensorProtocol],
+        compile_plain: Callable[[], TrainingGraph] | None = None,
+    ):
         self.graph = graph
         self.signature = signature
         self.tensors = tensors
+        self.compile_plain = compile_plain
+
+    @property
+    def plain(self) -> TrainingGraph:
+        """The graph with all state as the model declares it, and the state of the moment: compiled when it is asked for."""
+        if self.compile_plain is None:
+            return self
+        plain = self.compile_plain()
+        kept = {entry.name for entry in plain.signature.state if entry.role != "accumulator"}  # those are a runner's
+        plain.tensors.update({name: tensor for name, tensor in self.tensors.items() if name in kept})
+        return plain
 
     @property
     def model(self) -> onnx.ModelProto:
@@ -103,6 +153,8 @@ class TrainingGraph:
         State pairs are in `training_info` (`update_binding`), the signature as JSON in
         `metadata_props` under "orttrainer.signature".
         """
+        if self.compile_plain is not None:
+            return self.plain.model
         proto = ir.to_proto(self.graph)
         for entry in self.signature.state:
             initializer = ir.to_proto(self.tensors[entry.name])

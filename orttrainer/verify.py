@@ -24,6 +24,7 @@ from orttrainer.differentiate.prepare import prepare
 from orttrainer.errors import ExportMismatchError
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.axes import AllAxesPass
+from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogSoftmaxNllPass
 from orttrainer.graph.passes.matmul import VectorMatMulPass
 from orttrainer.graph.passes.random import MutePass
 from orttrainer.graph.passes.scatter import ScatterReductionPass
@@ -103,6 +104,7 @@ def gradient_errors(
         outputs[x.name] = op.ReduceSumSquare(relative, keepdims=0)
     graph.outputs[:] = list(outputs.values())
     for rewrite in (
+        ExpandSoftmaxCrossEntropyPass(),  # as it trains: the logits may be the largest tensor, and are there fewer times
         RemoveStopGradientPass(),
         common.TopologicalSortPass(),
         common.RemoveUnusedNodesPass(),
@@ -125,7 +127,8 @@ def _deterministic_copy(forward: ForwardGraph) -> ir.Model:
         value = model.graph.initializers.pop(name)
         value.const_value = None
         model.graph.inputs.append(value)
-    return VectorMatMulPass()(prepare(model)).model
+    model = VectorMatMulPass()(prepare(model)).model
+    return FuseLogSoftmaxNllPass()(model).model
 
 
 def _run(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray] | None:

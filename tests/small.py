@@ -56,7 +56,7 @@ def forward_model(tmp_path, module=None) -> onnx.ModelProto:
 
 
 def snapshot(trainer) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in trainer._engine._runner.state.items()}
+    return {name: tensor.clone() for name, tensor in trainer._engine._state.tensors.items()}
 
 
 def assert_same(actual: dict, expected: dict) -> None:

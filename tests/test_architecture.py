@@ -25,13 +25,15 @@ MAY_IMPORT = {
     "export": {"describe", "graph", "runtime"},
     "training_graph": {"graph"},
     "compile": {"differentiate", "graph", "optim", "training_graph"},
-    "run": {"distributed", "graph", "runtime", "training_graph"},
+    "blocked": {"graph", "runtime"},
+    "run": {"blocked", "distributed", "graph", "runtime", "training_graph"},
     "verify": {"differentiate", "export", "graph", "runtime"},
     "state": {"distributed", "export", "seed", "training_graph"},
     "inference": {"graph", "runtime"},
     "arguments": {"describe"},
     "source": {"describe", "export", "runtime", "settings", "state", "verify"},
-    "front_end": {"engine", "training_graph"},  # the engine by name only: it imports what refuses copies
+    "profiling": {"graph", "run", "training_graph"},  # the last two by name only
+    "front_end": {"engine", "profiling", "training_graph"},  # the engine by name only: it imports what refuses copies
     "engine": {
         "arguments",
         "compile",
@@ -42,6 +44,7 @@ MAY_IMPORT = {
         "graph",
         "inference",
         "optim",
+        "profiling",
         "run",
         "runtime",
         "seed",
@@ -89,6 +92,7 @@ MAY_IMPORT = {
         "graph",
         "loss_scaler",
         "ort_trainer",
+        "profiling",
         "seed",
         "sketch",
         "training",

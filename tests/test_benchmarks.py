@@ -188,8 +188,15 @@ def test_mkl_is_unlocked_on_amd_only(tmp_path, monkeypatch):
 # -- passes that can be left out ----------------------------------------------------------
 
 
+# The others are for large vocabularies, tables and parameters, for attention, convolutions, Gelu and recurrent layers.
+CHANGED_HERE = {
+    "CancelReshapePairsPass", "TransposeSmallOperandPass", "FuseLogSoftmaxNllPass", "ExpandSoftmaxCrossEntropyPass",
+    "CancelTransposePairsPass", "TransposedProductPass", "ColumnSumsPass", "ShareSubexpressionsPass", "ScalarRankPass",
+}  # fmt: skip
+
+
 class LogSoftmaxNll(torch.nn.Module):
-    """[batch, 2, 6] -> log probabilities [batch * 2, 5], in which every speed pass finds something to do."""
+    """[batch, 2, 6] -> log probabilities [batch * 2, 5], in which many speed passes find something to do."""
 
     def __init__(self):
         super().__init__()
@@ -221,7 +228,16 @@ def test_a_graph_without_one_of_its_speed_passes_trains_the_same():
     others = {chosen.__name__: _trained((chosen.__name__,)) for chosen in SPEED_PASSES}
     for name, (found, operators) in others.items():
         assert found == pytest.approx(expected, rel=1e-6), name
-        assert operators != complete, f"{name} changed nothing, so this shows nothing"
+        assert (operators != complete) is (name in CHANGED_HERE), name
+
+
+def test_each_speed_pass_has_a_test_of_its_own():
+    tests = [
+        path.read_text()
+        for path in pathlib.Path(__file__).parent.glob("test_*.py")
+        if path.name != "test_benchmarks.py"
+    ]
+    assert not [chosen.__name__ for chosen in SPEED_PASSES if not any(chosen.__name__ in text for text in tests)]
 
 
 @pytest.mark.parametrize("names", [("TopologicalSortPass",), "ShareSubexpressionsPass"])

@@ -1,12 +1,17 @@
-"""ScatterND with a reduction becomes ScatterElements, whose sums are the same in every run."""
+"""ScatterND with a reduction becomes ScatterElements, whose sums are the same in every run; sums take one tensor."""
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
+import torch
+from small import LR, assert_same, make, snapshot
 from test_control_flow import parsed
+from torch import nn
 
-from orttrainer import build_gradient
+from orttrainer import IODescription, ModelDescription, build_gradient
+from orttrainer.graph.passes.scatter import ScatterIntoSumPass
 
 
 def session(model):
@@ -70,3 +75,90 @@ def test_a_forward_scatter_is_rewritten_too_also_inside_a_branch():
     y, dx, du = session(gradient).run(["y", "x_grad", "u_grad"], feeds)
     np.testing.assert_allclose(y, expected, rtol=1e-6)
     assert (dx == 1).all() and (du == 1).all()
+
+
+TIED = """<ir_version: 8, opset_import: ["" : 18]>
+g (float[5,3] w, int64[4,3] i, float[4,3] u, int64[2,3] j, float[2,3] t) => (float[5,3] y, float[5,3] z) <int64[2] shape = {5, 3}> {
+  a = Exp(w)
+  zeros = ConstantOfShape VALUE (shape)
+  s = ScatterElements <axis = 0, reduction = "add"> (zeros, i, u)
+  r = ScatterElements <axis = 0, reduction = "add"> (zeros, j, t)
+  ORDER
+  y = Add(b, r)
+  OTHER
+}"""
+
+
+def sums_of_scatters(order="b = Add(a, s)", other="z = Neg(w)", value=""):
+    text = TIED.replace("ORDER", order).replace("OTHER", other).replace("VALUE", value)
+    return onnx.shape_inference.infer_shapes(ir.to_proto(ir.from_onnx_text(text)))
+
+
+def results(model):
+    rng = np.random.default_rng(0)
+    feeds = {
+        "w": rng.standard_normal((5, 3)).astype(np.float32),
+        "i": rng.integers(-5, 5, (4, 3)),
+        "u": rng.standard_normal((4, 3)).astype(np.float32),
+        "j": np.ones((2, 3), np.int64),
+        "t": rng.standard_normal((2, 3)).astype(np.float32),
+    }
+    return session(model).run(["y", "z"], feeds)
+
+
+@pytest.mark.parametrize("order", ["b = Add(a, s)", "b = Add(s, a)"])
+def test_sums_with_what_is_added_to_zeros_are_made_in_one_tensor(order):
+    before = sums_of_scatters(order)
+    result = ScatterIntoSumPass()(ir.from_proto(before))
+    after = ir.to_proto(result.model)
+    onnx.checker.check_model(after, full_check=True)
+    assert result.modified and "Add" not in [node.op_type for node in after.graph.node]
+    for found, expected in zip(results(after), results(before)):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "change, sums",
+    [
+        ({"other": "z = Neg(a)"}, 0),  # a copy of a
+        ({"other": "z = Neg(s)"}, 1),
+        ({"value": "<value = float[1] {1.0}>"}, 2),
+        ({"order": "b = Add(w, s)"}, 1),
+    ],
+)
+def test_a_sum_stays_where_the_scattered_is_read_elsewhere_is_an_input_or_not_zeros(change, sums):
+    before = sums_of_scatters(**change)
+    after = ir.to_proto(ScatterIntoSumPass()(ir.from_proto(before)).model)
+    assert [node.op_type for node in after.graph.node].count("Add") == sums
+    for found, expected in zip(results(after), results(before)):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+class Picked(nn.Module):
+    """A table of which single elements are taken, by two indices each."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.linear = nn.Parameter(torch.randn(5, 7)), nn.Linear(6, 3)
+
+    def forward(self, rows, columns):
+        return self.linear(self.table[rows, columns])
+
+
+def picked(**options):
+    index = [IODescription(name, [4, 6], torch.int64) for name in ("rows", "columns")]
+    outputs = [IODescription("loss", [], torch.float32), IODescription("output", [4, 3], torch.float32)]
+    return make(Picked(), desc=ModelDescription([*index, IODescription("label", [4], torch.int64)], outputs), **options)
+
+
+def test_gradients_of_a_table_that_is_read_by_two_indices_accumulate():
+    generator = torch.Generator().manual_seed(1)
+    batch = [
+        torch.randint(0, size, shape, generator=generator) for size, shape in ((5, (4, 6)), (7, (4, 6)), (3, (4,)))
+    ]
+    once, twice = picked(), picked(gradient_accumulation_steps=2)
+    once.train_step(*batch, LR)
+    for _ in range(2):
+        twice.train_step(*batch, LR)
+    assert_same(snapshot(twice), snapshot(once))

@@ -52,6 +52,34 @@ def test_a_product_that_is_transposed_afterwards_comes_out_transposed():
     np.testing.assert_allclose(evaluate(ir.to_proto(model), feeds)["y"], before, rtol=1e-6)
 
 
+def stack(b: str = "B,3,5,9") -> ir.Model:
+    return common.ShapeInferencePass()(
+        ir.from_onnx_text(f"""
+    <ir_version: 8, opset_import: ["" : 18]>
+    g (float[B,3,5,2] a, float[{b}] b) => (float[B,3,9,2] y) {{
+      t = Transpose <perm=[0, 1, 3, 2]> (a)
+      p = MatMul(t, b)
+      y = Transpose <perm=[0, 1, 3, 2]> (p)
+    }}""")
+    ).model
+
+
+def test_products_in_a_stack_come_out_transposed():
+    model = stack()
+    rng = np.random.default_rng(0)
+    feeds = {name: rng.standard_normal((4, 3, 5, n)).astype(np.float32) for name, n in (("a", 2), ("b", 9))}
+    before = evaluate(ir.to_proto(model), feeds)["y"]
+    assert TransposedProductPass()(model).modified
+    common.RemoveUnusedNodesPass()(model)
+    assert [node.op_type for node in model.graph] == ["Transpose", "MatMul"]
+    np.testing.assert_allclose(evaluate(ir.to_proto(model), feeds)["y"], before, rtol=1e-6)
+
+
+@pytest.mark.parametrize("b", ["5,9", "B,1,5,9"])
+def test_a_product_that_repeats_an_operand_stays(b):
+    assert not TransposedProductPass()(stack(b)).modified
+
+
 def test_a_product_that_is_read_as_it_is_stays():
     model = ir.from_onnx_text("""
     <ir_version: 8, opset_import: ["" : 18]>

@@ -53,7 +53,7 @@ def test_transformer_layers_are_found_without_any_names(name, plans):
     plans.clear()
     actual = trained(name, Recompute(transformer_layers=True), change=forget)
     assert [segment for segment, _, _ in plans] == ["layer 0"]
-    assert len(named & set(plans[0][1])) > 0.8 * len(named)
+    assert len(named & set(plans[0][1])) > 0.7 * len(named)  # 20 of bert's 27
     assert_equal(actual, trained(name, None, change=forget))
 
 
@@ -104,7 +104,7 @@ def test_the_dropout_of_each_attention_is_found_with_its_mask(name, plans):
     make(name, Recompute(attention_dropout=True))
     assert len(plans) == 2
     for _, values, nodes in plans:
-        assert len(values) == 2  # the mask and its product
+        assert len(values) == 1  # its product with the mask: the backward reads no mask (`SoftmaxGradientPass`)
         assert sum("GreaterOrEqual" in node for node in nodes) == 1
 
 
@@ -158,15 +158,15 @@ def test_what_is_cheap_is_made_again_before_a_product_is(monkeypatch, plans):
 def test_the_estimate_counts_the_bytes_of_what_the_backward_reads(monkeypatch):
     """Linear 12 -> 32, GELU, dropout, Linear 32 -> 16, Tanh, Linear 16 -> 5, cross entropy, on 8 rows.
 
-    Kept are x / sqrt(2), 1 + erf, x, x * (1 + erf), the mask and the dropout's output, of 32 columns; Tanh's output
-    of 16; and for the loss the log-probabilities, 5.
+    Kept are x / sqrt(2), Phi(x), the mask and the dropout's output, of 32 columns; Tanh's output of 16; and for the
+    loss the log-probabilities, 5.
     """
     before, *_, memory = memory_of("mlp", monkeypatch, Recompute(memory_budget=10**9, sizes=SIZES["mlp"]))
     columns = sorted(memory.bytes(value) // (8 * 4) for value in memory._kept)
     assert before == sum(columns) * 8 * 4
     assert [c for c in columns if c == 16] == [16]
-    assert 5 <= len([c for c in columns if c == 32]) <= 7
-    assert sum(columns) < 7 * 32 + 16 + 3 * 5
+    assert len([c for c in columns if c == 32]) == 4
+    assert sum(columns) < 4 * 32 + 16 + 3 * 5
 
 
 def test_a_log_says_what_was_chosen(caplog):
@@ -180,7 +180,7 @@ def test_a_module_needs_no_sizes_for_its_budget(plans):
     setup, module = models.make("mlp")
     trainer = ORTTrainer(
         module, setup.loss_fn, setup.description(), "SGDOptimizer", None, models.LEARNING_RATE, "cpu",
-        recompute=Recompute(memory_budget=4_600), check_export=False,
+        recompute=Recompute(memory_budget=3_000), check_export=False,
     )  # fmt: skip
     trainer.train_step(*setup.batch(0), 0.01)
     assert plans

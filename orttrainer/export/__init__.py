@@ -15,7 +15,7 @@ _HOME = {
     "from_onnx": "onnx_model",
     "lacks_loss": "torch_loss",
     "named_state": "call",
-    "observe_gradients": "check",
+    "observe_gradients": "observation",
 }
 
 __all__ = [
@@ -33,9 +33,9 @@ __all__ = [
 
 if TYPE_CHECKING:
     from orttrainer.export.call import check_layers, count_outputs, named_state
-    from orttrainer.export.check import observe_gradients
     from orttrainer.export.forward_graph import ForwardGraph
     from orttrainer.export.module import export_module
+    from orttrainer.export.observation import observe_gradients
     from orttrainer.export.onnx_model import from_onnx
     from orttrainer.export.postprocess import check_postprocessed
     from orttrainer.export.torch_loss import attach_loss, lacks_loss

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from unittest import mock
 
 import onnx
 import onnx_ir as ir
@@ -34,15 +35,39 @@ def capture_dynamo(wrapper, inputs, symbols, opset) -> ir.Model:
     with silence():
         with faithful(wrapper):
             program = _exported_program(wrapper, inputs, symbols)
-        onnx_program = torch.onnx.export(
-            program,
-            opset_version=opset,
-            custom_translation_table=TRANSLATIONS,
-            optimize=False,  # folds BatchNorm into weights; our own passes run later
-            dynamo=True,
-            verbose=False,
-        )
+        with _late_signatures():
+            onnx_program = torch.onnx.export(
+                program,
+                opset_version=opset,
+                custom_translation_table=TRANSLATIONS,
+                optimize=False,  # folds BatchNorm into weights; our own passes run later
+                dynamo=True,
+                verbose=False,
+            )
     return onnx_program.model
+
+
+@contextlib.contextmanager
+def _late_signatures():
+    """Let torch read the signature of a translation when it looks it up for a node.
+
+    It reads those of all 600 operators that it can translate, in a fifth of a second, and a model has a few dozen.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError, AttributeError):  # private names: other torch versions may lack them
+            from torch.onnx._internal.exporter._registration import OnnxDecompMeta, ONNXRegistry
+
+            infer, get = OnnxDecompMeta.__post_init__, ONNXRegistry.get_decomps
+
+            def get_decomps(self, target):
+                found = get(self, target)
+                for translation in found:
+                    infer(translation)  # nothing, where it has a signature
+                return found
+
+            stack.enter_context(mock.patch.object(OnnxDecompMeta, "__post_init__", lambda self: None))
+            stack.enter_context(mock.patch.object(ONNXRegistry, "get_decomps", get_decomps))
+        yield
 
 
 def capture_torchscript(wrapper, inputs, symbols, opset) -> ir.Model:

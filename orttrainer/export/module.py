@@ -9,13 +9,15 @@ from collections.abc import Sequence
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
+from orttrainer import runtime
 from orttrainer.describe import InputSchema, ModelDescription
 from orttrainer.errors import ExportError, InvalidArgumentError, RuntimeNotFoundError, UnsupportedModelError
 from orttrainer.export import normalize
 from orttrainer.export.call import LossModule, check_layers, in_train_mode, state_names, unchanged
 from orttrainer.export.capture import MAX_OPSET, MIN_OPSET, capture_dynamo, capture_torchscript, state_tensor
-from orttrainer.export.check import check_dropouts, check_evaluation, check_values, observe
+from orttrainer.export.check import check_dropouts, check_evaluation, check_values
 from orttrainer.export.forward_graph import ForwardGraph
+from orttrainer.export.observation import observe
 from orttrainer.export.sizes import without_ones
 
 __all__ = ["export_module"]
@@ -75,7 +77,7 @@ def export_module(
             failures.setdefault(exporter, error)
         else:
             if check:
-                check_evaluation(wrapper, inputs)
+                check_evaluation(wrapper, inputs, job.symbols)
             return forward
     raise _failure(module, failures)
 
@@ -131,11 +133,13 @@ class _Job:
                 setattr(owner, name, None)
             # With gradients on: what forward itself computes under no_grad is then told apart.
             with torch.enable_grad():
-                return exporter(self.wrapper, self.example, self.symbols, self.opset)
+                model = exporter(self.wrapper, self.example, self.symbols, self.opset)
+        runtime.give_back_memory()  # torch's graphs, before the checks need as much
+        return model
 
     def _accepts(self, inputs):
         try:
-            observe(self.wrapper, inputs)
+            observe(self.wrapper, inputs, hidden_state=False)
         except Exception:  # the module's own, whatever it is
             return False
         return True

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-__all__ = ["resized", "without_ones"]
+__all__ = ["all_resized", "resized", "without_ones"]
 
 _TRIES = 16
 
@@ -21,11 +21,40 @@ def resized(inputs, symbols):
     """
     sizes = _sizes(inputs, symbols)
     for symbol, size in sizes.items():
-        smaller = max(2, size // 2)  # cheap, and 1 would be a special case to broadcasting
-        changed = {symbol: smaller if smaller != size else size + 1}
+        changed = {symbol: _another(size)}
         for product, factor in _products_of(symbol, sizes):
             changed[product] = changed[symbol] * factor
         yield symbol, _with_sizes(inputs, symbols, changed)
+
+
+def all_resized(inputs, symbols):
+    """The batch with all symbolic axes at another size at once, each at its own; None if it has no such axis.
+
+    Where a size is the product of two others, it becomes the product of theirs.
+    """
+    sizes = _sizes(inputs, symbols)
+    factors: dict = {}  # product -> the two symbols that it is made of
+    for symbol in sizes:
+        for product, factor in _products_of(symbol, sizes):
+            other = next(o for o in sizes if len({symbol, product, o}) == 3 and sizes[o] == factor)
+            if product not in factors and not {symbol, other} & factors.keys():
+                factors[product] = (symbol, other)
+    changed: dict = {}
+    for symbol in (symbol for symbol in sizes if symbol not in factors):
+        size = _another(sizes[symbol])
+        while size == sizes[symbol] or size in changed.values():  # sizes that happen to be equal have to part
+            size += 1
+        changed[symbol] = size
+
+    def resolve(symbol):  # a factor may be a product itself
+        if symbol not in changed:
+            a, b = factors[symbol]
+            changed[symbol] = resolve(a) * resolve(b)
+        return changed[symbol]
+
+    for product in factors:
+        resolve(product)
+    return _with_sizes(inputs, symbols, changed) if changed else None
 
 
 def without_ones(inputs, symbols, accepts):
@@ -43,6 +72,12 @@ def without_ones(inputs, symbols, accepts):
         if accepts(longer):
             return longer
     return inputs
+
+
+def _another(size):
+    """A smaller size, if there is one: cheap, and 1 would be a special case to broadcasting."""
+    smaller = max(2, size // 2)
+    return smaller if smaller != size else size + 1
 
 
 def _sizes(inputs, symbols):

@@ -24,8 +24,11 @@ def gelus(activations: Activations) -> list[list[ir.Node]]:
 
 
 def _spelled_out(activations: Activations, core: ir.Node) -> list[ir.Node] | None:
-    """core is Erf or Tanh: y = x * (1 + core(... x ...)) / 2, with the factor 1/2 at any of the two or at the end."""
-    one_more = _reader(activations, core.outputs[0], "Add")
+    """core is Erf or Tanh: y = x * (1 + core(... x ...)) / 2, with the factor 1/2 at any of the two or at the end.
+
+    Or (1 + core) / 2 is one HardSigmoid, as `ExpandGeluPass` writes it.
+    """
+    one_more = _reader(activations, core.outputs[0], "Add") or _reader(activations, core.outputs[0], "HardSigmoid")
     factor = one_more and one_more.outputs[0]
     after = [one_more]
     gate = factor and _reader(activations, factor, "Mul")

@@ -24,7 +24,8 @@ log = logging.getLogger("orttrainer")
 class Recompute:
     """Which forward values are made again in the backward instead of being kept for it: less memory, more time.
 
-    Losses and weights are the same, bit for bit. What is made again starts from values that are kept.
+    Losses and weights are the same, bit for bit; with an LSTM, GRU or RNN up to rounding, whose gates are kept without
+    `Recompute` only (`KeepActivationsPass`). What is made again starts from values that are kept.
 
     Args:
         patterns: of `fnmatch`, for paths of modules ("encoder.layers.*") and names of nodes. The outermost module

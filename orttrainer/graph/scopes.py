@@ -23,6 +23,12 @@ def keep_scopes(model: ir.Model) -> None:
         node.metadata_props[SCOPE] = scope
 
 
+def copy_scope(source: ir.Node, node: ir.Node) -> None:
+    """Let `node` come from where `source` does."""
+    if (scope := source.metadata_props.get(SCOPE)) is not None:
+        node.metadata_props[SCOPE] = scope
+
+
 def _written(node: ir.Node) -> str | None:
     if (names := node.metadata_props.get(_TORCH)) is not None:
         return _module_path(ast.literal_eval(names)[:-1])  # the last is the node

@@ -30,6 +30,7 @@ class Lamb(moments.MomentOptimizer):
 
     name = "LambOptimizer"
     count = "Step"
+    elementwise = False
     known: ClassVar = {
         **moments.attributes(epsilon=1e-6, do_bias_correction=0, shared=True),
         "ratio_min": Attribute(-math.inf, *NUMBER, shared=True),

@@ -77,6 +77,7 @@ class Optimizer(abc.ABC):
 
     name: ClassVar[str]
     known: ClassVar[Mapping[str, Attribute]] = {}
+    elementwise: ClassVar[bool] = True  # each element of a parameter is updated by itself, but for the clipping
 
     def __init__(self, attributes: Mapping[str, Mapping[str, float | int]], clip: bool = True):
         self.clip = clip

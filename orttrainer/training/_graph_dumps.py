@@ -31,7 +31,8 @@ def dump_graphs(engine: Engine, paths) -> None:
 
 def _with_gradients(engine: Engine):
     """Forward and backward: the training graph without its update. The outputs are the gradients as well."""
-    graph, signature = engine.training_graph, engine.training_graph.signature
+    graph = engine.training_graph.plain
+    signature = graph.signature
     model = graph.graph.clone()
     values = {value.name: value for node in model.graph for value in node.outputs}
     described = [value for value in model.graph.outputs if value.name in signature.outputs]

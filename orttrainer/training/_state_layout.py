@@ -39,7 +39,7 @@ def nested(flat: Mapping[str, torch.Tensor], weights: Mapping[str, Any], signatu
     state: dict[str, Any] = {"model": {FULL_PRECISION: {name: as_array(flat[name]) for name in weights}}}
     optimizer: dict[str, dict[str, np.ndarray]] = {}
     random: dict[str, np.ndarray] = {}
-    for entry in signature.state:
+    for entry in signature.plain_state:
         if entry.role == "random":
             random[entry.name] = as_array(flat[entry.name])
         elif entry.role != "optimizer":

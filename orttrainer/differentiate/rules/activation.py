@@ -12,8 +12,8 @@ import onnx_ir as ir
 from orttrainer.differentiate.registry import vjp
 from orttrainer.differentiate.rules.elementwise import compare, mask
 from orttrainer.differentiate.rules.tools import widened
+from orttrainer.graph.passes.gelu import normal_distribution
 
-SQRT_HALF = math.sqrt(0.5)
 SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 
 
@@ -29,10 +29,16 @@ def one_if_positive(op, x: ir.Value, otherwise: ir.Value | float) -> ir.Value:
 @vjp("Relu")
 def relu(op, node, dy):
     """Y = max(X, 0)  ->  dX = dY where Y > 0."""
-    (y,) = node.outputs
-    # Of what is never negative the sign is that mask; in bfloat16 there is no kernel that compares.
-    positive = op.Sign(y) if y.dtype == ir.DataType.BFLOAT16 else mask(op, "Greater", y, 0.0)
-    return op.Mul(dy, positive)  # 0 at X == 0
+    return op.Mul(dy, _positive(op, node.outputs[0]))  # 0 at X == 0
+
+
+def _positive(op, y: ir.Value) -> ir.Value:
+    """1 where y > 0, else 0, for what is never negative."""
+    if y.dtype == ir.DataType.FLOAT:
+        # min(3e38 y, 1): a third of the time of Greater and Cast. Less than 1 for denormals alone, below 3.4e-39.
+        return op.HardSigmoid(y, alpha=3e38, beta=0.0)
+    # In bfloat16 no kernel compares, but of what is never negative the sign is that mask.
+    return op.Sign(y) if y.dtype == ir.DataType.BFLOAT16 else mask(op, "Greater", y, 0.0)
 
 
 @vjp("LeakyRelu")
@@ -193,10 +199,10 @@ def _swish_slope(op, x: ir.Value, alpha: float) -> ir.Value:
 
 
 def gelu_slope(op, x: ir.Value) -> ir.Value:
-    """Phi(x) + x phi(x) = 1/2 + 1/2 (erf(u) + 2 / sqrt(pi) u exp(-u^2)), u = x / sqrt(2)."""
-    u = op.Mul(x, SQRT_HALF)
-    tail = op.Mul(op.Mul(u, 2 / math.sqrt(math.pi)), op.Exp(op.Neg(op.Mul(u, u))))
-    return op.Add(op.Mul(op.Add(op.Erf(u), tail), 0.5), 0.5)
+    """Phi(x) + x phi(x) = Phi(x) + u exp(-u^2) / sqrt(pi), u = x / sqrt(2)."""
+    u, phi = normal_distribution(op, x)
+    bell = op.Exp(op.Sub(-math.log(math.pi) / 2, op.Mul(u, u)))  # the factor in the exponent: one pass over x less
+    return op.Add(op.Mul(u, bell), phi)
 
 
 def tanh_gelu_slope(op, x: ir.Value) -> ir.Value:

@@ -21,9 +21,8 @@ def softmax_cross_entropy_loss(op, node, dloss, dlog_prob=None):
     if dloss is not None:
         classes = _Classes(op, node, labels, weights, x)
         coefficient = classes.coefficient(dloss)
-        p_label = op.Exp(op.GatherElements(log_prob, classes.column, axis=1))
-        at_label = op.Mul(op.Sub(p_label, 1.0), coefficient)  # in place of p: nothing to add, in any dtype
-        dx = op.ScatterElements(shaped(op.Mul(p, coefficient), x), classes.column, at_label, axis=1)
+        at_label = op.Sub(op.GatherElements(p, classes.column, axis=1), 1.0)  # in place of p: nothing to add
+        dx = op.Mul(op.ScatterElements(p, classes.column, at_label, axis=1), coefficient)
         dweights = classes.weights_cotangent(log_prob, dloss)
     if dlog_prob is not None:
         more = op.Sub(dlog_prob, op.Mul(p, op.ReduceSum(dlog_prob, [1], keepdims=1)))

@@ -14,6 +14,7 @@ from orttrainer.differentiate.rules.tools import attribute, join, operand, posit
 from orttrainer.graph.builder import static_dims
 
 MICROSOFT = "com.microsoft"
+WIDE = 4  # columns over rows
 
 
 def swap_last_two(op, x: ir.Value) -> ir.Value:
@@ -41,12 +42,22 @@ def matmul(op, node, dy):
 
 
 def _matmul_gradients(op, a: ir.Value, b: ir.Value, dy: ir.Value) -> tuple[ir.Value, ir.Value]:
+    if _is_wide(b) and a.shape is not None and len(a.shape) > 2:
+        # As rows both products read the dY of a language model's scores as its loss makes it.
+        rows, dy = _rows(op, a), _rows(op, dy)
+        da = op.MatMul(dy, swap_last_two(op, b))
+        return op.reshape_as(da, a), op.MatMul(swap_last_two(op, rows), dy)
     da = op.MatMul(dy, swap_last_two(op, b))
     if (
         b.shape is not None and len(b.shape) == 2 and (a.shape is None or len(a.shape) > 2)
     ):  # one product over all rows, not one for each batch and a sum
         a, dy = _rows(op, a), _rows(op, dy)
     return da, op.MatMul(swap_last_two(op, a), dy)
+
+
+def _is_wide(b: ir.Value) -> bool:
+    """Whether a matrix has many more columns than rows."""
+    return (dims := static_dims(b)) is not None and len(dims) == 2 and dims[1] > WIDE * dims[0] > 0
 
 
 def _rows(op, x: ir.Value) -> ir.Value:

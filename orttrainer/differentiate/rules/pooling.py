@@ -26,7 +26,8 @@ def max_pool(op, node, dy, _=None):
     window, padded, _ = sliding(op, node, x, attribute(node, "kernel_shape", None))
     dy = _counted(node, dy, x, window)
     if padded is x and x.dtype == ir.DataType.FLOAT and tiles(x, dy, window):
-        return op.Mul(_first_maxima(op, x, node.outputs[0], window.kernel), enlarged(op, dy, window.kernel))
+        spread_dy = shaped(enlarged(op, dy, window.kernel), x)
+        return op.Mul(_first_maxima(op, x, node.outputs[0], window.kernel), spread_dy)
     at = _positions_of_maxima(op, node, x)
     flat = op.ScatterElements(
         zeros(op, _one_axis(op, x), x.dtype), op.Reshape(at, [-1]), op.Reshape(dy, [-1]), axis=0, reduction="add"
@@ -164,12 +165,12 @@ def _first_maxima(op, x: ir.Value, y: ir.Value, kernel: tuple[int, ...]) -> ir.V
     def mask(difference):
         return op.HardSigmoid(difference, alpha=-3e38, beta=1.0)
 
-    maxima = mask(op.Sub(enlarged(op, y, kernel), x))
+    maxima = mask(op.Sub(shaped(enlarged(op, y, kernel), x), x))
     repeats = [size // k for size, k in zip(x.shape.dims[2:], kernel)]
     order = np.tile(np.arange(np.prod(kernel), 0, -1).reshape(kernel), repeats)  # the first of a window is the largest
     ranked_maxima = op.Mul(maxima, op.const(order, x.dtype))
     best = op.MaxPool(ranked_maxima, kernel_shape=list(kernel), strides=list(kernel))
-    return mask(op.Sub(enlarged(op, best, kernel), ranked_maxima))
+    return mask(op.Sub(shaped(enlarged(op, best, kernel), x), ranked_maxima))
 
 
 def _positions_of_maxima(op, node: ir.Node, x: ir.Value) -> ir.Value:

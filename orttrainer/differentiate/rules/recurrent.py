@@ -2,7 +2,8 @@
 
 The hidden states are in Y, so all gates are computed again in one product over all times. Whatever
 does not depend on the recurrence is a factor that is computed for all times at once; what is left in
-the body of the Scan is the chain itself. Then W, R, B and X get one product each.
+the body of the Scan is the chain itself. Then W, R, B and X get one product each. `recurrent_forward` has the
+forward that keeps the gates, which a training graph may run instead of computing them again.
 
 Inside, a value is hidden-major, [time, hidden, batch], so that the weight is the left operand of the
 product of a step. A Scan goes through time in either direction, so nothing is reversed.
@@ -21,6 +22,8 @@ import onnx_ir as ir
 
 from orttrainer.differentiate.definition import gradient_through
 from orttrainer.differentiate.registry import vjp
+from orttrainer.differentiate.rules.recurrent_forward import gru_forward, lstm_forward, offer_forward, rnn_forward
+from orttrainer.differentiate.rules.recurrent_gates import from_order, join_gates, split_gates, to_order, unordered
 from orttrainer.differentiate.rules.recurrent_layers import (
     directions_of,
     gru_layer,
@@ -44,7 +47,7 @@ def lstm(op, node, dy, dy_h=None, dy_c=None):
     """
     if is_special(node, {"sigmoid tanh tanh"}):
         return gradient_through(op, node, (dy, dy_h, dy_c), lstm_layer)
-    return _per_direction(op, node, _lstm_direction, dy, dy_h, dy_c)
+    return _per_direction(op, node, _lstm_direction, lstm_forward, dy, dy_h, dy_c)
 
 
 @vjp("GRU")
@@ -58,8 +61,9 @@ def gru(op, node, dy, dy_h=None):
     """
     if is_special(node, {"sigmoid tanh"}):
         return gradient_through(op, node, (dy, dy_h), gru_layer)
-    rule = functools.partial(_gru_direction, linear_before_reset=attribute(node, "linear_before_reset", 0) == 1)
-    return _per_direction(op, node, rule, dy, dy_h)
+    reset = {"linear_before_reset": attribute(node, "linear_before_reset", 0) == 1}
+    rule, forward = (functools.partial(function, **reset) for function in (_gru_direction, gru_forward))
+    return _per_direction(op, node, rule, forward, dy, dy_h)
 
 
 @vjp("RNN")
@@ -67,7 +71,7 @@ def rnn(op, node, dy, dy_h=None):
     """H = f(W X + R H' + B) at each time  ->  dZ = dH f'(H),  dH' = R^T dZ,  dW = dZ X^T,  dR = dZ H'^T,  dX = W^T dZ."""
     if is_special(node, {"tanh", "relu"}):
         return gradient_through(op, node, (dy, dy_h), rnn_layer)
-    return _per_direction(op, node, _rnn_direction, dy, dy_h)
+    return _per_direction(op, node, _rnn_direction, rnn_forward, dy, dy_h)
 
 
 # -- one direction of each --------------------------------------------------------------------
@@ -78,7 +82,8 @@ class Direction:
     """One direction of a node: its share of the inputs and cotangents, without the axis of directions.
 
     `x`, `y`, `before` (the hidden state that each time starts from): [time, batch, features]; `dy`, `x_t`,
-    `before_t`: [time, features, batch]; `dh`, `dc`, `initial_c`: [hidden, batch]. `valid` is 1 inside a sequence, 0 behind its end.
+    `before_t`: [time, features, batch]; `dh`, `dc`, `initial_h`, `initial_c`: [hidden, batch]. `valid` is 1 inside a
+    sequence, 0 behind its end.
     """
 
     x: ir.Value
@@ -90,11 +95,14 @@ class Direction:
     r: ir.Value  # [gates, hidden]
     w_bias: ir.Value | None  # [gates, 1]
     r_bias: ir.Value | None
-    initial_c: ir.Value | None
+    initial_h: ir.Value
+    initial_c: ir.Value
     dy: ir.Value | None
     dh: ir.Value
     dc: ir.Value | None
     valid: ir.Value | None  # [time, 1, batch]
+    filled: ir.Value | None  # [1, batch], 0 where the length is 0
+    order: tuple[int, ...]  # of the gates in `w`, `r` and what comes of them: order[k] is ONNX's number of the k-th
     reverse: bool
     activations: str
 
@@ -104,6 +112,7 @@ class Cotangents:
     """`w_gates` and `r_gates`: cotangents of W X + b and of R H' + c, [time, gates, batch]; `dh`, `dc`: of the states.
 
     `reset`: what the last third of R was multiplied by, where that is not the hidden state, [time, batch, hidden].
+    `again`: what the forward computed too, in the order in which `recurrent_forward` keeps it.
     """
 
     w_gates: ir.Value
@@ -111,12 +120,13 @@ class Cotangents:
     dh: ir.Value
     dc: ir.Value | None = None
     reset: ir.Value | None = None
+    again: tuple[ir.Value, ...] = ()
 
 
 def _lstm_direction(op, d: Direction) -> Cotangents:
     bias = None if d.w_bias is None else op.Add(d.w_bias, d.r_bias)
     gates = op.Add(_affine(op, d.w, d.x_t, bias), op.MatMul(d.r, d.before_t))
-    i, o, f, g = op.Split(gates, axis=1, num_outputs=4, outputs=4)
+    i, o, f, g = split_gates(op, gates, d.order, axis=1)
     i, o, f, g = op.Sigmoid(i), op.Sigmoid(o), op.Sigmoid(f), op.Tanh(g)
     keep, new = f, op.Mul(i, g)
     if d.valid is not None:
@@ -130,10 +140,11 @@ def _lstm_direction(op, d: Direction) -> Cotangents:
     c = op.Add(op.Mul(keep, c_before), new)
     tanh_c = op.Tanh(c)
     into_c = op.Mul(o, _one_minus_square(op, tanh_c))
-    factors = op.Concat(
+    factors = (
         op.Mul(g, _slope(op, i)), op.Mul(tanh_c, _slope(op, o)), op.Mul(c_before, _slope(op, f)),
-        op.Mul(i, _one_minus_square(op, g)), axis=1,
+        op.Mul(i, _one_minus_square(op, g)),
     )  # fmt: skip
+    factors = join_gates(op, factors, d.order, axis=1)
     if d.valid is not None:
         into_c, factors = op.Mul(into_c, d.valid), op.Mul(factors, d.valid)
     r_t = op.Transpose(d.r, perm=[1, 0])
@@ -142,19 +153,19 @@ def _lstm_direction(op, d: Direction) -> Cotangents:
         dh, dc, (into_c, factors, keep, past, dy) = *states, inputs
         dh = dh if dy is None else op.Add(dh, dy)
         dc = op.Add(op.Mul(dh, into_c), dc)
-        dz = op.Mul(op.Concat(dc, dh, dc, dc, axis=0), factors)
+        dz = op.Mul(join_gates(op, (dc, dh, dc, dc), d.order, axis=0), factors)
         return [_product(op, r_t, dz, None if past is None else op.Mul(dh, past)), op.Mul(dc, keep)], [dz]
 
     inputs = [into_c, factors, keep, _past(op, d), d.dy]
     (dh, dc), (dz,) = scan(op, step, [d.dh, d.dc], inputs, not d.reverse)
-    return Cotangents(dz, dz, dh, dc)
+    return Cotangents(dz, dz, dh, dc, again=(i, o, f, g, tanh_c, c_before))
 
 
 def _gru_direction(op, d: Direction, linear_before_reset: bool) -> Cotangents:
-    w_z, w_r, w_n = op.Split(_affine(op, d.w, d.x_t, d.w_bias), axis=1, num_outputs=3, outputs=3)
+    w_z, w_r, w_n = split_gates(op, _affine(op, d.w, d.x_t, d.w_bias), d.order, axis=1)
     reset = None
     if linear_before_reset:
-        r_z, r_r, u = op.Split(_affine(op, d.r, d.before_t, d.r_bias), axis=1, num_outputs=3, outputs=3)
+        r_z, r_r, u = split_gates(op, _affine(op, d.r, d.before_t, d.r_bias), d.order, axis=1)
         z, r = op.Sigmoid(op.Add(w_z, r_z)), op.Sigmoid(op.Add(w_r, r_r))
         n = op.Tanh(op.Add(w_n, op.Mul(r, u)))
     else:
@@ -174,7 +185,7 @@ def _gru_direction(op, d: Direction, linear_before_reset: bool) -> Cotangents:
         keep, into_n, into_z = _or_one(op, z, d.valid), op.Mul(into_n, d.valid), op.Mul(into_z, d.valid)
     if linear_before_reset:
         into_r = op.Mul(into_n, op.Mul(u, slope_r))
-        factors = op.Concat(into_z, into_r, op.Mul(into_n, r), axis=1)
+        factors = join_gates(op, (into_z, into_r, op.Mul(into_n, r)), d.order, axis=1)
         r_t = op.Transpose(d.r, perm=[1, 0])
 
         def step(op, states, inputs):
@@ -184,8 +195,9 @@ def _gru_direction(op, d: Direction, linear_before_reset: bool) -> Cotangents:
             return [op.Gemm(r_t, gates, op.Mul(dh, keep))], [gates, dh]
 
         (dh,), (gates, dh_all) = scan(op, step, [d.dh], [factors, keep, d.dy], not d.reverse)
-        dz, dr, _ = op.Split(gates, axis=1, num_outputs=3, outputs=3)
-        return Cotangents(op.Concat(dz, dr, op.Mul(dh_all, into_n), axis=1), gates, dh)
+        dz, dr, _ = split_gates(op, gates, d.order, axis=1)
+        w_gates = join_gates(op, (dz, dr, op.Mul(dh_all, into_n)), d.order, axis=1)
+        return Cotangents(w_gates, gates, dh, again=(z, r, n, u))
 
     into_r = op.Mul(d.before_t, slope_r)
     two, r_n_t = op.Transpose(op.Concat(*rows[:2], axis=0), perm=[1, 0]), op.Transpose(rows[2], perm=[1, 0])
@@ -200,7 +212,7 @@ def _gru_direction(op, d: Direction, linear_before_reset: bool) -> Cotangents:
         return [op.Gemm(two, op.Concat(dz, dr, axis=0), rest)], [op.Concat(dz, dr, dn, axis=0)]
 
     (dh,), (gates,) = scan(op, step_of_reset, [d.dh], [into_z, into_r, into_n, r, keep, d.dy], not d.reverse)
-    return Cotangents(gates, gates, dh, reset=reset)
+    return Cotangents(gates, gates, dh, reset=reset, again=(z, r, n))
 
 
 def _rnn_direction(op, d: Direction) -> Cotangents:
@@ -225,12 +237,16 @@ def _rnn_direction(op, d: Direction) -> Cotangents:
 # -- what is common ---------------------------------------------------------------------------
 
 
-def _per_direction(op, node, rule, dy, dy_h, dy_c=None) -> list[ir.Value | None]:
-    """The cotangents of all inputs, of `rule` for each direction."""
+def _per_direction(op, node, rule, forward, dy, dy_h, dy_c=None) -> list[ir.Value | None]:
+    """The cotangents of all inputs, of `rule` for each direction; `forward` keeps what `rule` computes again."""
     x, w, r = node.inputs[:3]
     bias, lengths, h0, c0 = (operand(node, index) for index in (3, 4, INITIAL_H, INITIAL_C))
     directions = directions_of(node)
     count = len(directions)
+    gates = {"LSTM": 4, "GRU": 3, "RNN": 1}[node.op_type]
+    w_rows, r_rows, order = w, r, tuple(range(gates))
+    if count == 1 and (node.op_type == "LSTM" or attribute(node, "linear_before_reset", 0)):
+        w_rows, r_rows, order = unordered(w, r, gates)
     hidden = attribute(node, "hidden_size", None) or op.dim(r, 2)
     x_t = _swap(op, x)
     no_state = zeros(op, join(op, hidden, op.dim(x, 1)), x.dtype)  # [hidden, batch]
@@ -239,39 +255,45 @@ def _per_direction(op, node, rule, dy, dy_h, dy_c=None) -> list[ir.Value | None]
         filled = op.cast_as(op.Unsqueeze(op.Greater(lengths, 0), [0]), x)  # ORT's last states of no time are 0
         mask = op.Less(op.Unsqueeze(positions(op, op.dim(x, 0)), [1]), op.Cast(lengths, to=int(ir.DataType.INT64)))
         valid = op.cast_as(op.Unsqueeze(mask, [1]), x)
+    bare = () if w_rows is w else (w_rows, r_rows)
     shares = {
-        name: [None] * count if value is None else _shares(op, value, count, axis)
+        name: [value] * count if value is None or value in bare else _shares(op, value, count, axis)
         for name, value, axis in (
-            ("y", output(op, node, 0), 1), ("dy", dy, 1), ("w", w, 0), ("r", r, 0), ("bias", bias, 0),
+            ("y", output(op, node, 0), 1), ("dy", dy, 1), ("w", w_rows, 0), ("r", r_rows, 0), ("bias", bias, 0),
             ("h0", h0, 0), ("c0", c0, 0), ("dy_h", dy_h, 0), ("dy_c", dy_c, 0),
         )
     }  # fmt: skip
-    found, dx = [], None
+    x_rows, found, written, dx = _flat(op, x), [], [], None
     for k, (reverse, activations) in enumerate(directions):
         y, dy_k, w_k, r_k, bias_k, h0_k, c0_k, dy_h_k, dy_c_k = (shares[name][k] for name in shares)
         before = _before(op, y, h0_k, reverse, mask)
         biases = [None, None]
         if bias_k is not None:
             biases = op.Split(op.Unsqueeze(bias_k, [1]), axis=0, num_outputs=2, outputs=2)
+            biases = [to_order(op, half, order) for half in biases]
         dy_t = None if dy_k is None else _times(op, _swap(op, dy_k), valid)
-        initial_c, dh, dc = (no_state if s is None else op.Transpose(s, perm=[1, 0]) for s in (c0_k, dy_h_k, dy_c_k))
+        initial_h, initial_c, dh, dc = (
+            no_state if s is None else op.Transpose(s, perm=[1, 0]) for s in (h0_k, c0_k, dy_h_k, dy_c_k)
+        )
         dh, dc = _times(op, dh, filled), _times(op, dc, filled)
         d = Direction(
-            x, y, before, x_t, _swap(op, before), w_k, r_k, *biases, initial_c, dy_t, dh, dc, valid, reverse, activations
+            x, y, before, x_t, _swap(op, before), w_k, r_k, *biases, initial_h, initial_c, dy_t, dh, dc, valid,
+            filled, order, reverse, activations,
         )  # fmt: skip
         result = rule(op, d)
-        w_gates = _rows(op, result.w_gates)  # [time * batch, gates]
-        r_gates = w_gates if result.r_gates is result.w_gates else _rows(op, result.r_gates)
-        dx_k = op.MatMul(w_gates, w_k)
+        written.append((d, result.again))
+        w_gates = _columns(op, result.w_gates)  # [gates, time * batch]
+        r_gates = w_gates if result.r_gates is result.w_gates else _columns(op, result.r_gates)
+        dx_k = op.MatMul(op.Transpose(w_k, perm=[1, 0]), w_gates)
         dx = dx_k if dx is None else op.Add(dx, dx_k)
-        dw = op.Gemm(w_gates, _flat(op, x), transA=1)
-        w_sum = op.ReduceSum(w_gates, [0], keepdims=0)
-        r_sum = w_sum if r_gates is w_gates else op.ReduceSum(r_gates, [0], keepdims=0)
+        dw = op.MatMul(w_gates, x_rows)
+        w_sum = op.ReduceSum(w_gates, [1], keepdims=0)
+        r_sum = w_sum if r_gates is w_gates else op.ReduceSum(r_gates, [1], keepdims=0)
         found.append(
             {
-                "w": shaped(dw, w_k),
-                "r": shaped(_dr(op, r_gates, before, result.reset), r_k),
-                "bias": op.Concat(w_sum, r_sum, axis=0),
+                "w": from_order(op, shaped(dw, w_k), order),
+                "r": from_order(op, shaped(_dr(op, r_gates, before, result.reset), r_k), order),
+                "bias": op.Concat(from_order(op, w_sum, order), from_order(op, r_sum, order), axis=0),
                 "h": op.Transpose(result.dh, perm=[1, 0]),
                 "c": None if result.dc is None else op.Transpose(result.dc, perm=[1, 0]),
             }
@@ -283,7 +305,10 @@ def _per_direction(op, node, rule, dy, dy_h, dy_c=None) -> list[ir.Value | None]
         parts = [op.Unsqueeze(part[name], [0]) for part in found]
         return shaped(parts[0] if count == 1 else op.Concat(*parts, axis=0), like)
 
-    cotangents = [op.reshape_as(dx, x), stacked("w", w), stacked("r", r), stacked("bias", bias), None]
+    offer_forward(op, node, forward, written)
+    dx = op.Reshape(dx, join(op, op.dim(x, 2), op.dim(x, 0), -1))  # [input, time, batch]
+    dx = shaped(op.Transpose(dx, perm=[1, 2, 0]), x)
+    cotangents = [dx, stacked("w", w), stacked("r", r), stacked("bias", bias), None]
     cotangents += [stacked("h", h0), stacked("c", c0)]
     return cotangents[: len(node.inputs)]
 
@@ -312,12 +337,12 @@ def _before(op, y: ir.Value, initial: ir.Value | None, reverse: bool, mask: ir.V
 
 
 def _dr(op, gates: ir.Value, before: ir.Value, reset: ir.Value | None) -> ir.Value:
-    """gates^T @ H', where the last third of the gates may have had another operand than H'."""
+    """gates @ H', where the last third of the gates may have had another operand than H'."""
     if reset is None:
-        return op.Gemm(gates, _flat(op, before), transA=1)
-    z, r, n = op.Split(gates, axis=1, num_outputs=3, outputs=3)
-    first = op.Gemm(op.Concat(z, r, axis=1), _flat(op, before), transA=1)
-    return op.Concat(first, op.Gemm(n, _flat(op, reset), transA=1), axis=0)
+        return op.MatMul(gates, _flat(op, before))
+    z, r, n = op.Split(gates, axis=0, num_outputs=3, outputs=3)
+    first = op.MatMul(op.Concat(z, r, axis=0), _flat(op, before))
+    return op.Concat(first, op.MatMul(n, _flat(op, reset)), axis=0)
 
 
 def _affine(op, weight: ir.Value, x: ir.Value, bias: ir.Value | None) -> ir.Value:
@@ -361,6 +386,6 @@ def _flat(op, x: ir.Value) -> ir.Value:
     return op.Reshape(x, join(op, -1, op.dim(x, 2)))
 
 
-def _rows(op, gates: ir.Value) -> ir.Value:
-    """[time, gates, batch] as [time * batch, gates]."""
-    return _flat(op, _swap(op, gates))
+def _columns(op, gates: ir.Value) -> ir.Value:
+    """[time, gates, batch] as [gates, time * batch]: moves rows of the batch, and its products transpose no gates."""
+    return op.Reshape(op.Transpose(gates, perm=[1, 0, 2]), join(op, op.dim(gates, 1), -1))

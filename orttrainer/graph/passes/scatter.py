@@ -1,4 +1,4 @@
-"""Sums at repeated places that ONNX Runtime gets wrong."""
+"""Sums at repeated places: those that ONNX Runtime gets wrong, and those that cost a tensor of zeros."""
 
 from __future__ import annotations
 
@@ -25,15 +25,71 @@ class ScatterReductionPass(ir.passes.InPlacePass):
             graph.opset_imports.update(model.opset_imports)
             op = Builder(graph, "scatter" if graph is model.graph else f"{graph.name}/scatter")
             for node in nodes:
-                y = node.outputs[0]
-                new = _by_rows(op, node)
-                new.type, new.shape, name = y.type, y.shape, y.name
-                y.replace_all_uses_with(new, replace_graph_outputs=True)
-                y.name, new.name = f"{name}/racing", name
-                graph.remove(node, safe=True)
+                _take_place(_by_rows(op, node), node)
             graph.sort()
             modified = True
         return ir.passes.PassResult(model, modified)
+
+
+class ScatterIntoSumPass(ir.passes.InPlacePass):
+    """Add(a, ScatterElements(zeros, i, u, "add")) -> ScatterElements(a, i, u, "add").
+
+    The zeros cost a pass over a tensor as large as a, the sum another; this works in the memory of a, or in a copy where
+    something else reads a: both in the same order, so that recomputation stays bit for bit the same. Such a sum is the
+    gradient of a table that is looked up twice, or that is tied to the decoder.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        modified = False
+        for graph in (model.graph, *model.graph.subgraphs()):
+            nodes = [node for node in graph if not node.domain and node.op_type == "Add"]
+            for node in nodes:
+                scatter, a = next(((s, a) for s, a in _both_ways(node.inputs) if _joins(s, a)), (None, None))
+                if scatter is None:
+                    continue
+                _take_place(scatter, node)
+                scatter.producer().replace_input_with(0, a)
+                modified = True
+            if modified:
+                graph.sort()
+        return ir.passes.PassResult(model, modified)
+
+
+def added_to_zeros(y: ir.Value) -> bool:
+    """Whether `y` is ScatterElements(zeros, ., ., "add")."""
+    node = y.producer()
+    if node is None or node.domain or node.op_type != "ScatterElements":
+        return False
+    if node.attributes.get_string("reduction", "none") != "add":
+        return False
+    zeros = node.inputs[0].producer()
+    if zeros is None or zeros.op_type != "ConstantOfShape":
+        return False
+    value = zeros.attributes.get("value")
+    return value is None or not value.value.numpy().any()
+
+
+def _joins(y: ir.Value, a: ir.Value) -> bool:
+    """Whether `y`, which only a sum with `a` reads, may be made in the memory of `a`."""
+    if a is y or a.producer() is None or not (_read_once(y) and added_to_zeros(y)):
+        return False
+    return a.dtype == y.dtype and static_dims(y) is not None and static_dims(a) == static_dims(y)
+
+
+def _read_once(x: ir.Value) -> bool:
+    return len(x.uses()) == 1 and not x.is_graph_output()
+
+
+def _both_ways(pair):
+    return pair, pair[::-1]
+
+
+def _take_place(new: ir.Value, node: ir.Node) -> None:
+    """Let `new` be what the only output of `node` was, under the same name: it may be the gradient of a parameter."""
+    (y,) = node.outputs
+    y.replace_all_uses_with(new, replace_graph_outputs=True)
+    node.graph.remove(node, safe=True)
+    new.type, new.shape, new.name = y.type, y.shape, y.name
 
 
 def _races(node: ir.Node) -> bool:

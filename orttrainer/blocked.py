@@ -1,0 +1,76 @@
+"""Whether the installed ONNX Runtime convolves in blocks of channels, and how large they are on this processor."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from orttrainer import runtime
+from orttrainer.graph.builder import Builder
+from orttrainer.graph.passes.nchwc import DOMAIN, BlockedConvolutionPass
+
+BLOCKS = (8, 16, 32)
+
+
+def block_convolutions(model: ir.Model, providers: Sequence) -> bool:
+    """Let the convolutions of a graph that is about to be run on the CPU work in blocks; whether any does."""
+    if list(providers) != ["CPUExecutionProvider"]:
+        return False
+    if not any(node.op_type in ("Conv", "ConvTranspose") for node in model.graph) or (block := block_size()) is None:
+        return False
+    return BlockedConvolutionPass(block)(model).modified
+
+
+@functools.cache
+def block_size() -> int | None:
+    """How many channels make a block; None where the operators are missing or give other results than Conv."""
+    try:
+        images = np.random.default_rng(0).standard_normal((1, 4, 2, 2), np.float32)
+        (found,) = _results(_reordering(), {"x": images})
+        block = found.shape[1]
+        return block if block in BLOCKS and _agrees(block) else None
+    except Exception:  # ONNX Runtime raises a dozen classes without a common base; without blocks all works as well
+        return None
+
+
+def _agrees(block: int) -> bool:
+    """Whether a small network gives the same with and without blocks."""
+    plain, blocked = _network(block), _network(block)
+    if not BlockedConvolutionPass(block)(blocked).modified:
+        return False
+    rng = np.random.default_rng(0)
+    feeds = {v.name: rng.standard_normal(v.shape.numpy(), np.float32) for v in plain.graph.inputs}
+    pairs = zip(_results(plain, feeds), _results(blocked, feeds))
+    return all(np.allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(a).max()) for a, b in pairs)
+
+
+def _reordering() -> ir.Model:
+    model, (x,) = _model(x=(1, 4, 2, 2))
+    model.graph.outputs.append(Builder(model.graph).node("ReorderInput", x, domain=DOMAIN, like=x))
+    model.graph.outputs[0].shape = None
+    return model
+
+
+def _network(block: int) -> ir.Model:
+    """Every form that the pass writes: few channels, a Relu, a stride, two Conv in a row, a ConvTranspose, channels last."""
+    model, (x, v, w, b) = _model(x=(2, 3, 11, 13), v=(block, 3, 3, 3), w=(2 * block, block, 3, 2), b=(2 * block,))
+    op = Builder(model.graph)
+    first = op.Relu(op.Conv(x, v, pads=[1, 1, 1, 1]))
+    second = op.Conv(first, w, b, strides=[2, 1], pads=[1, 0, 0, 1])
+    back = op.ConvTranspose(second, w, pads=[0, 1, 1, 0])
+    model.graph.outputs.extend([first, second, back, *(op.Transpose(v, perm=[0, 2, 3, 1]) for v in (x, first))])
+    return model
+
+
+def _model(**shapes: Sequence[int]) -> tuple[ir.Model, list[ir.Value]]:
+    float32 = ir.TensorType(ir.DataType.FLOAT)
+    inputs = [ir.Value(name=name, type=float32, shape=ir.Shape(shape)) for name, shape in shapes.items()]
+    graph = ir.Graph(inputs, [], nodes=[], opset_imports={"": 18}, name="probe")
+    return ir.Model(graph, ir_version=10), inputs
+
+
+def _results(model: ir.Model, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+    return runtime.checking_session(ir.to_proto(model).SerializeToString()).run(None, feeds)

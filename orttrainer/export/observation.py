@@ -1,0 +1,165 @@
+"""What one forward of the module gives and does, and what autograd makes of it, to compare a graph with."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+
+from orttrainer.errors import OrtTrainerError, UnsupportedModelError
+from orttrainer.export.call import LossModule, in_train_mode, state_names, unchanged, without_checkpoints
+from orttrainer.export.faithful import MutedDropout
+
+__all__ = ["Observation", "drawn_from", "observe", "observe_gradients", "own"]
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one train-mode forward of the module gives and does, its dropout off."""
+
+    outputs: tuple[torch.Tensor, ...]
+    rates: tuple[float, ...]
+    random: bool  # whether it draws random numbers that are not muted
+    updated: dict[str, torch.Tensor]  # qualified buffer name -> its value after the forward
+    before: dict[str, torch.Tensor]
+
+
+def observe(wrapper, inputs, hidden_state: bool = True) -> Observation:
+    """Run the module once, leaving it as it was.
+
+    Args:
+        hidden_state: run it once more if it changed attributes, to refuse what computes with them in its next call.
+    """
+    mute = MutedDropout()
+    buffers = dict(wrapper.named_buffers())
+    before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+    versions = {name: p._version for name, p in wrapper.named_parameters()}
+    attributes = _plain_attributes(wrapper)
+    with unchanged(wrapper), in_train_mode(wrapper.module), torch.no_grad():
+        with mute, drawn_from(inputs) as drawn:
+            outputs = _first_outputs(wrapper, inputs)
+        outputs = own(outputs, wrapper, inputs)
+        after = {name: b.detach().clone() for name, b in wrapper.named_buffers()}
+        if hidden_state and not drawn():
+            _check_no_hidden_state(wrapper, inputs, attributes, before, outputs)
+    for name, parameter in wrapper.named_parameters():
+        if parameter._version != versions[name]:
+            raise UnsupportedModelError(
+                f"forward changes the parameter {name.split('.', 1)[1]!r} in place, which an "
+                f"optimizer's update would overwrite (an embedding with max_norm does). Make it a buffer, or leave "
+                f"that out."
+            )
+    for name in after.keys() & before.keys():
+        if after[name].shape != before[name].shape:
+            raise UnsupportedModelError(
+                f"forward changes the shape of the buffer {name.split('.', 1)[1]!r} from {list(before[name].shape)} to "
+                f"{list(after[name].shape)}, and a graph has one for it. If that happens in the first call only, run one "
+                f"batch through the module, then make the trainer."
+            )
+    updated = {n: v for n, v in after.items() if n in before and not _same(before[n], v)}
+    return Observation(outputs, tuple(sorted(mute.rates)), drawn(), updated, before)
+
+
+def own(outputs, wrapper, inputs):
+    """The outputs without gradients; a copy of those that lie in memory of the module's or the caller's."""
+    kept = [value for module in wrapper.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)]
+    foreign = {_memory(t) for t in (*wrapper.parameters(), *wrapper.buffers(), *inputs, *kept)}
+    outputs = [output.detach() for output in outputs]
+    return tuple(output.clone() if _memory(output) in foreign else output for output in outputs)
+
+
+def _memory(tensor):
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else None
+
+
+def _first_outputs(wrapper, inputs):
+    try:
+        return wrapper.described_outputs(inputs)
+    except OrtTrainerError:
+        raise
+    except Exception as error:  # whatever the user's own code raises, with what it was called with
+        batch = ", ".join(f"{t.dtype} {list(t.shape)}" for t in inputs)
+        error.add_note(f"orttrainer: raised by the module or its loss, in PyTorch, on a batch of {batch}")
+        raise
+
+
+def _plain_attributes(wrapper):
+    """What forward may keep from call to call outside of buffers: {(module name, attribute): value}."""
+    return {
+        (name, key): value.clone() if isinstance(value, torch.Tensor) else value
+        for name, module in wrapper.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, (torch.Tensor, int, float, str, type(None)))
+    }
+
+
+def _check_no_hidden_state(wrapper, inputs, before, buffers, outputs):
+    """Refuse a forward whose next result depends on attributes that this call changed: a graph has but buffers.
+
+    A cached mask or a counter that is only counted is fine.
+    """
+    changed = [
+        f"{name.removeprefix('module.')}.{key}".removeprefix("module.")
+        for (name, key), value in _plain_attributes(wrapper).items()
+        if (name, key) in before and not _unchanged(before[name, key], value)
+    ]
+    if not changed:
+        return
+    for name, buffer in wrapper.named_buffers():
+        if name in buffers:
+            buffer.copy_(buffers[name])
+    with MutedDropout():
+        again = _first_outputs(wrapper, inputs)
+    if not all(_same(a, b) or torch.allclose(a, b, equal_nan=True) for a, b in zip(again, outputs)):
+        raise UnsupportedModelError(
+            f"forward changes {', '.join(map(repr, changed))} and computes with it in the next call, which a graph "
+            f"cannot repeat. Keep it in a buffer (register_buffer), and change that."
+        )
+
+
+def _unchanged(a, b):
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return _same(a, b)
+    return type(a) is type(b) and a == b
+
+
+@contextlib.contextmanager
+def drawn_from(inputs):
+    """Yield a function that says whether torch's generators were used within the block."""
+    devices = {None, *(tensor.device for tensor in inputs if tensor.device.type == "cuda")}
+    before = {device: _generator_state(device) for device in devices}
+    changed: list[bool] = []
+    yield lambda: changed[0]
+    changed.append(not all(torch.equal(before[device], _generator_state(device)) for device in devices))
+
+
+def _generator_state(device):
+    return torch.get_rng_state() if device is None else torch.cuda.get_rng_state(device)
+
+
+def _same(a, b):
+    return a.shape == b.shape and torch.equal(a, b)
+
+
+# ---------------------------------------------------------------- what autograd gives
+
+
+def observe_gradients(module, loss_fn, description, inputs) -> dict[str, torch.Tensor] | None:
+    """The gradient of the loss for each parameter, by public name, from autograd: train mode, dropout off.
+
+    A parameter that the loss does not depend on is left out. The module is left as it was. None where forward draws
+    random numbers that cannot be muted.
+    """
+    wrapper = LossModule(module, loss_fn, description)
+    public = state_names(wrapper)
+    parameters = {public[n]: p for n, p in wrapper.named_parameters() if p.requires_grad and p.is_floating_point()}
+    with unchanged(wrapper), in_train_mode(wrapper.module), torch.enable_grad():
+        with MutedDropout(), without_checkpoints(), drawn_from(inputs) as drawn:
+            loss = wrapper.described_outputs(inputs)[0]
+        if drawn():
+            return None
+        if not loss.requires_grad:
+            return {}
+        found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return {name: gradient.to_dense() for name, gradient in zip(parameters, found) if gradient is not None}

@@ -1,0 +1,199 @@
+"""Convolutions on tensors whose channels lie in blocks, as ONNX Runtime's CPU kernels like them best.
+
+ONNX Runtime has operators of its own for a layout in which the channels of a pixel lie side by side in blocks of one
+vector register: [batch, channels / block, height, width, block]. It rewrites a graph to them where the weights are
+constants; those of a training graph are not. `BlockedConvolutionPass` does so where they are computed. How many
+channels make a block depends on the processor, so the pass is for a graph that is about to be run, on the machine
+that runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+from orttrainer.graph.builder import Builder, static_dims
+
+DOMAIN = "com.microsoft.nchwc"
+FEWEST_POSITIONS = 128  # of all images together; below, the weights take as long to bring into blocks as is saved
+USUAL_SIZE = 8  # of an axis that is only known at run time
+LARGEST_KERNEL = 121  # taps; a larger one, or a wider dilation, belongs to the gradient of a convolution by its kernel
+WIDEST_DILATION = 8
+WIDE_STEM = 64  # weights of an output channel from which few input channels are worth it
+
+
+class BlockedConvolutionPass(ir.passes.InPlacePass):
+    """Conv(x, w) -> ReorderOutput(nchwc.Conv(ReorderInput(x), blocked w)), and ConvTranspose likewise.
+
+    A ConvTranspose without strides, which is what the gradient of a Conv by its input is, becomes a Conv with the
+    kernel turned round. What two convolutions in a row hand on stays in blocks, with a Relu between them in the first;
+    and a Transpose of such a value to channels last is read from the blocks. Convolutions of float32 images
+    with a kernel larger than 1 x 1 and channels that fill their blocks; the others stay as they are.
+
+    Args:
+        block: how many channels make a block.
+    """
+
+    def __init__(self, block: int):
+        self.block = block
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        graph = model.graph
+        chosen = dict.fromkeys(node for node in graph if self._fits(node))
+        stems = [node for node in graph if self._is_stem(node, chosen)]
+        if not chosen and not stems:
+            return ir.passes.PassResult(model, modified=False)
+        rewriting = _Rewriting(Builder(graph, "nchwc"), self.block)
+        for node in [node for node in graph if node in chosen or node in stems]:
+            rewriting.convolution(node)
+        for node in [node for node in graph if node.op_type == "Transpose"]:
+            rewriting.channels_last(node)
+        graph.sort()
+        common.RemoveUnusedNodesPass()(model)
+        return ir.passes.PassResult(model, modified=True)
+
+    def _fits(self, node: ir.Node) -> bool:
+        """Whether the channels on both sides of a convolution fill their blocks, and the layout pays."""
+        if not _is_plain(node):
+            return False
+        channels = static_dims(node.inputs[1])[:2]
+        return not any(c % self.block for c in channels) and not (node.op_type == "ConvTranspose" and _strided(node))
+
+    def _is_stem(self, node: ir.Node, chosen) -> bool:
+        """Whether this is a Conv of a few channels, which its kernel reads as they are, that has much to do or blocks to hand on."""
+        if not _is_plain(node) or node.op_type != "Conv":
+            return False
+        out, channels, *kernel = static_dims(node.inputs[1])
+        if out % self.block or channels >= self.block:
+            return False
+        readers = [use.node for use in _activated(node).outputs[0].uses()]
+        return channels * int(np.prod(kernel)) >= WIDE_STEM or any(reader in chosen for reader in readers)
+
+
+class _Rewriting:
+    """One graph while its convolutions change, and the values that are there in blocks."""
+
+    def __init__(self, op: Builder, block: int):
+        self.op, self.block = op, block
+        self.blocked: dict[ir.Value, ir.Value] = {}
+
+    def convolution(self, node: ir.Node) -> None:
+        op, (x, w, *bias) = self.op, node.inputs
+        turned = node.op_type == "ConvTranspose"
+        kernel = list(static_dims(w)[2:])
+        last = node if turned else _activated(node)
+        y = last.outputs[0]
+        attributes = {name: _ints(node, name, default) for name, default in (("strides", 1), ("dilations", 1))}
+        if node.attributes.get_string("auto_pad", "NOTSET") == "NOTSET":
+            attributes["pads"] = _turned_pads(node, kernel) if turned else _ints(node, "pads", 0, 4)
+        else:
+            attributes["auto_pad"] = node.attributes.get_string("auto_pad")
+        blocked = op.node(
+            "Conv", self._blocks(x), (self._turned_weight if turned else self._weight)(w), *bias, domain=DOMAIN, like=y,
+            kernel_shape=kernel, activation="Relu" if last is not node else None, **attributes,
+        )  # fmt: skip
+        new = self.op.node("ReorderOutput", blocked, domain=DOMAIN, like=y, channels=y.shape[1])
+        self.blocked[new] = blocked
+        self._replace(last, new)
+        if last is not node:
+            node.graph.remove(node, safe=True)
+
+    def channels_last(self, node: ir.Node) -> None:
+        """Transpose(x, to [batch, height, width, channels]) -> ReorderOutput(blocked x, channels_last)."""
+        (x,), (y,) = node.inputs, node.outputs
+        if x in self.blocked and tuple(node.attributes.get_ints("perm", ())) == (0, 2, 3, 1):
+            channels = x.shape[1]
+            new = self.op.node(
+                "ReorderOutput", self.blocked[x], domain=DOMAIN, like=y, channels=channels, channels_last=1
+            )
+            self._replace(node, new)
+
+    def _blocks(self, x: ir.Value) -> ir.Value:
+        if x.shape[1] < self.block:
+            return x
+        if x not in self.blocked:
+            self.blocked[x] = self.op.node("ReorderInput", x, domain=DOMAIN, like=x)
+        return self.blocked[x]
+
+    def _weight(self, w: ir.Value) -> ir.Value:
+        """[out, in, ...] -> [out / block, in / block, taps, block of in, block of out]; few in: [out / block, in, taps, block of out]."""
+        op, block = self.op, self.block
+        out, channels, *kernel = static_dims(w)
+        taps = int(np.prod(kernel))
+        blocked = self._inner(w, [out // block, block, channels * taps, 1])
+        if channels >= block:
+            split = op.Reshape(blocked, _shape(out // block, channels // block, block, taps, block))
+            blocked = op.Transpose(split, perm=[0, 1, 3, 2, 4])
+        return op.Reshape(blocked, _shape(out, channels, *kernel))
+
+    def _turned_weight(self, w: ir.Value) -> ir.Value:
+        """[in, out, ...] of a ConvTranspose as `_weight` of the Conv that does the same, with the taps in reverse."""
+        op, block = self.op, self.block
+        channels, out, *kernel = static_dims(w)
+        taps = int(np.prod(kernel))
+        inner = self._inner(w, [channels * out // block, block, taps, 1])
+        split = op.Reshape(inner, _shape(channels // block, block, out // block, taps, block))
+        moved = op.Transpose(split, perm=[2, 0, 3, 1, 4])
+        turned = op.Gather(moved, np.arange(taps - 1, -1, -1, dtype=np.int64), axis=2)
+        return op.Reshape(turned, _shape(out, channels, *kernel))
+
+    def _inner(self, w: ir.Value, shape: Sequence[int]) -> ir.Value:
+        """`w` as [rows, block, columns, 1] -> [rows, columns, block]: the fastest transpose there is."""
+        rows = self.op.Reshape(w, _shape(*shape))
+        return self.op.node("ReorderInput", rows, domain=DOMAIN, like=rows)
+
+    def _replace(self, node: ir.Node, new: ir.Value) -> None:
+        (old,) = node.outputs
+        new.name, old.name = old.name, f"{old.name}/plain"
+        old.replace_all_uses_with(new, replace_graph_outputs=True)
+        node.graph.remove(node, safe=True)
+
+
+def _is_plain(node: ir.Node) -> bool:
+    """Whether this is a convolution of float32 images in one group, with a kernel of known size and some work to do."""
+    if node.domain != "" or node.op_type not in ("Conv", "ConvTranspose") or node.attributes.get_int("group", 1) != 1:
+        return False
+    if max(_ints(node, "dilations", 1)) > WIDEST_DILATION:
+        return False
+    x, w, y = *node.inputs[:2], node.outputs[0]
+    weights = static_dims(w)
+    if x.dtype != ir.DataType.FLOAT or weights is None or len(weights) != 4 or any(v.shape is None for v in (x, y)):
+        return False
+    if not all(isinstance(v.shape[1], int) for v in (x, y)) or not 1 < weights[2] * weights[3] <= LARGEST_KERNEL:
+        return False
+    positions = [size if isinstance(size, int) else USUAL_SIZE for size in (y.shape[axis] for axis in (0, 2, 3))]
+    return int(np.prod(positions)) >= FEWEST_POSITIONS
+
+
+def _strided(node: ir.Node) -> bool:
+    """Whether a ConvTranspose is more than a Conv with its kernel turned round."""
+    if any(s != 1 for s in _ints(node, "strides", 1)) or any(_ints(node, "output_padding", 0)):
+        return True
+    if "output_shape" in node.attributes or node.attributes.get_string("auto_pad", "NOTSET") != "NOTSET":
+        return True
+    return min(_turned_pads(node, static_dims(node.inputs[1])[2:])) < 0
+
+
+def _turned_pads(node: ir.Node, kernel: Sequence[int]) -> list[int]:
+    """The pads of the Conv that does the same as a ConvTranspose: what its own leave of the kernel's extent."""
+    reach = [(k - 1) * d for k, d in zip(kernel, _ints(node, "dilations", 1))]
+    return [r - p for r, p in zip([*reach, *reach], _ints(node, "pads", 0, 4))]
+
+
+def _activated(node: ir.Node) -> ir.Node:
+    """The Relu that alone reads the result of a convolution, else the convolution."""
+    (y,) = node.outputs
+    readers = [use.node for use in y.uses()]
+    alone = len(readers) == 1 and readers[0].op_type == "Relu" and readers[0].graph is node.graph
+    return readers[0] if alone and not y.is_graph_output() else node
+
+
+def _ints(node: ir.Node, name: str, default: int, count: int = 2) -> list[int]:
+    return list(node.attributes.get_ints(name, None) or [default] * count)
+
+
+def _shape(*sizes: int) -> np.ndarray:
+    return np.array(sizes, np.int64)

@@ -1,0 +1,291 @@
+"""Where the time of a training step goes: by operator, by module of the model, by phase.
+
+ONNX Runtime measures each node. It merges and renames nodes, but what a node makes keeps its name, so the nodes are found
+in the training graph by their outputs, and from there the module that they come from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import onnx
+import onnx_ir as ir
+
+from orttrainer.errors import InvalidArgumentError, StateError
+from orttrainer.graph.places import PHASES, Place, Places
+
+if TYPE_CHECKING:
+    from orttrainer.run import Runner
+    from orttrainer.training_graph import TrainingGraph
+
+__all__ = ["Profile", "places_of", "profile", "profiled", "watching"]
+
+_OTHER = Place(None, "other")
+_KERNEL = "_kernel_time"  # how ONNX Runtime ends the names of the events of nodes
+_WARM_UP = 2  # updates that `profiled` leaves out: they touch new memory
+_active: list[Profile] = []
+
+
+def profile() -> Profile:
+    """Measure the `train_step`s of a `with` block, of all trainers.
+
+    They run in sessions of their own, which ONNX Runtime measures, on the same state: these are real steps. Measuring
+    takes a few microseconds per node. The first step opens the sessions. `trainer.profile()` measures without training.
+
+    Example:
+        with orttrainer.profile() as measured:
+            for batch in batches:
+                trainer.train_step(*batch)
+        print(measured)
+        measured.save_trace("step.json")
+    """
+    return Profile()
+
+
+@dataclass(frozen=True)
+class _Event:
+    """One run of one node: start and length in microseconds."""
+
+    start: float
+    length: float
+    operator: str
+    node: str
+    place: Place
+
+
+class Profile:
+    """The times of some training steps; there when the `with` block has ended.
+
+    Attributes:
+        steps: how many were measured.
+        step_ms: milliseconds of one from call to result, in the median: the first may open sessions.
+        operators: operator -> milliseconds per step in its nodes. Operators that ONNX Runtime makes of several have its
+            names for them.
+        phases: "forward" (with the loss), "backward", "update" (with clipping) and "other" -> milliseconds per step.
+        modules: path of a module, as in `named_modules` -> {phase: milliseconds per step} in its own nodes, without
+            those of modules inside it. "" is the model itself, with a loss function; a loss that is a module is "loss_fn".
+        attributed: share of the time in nodes of which the module is known, 0 to 1.
+    """
+
+    def __init__(self, skip: int = 0):
+        self.steps, self.step_ms, self.attributed = 0, 0.0, 0.0
+        self.operators: dict[str, float] = {}
+        self.phases: dict[str, float] = {}
+        self.modules: dict[str, dict[str, float]] = {}
+        self._calls: Counter[str] = Counter()
+        self._skip, self._walls, self._events, self._runs = skip, [], [], []
+        self._watched: dict[int, tuple[Runner, list, Callable[[], Places]]] = {}
+        self._stack: contextlib.ExitStack | None = None
+        self._ended = False
+
+    def __enter__(self) -> Profile:
+        if self._ended or self._stack is not None:
+            raise StateError("a profile measures one block; make another with orttrainer.profile()")
+        self._stack = contextlib.ExitStack()
+        self._folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="orttrainer-profile-"))
+        self._sessions = self._stack.enter_context(contextlib.ExitStack())
+        _active.append(self)
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        _active.remove(self)
+        self._ended = True
+        with self._stack:
+            self._sessions.close()
+            for _, sessions, places in self._watched.values():
+                self._read(sessions, places)
+            self._watched.clear()  # it keeps no trainer alive
+        self._sum_up()
+
+    # -- measuring ------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def step(self, runner: Runner, places: Callable[[], Places]) -> Iterator[None]:
+        """Measure what the block does with `runner`, one training step."""
+        if id(runner) not in self._watched:
+            sessions = self._sessions.enter_context(runner.reopened(self._configured(len(self._watched))))
+            self._watched[id(runner)] = runner, sessions, places
+        begun = time.perf_counter()
+        yield
+        self._walls.append(time.perf_counter() - begun)
+
+    def _configured(self, number: int) -> Callable:
+        def configure(options, part: str) -> None:
+            if part != "evaluate":
+                options.enable_profiling = True
+                options.profile_file_prefix = os.path.join(self._folder, f"{number}-{part}-events")
+                options.optimized_model_filepath = os.path.join(self._folder, f"{number}-{part}.onnx")
+
+        return configure
+
+    def _read(self, sessions: list, places: Callable[[], Places]) -> None:
+        """Take what ONNX Runtime has measured."""
+        known = places() if sessions else None
+        for session in sessions:
+            path, start = session.end_profiling(), session.get_profiling_start_time_ns() / 1e3
+            number, part, *_ = os.path.basename(path).split("-")
+            merged = onnx.load(os.path.join(self._folder, f"{number}-{part}.onnx"), load_external_data=False)
+            found, inner = known.of_merged(merged.graph), _inner_names(merged.graph)
+            with open(path) as file:
+                events = json.load(file)
+            runs = sorted((e["ts"], e["dur"]) for e in events if e.get("name") == "model_run")
+            runs = runs[len(runs) * self._skip // len(self._walls) :]  # an update's session runs but once a block
+            self._runs += [(start + ts, length, part) for ts, length in runs]
+            for event in events if runs else ():
+                if event.get("cat") != "Node" or not event["name"].endswith(_KERNEL) or event["ts"] < runs[0][0]:
+                    continue
+                name = event["name"].removesuffix(_KERNEL)
+                if name in found or name not in inner:  # the nodes of a branch count for the If that runs it
+                    operator, place = event["args"]["op_name"], found.get(name, _OTHER)
+                    self._events.append(_Event(start + event["ts"], event["dur"], operator, name, place))
+
+    def _sum_up(self) -> None:
+        walls = self._walls[self._skip :]
+        self.steps = len(walls)
+        if not walls:
+            return
+        self.step_ms = 1e3 * statistics.median(walls)
+        operators, phases, modules = Counter(), Counter(dict.fromkeys(PHASES, 0.0)), defaultdict(Counter)
+        for event in self._events:
+            spent = event.length / 1e3 / self.steps
+            operators[event.operator] += spent
+            self._calls[event.operator] += 1
+            phases[event.place.phase] += spent
+            if event.place.module is not None:
+                modules[event.place.module][event.place.phase] += spent
+        total = sum(operators.values())
+        self.operators, self.phases = dict(operators.most_common()), dict(phases)
+        by_time = sorted(modules.items(), key=lambda item: -sum(item[1].values()))
+        self.modules = {path: dict(spent) for path, spent in by_time}
+        self.attributed = sum(sum(spent.values()) for spent in self.modules.values()) / total if total else 0.0
+
+    # -- what it says ---------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def table(self, rows: int = 20) -> str:
+        """The times as text: phases, then the operators and the modules that take longest.
+
+        Args:
+            rows: how many of them each.
+
+        Raises:
+            StateError: the block has not ended, or no step ran in it.
+        """
+        self._check_measured()
+        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+            raise InvalidArgumentError(f"rows must be a whole number from 1, got {rows!r}")
+        total = sum(self.operators.values())
+        lines = [
+            f"{self.steps} steps of {self.step_ms:.3f} ms; {total:.3f} ms of that in nodes, of which "
+            f"{self.attributed:.0%} of the time is known to belong to a module",
+            "", f"{'phase':<42}{'ms/step':>10}{'share':>8}",
+        ]  # fmt: skip
+        lines += [_row(phase, [spent], total) for phase, spent in self.phases.items()]
+        lines += ["", f"{'operator':<32}{'per step':>10}{'ms/step':>10}{'share':>8}"]
+        for operator, spent in list(self.operators.items())[:rows]:
+            calls = f"{self._calls[operator] / self.steps:.0f}"
+            lines.append(_row(f"{operator[:31]:<32}{calls:>10}", [spent], total))
+        columns = [phase for phase in PHASES if phase != "other"]
+        lines += ["", f"{'module':<42}" + "".join(f"{name:>10}" for name in (*columns, "ms/step")) + f"{'share':>8}"]
+        for path, spent in list(self.modules.items())[:rows]:
+            name = path or "(the model itself, and the loss)"
+            cells = [*(spent.get(phase, 0.0) for phase in columns), sum(spent.values())]
+            lines.append(_row(name if len(name) < 42 else f"...{name[-38:]}", cells, total))
+        return "\n".join(lines)
+
+    def save_trace(self, path: str | os.PathLike) -> None:
+        """Write all events as a trace, for chrome://tracing or https://ui.perfetto.dev.
+
+        Raises:
+            StateError: the block has not ended, or no step ran in it.
+            OSError: the file cannot be written.
+        """
+        self._check_measured()
+        first = min((start for start, *_ in self._runs), default=0.0)
+        threads = {"steps": 0, "nodes": 1}
+        events: list[dict] = [
+            {"name": "thread_name", "ph": "M", "ts": 0, "pid": 0, "tid": tid, "args": {"name": name}}
+            for name, tid in threads.items()
+        ]
+        for start, length, part in sorted(self._runs):
+            events.append(_complete(part, "step", start - first, length, threads["steps"], {}))
+        for event in sorted(self._events, key=lambda event: event.start):
+            arguments = {"node": event.node, "phase": event.place.phase, "module": event.place.module}
+            begun = event.start - first
+            events.append(
+                _complete(event.operator, event.place.phase, begun, event.length, threads["nodes"], arguments)
+            )
+        with open(path, "w") as file:
+            json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+
+    def _check_measured(self) -> None:
+        if not self._ended:
+            raise StateError("the profile is there when its with block has ended; read it after that")
+        if not self.steps:
+            raise StateError("no train_step ran in the with block of this profile, so there is nothing to show")
+
+
+@contextlib.contextmanager
+def watching(runner: Runner, places: Callable[[], Places]) -> Iterator[None]:
+    """Let the innermost active profile, if there is one, measure the training step in the block."""
+    if not _active:
+        yield
+        return
+    with _active[-1].step(runner, places):
+        yield
+
+
+def profiled(step: Callable, runner: Runner, places: Callable[[], Places], updates: int, batches: int) -> Profile:
+    """The profile of so many updates of so many batches; `step` runs one batch with `runner`."""
+    with Profile(skip=_WARM_UP * batches) as measured:
+        for _ in range((_WARM_UP + updates) * batches):
+            with watching(runner, places):
+                step()
+    return measured
+
+
+def places_of(graph: TrainingGraph, forward: ir.Model, modules: Collection[str] | None) -> Places:
+    """Where the nodes of a training graph belong.
+
+    Args:
+        forward: the forward graph that it was made from.
+        modules: names of the modules of the model, if it has any.
+    """
+    signature = graph.signature
+    states = [entry for entry in signature.state if entry.output is not None]
+    statistics = [entry.output for entry in states if entry.role == "buffer"]
+    updates = {entry.output: entry.parameter or entry.name for entry in states if entry.role != "random"}
+    forwards = [*signature.outputs, *statistics]
+    return Places(graph.graph.graph, forward.graph, forwards, signature.gradients, updates, modules)
+
+
+def _row(name: str, cells: list[float], total: float) -> str:
+    return f"{name:<42}" + "".join(f"{cell:>10.3f}" for cell in cells) + f"{cells[-1] / total if total else 0:>8.1%}"
+
+
+def _complete(name: str, category: str, start: float, length: float, tid: int, arguments: Mapping) -> dict:
+    """A complete event of the trace format: times in microseconds."""
+    return {
+        "name": name, "cat": category, "ph": "X", "ts": start, "dur": length, "pid": 0, "tid": tid, "args": arguments,
+    }  # fmt: skip
+
+
+def _inner_names(graph: onnx.GraphProto) -> set[str]:
+    """Names of the nodes in branches and loops, at any depth."""
+    names = set()
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in (*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs):
+                names |= {n.name for n in inner.node} | _inner_names(inner)
+    return names

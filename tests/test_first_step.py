@@ -1,0 +1,189 @@
+"""The way to the first step: what its checks catch though they take less time, and what it leaves behind."""
+
+from __future__ import annotations
+
+import gc
+
+import onnx_ir as ir
+import pytest
+import torch
+from exported import XY, Model, X, Y, describe
+from small import LR, batch, make, net
+from torch import nn
+
+from orttrainer import runtime
+from orttrainer.errors import ExportMismatchError, UnsupportedModelError
+from orttrainer.export import capture, check, export_module, observation
+from orttrainer.export import module as export_stage
+from orttrainer.export.sizes import all_resized
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+# -- values ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", [0, 2**20 + 7, -1], ids=["first", "second piece", "last"])
+@pytest.mark.parametrize("wrong", [2e-4, float("nan"), float("inf")])
+def test_one_wrong_value_among_millions_is_found(place, wrong):
+    want = torch.rand(2**21 + 3)
+    want[5] = 1.0  # the largest
+    have = want.clone()
+    check._compare({"y": want}, {"y": have}, "here")
+    have[place] += wrong
+    with pytest.raises(ExportMismatchError, match="1 of 2097155 values"):
+        check._compare({"y": want}, {"y": have}, "here")
+
+
+def test_equal_infinities_and_nans_are_no_difference():
+    want = torch.tensor([1.0, float("inf"), -float("inf"), float("nan")])
+    check._compare({"y": want}, {"y": want.clone()}, "here")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_other_dtypes_are_compared_too(dtype):
+    want = torch.rand(100).to(dtype)
+    check._compare({"y": want}, {"y": want.clone()}, "here")
+    with pytest.raises(ExportMismatchError, match="100 of 100 values"):
+        check._compare({"y": want}, {"y": want + 0.2}, "here")
+
+
+def test_an_output_that_is_memory_of_the_module_keeps_its_value():
+    """The module's memory is put back after each look at it; what was seen is not."""
+
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+            self.register_buffer("count", torch.zeros(1))
+            self.last = torch.zeros(1)
+
+        def forward(self, x):
+            self.count += 1
+            self.last += 1
+            return self.layer(x).mean(), self.count, self.last
+
+    module = Counter()
+    wrapper = observation.LossModule(
+        module, None, describe([("x", ("batch", 6))], [("loss", ()), ("count", (1,)), ("last", (1,))])
+    )
+    seen = observation.observe(wrapper, [X], hidden_state=False)
+    module.count.fill_(9)
+    module.last.fill_(9)
+    assert seen.outputs[1:] == (torch.ones(1), torch.ones(1))
+
+
+def test_what_computes_with_an_attribute_that_its_last_call_changed_is_refused():
+    def forward(m, x):
+        m.calls += 1
+        return m.layer(x) * m.calls
+
+    model = Model(forward, layer=nn.Linear(6, 6))
+    model.calls = 0
+    with pytest.raises(UnsupportedModelError, match="'calls' and computes with it in the next call"):
+        export_module(model, nn.MSELoss(), XY, [X, Y])
+
+
+# -- sizes -------------------------------------------------------------------------------------
+
+
+def test_all_axes_take_another_size_at_once_and_products_follow():
+    inputs = [torch.zeros(35, 20, dtype=torch.int64), torch.zeros(700, dtype=torch.int64)]
+    tokens, label = all_resized(inputs, [{0: "length", 1: "batch"}, {0: "flat"}])
+    assert tokens.shape == (17, 10)
+    assert label.shape == (170,)
+
+
+def test_a_product_may_have_a_product_as_a_factor():
+    (found,) = all_resized([torch.zeros(120, 20, 5, 6, 4)], [{0: "abcd", 1: "cd", 2: "c", 3: "ab", 4: "d"}])
+    abcd, cd, c, ab, d = found.shape
+    assert (cd, abcd) == (c * d, ab * cd)
+
+
+def test_axes_that_happen_to_be_equal_get_different_sizes():
+    """Else a graph that takes the one for the other would pass."""
+    (found,) = all_resized([torch.zeros(8, 8, 8)], [{0: "a", 1: "b", 2: "c"}])
+    assert len({*found.shape, 8}) == 4
+
+
+def test_a_batch_without_symbolic_axes_has_no_other_sizes():
+    assert all_resized([torch.zeros(3)], [{}]) is None
+
+
+def test_a_graph_that_takes_one_axis_for_another_of_equal_size_is_a_mismatch(monkeypatch):
+    """The graph sums over the length as often as the batch is long."""
+    x = torch.rand(6, 6)
+    description = describe([("x", ("batch", "length"))])
+    model = Model(lambda m, x: (m.layer(x.sum(1, keepdim=True)) * x.shape[1]).mean(), layer=nn.Linear(1, 1))
+    real = check.state_as_inputs
+
+    def swapped(forward_model, state):
+        for node in forward_model.graph:
+            if node.op_type == "Shape" and node.attributes.get_int("start", 0) == 1:
+                node.attributes["start"], node.attributes["end"] = ir.AttrInt64("start", 0), ir.AttrInt64("end", 1)
+        return real(forward_model, state)
+
+    def no_other_exporter(job, forget_cached=False):
+        raise RuntimeError("TorchScript is off")
+
+    export_module(model, None, description, [x])
+    monkeypatch.setattr(check, "state_as_inputs", swapped)
+    monkeypatch.setattr(export_stage._Job, "torchscript", no_other_exporter)
+    with pytest.raises(ExportMismatchError, match="another size of axis"):
+        export_module(model, None, description, [x])
+
+
+def test_sizes_that_a_module_takes_only_one_by_one_are_compared_one_by_one(monkeypatch):
+    compared = []
+    real = check._compare
+    monkeypatch.setattr(check, "_compare", lambda *args: (compared.append(args[2]), real(*args))[1])
+
+    def forward(m, x, y):
+        if x.shape[0] != 6 and y.shape[0] != 5:
+            raise ValueError("one at a time")
+        return (m.layer(x).mean() - y.mean()).square()
+
+    description = describe([("x", ("batch", 6)), ("y", ("other", 6))])
+    export_module(Model(forward, layer=nn.Linear(6, 6)), None, description, [torch.rand(6, 6), torch.rand(5, 6)])
+    assert {text for text in compared if "axis" in text} == {
+        "with another size of axis 'batch'", "with another size of axis 'other'"
+    }  # fmt: skip
+
+
+# -- what it leaves behind ---------------------------------------------------------------------
+
+
+def test_compiling_leaves_garbage_collection_as_it_was(monkeypatch):
+    seen = []
+    monkeypatch.setattr("orttrainer.source.check_gradients", lambda *_: seen.append(gc.isenabled()))
+    make(net()).train_step(*batch(), LR)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        make(net()).train_step(*batch(), LR)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    assert seen == [False, False]
+
+
+def test_garbage_is_collected_again_after_an_error():
+    with pytest.raises(ValueError, match="inside"), runtime.garbage_kept():
+        raise ValueError("inside")
+    assert gc.isenabled()
+
+
+def test_late_signatures_give_the_graph_that_torch_gives(monkeypatch):
+    from torch.onnx._internal.exporter._registration import OnnxDecompMeta, ONNXRegistry
+
+    before = OnnxDecompMeta.__post_init__, ONNXRegistry.get_decomps
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.GELU())
+    late = export_module(model, nn.MSELoss(), XY, [X, Y])
+    assert (OnnxDecompMeta.__post_init__, ONNXRegistry.get_decomps) == before
+    monkeypatch.setattr(capture, "_late_signatures", capture.contextlib.nullcontext)
+    early = export_module(model, nn.MSELoss(), XY, [X, Y])
+    assert late.exporter == early.exporter == "dynamo"
+    assert [str(node) for node in late.model.graph] == [str(node) for node in early.model.graph]

@@ -1,0 +1,225 @@
+"""The forward of recurrent layers that keeps what the backward needs, and the gradients of weights in slices."""
+
+from __future__ import annotations
+
+import functools
+
+import models
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from cases import recurrent
+from onnx_ir.passes import common
+from torch import nn
+
+from orttrainer import IODescription, ModelDescription, ORTTrainer, Recompute
+from orttrainer.differentiate import differentiate
+from orttrainer.differentiate.prepare import prepare
+from orttrainer.differentiate.rules import recurrent_forward
+from orttrainer.graph.builder import Builder
+from orttrainer.graph.passes.pads import JoinPadsPass
+from orttrainer.graph.passes.recurrent import KeepActivationsPass
+from orttrainer.testing import evaluate
+from orttrainer.testing.check import _compare, _model, _torch_gradients
+
+KINDS = sorted(recurrent.TORCH)
+ENDED = np.array([5, 0, 3], np.int32)
+
+
+@pytest.fixture
+def every_width(monkeypatch):
+    monkeypatch.setattr(recurrent_forward, "NARROWEST", 1)
+
+
+def with_gradients(model, keep: bool):
+    """The model with the gradients of its float inputs, given a cotangent of each output."""
+    model = prepare(ir.from_proto(model))
+    graph = model.graph
+    floats = [value for value in graph.inputs if value.dtype == ir.DataType.DOUBLE]
+    op, seeds = Builder(graph), {}
+    for value in list(graph.outputs):
+        seed = ir.Value(name=f"{value.name}_cotangent", type=value.type, shape=value.shape)
+        graph.inputs.append(seed)
+        seeds[value] = seed
+    for value, gradient in differentiate(op, seeds, floats).items():
+        gradient = op.Identity(gradient)
+        gradient.name = f"{value.name}_grad"
+        graph.outputs.append(gradient)
+    if keep:
+        assert KeepActivationsPass()(model).modified
+    common.RemoveUnusedNodesPass()(model)
+    return ir.to_proto(model)
+
+
+def operators(model) -> list[str]:
+    return [node.op_type for node in model.graph.node]
+
+
+CASES = [
+    *(recurrent.case(kind, direction, direction, **recurrent.RESET[kind])
+      for kind in KINDS for direction in ("forward", "reverse", "bidirectional")),
+    *(recurrent.case(kind, "bare", "bidirectional", bias=False, states=False, **recurrent.RESET[kind])
+      for kind in KINDS),
+    *(recurrent.case(kind, "no-bias", bias=False, **recurrent.RESET[kind]) for kind in KINDS),
+    *(recurrent.case(kind, "one-time", shape=(1, 3, 2), **recurrent.RESET[kind]) for kind in KINDS),
+    *(recurrent.case(kind, f"lengths-{direction}", direction, lengths=recurrent.LENGTHS, **recurrent.RESET[kind])
+      for kind in KINDS for direction in ("forward", "bidirectional")),
+    recurrent.case("RNN", "relu", activations=["Relu"], options={"nonlinearity": "relu"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_forward_that_keeps_its_gates_has_the_outputs_and_gradients_of_pytorch(case, every_width):
+    model, feeds = _model(case, np.float64)
+    outputs = evaluate(model, feeds)
+    rng = np.random.default_rng(5)
+    seeds = {name: rng.standard_normal(value.shape) for name, value in outputs.items()}
+    kept = with_gradients(model, keep=True)
+    assert case.op_type not in operators(kept)
+    results = evaluate(kept, feeds | {f"{name}_cotangent": seed for name, seed in seeds.items()})
+    floats = [torch.tensor(value) for name, value in feeds.items() if value.dtype == np.float64]
+    expected = case.torch(*floats)
+    for name, want in zip(outputs, expected):
+        np.testing.assert_allclose(results[name], want.detach().numpy(), rtol=0, atol=1e-12)
+    gradients = _torch_gradients(case, model, feeds, seeds)
+    _compare({name: results[f"{name}_grad"] for name in gradients}, gradients, 1e-12, str(case))
+
+
+UNKNOWN_TO_PYTORCH = [
+    *(recurrent.case("GRU", f"reset-before-{direction}", direction, twin=False)
+      for direction in ("forward", "reverse", "bidirectional")),
+    recurrent.case("GRU", "reset-before-bare", bias=False, states=False, twin=False),
+    recurrent.case("GRU", "reset-before-lengths", "bidirectional", lengths=recurrent.LENGTHS, twin=False),
+    *(recurrent.case(kind, f"no-length-{direction}", direction, lengths=ENDED, twin=False, **recurrent.RESET[kind])
+      for kind in KINDS for direction in ("forward", "reverse")),
+    recurrent.case("RNN", "tanh-relu", "bidirectional", activations=["Tanh", "Relu"], twin=False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNKNOWN_TO_PYTORCH, ids=str)
+def test_the_forward_that_keeps_its_gates_agrees_with_the_operator(case, every_width):
+    model, feeds = _model(case, np.float64)
+    rng = np.random.default_rng(5)
+    feeds |= {f"{name}_cotangent": rng.standard_normal(v.shape) for name, v in evaluate(model, feeds).items()}
+    expected, actual = (evaluate(with_gradients(model, keep), feeds) for keep in (False, True))
+    _compare(actual, expected, 1e-12, str(case))
+
+
+def test_narrow_layers_and_special_ones_keep_the_operator():
+    for case in (recurrent.case("LSTM", "narrow"), recurrent.special("RNN", "clip", clip=0.5)):
+        model, _ = _model(case, np.float64)
+        model = prepare(ir.from_proto(model))
+        y, x = model.graph.outputs[0], model.graph.inputs[0]
+        differentiate(Builder(model.graph), {y: y}, [x])
+        assert not KeepActivationsPass()(model).modified
+        assert case.op_type in [node.op_type for node in model.graph]
+
+
+class Tagger(nn.Module):
+    """Two layers in two directions, with the last states; wide enough to be written out."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.embedding = nn.Embedding(23, 8)
+        self.layers = kind(8, recurrent_forward.NARROWEST, num_layers=2, bidirectional=True)
+        self.decoder = nn.Linear(3 * recurrent_forward.NARROWEST, 23)
+
+    def forward(self, tokens):
+        y, last = self.layers(self.embedding(tokens))
+        last = last[-1] if isinstance(last, tuple) else last
+        return self.decoder(torch.cat([y, last[-1].expand(len(y), -1, -1)], -1))
+
+
+def make_trainer(module: nn.Module, **options) -> ORTTrainer:
+    description = ModelDescription(
+        [IODescription("tokens", ["length", "batch"], torch.int64), IODescription("labels", ["tokens"], torch.int64)],
+        [IODescription("loss", [], torch.float32), IODescription("scores", ["length", "batch", 23], torch.float32)],
+    )
+    return ORTTrainer(
+        module, models.flat_cross_entropy, description, "SGDOptimizer", None, models.LEARNING_RATE, "cpu", **options
+    )
+
+
+class OneWay(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(23, 8), kind(8, recurrent_forward.NARROWEST)
+        self.decoder = nn.Linear(recurrent_forward.NARROWEST, 23)
+
+    def forward(self, tokens):
+        return self.decoder(self.layer(self.embedding(tokens))[0])
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, functools.partial(nn.RNN, nonlinearity="relu")])
+@pytest.mark.parametrize("model", [OneWay, Tagger])
+def test_wide_layers_train_as_in_pytorch_and_evaluate_too(model, kind):
+    torch.manual_seed(0)
+    module, twin = model(kind), model(kind)
+    twin.load_state_dict(module.state_dict())
+    trainer = make_trainer(module)
+    optimizer = torch.optim.SGD(twin.parameters(), 0.5)
+    for step in range(5):
+        generator = torch.Generator().manual_seed(step)
+        length, batch = [(7, 4), (5, 3)][step % 2]
+        tokens = torch.randint(0, 23, (length, batch), generator=generator)
+        labels = torch.randint(0, 23, (length * batch,), generator=generator)
+        loss = trainer.train_step(tokens, labels, torch.tensor([0.5]))[0]
+        optimizer.zero_grad()
+        expected = models.flat_cross_entropy(twin(tokens), labels)
+        expected.backward()
+        optimizer.step()
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    made_by = {output: node.op_type for node in trainer.training_graph.model.graph.node for output in node.output}
+    assert not {"LSTM", "GRU", "RNN"} & set(made_by.values())
+    if model is Tagger and isinstance(kind, type):  # else the gates stay in their order, or there is one
+        assert made_by["layers.weight_hh_l1_reverse_grad"] == "Concat"
+    torch.testing.assert_close(trainer.eval_step(tokens, labels)[1], twin(tokens), rtol=1e-5, atol=1e-5)
+    for name, want in twin.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name], want, rtol=1e-5, atol=1e-6)
+
+
+def test_the_operator_stays_where_values_are_to_be_made_again():
+    trainer = make_trainer(Tagger(nn.LSTM), recompute=Recompute(patterns=["*"]))
+    trainer.eval_step(torch.zeros(5, 3, dtype=torch.int64), torch.zeros(15, dtype=torch.int64))
+    assert "LSTM" in operators(trainer.training_graph.model)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_the_gates_of_a_layer_stay_in_the_order_of_pytorch(kind):
+    trainer = make_trainer(OneWay(kind))
+    trainer.eval_step(torch.zeros(5, 3, dtype=torch.int64), torch.zeros(15, dtype=torch.int64))
+    nodes = trainer.training_graph.model.graph.node
+    made_by = {output: node for node in nodes for output in node.output}
+    for name in ("layer.weight_ih_l0", "layer.weight_hh_l0"):
+        assert not {node.op_type for node in nodes if name in node.input} & {"Slice", "Split", "Gather"}
+        gradient = made_by[f"{name}_grad"]
+        assert (gradient.op_type, made_by[gradient.input[0]].op_type) == ("Identity", "MatMul")
+
+
+# ---------------------------------------------------------------- gradients of slices
+
+SLICES = """
+<ir_version: 8, opset_import: ["" : 18]>
+g (float[2,2] a, float[%d,2] b, float[3,2] c) => (float[6,2] y)
+  <int64[1] axes = {0}, int64[2] first = {0, 4}, int64[2] second = {%d, 3}, int64[4] third = {3, 0, 0, 0}> {
+  p = Pad (a, first, , axes)
+  q = Pad (b, second, , axes)
+  r = Pad (c, third)
+  s = Add (r, p)
+  y = Add (s, q)
+}
+"""
+
+
+@pytest.mark.parametrize("rows, start, joined", [(1, 2, True), (2, 1, False)])
+def test_a_sum_of_parts_is_joined_where_each_row_has_one_part(rows, start, joined):
+    model = ir.from_onnx_text(SLICES % (rows, start))
+    rng = np.random.default_rng(0)
+    feeds = {v.name: rng.standard_normal(tuple(v.shape.dims)).astype(np.float32) for v in model.graph.inputs}
+    before = evaluate(ir.to_proto(model), feeds)["y"]
+    assert JoinPadsPass()(model).modified == joined
+    common.RemoveUnusedNodesPass()(model)
+    assert [node.op_type for node in model.graph] == (["Concat"] if joined else ["Pad"] * 3 + ["Add"] * 2)
+    assert [value.name for value in model.graph.outputs] == ["y"]
+    np.testing.assert_array_equal(evaluate(ir.to_proto(model), feeds)["y"], before)

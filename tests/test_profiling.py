@@ -1,0 +1,289 @@
+"""Profiles: what belongs where, that measuring changes nothing, and what cannot be measured."""
+
+from __future__ import annotations
+
+import json
+
+import onnx
+import onnx_ir as ir
+import pytest
+import second_generation
+import torch
+from exported import without_dynamo
+from small import LR, assert_same, batch, forward_model, make, net, snapshot
+from torch import nn
+
+import orttrainer
+from orttrainer import profiling
+from orttrainer.errors import InvalidArgumentError, SchemaError, StateError
+from orttrainer.graph.activations import ancestors
+
+PHASES = {"forward", "backward", "update"}
+
+
+def trained(steps: int = 1, **options):
+    """A trainer after some steps."""
+    trainer = make(net(dropout=0.3), optimizer="AdamOptimizer", **options)
+    for step in range(steps):
+        trainer.train_step(*batch(step), LR)
+    return trainer
+
+
+class Blocks(nn.Module):
+    """Layers inside modules inside modules; one block is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 8)))
+        self.twice = nn.ModuleDict({"inner": nn.Linear(8, 8)})
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(2):
+            x = torch.tanh(self.twice["inner"](x))
+        return self.head(x)
+
+
+# -- what belongs where ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_modules_are_those_of_named_modules_and_each_layer_has_all_phases(exporter, monkeypatch):
+    if exporter == "torchscript":
+        without_dynamo(monkeypatch)
+    module = Blocks()
+    trainer = make(module)
+    trainer.train_step(*batch(), LR)
+    measured = trainer.profile(steps=3)
+    assert set(measured.modules) <= {name for name, _ in module.named_modules()}
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Linear):
+            assert set(measured.modules[name]) == PHASES, name
+
+
+def test_a_loss_that_is_a_module_has_a_name_of_its_own():
+    trainer = make(loss_fn=nn.CrossEntropyLoss())
+    trainer.train_step(*batch(), LR)
+    assert set(trainer.profile(steps=2).modules["loss_fn"]) >= {"forward", "backward"}
+
+
+def test_the_phases_are_what_the_loss_needs_what_the_gradients_need_and_the_rest():
+    trainer = trained()
+    signature, graph = trainer.training_graph.signature, trainer.training_graph.graph.graph
+    values = {y.name: y for node in graph for y in node.outputs}
+    forward = ancestors([values[name] for name in signature.outputs])
+    gradients = ancestors([values[name] for name in signature.gradients.values()])
+    places = trainer._engine._places()._by_node
+    for node, place in places.items():
+        assert (place.phase == "forward") == (node in forward), node.name
+        assert (place.phase == "update") == (node not in forward | gradients), node.name
+    updates = [values[e.output].producer() for e in signature.state if e.role == "parameter"]
+    assert {places[node].phase for node in updates} == {"update"}
+
+
+def test_the_update_of_a_parameter_belongs_to_the_module_that_has_it():
+    trainer = trained()
+    places = trainer._engine._places()
+    for entry in trainer.training_graph.signature.state:
+        if entry.role == "parameter":
+            assert places._by_value[entry.output].module == entry.name.rpartition(".")[0]
+
+
+def test_nearly_all_time_is_attributed_also_where_onnx_runtime_merges_nodes():
+    merged = make(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)))  # Gemm and Relu become one
+    merged.train_step(*batch(), LR)
+    measured = merged.profile(steps=3)
+    assert "FusedGemm" in measured.operators
+    assert measured.attributed > 0.95
+    assert measured.phases["other"] < 0.05 * sum(measured.phases.values())
+    fused = {event.place.module for event in measured._events if event.operator == "FusedGemm"}
+    assert fused == {"0"}
+
+
+def test_operators_phases_and_modules_share_out_one_time():
+    measured = trained().profile(steps=3)
+    total = sum(measured.operators.values())
+    assert sum(measured.phases.values()) == pytest.approx(total)
+    by_module = sum(sum(spent.values()) for spent in measured.modules.values())
+    assert by_module == pytest.approx(measured.attributed * total)
+
+
+def test_a_branch_counts_once():
+    """ONNX Runtime measures an If and the nodes in it: the first holds the others."""
+    inner = onnx.helper.make_graph([onnx.helper.make_node("Exp", ["x"], ["y"], "in the branch")], "branch", [], [])
+    outer = onnx.helper.make_node("If", ["c"], ["z"], "outside", then_branch=inner, else_branch=inner)
+    assert profiling._inner_names(onnx.helper.make_graph([outer], "graph", [], [])) == {"in the branch"}
+
+
+def test_an_onnx_model_is_measured_by_the_names_that_its_parameters_have(tmp_path):
+    trainer = make(forward_model(tmp_path), loss_fn=None)
+    measured = trainer.profile(steps=2, batch=list(batch()))
+    assert {"0", "3"} <= set(measured.modules)
+
+
+# -- measuring changes nothing -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_profile_leaves_the_state_and_the_next_steps_as_they_were(accumulate):
+    trainers = [trained(steps=2, gradient_accumulation_steps=accumulate) for _ in range(2)]
+    measured, other = trainers
+    before, generator = snapshot(measured), torch.get_rng_state()
+    assert measured.profile(steps=4).steps == 4 * accumulate
+    assert_same(snapshot(measured), before)
+    assert torch.equal(torch.get_rng_state(), generator)
+    for step in range(2, 6):
+        losses = [trainer.train_step(*batch(step), LR)[0] for trainer in trainers]
+        assert torch.equal(*losses)
+    assert_same(snapshot(measured), snapshot(other))
+
+
+@pytest.mark.parametrize("accumulate", [1, 3], ids=["each batch", "from the midst of a block into another"])
+def test_measured_steps_are_real_steps(accumulate):
+    measured, other = (trained(steps=2, gradient_accumulation_steps=accumulate) for _ in range(2))
+    with orttrainer.profile() as found:
+        for step in range(2, 7):
+            measured.train_step(*batch(step), LR)
+            measured.eval_step(*batch(step))
+    measured.train_step(*batch(7), LR)
+    for step in range(2, 8):
+        other.train_step(*batch(step), LR)
+    assert found.steps == 5
+    assert_same(snapshot(measured), snapshot(other))
+
+
+def test_gradients_that_are_not_finite_undo_a_block_that_began_before_the_profile():
+    def layer():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+    trainers = [
+        make(layer(), gradient_accumulation_steps=2, use_mixed_precision=True, nonfinite_loss="ignore") for _ in "ab"
+    ]
+    for index, trainer in enumerate(trainers):
+        arguments = (LR, torch.tensor([1.0]))
+        trainer.train_step(*batch(0), *arguments)
+        broken = (torch.full((6, 4), torch.inf), batch(1)[1])
+        if index == 0:
+            with orttrainer.profile():
+                trainer.train_step(*broken, *arguments)
+        else:
+            trainer.train_step(*broken, *arguments)
+    assert_same(*map(snapshot, trainers))
+
+
+def test_two_trainers_are_measured_together():
+    one, other = trained(), trained()
+    with orttrainer.profile() as found:
+        one.train_step(*batch(1), LR)
+        other.train_step(*batch(1), LR)
+    assert found.steps == 2
+
+
+def test_the_first_step_of_a_trainer_can_be_measured():
+    trainer = make()
+    with orttrainer.profile() as found:
+        trainer.train_step(*batch(), LR)
+    assert found.steps == 1
+    assert found.phases["update"] > 0
+
+
+def test_a_trainer_that_looks_at_each_loss_is_measured_in_the_parts_that_it_runs():
+    trainer = trained(nonfinite_loss="error")
+    assert {part for *_, part in trainer.profile(steps=2)._runs} == {"backward", "update"}
+
+
+def test_every_front_end_has_it():
+    module = net()
+    sketch = orttrainer.trainer(module, nn.CrossEntropyLoss(), torch.optim.SGD(module.parameters(), lr=0.1))
+    sketch.step(*batch())
+    second = second_generation.make()
+    second.train_step(*batch())
+    for trainer in (trained(), second, sketch):
+        assert trainer.profile(steps=2).steps == 2
+
+
+# -- what it shows -----------------------------------------------------------------------------
+
+
+def test_the_table_names_phases_operators_modules_and_the_share_that_is_attributed():
+    measured = trained().profile(steps=2)
+    text = str(measured)
+    assert text.startswith(f"2 steps of {measured.step_ms:.3f} ms")
+    assert f"{measured.attributed:.0%} of the time is known to belong to a module" in text
+    for name in (*PHASES, *list(measured.operators)[:3], "(the model itself, and the loss)"):
+        assert f"\n{name}" in text
+    assert len(measured.table(rows=1).splitlines()) < len(text.splitlines())
+
+
+def test_the_trace_is_json_with_the_fields_that_chrome_asks_for(tmp_path):
+    measured = trained().profile(steps=3)
+    measured.save_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert all({"name", "ph", "ts", "pid", "tid"} <= event.keys() for event in events)
+    complete = [event for event in events if event["ph"] == "X"]
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in complete)
+    assert [event["cat"] for event in complete].count("step") == 3
+    nodes = [event for event in complete if event["cat"] != "step"]
+    assert {event["args"]["phase"] for event in nodes} >= PHASES
+    assert "3" in {event["args"]["module"] for event in nodes}
+    assert len(nodes) == len(measured._events)
+
+
+# -- what cannot be measured -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: make().profile(), StateError, "no step yet whose batch profile could use"),
+        (lambda: trained().profile(steps=0), InvalidArgumentError, "steps must be a whole number from 1, got 0"),
+        (lambda: trained().profile(steps=True), InvalidArgumentError, "steps must be a whole number from 1, got True"),
+        (lambda: trained().profile(batch=[batch()[0]]), SchemaError, r"a list of all inputs \['x', 'label'\]"),
+        (lambda: trained().profile(batch=[*batch()[::-1]]), SchemaError, "'x'"),
+        (lambda: trained().profile(steps=1).table(rows=0), InvalidArgumentError, "rows must be .* from 1, got 0"),
+    ],
+)
+def test_bad_input_is_refused(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_a_profile_is_read_when_its_block_has_ended_and_used_once():
+    trainer = trained()
+    with orttrainer.profile() as found:
+        trainer.train_step(*batch(1), LR)
+        with pytest.raises(StateError, match="when its with block has ended"):
+            found.table()
+    with pytest.raises(StateError, match="measures one block"):
+        found.__enter__()
+
+
+def test_a_block_without_a_step_has_nothing_to_show(tmp_path):
+    trainer = trained()
+    with orttrainer.profile() as found:
+        trainer.eval_step(*batch())
+    with pytest.raises(StateError, match="no train_step ran"):
+        print(found)
+    with pytest.raises(StateError, match="no train_step ran"):
+        found.save_trace(tmp_path / "trace.json")
+
+
+def test_a_step_that_fails_ends_the_profile_and_nothing_else():
+    trainer = trained()
+    with pytest.raises(SchemaError), orttrainer.profile():
+        trainer.train_step(batch()[0], LR)
+    assert not profiling._active
+    trainer.train_step(*batch(1), LR)
+
+
+def test_a_node_that_is_nowhere_in_the_training_graph_belongs_to_its_reader():
+    trainer = trained()
+    places = trainer._engine._places()
+    first = next(node for node in trainer.training_graph.graph.graph if places._by_node[node].module == "0")
+    foreign = onnx.helper.make_node("Reorder", ["nowhere"], ["between"], "foreign")
+    reader = onnx.helper.make_node(first.op_type, ["between"], [first.outputs[0].name], "merged")
+    found = places.of_merged(onnx.helper.make_graph([foreign, reader], "graph", [], []))
+    assert isinstance(first, ir.Node)
+    assert found["foreign"] == found["merged"] == places._by_node[first]
