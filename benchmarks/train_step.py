@@ -198,7 +198,7 @@ def parsed(arguments: Sequence[str] | None):
 
 
 def _speed_passes() -> list[str]:
-    from orttrainer.compile import SPEED_PASSES
+    from orttrainer.pipeline import SPEED_PASSES
 
     return [chosen.__name__ for chosen in SPEED_PASSES]
 

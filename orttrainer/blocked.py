@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from orttrainer import runtime
 from orttrainer.graph.builder import Builder
-from orttrainer.graph.passes.nchwc import DOMAIN, BlockedConvolutionPass
+from orttrainer.graph.passes.speed.nchwc import DOMAIN, BlockedConvolutionPass
 
 BLOCKS = (8, 16, 32)
 

@@ -17,40 +17,19 @@ from onnx_ir.passes import common
 
 from orttrainer.differentiate import differentiate
 from orttrainer.differentiate.prepare import prepare
-from orttrainer.errors import InvalidArgumentError, ModelError, NoGradientWarning
+from orttrainer.errors import ModelError, NoGradientWarning
 from orttrainer.graph.activations import Activations, ancestors
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.fence import fence, unordered_readers
-from orttrainer.graph.passes.attention import AddMaskPass, SoftmaxGradientPass
-from orttrainer.graph.passes.axes import AllAxesPass
-from orttrainer.graph.passes.batch_norm import SplitBatchNormalizationPass, SwitchBatchNormalizationPass
-from orttrainer.graph.passes.column_sums import ColumnSumsPass
-from orttrainer.graph.passes.draws import CounterHashDrawsPass
-from orttrainer.graph.passes.dropout import CounterHashDropoutPass
-from orttrainer.graph.passes.gelu import ExpandGeluPass, FuseGeluPass
 from orttrainer.graph.passes.half_precision import HalfPrecisionPass
-from orttrainer.graph.passes.layout import WideLinearLayoutPass
-from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogSoftmaxNllPass
-from orttrainer.graph.passes.matmul import VectorMatMulPass
-from orttrainer.graph.passes.nchwc import BlockedConvolutionPass
-from orttrainer.graph.passes.pads import JoinPadsPass
-from orttrainer.graph.passes.products import (
-    CancelReshapePairsPass,
-    ScaleSmallOperandPass,
-    TransposeSmallOperandPass,
-)
-from orttrainer.graph.passes.random import ShareSubexpressionsPass
 from orttrainer.graph.passes.recompute import RecomputePass
-from orttrainer.graph.passes.recurrent import KeepActivationsPass
-from orttrainer.graph.passes.scalar_rank import ScalarRankPass
-from orttrainer.graph.passes.scatter import ScatterIntoSumPass, ScatterReductionPass
-from orttrainer.graph.passes.sparse_update import SparseUpdatePass
-from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
-from orttrainer.graph.passes.tiles import TileUpdatesPass
-from orttrainer.graph.passes.transpose import CancelTransposePairsPass, TransposedProductPass
+from orttrainer.graph.passes.speed.attention import SoftmaxGradientPass
+from orttrainer.graph.passes.speed.gelu import ExpandGeluPass
+from orttrainer.graph.passes.speed.layout import WideLinearLayoutPass
 from orttrainer.graph.recompute import Recompute
 from orttrainer.graph.subgraphs import node_inputs
 from orttrainer.optim import Optimizer, global_norm
+from orttrainer.pipeline import after_update, before_gradients, check_disabled_passes, rewritten
 from orttrainer.training_graph import SEED, Signature, StateEntry, TrainingGraph
 
 IR_VERSION = 10  # the newest that ONNX Runtime 1.19 loads
@@ -60,31 +39,6 @@ NORM = "global_gradient_norm"
 FINITE = "all_gradients_finite"
 LOSS_SCALE = "loss_scale"
 BATCHES = "accumulated_batches"
-
-# What only makes the graph faster or smaller; `disabled_passes` may name these, to measure what each buys.
-SPEED_PASSES = (
-    WideLinearLayoutPass,
-    CancelReshapePairsPass,
-    ScaleSmallOperandPass,
-    TransposeSmallOperandPass,
-    FuseLogSoftmaxNllPass,
-    FuseGeluPass,
-    ExpandGeluPass,
-    AddMaskPass,
-    SoftmaxGradientPass,
-    ExpandSoftmaxCrossEntropyPass,
-    CancelTransposePairsPass,
-    TransposedProductPass,
-    ColumnSumsPass,
-    ScatterIntoSumPass,
-    ShareSubexpressionsPass,
-    ScalarRankPass,
-    SparseUpdatePass,  # of the session of a whole step, not of the graph
-    TileUpdatesPass,  # of the sessions on a CPU that update
-    BlockedConvolutionPass,  # of the sessions on a CPU
-    KeepActivationsPass,
-    JoinPadsPass,
-)
 
 
 def compile_training_graph(
@@ -145,15 +99,6 @@ def compile_training_graph(
     return build.finish(names, groups or {})
 
 
-def check_disabled_passes(names: Sequence[str]) -> None:
-    """Raise InvalidArgumentError unless `names` are a list of names of passes in `SPEED_PASSES`."""
-    known = [chosen.__name__ for chosen in SPEED_PASSES]
-    if isinstance(names, str) or not all(name in known for name in names):
-        raise InvalidArgumentError(
-            f"disabled_passes must be a list of passes that a graph can do without, which are {known}; got {names!r}"
-        )
-
-
 def _updated_alike(one: str, other: str, optimizer: Optimizer, groups: Mapping[str, int]) -> bool:
     """Whether one tensor may hold two parameters: each element is updated by itself, in the same way."""
     attributes = optimizer.attributes
@@ -208,18 +153,7 @@ class _Build:
         updates = set(forward.updates.values())
         frozen = {n: self.tensors[n] for n in forward.buffers if n not in forward.updates and n in self.tensors}
         half = [] if precision is None else [HalfPrecisionPass(precision, self.parameters, frozen, updates)]
-        model = self._rewritten(
-            model,
-            VectorMatMulPass(),
-            FuseLogSoftmaxNllPass(),
-            *half,
-            FuseGeluPass(),
-            AddMaskPass(),
-            SplitBatchNormalizationPass(),
-            CounterHashDropoutPass(SEED, STEP, TRAINING_MODE),
-            CounterHashDrawsPass(SEED, STEP),
-            common.TopologicalSortPass(),
-        )
+        model = self._rewritten(model, *before_gradients(half, SEED, STEP, TRAINING_MODE))
         self.model, self.op = model, Builder(model.graph, "step")
         outputs = {value.name: value for value in model.graph.outputs}
         self.new.update({name: outputs[output] for name, output in forward.updates.items()})
@@ -364,36 +298,10 @@ class _Build:
             value.name = self._free(f"{name}_new")
             self.new[name] = value
             graph.outputs.append(value)
-        self.model = self._rewritten(
-            self.model,
-            *([KeepActivationsPass()] if keep and not primitives else []),
-            SwitchBatchNormalizationPass(TRAINING_MODE, primitives=primitives),
-            ExpandSoftmaxCrossEntropyPass(),
-            RemoveStopGradientPass(),
-            CancelReshapePairsPass(),
-            CancelTransposePairsPass(),
-            common.TopologicalSortPass(),
-            common.RemoveUnusedNodesPass(),
-            ScaleSmallOperandPass(),
-            TransposedProductPass(),
-            JoinPadsPass(),
-            *([] if primitives else [ColumnSumsPass()]),
-            common.TopologicalSortPass(),
-            common.RemoveUnusedNodesPass(),
-            AllAxesPass(),
-            ScatterReductionPass(),
-            ScatterIntoSumPass(),
-            ShareSubexpressionsPass(),
-            ScalarRankPass(),
-            *([] if primitives else [TransposeSmallOperandPass()]),
-        )
+        self.model = self._rewritten(self.model, *after_update(TRAINING_MODE, primitives, keep))
 
     def _rewritten(self, model: ir.Model, *passes: ir.passes.PassBase) -> ir.Model:
-        """The model after all of the passes that are not disabled."""
-        for rewrite in passes:
-            if type(rewrite).__name__ not in self.disabled:
-                model = rewrite(model).model
-        return model
+        return rewritten(model, passes, self.disabled)
 
     def finish(self, gradients: dict[str, str], groups: Mapping[str, int]) -> TrainingGraph:
         """Prove or repair the order of reads and writes, and write the signature down."""

@@ -18,7 +18,7 @@ import torch
 
 from orttrainer import runtime
 from orttrainer.arguments import checked_loss_scale, checked_precision, checked_steps, inputs_by_name
-from orttrainer.compile import check_disabled_passes, compile_training_graph
+from orttrainer.compile import compile_training_graph
 from orttrainer.describe import InputSchema, ModelDescription
 from orttrainer.distributed import Collective, device_of_rank, failing_together, find_collective
 from orttrainer.errors import (
@@ -37,6 +37,7 @@ from orttrainer.graph.recompute import Recompute
 from orttrainer.graph.write import write_model
 from orttrainer.inference import check_inference, inference_model
 from orttrainer.optim import make_optimizer
+from orttrainer.pipeline import check_disabled_passes
 from orttrainer.profiling import Profile, places_of, profiled, watching
 from orttrainer.run import Runner
 from orttrainer.seed import seed_of_rank

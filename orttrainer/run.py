@@ -8,38 +8,18 @@ out of the one graph when it is first asked for. All of them share the state's m
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import numpy as np
-import onnx
 import onnx_ir as ir
 import torch
 from onnx_ir.passes import common
 
 from orttrainer import runtime
-from orttrainer.blocked import block_convolutions
 from orttrainer.distributed import Collective, SingleProcess
 from orttrainer.distributed.agreement import SIGNALS, announce, check_announced
-from orttrainer.errors import ExecutionError
-from orttrainer.graph.passes.half_kernels import EmulateHalfPass, has_cpu_kernel, has_cuda_kernel
-from orttrainer.graph.passes.nchwc import BlockedConvolutionPass
-from orttrainer.graph.passes.sparse_update import SparseUpdatePass, written_through
-from orttrainer.graph.passes.tiles import TileUpdatesPass
 from orttrainer.graph.subgraphs import node_inputs
+from orttrainer.phase import Phase, Place, open_phase
 from orttrainer.training_graph import TrainingGraph
-
-_ELEMENT_TYPES = {
-    torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16,
-    torch.bfloat16: onnx.TensorProto.BFLOAT16, torch.bool: np.bool_, torch.uint8: np.uint8, torch.int8: np.int8,
-    torch.int16: np.int16, torch.int32: np.int32, torch.int64: np.int64,
-}  # fmt: skip
-
-
-# What the kernels of Gather, GatherElements and GatherND say of a wrong index.
-_NODE_FAILED = re.compile(r"running (\w+) node\. Name:'([^']*)' Status Message: (.*)")
-_SOURCE_LINE = re.compile(r"^\S+\.\w+:\d+ .*?\)(?: const)?(?: \[with .*?\])? ")  # C++ file, line and function
-_OUT_OF_RANGE = ("out of data bounds", "Out of range value in index", "invalid index found")
 
 
 class Runner:
@@ -87,7 +67,7 @@ class Runner:
         self._disabled_passes = disabled_passes
         self._step: _FusedStep | _SplitStep | None = None
         self._before: list[torch.Tensor] = []  # for the next step that is made, in the midst of a block of batches
-        self._evaluate: dict[tuple[str, ...], _Phase] = {}
+        self._evaluate: dict[tuple[str, ...], Phase] = {}
         self._needed: dict[tuple[str, ...], set[str]] = {}
         self._on, self._off = (torch.tensor(value) for value in (True, False))
         self.gradient_norm = torch.zeros((), device=device)
@@ -213,9 +193,7 @@ class Runner:
         parts = (signature.accumulated_batches, signature.all_finite, self._accept)
         if self._collective.size == 1 and all(part is None for part in parts):
             cut = self._cut(None, [*signature.outputs, signature.gradient_norm, *updates.values()])
-            if self.device.type == "cpu" and SparseUpdatePass.__name__ not in self._disabled_passes:
-                SparseUpdatePass(rows)(cut)
-            return _FusedStep(self._phase("train", cut, signature.outputs, written=norm, updates=updates))
+            return _FusedStep(self._phase("train", cut, signature.outputs, written=norm, updates=updates, rows=rows))
         early = {e.name: e.output for e in signature.state if e.output and e.role in ("buffer", "random")}
         late = {e.name: e.output for e in signature.state if e.output and e.role in ("parameter", "optimizer")}
         if not self.accumulators:
@@ -267,96 +245,18 @@ class Runner:
             part.inputs.remove(value)
         return model
 
-    def _phase(self, part: str, cut: ir.Model, fetches: Sequence[str], read=None, written=None, updates=None) -> _Phase:
-        """Open a session for a cut and bind what stays where it is: state and shared buffers.
-
-        Args:
-            part: "train", "backward", "check", "update" or "evaluate".
-        """
-        # Counters and statistics do not wait for the gradients: in place, a step that fails would leave them changed.
-        in_place = {
-            entry.name: entry.in_place and self._in_place and (entry.role == "parameter" or entry.parameter is not None)
-            for entry in self.graph.signature.state
-        }
-        through = {name: output for name, output in (updates or {}).items() if in_place[name]}
-        tiles = self._tiled(cut, through)
-        made = list(written_through(cut.graph, through))
-        cut.graph.outputs.extend(value for _, value in made)
-        inputs = {value.name for value in cut.graph.inputs}  # an update that does not clip reads no norm
-        bound_in = {name: tensor for name, tensor in {**self.state, **(read or {})}.items() if name in inputs}
-        bound_in |= {name: self.state[of][start:end] for name, (of, start, end) in tiles.inputs.items()}
-        outputs = {value.name for value in cut.graph.outputs}
-        bound_out, copies = dict(written or {}), []
-        for name, output in (updates or {}).items():
-            if output in outputs:
-                bound_out[output] = self.state[name]
-            if not in_place[name]:
-                bound_out[output] = torch.empty_like(self.state[name])
-                copies.append((self.state[name], bound_out[output]))
-        bound_out |= {value.name: self.state[name] for name, value in made}
-        bound_out |= {name: self.state[of][start:end] for name, (of, start, end) in tiles.outputs.items()}
-        free = [value.name for value in cut.graph.inputs if value.name not in bound_in]
-        if self.graph.signature.loss_scale is not None:
-            EmulateHalfPass(has_cuda_kernel if self.device.type == "cuda" else has_cpu_kernel)(cut)
-        wanted = BlockedConvolutionPass.__name__ not in self._disabled_passes
-        blocked = wanted and block_convolutions(cut, self._providers)
-        session = _open_session(cut, self._providers, self._configure, part, blocked, bool(tiles.inputs))
-        return _Phase(session, self.device, free, fetches, bound_in, bound_out, copies)
-
-    def _tiled(self, cut: ir.Model, updates: Mapping[str, str]) -> TileUpdatesPass:
-        """Let the cut update large parameters on the CPU in tiles; `updates`: the states that are in place."""
-        groups: dict[str, dict[str, str]] = {}
-        if self.device.type == "cpu" and TileUpdatesPass.__name__ not in self._disabled_passes:
-            for entry in self.graph.signature.state:
-                if entry.name in updates:
-                    groups.setdefault(entry.parameter or entry.name, {})[entry.name] = updates[entry.name]
-        tiles = TileUpdatesPass(groups.values())
-        tiles(cut)
-        return tiles
-
-
-class _Phase:
-    """One session with its bindings: state bound once, batches at each run."""
-
-    def __init__(self, session, device, free, fetches, bound_in, bound_out, copies):
-        self.session, self._device, self._free, self._fetches = session, device, tuple(free), tuple(fetches)
-        self._kept = (bound_in, bound_out)  # the bindings hold bare pointers
-        self._copies = copies
-        self._binding = session.io_binding()
-        for name in self._fetches:  # first, so that their results are the first outputs
-            self._binding.bind_output(name, device.type, device.index or 0)
-        for name, tensor in bound_in.items():
-            self._binding.bind_input(*_pointer(name, tensor))
-        for name, tensor in bound_out.items():
-            self._binding.bind_output(*_pointer(name, tensor))
-
-    def run(self, feeds: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Run once; return the fetched outputs as new tensors. State that is not in place is as before until `keep`."""
-        binding, device = self._binding, self._device
-        batch = [feeds[name].contiguous() for name in self._free]
-        for name, tensor in zip(self._free, batch):
-            binding.bind_input(*_pointer(name, tensor))
-        for name in self._fetches:
-            binding.bind_output(name, device.type, device.index or 0)
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # ONNX Runtime computes on a stream of its own
-        try:
-            self.session.run_with_iobinding(binding)
-        except Exception as error:  # ONNX Runtime raises a dozen classes without a common base
-            raise ExecutionError(_restate(error)) from error
-        results = binding.get_outputs_as_ortvaluevector()
-        return [_to_torch(results[index], device) for index in range(len(self._fetches))]
-
-    def keep(self) -> None:
-        """Let the state that is not in place take its new values."""
-        for old, new in self._copies:
-            old.copy_(new)
+    def _phase(self, part: str, cut: ir.Model, fetches: Sequence[str], **bound) -> Phase:
+        place = Place(
+            self.graph.signature, self.state, self.device, self._providers, self._configure, self._in_place,
+            self._disabled_passes,
+        )  # fmt: skip
+        return open_phase(place, part, cut, fetches, **bound)
 
 
 class _FusedStep:
     """Forward, backward and update in one session."""
 
-    def __init__(self, phase: _Phase):
+    def __init__(self, phase: Phase):
         self._phase, self.phases = phase, [phase]
 
     def __call__(self, feeds: dict[str, torch.Tensor], update: bool) -> tuple[list[torch.Tensor], bool]:
@@ -373,9 +273,7 @@ class _SplitStep:
     are not finite, they go back to where they were before it.
     """
 
-    def __init__(
-        self, runner: Runner, backward: _Phase, check: _Phase | None, update: _Phase, early: list[torch.Tensor]
-    ):
+    def __init__(self, runner: Runner, backward: Phase, check: Phase | None, update: Phase, early: list[torch.Tensor]):
         self._runner, self._backward, self._check, self._update = runner, backward, check, update
         self.phases = [phase for phase in (backward, check, update) if phase is not None]
         self._early = early
@@ -453,62 +351,3 @@ class _SplitStep:
         for tensor, before in zip(self._early, self.before):
             tensor.copy_(before)
         self._runner.drop_accumulated()
-
-
-def _pointer(name: str, tensor: torch.Tensor) -> tuple:
-    """The arguments that bind `name` to the memory of `tensor`."""
-    device = tensor.device
-    return name, device.type, device.index or 0, _ELEMENT_TYPES[tensor.dtype], tuple(tensor.shape), tensor.data_ptr()
-
-
-def _to_torch(value, device: torch.device) -> torch.Tensor:
-    """A result as a tensor that owns it, without a copy; bool by a copy where DLPack has none."""
-    try:
-        tensor = torch.utils.dlpack.from_dlpack(value.to_dlpack())
-    except (AttributeError, RuntimeError):
-        return torch.from_numpy(value.numpy().copy()).to(device)
-    return tensor.bool() if value.data_type() == "tensor(bool)" else tensor
-
-
-def _open_session(
-    model: ir.Model, providers: Sequence, configure, part: str, blocked: bool = False, tiled: bool = False
-):
-    """A session.
-
-    Args:
-        blocked: its convolutions work in blocks of channels already, and nothing else should.
-        tiled: it cuts a gradient where a tile needs it, and not all at once.
-    """
-    disabled = ["NchwcTransformer"] if blocked else []
-    disabled += ["GatherSliceToSplitFusion"] if tiled else []
-    onnxruntime = runtime.load()
-    options = runtime.session_options()
-    options.intra_op_num_threads = torch.get_num_threads()  # one setting, torch.set_num_threads, for both
-    if configure is not None:
-        configure(options, part)
-    try:
-        session = onnxruntime.InferenceSession(
-            ir.to_proto(model).SerializeToString(), options, providers=list(providers), enable_fallback=0,
-            disabled_optimizers=disabled,
-        )  # fmt: skip
-    except Exception as error:  # ONNX Runtime raises a dozen classes without a common base
-        raise ExecutionError(
-            f"ONNX Runtime {onnxruntime.__version__} cannot load the training graph: {_first_line(error)}"
-        ) from error
-    runtime.check_providers(providers, session.get_providers())
-    return session
-
-
-def _restate(error: Exception) -> str:
-    text, hint = _first_line(error), ""
-    if failed := _NODE_FAILED.search(text):
-        operator, node, text = failed.groups()
-        text = f"{operator} (node {node!r}): {_SOURCE_LINE.sub('', text)}"
-    if any(known in text for known in _OUT_OF_RANGE):
-        hint = "An index (a token id, a label) is out of range: check the batch against the size of the embedding and of the output. "
-    return f"ONNX Runtime failed in this step; the state is as it was before. {hint}It said: {text}"
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return text.split(" : ", 2)[-1]

@@ -21,8 +21,8 @@ from orttrainer.graph.passes.half_precision import HalfPrecisionPass
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogSoftmaxNllPass
 from orttrainer.graph.passes.matmul import VectorMatMulPass
 from orttrainer.graph.passes.scatter import ScatterReductionPass
+from orttrainer.graph.passes.speed.transpose import CancelTransposePairsPass, TransposedProductPass
 from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
-from orttrainer.graph.passes.transpose import CancelTransposePairsPass, TransposedProductPass
 
 FLOAT, FLOAT16, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from orttrainer import IODescription, ModelDescription
-from orttrainer.compile import SPEED_PASSES
 from orttrainer.engine import Engine
 from orttrainer.errors import InvalidArgumentError
+from orttrainer.pipeline import SPEED_PASSES
 from orttrainer.settings import OptimizerChoice, Settings
 
 sys.path.append(str(pathlib.Path(__file__).parent.parent / "benchmarks"))  # last: `compile` is a name there

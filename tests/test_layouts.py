@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription, ORTTrainer
-from orttrainer.compile import SPEED_PASSES
 from orttrainer.engine import Engine
 from orttrainer.errors import StateError
-from orttrainer.graph.passes import layout, loss, products
+from orttrainer.graph.passes import loss
+from orttrainer.graph.passes.speed import layout, products
+from orttrainer.pipeline import SPEED_PASSES
 from orttrainer.settings import OptimizerChoice, Settings
 
 OPTIMIZERS = {

@@ -9,7 +9,7 @@ from onnx_ir.passes import common
 
 from orttrainer.differentiate import differentiate
 from orttrainer.graph.builder import Builder
-from orttrainer.graph.passes.attention import AddMaskPass, SoftmaxGradientPass
+from orttrainer.graph.passes.speed.attention import AddMaskPass, SoftmaxGradientPass
 from orttrainer.testing import evaluate
 
 BATCH, HEADS, TIME, SIZE = 2, 3, 7, 4

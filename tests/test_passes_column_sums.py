@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from orttrainer.graph.passes.column_sums import ColumnSumsPass
+from orttrainer.graph.passes.speed.column_sums import ColumnSumsPass
 from orttrainer.testing import evaluate
 
 TEXT = """

@@ -10,7 +10,7 @@ from onnx_ir.passes import common
 
 from orttrainer.differentiate import differentiate
 from orttrainer.graph.builder import Builder
-from orttrainer.graph.passes.gelu import ExpandGeluPass, FuseGeluPass
+from orttrainer.graph.passes.speed.gelu import ExpandGeluPass, FuseGeluPass
 from orttrainer.testing import evaluate
 
 FORMS = {

@@ -8,7 +8,7 @@ import onnxruntime
 import pytest
 from onnx_ir.passes import common
 
-from orttrainer.graph.passes import products
+from orttrainer.graph.passes.speed import products
 from orttrainer.testing import evaluate
 
 RNG = np.random.default_rng(0)

@@ -18,8 +18,8 @@ from orttrainer.differentiate import differentiate
 from orttrainer.differentiate.prepare import prepare
 from orttrainer.differentiate.rules import recurrent_forward
 from orttrainer.graph.builder import Builder
-from orttrainer.graph.passes.pads import JoinPadsPass
-from orttrainer.graph.passes.recurrent import KeepActivationsPass
+from orttrainer.graph.passes.speed.pads import JoinPadsPass
+from orttrainer.graph.passes.speed.recurrent import KeepActivationsPass
 from orttrainer.testing import evaluate
 from orttrainer.testing.check import _compare, _model, _torch_gradients
 

@@ -8,7 +8,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
-from orttrainer.graph.passes.scalar_rank import ScalarRankPass
+from orttrainer.graph.passes.speed.scalar_rank import ScalarRankPass
 
 SCALARS = {"constant": ("", "float c = {3.0}"), "constant of one axis": ("", "float[1] c = {3.0}")}
 SCALARS["computed"] = ("c = ReduceMax <keepdims = 0> (b)", "")

@@ -14,7 +14,7 @@ from torch import nn
 from orttrainer import IODescription, ModelDescription
 from orttrainer.engine import Engine
 from orttrainer.errors import ExecutionError
-from orttrainer.graph.passes.sparse_update import SparseUpdatePass
+from orttrainer.graph.passes.speed.sparse_update import SparseUpdatePass
 from orttrainer.run import Runner
 from orttrainer.settings import OptimizerChoice, Settings
 

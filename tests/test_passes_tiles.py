@@ -10,8 +10,8 @@ import pytest
 import torch
 from test_passes_sparse_update import OPTIMIZERS, RATE, ROWS, STEPS, WIDTH, Bag, assert_close, batch, engine, train
 
-from orttrainer.graph.passes import tiles
-from orttrainer.graph.passes.tiles import TileUpdatesPass
+from orttrainer.graph.passes.speed import tiles
+from orttrainer.graph.passes.speed.tiles import TileUpdatesPass
 from orttrainer.run import Runner
 
 PASS = TileUpdatesPass.__name__

@@ -7,7 +7,7 @@ import onnx_ir as ir
 import pytest
 from onnx_ir.passes import common
 
-from orttrainer.graph.passes.transpose import CancelTransposePairsPass, TransposedProductPass
+from orttrainer.graph.passes.speed.transpose import CancelTransposePairsPass, TransposedProductPass
 from orttrainer.testing import evaluate
 
 TEXT = """

@@ -11,7 +11,7 @@ import torch
 from small import LR, RATE, assert_same, batch, description, forward_model, make, net, snapshot, torch_step
 from torch import nn
 
-from orttrainer import IODescription, ModelDescription, ORTTrainer, engine, run
+from orttrainer import IODescription, ModelDescription, ORTTrainer, engine, phase
 from orttrainer.errors import (
     DescriptionMismatchWarning,
     SchemaError,
@@ -254,7 +254,7 @@ def counted(monkeypatch):
 
     compile_ = engine.compile_training_graph
     monkeypatch.setattr(engine, "compile_training_graph", counting("compile", compile_))
-    monkeypatch.setattr(run, "_open_session", counting("session", run._open_session))
+    monkeypatch.setattr(phase, "_open_session", counting("session", phase._open_session))
     return counts
 
 

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from orttrainer.differentiate.registry import vjp
 from orttrainer.differentiate.rules.elementwise import compare, mask
 from orttrainer.differentiate.rules.tools import widened
-from orttrainer.graph.passes.gelu import normal_distribution
+from orttrainer.graph.passes.speed.gelu import normal_distribution
 
 SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 

@@ -16,7 +16,7 @@ from orttrainer.differentiate.rules.recurrent_gates import split_gates
 from orttrainer.differentiate.rules.recurrent_layers import scan
 from orttrainer.differentiate.rules.tools import join
 from orttrainer.graph.builder import Builder
-from orttrainer.graph.passes.recurrent import FORWARD
+from orttrainer.graph.passes.speed.recurrent import FORWARD
 
 # Narrower layers keep the operator: there a step of the Scan takes longer than the products that it spares. Forward and
 # backward of an LSTM, 35 times, 16 sequences, gates made again and kept, in ms: 32 wide 0.56 and 0.61, 64 wide 1.04 and

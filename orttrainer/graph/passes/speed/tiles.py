@@ -11,7 +11,7 @@ from onnx_ir.passes import common
 
 from orttrainer.graph.builder import Builder, static_dims
 from orttrainer.graph.fence import fence
-from orttrainer.graph.passes.sparse_update import is_written_through
+from orttrainer.graph.passes.speed.sparse_update import is_written_through
 
 ELEMENTWISE = frozenset(["Add", "Div", "Mul", "Neg", "Sqrt", "Sub"])
 ELEMENTS = 2**19  # of a tile: six tensors of them are in the cache together

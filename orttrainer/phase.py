@@ -1,0 +1,224 @@
+"""One session of a training graph: the last rewrites, which only the runtime at hand understands, and the bindings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import torch
+
+from orttrainer import runtime
+from orttrainer.blocked import block_convolutions
+from orttrainer.errors import ExecutionError
+from orttrainer.graph.passes.half_kernels import EmulateHalfPass, has_cpu_kernel, has_cuda_kernel
+from orttrainer.graph.passes.speed.nchwc import BlockedConvolutionPass
+from orttrainer.graph.passes.speed.sparse_update import SparseUpdatePass, written_through
+from orttrainer.graph.passes.speed.tiles import TileUpdatesPass
+from orttrainer.training_graph import Signature
+
+_ELEMENT_TYPES = {
+    torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16,
+    torch.bfloat16: onnx.TensorProto.BFLOAT16, torch.bool: np.bool_, torch.uint8: np.uint8, torch.int8: np.int8,
+    torch.int16: np.int16, torch.int32: np.int32, torch.int64: np.int64,
+}  # fmt: skip
+
+
+# What the kernels of Gather, GatherElements and GatherND say of a wrong index.
+_NODE_FAILED = re.compile(r"running (\w+) node\. Name:'([^']*)' Status Message: (.*)")
+_SOURCE_LINE = re.compile(r"^\S+\.\w+:\d+ .*?\)(?: const)?(?: \[with .*?\])? ")  # C++ file, line and function
+_OUT_OF_RANGE = ("out of data bounds", "Out of range value in index", "invalid index found")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and how the sessions of a graph run.
+
+    Attributes:
+        signature: of the graph.
+        state: name -> tensor.
+        device, providers: of ONNX Runtime.
+        configure: called on the SessionOptions of each session, and the part that it is; None: nothing.
+        in_place: False gives every new state a buffer of its own.
+        disabled_passes: names of passes over the sessions' graphs to leave out.
+    """
+
+    signature: Signature
+    state: Mapping[str, torch.Tensor]
+    device: torch.device
+    providers: Sequence
+    configure: Callable | None
+    in_place: bool
+    disabled_passes: Sequence[str]
+
+    def allows(self, rewrite: type) -> bool:
+        """Whether a pass that serves speed on the CPU may run."""
+        return self.device.type == "cpu" and rewrite.__name__ not in self.disabled_passes
+
+    def overwrites(self) -> set[str]:
+        """The state whose new value is written over the old one.
+
+        Counters and statistics do not wait for the gradients: in place, a step that fails would leave them changed.
+        """
+        entries = self.signature.state if self.in_place else ()
+        return {e.name for e in entries if e.in_place and (e.role == "parameter" or e.parameter is not None)}
+
+
+def open_phase(
+    place: Place,
+    part: str,
+    cut: ir.Model,
+    fetches: Sequence[str],
+    read: Mapping[str, torch.Tensor] | None = None,
+    written: Mapping[str, torch.Tensor] | None = None,
+    updates: Mapping[str, str] | None = None,
+    rows: int = 0,
+) -> Phase:
+    """Open a session for a cut of the graph and bind what stays where it is: state and shared buffers.
+
+    Args:
+        part: "train", "backward", "check", "update" or "evaluate".
+        cut: used up.
+        fetches: outputs to return from each run.
+        read, written: inputs and outputs that are bound to these tensors.
+        updates: state -> output with its new value.
+        rows: of the largest lookup in a table, about; 0 where the gradients of tables are read by others.
+    """
+    state, overwritten = place.state, place.overwrites()
+    if rows and place.allows(SparseUpdatePass):
+        SparseUpdatePass(rows)(cut)
+    through = {name: output for name, output in (updates or {}).items() if name in overwritten}
+    tiles = _tiled(place, cut, through)
+    made = list(written_through(cut.graph, through))
+    cut.graph.outputs.extend(value for _, value in made)
+    inputs = {value.name for value in cut.graph.inputs}  # an update that does not clip reads no norm
+    bound_in = {name: tensor for name, tensor in {**state, **(read or {})}.items() if name in inputs}
+    bound_in |= {name: state[of][start:end] for name, (of, start, end) in tiles.inputs.items()}
+    outputs = {value.name for value in cut.graph.outputs}
+    bound_out, copies = dict(written or {}), []
+    for name, output in (updates or {}).items():
+        if output in outputs:
+            bound_out[output] = state[name]
+        if name not in overwritten:
+            bound_out[output] = torch.empty_like(state[name])
+            copies.append((state[name], bound_out[output]))
+    bound_out |= {value.name: state[name] for name, value in made}
+    bound_out |= {name: state[of][start:end] for name, (of, start, end) in tiles.outputs.items()}
+    free = [value.name for value in cut.graph.inputs if value.name not in bound_in]
+    if place.signature.loss_scale is not None:
+        EmulateHalfPass(has_cuda_kernel if place.device.type == "cuda" else has_cpu_kernel)(cut)
+    blocked = place.allows(BlockedConvolutionPass) and block_convolutions(cut, place.providers)
+    session = _open_session(cut, place.providers, place.configure, part, blocked, bool(tiles.inputs))
+    return Phase(session, place.device, free, fetches, bound_in, bound_out, copies)
+
+
+def _tiled(place: Place, cut: ir.Model, updates: Mapping[str, str]) -> TileUpdatesPass:
+    """Let the cut update large parameters in tiles; `updates`: the states that are in place."""
+    groups: dict[str, dict[str, str]] = {}
+    if place.allows(TileUpdatesPass):
+        for entry in place.signature.state:
+            if entry.name in updates:
+                groups.setdefault(entry.parameter or entry.name, {})[entry.name] = updates[entry.name]
+    tiles = TileUpdatesPass(groups.values())
+    tiles(cut)
+    return tiles
+
+
+class Phase:
+    """One session with its bindings: state bound once, batches at each run."""
+
+    def __init__(self, session, device, free, fetches, bound_in, bound_out, copies):
+        self.session, self._device, self._free, self._fetches = session, device, tuple(free), tuple(fetches)
+        self._kept = (bound_in, bound_out)  # the bindings hold bare pointers
+        self._copies = copies
+        self._binding = session.io_binding()
+        for name in self._fetches:  # first, so that their results are the first outputs
+            self._binding.bind_output(name, device.type, device.index or 0)
+        for name, tensor in bound_in.items():
+            self._binding.bind_input(*_pointer(name, tensor))
+        for name, tensor in bound_out.items():
+            self._binding.bind_output(*_pointer(name, tensor))
+
+    def run(self, feeds: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Run once; return the fetched outputs as new tensors. State that is not in place is as before until `keep`."""
+        binding, device = self._binding, self._device
+        batch = [feeds[name].contiguous() for name in self._free]
+        for name, tensor in zip(self._free, batch):
+            binding.bind_input(*_pointer(name, tensor))
+        for name in self._fetches:
+            binding.bind_output(name, device.type, device.index or 0)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # ONNX Runtime computes on a stream of its own
+        try:
+            self.session.run_with_iobinding(binding)
+        except Exception as error:  # ONNX Runtime raises a dozen classes without a common base
+            raise ExecutionError(_restate(error)) from error
+        results = binding.get_outputs_as_ortvaluevector()
+        return [_to_torch(results[index], device) for index in range(len(self._fetches))]
+
+    def keep(self) -> None:
+        """Let the state that is not in place take its new values."""
+        for old, new in self._copies:
+            old.copy_(new)
+
+
+def _pointer(name: str, tensor: torch.Tensor) -> tuple:
+    """The arguments that bind `name` to the memory of `tensor`."""
+    device = tensor.device
+    return name, device.type, device.index or 0, _ELEMENT_TYPES[tensor.dtype], tuple(tensor.shape), tensor.data_ptr()
+
+
+def _to_torch(value, device: torch.device) -> torch.Tensor:
+    """A result as a tensor that owns it, without a copy; bool by a copy where DLPack has none."""
+    try:
+        tensor = torch.utils.dlpack.from_dlpack(value.to_dlpack())
+    except (AttributeError, RuntimeError):
+        return torch.from_numpy(value.numpy().copy()).to(device)
+    return tensor.bool() if value.data_type() == "tensor(bool)" else tensor
+
+
+def _open_session(
+    model: ir.Model, providers: Sequence, configure, part: str, blocked: bool = False, tiled: bool = False
+):
+    """A session.
+
+    Args:
+        blocked: its convolutions work in blocks of channels already, and nothing else should.
+        tiled: it cuts a gradient where a tile needs it, and not all at once.
+    """
+    disabled = ["NchwcTransformer"] if blocked else []
+    disabled += ["GatherSliceToSplitFusion"] if tiled else []
+    onnxruntime = runtime.load()
+    options = runtime.session_options()
+    options.intra_op_num_threads = torch.get_num_threads()  # one setting, torch.set_num_threads, for both
+    if configure is not None:
+        configure(options, part)
+    try:
+        session = onnxruntime.InferenceSession(
+            ir.to_proto(model).SerializeToString(), options, providers=list(providers), enable_fallback=0,
+            disabled_optimizers=disabled,
+        )  # fmt: skip
+    except Exception as error:  # ONNX Runtime raises a dozen classes without a common base
+        raise ExecutionError(
+            f"ONNX Runtime {onnxruntime.__version__} cannot load the training graph: {_first_line(error)}"
+        ) from error
+    runtime.check_providers(providers, session.get_providers())
+    return session
+
+
+def _restate(error: Exception) -> str:
+    text, hint = _first_line(error), ""
+    if failed := _NODE_FAILED.search(text):
+        operator, node, text = failed.groups()
+        text = f"{operator} (node {node!r}): {_SOURCE_LINE.sub('', text)}"
+    if any(known in text for known in _OUT_OF_RANGE):
+        hint = "An index (a token id, a label) is out of range: check the batch against the size of the embedding and of the output. "
+    return f"ONNX Runtime failed in this step; the state is as it was before. {hint}It said: {text}"
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return text.split(" : ", 2)[-1]

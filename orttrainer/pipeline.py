@@ -1,0 +1,133 @@
+"""The passes that a graph goes through on its way to a training graph, in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+from orttrainer.errors import InvalidArgumentError
+from orttrainer.graph.passes.axes import AllAxesPass
+from orttrainer.graph.passes.batch_norm import SplitBatchNormalizationPass, SwitchBatchNormalizationPass
+from orttrainer.graph.passes.draws import CounterHashDrawsPass
+from orttrainer.graph.passes.dropout import CounterHashDropoutPass
+from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogSoftmaxNllPass
+from orttrainer.graph.passes.matmul import VectorMatMulPass
+from orttrainer.graph.passes.random import ShareSubexpressionsPass
+from orttrainer.graph.passes.scatter import ScatterIntoSumPass, ScatterReductionPass
+from orttrainer.graph.passes.speed.attention import AddMaskPass, SoftmaxGradientPass
+from orttrainer.graph.passes.speed.column_sums import ColumnSumsPass
+from orttrainer.graph.passes.speed.gelu import ExpandGeluPass, FuseGeluPass
+from orttrainer.graph.passes.speed.layout import WideLinearLayoutPass
+from orttrainer.graph.passes.speed.nchwc import BlockedConvolutionPass
+from orttrainer.graph.passes.speed.pads import JoinPadsPass
+from orttrainer.graph.passes.speed.products import (
+    CancelReshapePairsPass,
+    ScaleSmallOperandPass,
+    TransposeSmallOperandPass,
+)
+from orttrainer.graph.passes.speed.recurrent import KeepActivationsPass
+from orttrainer.graph.passes.speed.scalar_rank import ScalarRankPass
+from orttrainer.graph.passes.speed.sparse_update import SparseUpdatePass
+from orttrainer.graph.passes.speed.tiles import TileUpdatesPass
+from orttrainer.graph.passes.speed.transpose import CancelTransposePairsPass, TransposedProductPass
+from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
+
+# What only makes the graph faster or smaller; `disabled_passes` may name these, to measure what each buys.
+SPEED_PASSES = (
+    WideLinearLayoutPass,
+    CancelReshapePairsPass,
+    ScaleSmallOperandPass,
+    TransposeSmallOperandPass,
+    FuseLogSoftmaxNllPass,
+    FuseGeluPass,
+    ExpandGeluPass,
+    AddMaskPass,
+    SoftmaxGradientPass,
+    ExpandSoftmaxCrossEntropyPass,
+    CancelTransposePairsPass,
+    TransposedProductPass,
+    ColumnSumsPass,
+    ScatterIntoSumPass,
+    ShareSubexpressionsPass,
+    ScalarRankPass,
+    SparseUpdatePass,  # of the session of a whole step, not of the graph
+    TileUpdatesPass,  # of the sessions on a CPU that update
+    BlockedConvolutionPass,  # of the sessions on a CPU
+    KeepActivationsPass,
+    JoinPadsPass,
+)
+
+
+def check_disabled_passes(names: Sequence[str]) -> None:
+    """Raise InvalidArgumentError unless `names` are a list of names of passes in `SPEED_PASSES`."""
+    known = [chosen.__name__ for chosen in SPEED_PASSES]
+    if isinstance(names, str) or not all(name in known for name in names):
+        raise InvalidArgumentError(
+            f"disabled_passes must be a list of passes that a graph can do without, which are {known}; got {names!r}"
+        )
+
+
+def before_gradients(
+    half: Sequence[ir.passes.PassBase], seed: str, step: str, training_mode: str
+) -> list[ir.passes.PassBase]:
+    """For a forward graph that is to be differentiated.
+
+    Args:
+        half: what brings it to half precision.
+        seed, step, training_mode: names of inputs.
+    """
+    return [
+        VectorMatMulPass(),
+        FuseLogSoftmaxNllPass(),
+        *half,
+        FuseGeluPass(),
+        AddMaskPass(),
+        SplitBatchNormalizationPass(),
+        CounterHashDropoutPass(seed, step, training_mode),
+        CounterHashDrawsPass(seed, step),
+        common.TopologicalSortPass(),
+    ]
+
+
+def after_update(training_mode: str, primitives: bool, keep: bool) -> list[ir.passes.PassBase]:
+    """For a whole step: replace operators whose kernels are slow or absent, now that their gradients are taken.
+
+    Args:
+        training_mode: name of an input.
+        primitives: for CUDA, which lacks some kernels and is slowed down by what suits the CPU.
+        keep: recurrent layers may keep what their backward reads.
+    """
+    on_cpu = not primitives
+    return [
+        *([KeepActivationsPass()] if keep and on_cpu else []),
+        SwitchBatchNormalizationPass(training_mode, primitives=primitives),
+        ExpandSoftmaxCrossEntropyPass(),
+        RemoveStopGradientPass(),
+        CancelReshapePairsPass(),
+        CancelTransposePairsPass(),
+        *_CLEAN,
+        ScaleSmallOperandPass(),
+        TransposedProductPass(),
+        JoinPadsPass(),
+        *([ColumnSumsPass()] if on_cpu else []),
+        *_CLEAN,
+        AllAxesPass(),
+        ScatterReductionPass(),
+        ScatterIntoSumPass(),
+        ShareSubexpressionsPass(),
+        ScalarRankPass(),
+        *([TransposeSmallOperandPass()] if on_cpu else []),
+    ]
+
+
+def rewritten(model: ir.Model, passes: Iterable[ir.passes.PassBase], disabled: Collection[str]) -> ir.Model:
+    """The model after all of the passes that are not disabled."""
+    for rewrite in passes:
+        if type(rewrite).__name__ not in disabled:
+            model = rewrite(model).model
+    return model
+
+
+_CLEAN = (common.TopologicalSortPass(), common.RemoveUnusedNodesPass())
