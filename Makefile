@@ -8,7 +8,7 @@ LEGACY := .venv-legacy
 BIN := $(VENV)/bin
 PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help train test test-gpu test-slow test-legacy-runtime coverage bench bench-ablation lint clean
+.PHONY: help train test test-gpu test-slow test-legacy-runtime coverage bench bench-scaling bench-ablation lint clean
 
 help:
 	@echo "make train                train the getting-started sample on the CPU"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-slow            run the long suites"
 	@echo "make coverage             run the public suites whole (an hour on two cores) and write docs/coverage.md"
 	@echo "make bench                time train_step beside PyTorch, JAX and, after test-legacy-runtime, onnxruntime-training"
+	@echo "make bench-scaling        time and memory against the number of layers and of sequences"
 	@echo "make bench-ablation       time train_step without each graph pass that serves speed"
 	@echo "make lint                 check style"
 	@echo "make clean                remove the environments"
@@ -71,6 +72,9 @@ $(VENV)/.bench: $(VENV)/.test
 
 bench: $(VENV)/.bench
 	@$(BIN)/python benchmarks/train_step.py $(if $(wildcard $(LEGACY)/.test),--legacy-python $(LEGACY)/bin/python) $(ARGS)
+
+bench-scaling: $(VENV)/.bench
+	@$(BIN)/python benchmarks/scaling.py $(ARGS)
 
 bench-ablation: $(VENV)/.bench
 	@$(BIN)/python benchmarks/train_step.py --ablation --engines orttrainer $(ARGS)

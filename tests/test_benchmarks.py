@@ -267,3 +267,25 @@ def test_benchmark_ends_with_a_row_of_figures(script, arguments, last):
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert re.fullmatch(last, result.stdout.splitlines()[-1])
+
+
+def test_scaling_reports_what_each_layer_more_costs():
+    import scaling
+
+    points = {n: {"median_ms": 10.0 + 3 * n, "peak_mb": 500.0 + 7 * n} for n in scaling.SWEEPS["layers"]}
+    lines = scaling.table("layers", {"orttrainer": points}).splitlines()
+    assert len(lines) == 2 + len(points)
+    assert [cell.strip() for cell in lines[2].strip("|").split("|")] == ["2", "16.0", "", "514", ""]
+    for line in lines[3:]:
+        assert [cell.strip() for cell in line.strip("|").split("|")][2::2] == ["3.00", "7.00"]
+
+
+def test_sizes_of_a_workload_can_be_changed_and_others_are_refused(capsys):
+    options = train_step.parsed(["--workloads", "w2-bert", "--sizes", "layers=3", "batch=5"])
+    assert WORKLOADS["w2-bert"].with_sizes(**options.sizes).batch(0)[0].shape == (5, 128)
+    with pytest.raises(SystemExit):
+        train_step.parsed(["--workloads", "w3-mlp", "--sizes", "layers=3"])
+    assert "w3-mlp has no sizes ['layers']" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        train_step.parsed(["--workloads", "w2-bert", "--sizes", "layers=many"])
+    assert "whole numbers" in capsys.readouterr().err
