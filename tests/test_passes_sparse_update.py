@@ -11,10 +11,10 @@ import torch
 from small import assert_same
 from torch import nn
 
-from orttrainer import IODescription, ModelDescription
+from orttrainer import IODescription, ModelDescription, ORTTrainer
 from orttrainer.engine import Engine
 from orttrainer.errors import ExecutionError
-from orttrainer.graph.passes.speed.sparse_update import SparseUpdatePass
+from orttrainer.graph.passes.speed.sparse_update import SparseUpdatePass, written_through
 from orttrainer.run import Runner
 from orttrainer.settings import OptimizerChoice, Settings
 
@@ -224,3 +224,57 @@ def test_rows_are_taken_from_the_back_where_an_index_is_negative():
     y, n = onnxruntime.InferenceSession(after.SerializeToString()).run(["y", "n"], feeds)
     np.testing.assert_allclose(y, feeds["a"] - 0.5 * gradient**2, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(n, (gradient**2).sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [4_000, 140_000])  # updated whole, and in tiles
+@pytest.mark.parametrize("optimizer", ["SGDOptimizer", "AdamOptimizer"])
+def test_a_step_that_fails_leaves_tables_and_moments_as_they_were(optimizer, rows):
+    class Tables(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.out = nn.Embedding(rows, 17), nn.Embedding(rows, 18), nn.Linear(35, 6)
+
+        def forward(self, i, j):
+            return self.out(torch.tanh(torch.cat([self.a(i), self.b(j)], 1)))
+
+    torch.manual_seed(0)
+    inputs = [IODescription(name, ["n"], torch.int64) for name in ("i", "j", "label")]
+    trainer = ORTTrainer(
+        Tables(), nn.functional.cross_entropy, ModelDescription(inputs, [IODescription("loss", [], torch.float32)]),
+        optimizer, None, IODescription("Learning_Rate", [1], torch.float32), "cpu",
+    )  # fmt: skip
+    rate, batch = torch.tensor([0.1]), [torch.arange(8), torch.arange(8) * 3, torch.arange(8) % 6]
+    for _ in range(2):
+        trainer.train_step(*batch, rate)
+    before = trainer.state_dict()
+    for place, wrong in ((0, rows), (1, rows), (2, 6)):
+        bad = [tensor.clone() for tensor in batch]
+        bad[place][5] = wrong
+        with pytest.raises(ExecutionError, match="out of"):
+            trainer.train_step(*bad, rate)
+        assert not [name for name, tensor in trainer.state_dict().items() if not torch.equal(tensor, before[name])]
+    trainer.train_step(*batch, rate)
+
+
+def test_what_is_written_through_waits_for_the_gradient():
+    """The product with the decay has nothing to wait for else: it might run before a forward pass that fails."""
+    text = """
+    <ir_version: 8, opset_import: ["" : 18]>
+    g (float[9,2] m, int64[3] i, int64[3,1] c, float[3,2] x) => (float[9,2] m_new)
+    <float[1,1] decay = {0.9}> {
+      a = Mul(m, decay)
+      before = Gather(a, i)
+      u = Exp(x)
+      r = Add(before, u)
+      m_new = ScatterND(a, c, r)
+    }"""
+    model = ir.from_onnx_text(text)
+    values = {value.name: value for node in model.graph for value in node.outputs}
+    assert [(name, value.name) for name, value in written_through(model.graph, {"m": "m_new"})] == [("m", "a")]
+    seen, stack = set(), [values["a"].producer()]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            stack.extend(x.producer() for x in node.inputs if x is not None)
+    assert values["u"].producer() in seen

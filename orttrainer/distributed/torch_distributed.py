@@ -7,6 +7,7 @@ import contextlib
 import logging
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any, final
 
@@ -79,6 +80,9 @@ def _leave_group() -> None:
     # them: then just end, and the launcher ends them. (Python sets sys.last_value just then.)
     if dist.is_initialized() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()
+        # A thread of gloo may hold the last tensor a moment longer; one that lets it go when the interpreter has ended
+        # aborts the process (https://github.com/pytorch/pytorch/pull/179291).
+        time.sleep(0.2)
 
 
 @final

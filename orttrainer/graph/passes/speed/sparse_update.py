@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from orttrainer.graph.builder import Builder, static_dims
+from orttrainer.graph.fence import fence
 from orttrainer.graph.passes.scatter import added_to_zeros
 
 LEAST_ELEMENTS = 2**16  # of a table: below, the nodes cost more than the passes over it
@@ -81,9 +82,27 @@ def written_through(graph: ir.Graph, updates: Mapping[str, str]) -> Iterator[tup
     """
     inputs = {value.name: value for value in graph.inputs}
     outputs = {value.name: value for value in graph.outputs}
-    for name, output in updates.items():
-        if name in inputs and output in outputs and is_written_through(inputs[name], outputs[output]):
-            yield name, outputs[output].producer().inputs[0]
+    found = [
+        (name, outputs[output].producer())
+        for name, output in updates.items()
+        if name in inputs and output in outputs and is_written_through(inputs[name], outputs[output])
+    ]
+    op = Builder(graph, "late") if found else None
+    for name, scatter in found:
+        _let_wait(op, scatter)
+        yield name, scatter.inputs[0]
+    if found:
+        graph.sort()
+
+
+def _let_wait(op: Builder, scatter: ir.Node) -> None:
+    """Let the product m * scalar run behind the gradient: a step that fails before leaves m as it was."""
+    product, rows = scatter.inputs[0].producer(), scatter.inputs[2].producer()
+    added = next(x for x in rows.inputs if x.producer() is None or product.outputs[0] not in x.producer().inputs)
+    for index, factor in enumerate(product.inputs):
+        if _is_scalar(factor, scatter.outputs[0]):
+            late = fence(op, factor, [added])
+            product.replace_input_with(index, op.Reshape(late, np.array(factor.shape.dims, np.int64)))
 
 
 def is_written_through(old: ir.Value, new: ir.Value) -> bool:
