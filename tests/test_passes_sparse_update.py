@@ -268,7 +268,7 @@ def test_what_is_written_through_waits_for_the_gradient():
       r = Add(before, u)
       m_new = ScatterND(a, c, r)
     }"""
-    model = ir.from_onnx_text(text)
+    model = ir.from_proto(onnx.shape_inference.infer_shapes(ir.to_proto(ir.from_onnx_text(text))))
     values = {value.name: value for node in model.graph for value in node.outputs}
     assert [(name, value.name) for name, value in written_through(model.graph, {"m": "m_new"})] == [("m", "a")]
     seen, stack = set(), [values["a"].producer()]
