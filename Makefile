@@ -8,13 +8,14 @@ LEGACY := .venv-legacy
 BIN := $(VENV)/bin
 PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help train test test-gpu test-slow test-legacy-runtime coverage bench bench-scaling bench-ablation lint clean
+.PHONY: help train test test-gpu test-slow test-forms test-legacy-runtime coverage bench bench-scaling bench-ablation lint clean
 
 help:
 	@echo "make train                train the getting-started sample on the CPU"
 	@echo "make test                 run the tests"
 	@echo "make test-legacy-runtime  run a slice of them on onnxruntime-training-cpu 1.19.2"
 	@echo "make test-gpu             run the tests that need a CUDA device (installs onnxruntime-gpu)"
+	@echo "make test-forms           run suites of whole models without the passes that serve speed, and with all of them at any size"
 	@echo "make test-slow            run the long suites"
 	@echo "make coverage             run the public suites whole (an hour on two cores) and write docs/coverage.md"
 	@echo "make bench                time train_step beside PyTorch, JAX and, after test-legacy-runtime, onnxruntime-training"
@@ -46,6 +47,12 @@ test: $(VENV)/.test
 
 test-slow: $(VENV)/.test
 	@$(BIN)/python -m pytest -q -m slow $(ARGS)
+
+FORMS := tests/test_parity.py tests/test_training_graph.py tests/test_trainer_training.py tests/test_accumulation.py tests/test_benchmarks.py
+
+test-forms: $(VENV)/.test
+	@$(BIN)/python -m pytest -q -n 2 --forms plain $(or $(ARGS),$(FORMS))
+	@$(BIN)/python -m pytest -q -n 2 --forms every-size $(or $(ARGS),$(FORMS))
 
 test-gpu: $(VENV)/.test
 	@$(BIN)/python -m pip uninstall --quiet -y onnxruntime
