@@ -47,6 +47,15 @@ def torch_step(module, x, y, rate=RATE, loss_fn=nn.functional.cross_entropy) -> 
     return loss.detach()
 
 
+def train_with_torch(module, optimizer, rate, batches, **settings) -> None:
+    """A step of `torch.optim.<optimizer>` on the cross entropy of each batch."""
+    own = getattr(torch.optim, optimizer)(module.parameters(), rate, **settings)
+    for x, label in batches:
+        own.zero_grad()
+        nn.functional.cross_entropy(module(x), label).backward()
+        own.step()
+
+
 def forward_model(tmp_path, module=None) -> onnx.ModelProto:
     """An ONNX model whose first output is the loss."""
     source = make(module)

@@ -25,7 +25,8 @@ from orttrainer.errors import (
     "name, builtin",
     [
         ("SchemaError", "ValueError"), ("InvalidArgumentError", "ValueError"), ("ModelError", "ValueError"),
-        ("OptimizerError", "ValueError"), ("UnsupportedFeatureError", "NotImplementedError"), ("ExportError", "RuntimeError"),
+        ("OptimizerError", "ValueError"), ("ExportError", "RuntimeError"),
+        ("UnsupportedFeatureError", "NotImplementedError"),  # a base that legacy's scripts catch, no stub
         ("GradientError", "RuntimeError"), ("StateError", "RuntimeError"), ("ExecutionError", "RuntimeError"),
         ("DistributedError", "RuntimeError"), ("RuntimeNotFoundError", "ImportError"),
     ],

@@ -8,7 +8,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
-from small import assert_same
+from small import assert_same, train_with_torch
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription, ORTTrainer
@@ -115,14 +115,9 @@ def test_training_from_rows_equals_torch(optimizer, padding):
     module, reference = Bag(padding=padding), Bag(padding=padding)
     trainer = engine(module, optimizer, {"epsilon": 1e-3} if optimizer == "Adam" else None)
     train(trainer)
-    own = torch.optim.SGD(reference.parameters(), RATE)
-    if optimizer == "Adam":
-        own = torch.optim.Adam(reference.parameters(), RATE, eps=1e-3)
-    for step in range(STEPS):
-        words, label = batch(step)
-        own.zero_grad()
-        nn.functional.cross_entropy(reference(words), label).backward()
-        own.step()
+    train_with_torch(
+        reference, optimizer, RATE, map(batch, range(STEPS)), **({"eps": 1e-3} if optimizer == "Adam" else {})
+    )
     for (name, found), expected in zip(module.named_parameters(), reference.parameters()):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
     assert operators(trainer)["ScatterND"] > 0

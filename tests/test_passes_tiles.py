@@ -8,6 +8,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
+from small import train_with_torch
 from test_passes_sparse_update import OPTIMIZERS, RATE, ROWS, STEPS, WIDTH, Bag, assert_close, batch, engine, train
 
 from orttrainer.graph.passes.speed import tiles
@@ -77,14 +78,9 @@ def test_training_in_tiles_equals_torch(optimizer, change):
     module, reference = Bag(**change), Bag(**change)
     trainer = engine(module, optimizer, {"epsilon": 1e-3} if optimizer == "Adam" else None)
     train(trainer)
-    own = torch.optim.SGD(reference.parameters(), RATE)
-    if optimizer == "Adam":
-        own = torch.optim.Adam(reference.parameters(), RATE, eps=1e-3)
-    for step in range(STEPS):
-        words, label = batch(step)
-        own.zero_grad()
-        torch.nn.functional.cross_entropy(reference(words), label).backward()
-        own.step()
+    train_with_torch(
+        reference, optimizer, RATE, map(batch, range(STEPS)), **({"eps": 1e-3} if optimizer == "Adam" else {})
+    )
     for (name, found), expected in zip(module.named_parameters(), reference.parameters()):
         # torch's own numbers in float32 are 7e-6 from those in float64, of steps of 0.05
         torch.testing.assert_close(found, expected, rtol=2e-5, atol=3e-5, msg=lambda text, name=name: f"{name}: {text}")

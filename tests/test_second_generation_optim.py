@@ -246,7 +246,7 @@ def test_a_scheduler_of_one_s_own_implements_get_lr():
             return [train_step_info.optimizer_config.lr * 0.5**train_step_info.optimization_step]
 
     assert Halving()._step(TrainStepInfo(optim.SGDConfig(lr=0.8), optimization_step=3)) == [0.1]
-    with pytest.raises(NotImplementedError, match="does not implement get_lr"):
+    with pytest.raises(NotImplementedError, match="does not implement get_lr"):  # abstract: for users to derive from
         optim.lr_scheduler._LRScheduler()._step(TrainStepInfo(optim.SGDConfig()))
 
     class Bare(Halving):
@@ -335,6 +335,7 @@ def test_the_base_scaler_says_what_to_implement():
     scaler.input_name = "scale"
     assert (scaler.loss_scale, scaler.input_name) == (16.0, "scale")
     for call in (scaler.reset, lambda: scaler.update(None)):
+        # abstract in legacy too: users derive from it
         with pytest.raises(NotImplementedError, match=r"LossScaler does not implement .* Use DynamicLossScaler"):
             call()
 

@@ -11,9 +11,8 @@ from orttrainer.graph.builder import Builder
 class ColumnSumsPass(ir.passes.InPlacePass):
     """ReduceSum(x, all axes but the last) -> 1^T x, where x is float32 and its last axis of known size.
 
-    ONNX Runtime's ReduceSum adds rows up in several threads that write to the same cache lines; the product with a row
-    of ones takes a quarter of the time (8 x 197 x 768 and 1,024 x 256 elements, 2 threads, 1.31.1). Not for CUDA, whose
-    products may round to TF32.
+    ONNX Runtime's ReduceSum is slow where it adds rows up: 0.09 to 0.16 ms, where the product with a row of ones takes 0.055
+    (2 threads, 1.31.1). Not for CUDA, whose products may round to TF32.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
