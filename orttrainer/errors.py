@@ -17,9 +17,7 @@ class SettingError(InvalidArgumentError, AssertionError):
     """A setting that the second generation refused with a bare assert; scripts may catch that."""
 
 
-class UnsupportedFeatureError(
-    OrtTrainerError, NotImplementedError
-):  # what legacy raised, so scripts may catch it; no stub
+class UnsupportedFeatureError(OrtTrainerError, NotImplementedError):  # the base that legacy raised; no stub
     """A legacy argument whose feature this version does not have; the text says what to do instead."""
 
 

@@ -22,3 +22,13 @@ def pytest_configure(config):
 @pytest.fixture(autouse=True)
 def _no_seed_of_another_test(monkeypatch):
     monkeypatch.setattr("orttrainer.seed._seed", None)
+
+
+@pytest.fixture
+def no_launcher(monkeypatch):
+    """As on a laptop, also where the tests themselves run under a launcher."""
+    from launched import LAUNCH_VARIABLES
+
+    for name in LAUNCH_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch

@@ -11,11 +11,17 @@ import sys
 
 import pytest
 import torch
-from test_distributed import LAUNCH_VARIABLES
 
 ROOT = pathlib.Path(__file__).parent.parent
 WORKERS = ROOT / "tests" / "workers"
 TIMEOUT = 300  # seconds; a run takes 20. A hang is a failure, not a long test.
+
+LAUNCH_VARIABLES = [
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    *("PMI_RANK", "PMI_SIZE", "PMI_FD", "MPI_LOCALRANKID", "PMIX_RANK", "PMIX_NAMESPACE"),
+    *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+]
 
 # As root, and with more ranks than cores, Open MPI wants to be told.
 ENVIRONMENT = {

@@ -316,6 +316,5 @@ def test_uninstall_leaves_no_trace():
 
 def test_an_error_of_a_refused_import_names_its_module():
     error = UnsupportedImportError("text", name="onnxruntime.training.ortmodule")
-    assert error.name == "onnxruntime.training.ortmodule" and isinstance(
-        error, NotImplementedError
-    )  # legacy's base, no stub
+    assert error.name == "onnxruntime.training.ortmodule"
+    assert isinstance(error, NotImplementedError)  # the base that legacy raised; no stub

@@ -7,8 +7,7 @@ import math
 import models
 import pytest
 import torch
-from launched import LAUNCHERS, results
-from test_distributed import LAUNCH_VARIABLES
+from launched import LAUNCH_VARIABLES, LAUNCHERS, results
 from test_parity import OPTIMIZERS, make_trainer
 
 STEPS = 20
