@@ -91,6 +91,7 @@ def worker(layers: int, threads: int) -> None:
     import orttrainer.compile
     import orttrainer.engine
     import orttrainer.export.module
+    import orttrainer.phase
     import orttrainer.run
     import orttrainer.source
     from orttrainer import IODescription, ModelDescription, ORTTrainer, export
@@ -101,7 +102,7 @@ def worker(layers: int, threads: int) -> None:
     meter.measure(orttrainer.engine, "compile_training_graph", "passes")
     meter.measure(orttrainer.compile, "differentiate", "differentiate")
     meter.measure(orttrainer.run.Runner, "_make_step", "session")
-    meter.measure(orttrainer.run._Phase, "run", "first step")
+    meter.measure(orttrainer.phase.Phase, "run", "first step")
     tokens = ["batch", "sequence"]
     description = ModelDescription(
         [IODescription(name, tokens, torch.int64) for name in ("input_ids", "attention_mask", "labels")],

@@ -211,7 +211,7 @@ def checking_session(model: bytes, optimize: bool = True):
 
 @contextlib.contextmanager
 def garbage_kept():
-    """Within the block Python collects no garbage by itself, and once at its end.
+    """Within the block Python collects no garbage by itself, and once at its end, where freed memory is given back.
 
     Compiling makes some million objects that stay for its whole time, and collecting goes through all of them again and
     again: a sixth of the time to the first step.
@@ -223,16 +223,28 @@ def garbage_kept():
     finally:
         if enabled:
             gc.enable()
-            gc.collect(1)
+            give_back_memory()
+
+
+def collect_new() -> None:
+    """Free the garbage among the objects made since the last time, and let the rest count among the old ones.
+
+    For what is there to stay: modules just imported, a graph just compiled. If it grew old as it lives through collections,
+    the collector would soon go through all objects: half a second, in the first step.
+    """
+    gc.collect(0)
+    if gc.get_freeze_count() == 0:  # who froze some wants these to stay so
+        gc.freeze()
+        gc.unfreeze()
 
 
 def give_back_memory() -> None:
     """Return to the system what has been freed; glibc would keep it, and a check frees as much as the model takes.
 
-    An exporter leaves its graphs behind in cycles, which only the garbage collector frees: that of the young objects,
+    An exporter leaves its graphs behind in cycles, which only the garbage collector frees: that of the new objects,
     for the others are not the exporter's.
     """
-    gc.collect(1)
+    collect_new()
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (AttributeError, OSError, TypeError):  # another C library

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import gc
+import linecache
+import logging
+import subprocess
+import sys
+import weakref
 
 import onnx_ir as ir
 import pytest
@@ -15,6 +20,7 @@ from orttrainer import runtime
 from orttrainer.errors import ExportMismatchError, UnsupportedModelError
 from orttrainer.export import capture, check, export_module, observation
 from orttrainer.export import module as export_stage
+from orttrainer.export.quiet import silence
 from orttrainer.export.sizes import all_resized
 
 
@@ -179,11 +185,125 @@ def test_garbage_is_collected_again_after_an_error():
 def test_late_signatures_give_the_graph_that_torch_gives(monkeypatch):
     from torch.onnx._internal.exporter._registration import OnnxDecompMeta, ONNXRegistry
 
-    before = OnnxDecompMeta.__post_init__, ONNXRegistry.get_decomps
+    before = OnnxDecompMeta.__post_init__, ONNXRegistry.get_decomps, vars(ONNXRegistry)["from_torchlib"]
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.GELU())
     late = export_module(model, nn.MSELoss(), XY, [X, Y])
-    assert (OnnxDecompMeta.__post_init__, ONNXRegistry.get_decomps) == before
+    assert (OnnxDecompMeta.__post_init__, ONNXRegistry.get_decomps, vars(ONNXRegistry)["from_torchlib"]) == before
     monkeypatch.setattr(capture, "_late_signatures", capture.contextlib.nullcontext)
     early = export_module(model, nn.MSELoss(), XY, [X, Y])
     assert late.exporter == early.exporter == "dynamo"
     assert [str(node) for node in late.model.graph] == [str(node) for node in early.model.graph]
+
+
+def test_an_export_leaves_no_graph_of_torch_behind():
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5))
+    forward = export_module(model, nn.MSELoss(), XY, [X, Y])
+    gc.collect()
+    assert forward.exporter == "dynamo"
+    assert not [found for found in gc.get_objects() if type(found) in (torch.fx.Node, torch.fx.Graph)]
+
+
+def test_an_export_leaves_nothing_behind_that_it_compared_with():
+    script = """
+import gc, torch
+from orttrainer import runtime
+from orttrainer.export import export_module
+from orttrainer.describe import IODescription, ModelDescription
+
+description = ModelDescription(
+    [IODescription("x", ["batch", 6], torch.float32), IODescription("y", ["batch", 6], torch.float32)],
+    [IODescription("loss", [], torch.float32), IODescription("z", ["batch", 6], torch.float32)],
+)
+with runtime.garbage_kept():
+    export_module(torch.nn.Linear(6, 6), torch.nn.MSELoss(), description, [torch.rand(7, 6), torch.rand(7, 6)])
+    runtime.give_back_memory()
+    print("left", [x.shape for x in gc.get_objects() if type(x) is torch.Tensor and tuple(x.shape) == (7, 6)])
+"""
+    result = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True)
+    assert result.stdout.splitlines()[-1:] == ["left []"], result.stderr
+
+
+def test_an_onnx_model_trains_without_the_exporters():
+    script = """
+import sys, onnx, torch
+from onnx import parser
+from orttrainer.describe import IODescription, ModelDescription
+from orttrainer.engine import Engine
+from orttrainer.settings import OptimizerChoice, Settings
+
+model = parser.parse_model('''<ir_version: 8, opset_import: ["": 18]>
+f (float[N, 2] x) => (float loss) <float[2, 1] w = {0.5, -0.25}> {
+  y = MatMul(x, w)
+  loss = ReduceMean<keepdims = 0>(y)
+}''')
+described = [IODescription("x", ["N", 2], torch.float32)], [IODescription("loss", [], torch.float32)]
+engine = Engine(model, None, ModelDescription(*described), OptimizerChoice("SGDOptimizer"), Settings())
+(loss,), _ = engine.train_step({"x": torch.ones(3, 2)}, 0.1)
+print(loss.item(), [name for name in ("onnxscript", "torch._dynamo", "torch.export._trace") if name in sys.modules])
+"""
+    result = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True)
+    assert result.stdout.splitlines()[-1:] == ["0.25 []"], result.stderr
+
+
+def test_an_export_leaves_torchs_switch_for_stack_traces_as_it_was():
+    export_module(nn.Linear(6, 6), nn.MSELoss(), XY, [X, Y])
+    assert torch.fx.config.do_not_emit_stack_traces is False
+
+
+def test_lines_of_source_files_are_forgotten_and_those_of_a_notebook_kept():
+    linecache.cache.pop(logging.__file__, None)
+    linecache.getlines(__file__)
+    try:
+        with capture._sources_forgotten():
+            assert linecache.getlines(logging.__file__)
+            linecache.cache["<cell>"] = (6, None, ["x = 1\n"], "<cell>")
+        assert logging.__file__ not in linecache.cache
+        assert __file__ in linecache.cache
+        assert linecache.getlines("<cell>") == ["x = 1\n"]
+    finally:
+        linecache.cache.pop("<cell>", None)
+
+
+def test_torch_puts_nothing_into_words_while_it_is_silenced():
+    trace = logging.getLogger("torch.__trace")
+    before = list(trace.handlers)
+    with silence():
+        assert not trace.handlers
+    assert trace.handlers == before
+
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
+
+
+def test_new_garbage_is_freed_and_what_stays_is_old():
+    kept, dropped = Cycle(), weakref.ref(Cycle())
+    runtime.collect_new()
+    assert dropped() is None
+    kept = weakref.ref(kept)
+    gc.collect(1)
+    assert kept() is not None
+    gc.collect()
+    assert kept() is None
+
+
+def test_what_the_caller_froze_stays_frozen():
+    gc.freeze()
+    try:
+        count = gc.get_freeze_count()
+        runtime.collect_new()
+        assert gc.get_freeze_count() == count
+    finally:
+        gc.unfreeze()
+
+
+def test_the_first_step_leaves_no_garbage_behind_that_a_collection_of_the_new_would_find(monkeypatch):
+    """Making a session copies its part of the graph; what that leaves is freed before the step needs the memory."""
+    real, seen = runtime.give_back_memory, []
+    monkeypatch.setattr(runtime, "give_back_memory", lambda: (seen.append(gc.isenabled()), real()))
+    trainer = make(net())
+    trainer.eval_step(*batch())
+    seen.clear()
+    trainer.train_step(*batch(), LR)
+    assert seen == [True]

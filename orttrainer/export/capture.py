@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import linecache
+from collections.abc import Iterator
 from unittest import mock
 
 import onnx
@@ -15,14 +17,14 @@ import onnx_ir as ir
 import torch
 from onnx_ir.tensor_adapters import TorchTensor
 
+from orttrainer import runtime
 from orttrainer.export import stop_gradient
 from orttrainer.export.batch_norm import TRANSLATIONS
 from orttrainer.export.faithful import faithful
 from orttrainer.export.quiet import silence
 
-__all__ = ["MAX_OPSET", "MIN_OPSET", "capture_dynamo", "capture_torchscript", "state_tensor"]
+__all__ = ["capture_dynamo", "capture_torchscript", "state_tensor"]
 
-MIN_OPSET, MAX_OPSET = 18, 21
 _TORCHSCRIPT_MAX_OPSET = 20
 
 
@@ -32,7 +34,8 @@ def capture_dynamo(wrapper, inputs, symbols, opset) -> ir.Model:
     Args:
         symbols: per input, the axes that vary: {axis: symbol}.
     """
-    with silence():
+    with silence(), _sources_forgotten(), _no_stack_traces():
+        _load_exporter()
         with faithful(wrapper):
             program = _exported_program(wrapper, inputs, symbols)
         with _late_signatures():
@@ -44,20 +47,69 @@ def capture_dynamo(wrapper, inputs, symbols, opset) -> ir.Model:
                 dynamo=True,
                 verbose=False,
             )
-    return onnx_program.model
+    model = onnx_program.model
+    _release_graphs(model)
+    return model
+
+
+def _release_graphs(model: ir.Model) -> None:
+    """Drop what keeps torch's graphs alive: the notes of the node that each of the model's came from, and torch's own."""
+    for graph in (model.graph, *(function.graph for function in model.functions.values())):
+        for noted in (*graph.inputs, *graph.initializers.values(), *graph.all_nodes()):
+            noted.meta.clear()
+    with contextlib.suppress(ImportError, AttributeError):  # a private name: other torch versions may lack it
+        from torch.fx.experimental import proxy_tensor
+
+        proxy_tensor._FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT.clear()  # of the last export, and read within it only
+
+
+def _load_exporter() -> None:
+    """Import what torch's exporter needs before it begins.
+
+    What stays then does not lie scattered among the graphs of an export, whose memory goes back to the system, and the
+    garbage collector need not tell the one from the other.
+    """
+    with contextlib.suppress(ImportError):  # private names: other torch versions may lack them
+        import torch.export._trace
+        import torch.onnx._internal.exporter._core  # noqa: F401
+        from onnxscript.function_libs.torch_lib import ops  # noqa: F401
+    runtime.collect_new()  # frames, too, which imports leave behind, and what these hold
+
+
+@contextlib.contextmanager
+def _sources_forgotten() -> Iterator[None]:
+    """Drop the lines of source files that Python has read within the block, for one line of each.
+
+    What has no file, such as the cells of a notebook, stays.
+    """
+    before = set(linecache.cache)
+    try:
+        yield
+    finally:
+        for name in linecache.cache.keys() - before:
+            match linecache.cache[name]:
+                case (_, float(), _, _):  # size, time of the last change, lines, path
+                    del linecache.cache[name]
+
+
+def _no_stack_traces():
+    """Let torch not write down for each node where in the source it was called: nothing here reads it."""
+    return mock.patch.object(torch.fx.config, "do_not_emit_stack_traces", True, create=True)
 
 
 @contextlib.contextmanager
 def _late_signatures():
-    """Let torch read the signature of a translation when it looks it up for a node.
+    """Let torch read the signature of a translation, and the script behind it, when it looks it up for a node.
 
-    It reads those of all 600 operators that it can translate, in a fifth of a second, and a model has a few dozen.
+    It reads those of all 600 operators that it can translate, in half a second, and a model has a few dozen.
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(ImportError, AttributeError):  # private names: other torch versions may lack them
+            from onnxscript._internal.values import TracedOnnxFunction
             from torch.onnx._internal.exporter._registration import OnnxDecompMeta, ONNXRegistry
 
             infer, get = OnnxDecompMeta.__post_init__, ONNXRegistry.get_decomps
+            register = ONNXRegistry.from_torchlib.__func__
 
             def get_decomps(self, target):
                 found = get(self, target)
@@ -65,9 +117,20 @@ def _late_signatures():
                     infer(translation)  # nothing, where it has a signature
                 return found
 
+            def from_torchlib(cls, *args, **kwargs):
+                with mock.patch.object(TracedOnnxFunction, "function_ir", _Unread):
+                    return register(cls, *args, **kwargs)
+
             stack.enter_context(mock.patch.object(OnnxDecompMeta, "__post_init__", lambda self: None))
             stack.enter_context(mock.patch.object(ONNXRegistry, "get_decomps", get_decomps))
+            stack.enter_context(mock.patch.object(ONNXRegistry, "from_torchlib", classmethod(from_torchlib)))
         yield
+
+
+class _Unread:
+    """What the registry asks of a script, which it then does not use."""
+
+    domain = ""
 
 
 def capture_torchscript(wrapper, inputs, symbols, opset) -> ir.Model:

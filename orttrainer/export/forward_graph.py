@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-__all__ = ["ForwardGraph"]
+__all__ = ["MAX_OPSET", "MIN_OPSET", "ForwardGraph"]
+
+MIN_OPSET, MAX_OPSET = 18, 21  # of what is exported
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from orttrainer.describe import InputSchema, ModelDescription
 from orttrainer.errors import ExportError, InvalidArgumentError, RuntimeNotFoundError, UnsupportedModelError
 from orttrainer.export import normalize
 from orttrainer.export.call import LossModule, check_layers, in_train_mode, state_names, unchanged
-from orttrainer.export.capture import MAX_OPSET, MIN_OPSET, capture_dynamo, capture_torchscript, state_tensor
+from orttrainer.export.capture import capture_dynamo, capture_torchscript, state_tensor
 from orttrainer.export.check import check_dropouts, check_evaluation, check_values
-from orttrainer.export.forward_graph import ForwardGraph
+from orttrainer.export.forward_graph import MAX_OPSET, MIN_OPSET, ForwardGraph
 from orttrainer.export.observation import observe
 from orttrainer.export.sizes import without_ones
 

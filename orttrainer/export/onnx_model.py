@@ -10,9 +10,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from orttrainer.errors import ModelError, UnknownNameError
-from orttrainer.export import normalize
-from orttrainer.export.capture import MAX_OPSET
-from orttrainer.export.forward_graph import ForwardGraph
+from orttrainer.export.forward_graph import MAX_OPSET, ForwardGraph
 from orttrainer.graph.read import read_model
 
 __all__ = ["from_onnx", "open_model"]
@@ -62,7 +60,9 @@ def open_model(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[
     model = read_model(model)
     common.InlinePass()(model)
     if not _OLDEST_OPSET <= model.opset_imports.get("", 0) <= MAX_OPSET:
-        normalize.convert_opset(model, _CONVERTED_TO)
+        from orttrainer.export.normalize import convert_opset  # here: it imports the exporters, 40 MB
+
+        convert_opset(model, _CONVERTED_TO)
     _select_inputs(model.graph, inputs)
     _select_outputs(model.graph, outputs)
     common.RemoveUnusedNodesPass()(model)

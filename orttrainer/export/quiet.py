@@ -30,6 +30,8 @@ def silence():
         open(os.devnull, "w") as null,
         # In torch 2.13 this one prints whole graphs past Python's streams, asked for or not.
         mock.patch.object(torch._C, "_jit_onnx_log", _log_nothing, create=True),
+        # Where it has a handler, torch puts all that it might log into words, whatever the level.
+        mock.patch.object(logging.getLogger("torch.__trace"), "handlers", []),
     ):
         warnings.simplefilter("ignore")
         with contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
