@@ -15,7 +15,7 @@ help:
 	@echo "make test                 run the tests"
 	@echo "make test-legacy-runtime  run a slice of them on onnxruntime-training-cpu 1.19.2"
 	@echo "make test-gpu             run the tests that need a CUDA device (installs onnxruntime-gpu)"
-	@echo "make test-forms           run suites of whole models without the passes that serve speed, and with all of them at any size"
+	@echo "make test-forms           run suites of whole models without the passes that serve speed, with all of them at any size, and with kernels in C"
 	@echo "make test-slow            run the long suites"
 	@echo "make coverage             run the public suites whole (an hour on two cores) and write docs/coverage.md"
 	@echo "make bench                time train_step beside PyTorch, JAX and, after test-legacy-runtime, onnxruntime-training"
@@ -53,6 +53,7 @@ FORMS := tests/test_parity.py tests/test_training_graph.py tests/test_trainer_tr
 test-forms: $(VENV)/.test
 	@$(BIN)/python -m pytest -q -n 2 --forms plain $(or $(ARGS),$(FORMS))
 	@$(BIN)/python -m pytest -q -n 2 --forms every-size $(or $(ARGS),$(FORMS))
+	@$(BIN)/python -m pytest -q -n 2 --forms native $(or $(ARGS),$(FORMS))
 
 test-gpu: $(VENV)/.test
 	@$(BIN)/python -m pip uninstall --quiet -y onnxruntime

@@ -12,7 +12,8 @@ import onnx_ir as ir
 import torch
 
 from orttrainer.describe import IODescription, ModelDescription
-from orttrainer.errors import InvalidArgumentError, SchemaError, UnsupportedFeatureError
+from orttrainer.errors import InvalidArgumentError, SchemaError, UnknownNameError, UnsupportedFeatureError
+from orttrainer.graph.recompute import Recompute
 
 _PRECISIONS = {None: None, "float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
@@ -166,6 +167,8 @@ def inputs_by_name(args, kwargs, names: Sequence[str], call: str, needed: Sequen
     """Positional and keyword tensors by the names they stand for."""
     if len(args) == 1 and isinstance(args[0], list):
         args = args[0]
+    if not kwargs and len(args) == len(names):  # as nearly every step is called
+        return dict(zip(names, args))
     if unknown := [name for name in kwargs if name not in names]:
         raise SchemaError(f"{call} got unknown inputs {unknown}; it takes {list(names)}")
     if len(args) + len(kwargs) > len(names):
@@ -178,6 +181,33 @@ def inputs_by_name(args, kwargs, names: Sequence[str], call: str, needed: Sequen
     if missing := [name for name in (names if needed is None else needed) if name not in given]:
         raise SchemaError(f"{call} lacks {missing}; it takes {list(names)}, got {len(args) + len(kwargs)}")
     return {name: given[name] for name in names if name in given}
+
+
+def listed_batch(batch, names: Sequence[str], call: str, whole: bool) -> dict:
+    """A batch that came as a list, by name; `whole`: of all inputs."""
+    if not isinstance(batch, (list, tuple)) or len(batch) > len(names) or (whole and len(batch) < len(names)):
+        raise SchemaError(
+            f"the batch of {call} must be a list of {'all' if whole else 'the'} inputs {list(names)}, got {batch!r}"
+        )
+    return dict(zip(names, batch))
+
+
+def checked_fetches(fetches, names: Sequence[str]) -> list[str] | None:
+    """Names of described outputs; None for all."""
+    if fetches is None or (isinstance(fetches, (list, tuple)) and not fetches):
+        return None
+    if not isinstance(fetches, (list, tuple)):
+        raise SchemaError(f"fetches must be a list of described outputs such as {list(names[:1])}, got {fetches!r}")
+    if unknown := [name for name in fetches if name not in names]:
+        raise UnknownNameError(f"fetches={unknown!r} are not described outputs; those are {list(names)}")
+    return list(fetches)
+
+
+def check_recompute(recompute) -> None:
+    if recompute is not None and not isinstance(recompute, Recompute):
+        raise InvalidArgumentError(
+            f"recompute must be an orttrainer.Recompute, such as Recompute(gelu=True), or None; got {recompute!r}"
+        )
 
 
 def session_options(deterministic: bool, optimized_model_filepath: str):

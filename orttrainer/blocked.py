@@ -11,17 +11,25 @@ import onnx_ir as ir
 from orttrainer import runtime
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.speed.nchwc import DOMAIN, BlockedConvolutionPass
+from orttrainer.graph.passes.speed.nchwc_regions import StayInBlocksPass
 
 BLOCKS = (8, 16, 32)
 
 
-def block_convolutions(model: ir.Model, providers: Sequence) -> bool:
-    """Let the convolutions of a graph that is about to be run on the CPU work in blocks; whether any does."""
+def block_convolutions(model: ir.Model, providers: Sequence, stay: bool = False) -> bool:
+    """Let the convolutions of a graph that is about to be run on the CPU work in blocks; whether any does.
+
+    Args:
+        stay: so does what lies between them. Only for a graph that is not run but with `training_mode`.
+    """
     if list(providers) != ["CPUExecutionProvider"]:
         return False
     if not any(node.op_type in ("Conv", "ConvTranspose") for node in model.graph) or (block := block_size()) is None:
         return False
-    return BlockedConvolutionPass(block)(model).modified
+    modified = BlockedConvolutionPass(block, stay)(model).modified
+    if modified and stay:
+        StayInBlocksPass(block)(model)
+    return modified
 
 
 @functools.cache
@@ -39,7 +47,7 @@ def block_size() -> int | None:
 def _agrees(block: int) -> bool:
     """Whether a small network gives the same with and without blocks."""
     plain, blocked = _network(block), _network(block)
-    if not BlockedConvolutionPass(block)(blocked).modified:
+    if not BlockedConvolutionPass(block)(blocked).modified or not StayInBlocksPass(block)(blocked).modified:
         return False
     rng = np.random.default_rng(0)
     feeds = {v.name: rng.standard_normal(v.shape.numpy(), np.float32) for v in plain.graph.inputs}
@@ -55,13 +63,23 @@ def _reordering() -> ir.Model:
 
 
 def _network(block: int) -> ir.Model:
-    """Every form that the pass writes: few channels, a Relu, a stride, two Conv in a row, a ConvTranspose, channels last."""
-    model, (x, v, w, b) = _model(x=(2, 3, 11, 13), v=(block, 3, 3, 3), w=(2 * block, block, 3, 2), b=(2 * block,))
+    """Every form that the passes write.
+
+    Few channels, a Relu, a stride, two Conv in a row, a ConvTranspose, channels last; vectors of channels, sums over
+    all but these, a matrix as kernel, a ConvTranspose with a stride, single positions.
+    """
+    shapes = {"x": (2, 3, 11, 13), "v": (block, 3, 3, 3), "w": (2 * block, block, 3, 2), "b": (2 * block,)}
+    model, (x, v, w, b, m, c) = _model(**shapes, m=(block, block, 1, 1), c=(1, block, 1, 1))
     op = Builder(model.graph)
     first = op.Relu(op.Conv(x, v, pads=[1, 1, 1, 1]))
     second = op.Conv(first, w, b, strides=[2, 1], pads=[1, 0, 0, 1])
     back = op.ConvTranspose(second, w, pads=[0, 1, 1, 0])
+    scaled = op.Relu(op.Add(op.Mul(op.Sub(first, c), c), c))
+    third = op.Conv(op.Mul(op.Conv(scaled, m), scaled), w)
+    apart = op.ConvTranspose(op.Mul(third, third), w, strides=[3, 2])
     model.graph.outputs.extend([first, second, back, *(op.Transpose(v, perm=[0, 2, 3, 1]) for v in (x, first))])
+    model.graph.outputs.extend([op.Conv(apart, w), op.ReduceSum(scaled, [0, 2, 3], keepdims=0)])
+    model.graph.outputs.append(op.AveragePool(first, kernel_shape=[1, 1], strides=[2, 2]))
     return model
 
 

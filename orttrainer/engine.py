@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import math
 import os
 import threading
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,48 +14,39 @@ import onnx_ir as ir
 import torch
 
 from orttrainer import runtime
-from orttrainer.arguments import checked_loss_scale, checked_precision, checked_steps, inputs_by_name
+from orttrainer.arguments import (
+    check_recompute,
+    checked_fetches,
+    checked_loss_scale,
+    checked_precision,
+    checked_steps,
+    inputs_by_name,
+    listed_batch,
+)
 from orttrainer.compile import compile_training_graph
 from orttrainer.describe import InputSchema, ModelDescription
 from orttrainer.distributed import Collective, device_of_rank, failing_together, find_collective
-from orttrainer.errors import (
-    InvalidArgumentError,
-    NonFiniteLossError,
-    NonFiniteLossWarning,
-    SchemaError,
-    StateError,
-    UnknownNameError,
-)
+from orttrainer.errors import InvalidArgumentError, StateError
 from orttrainer.front_end import NotCopied
 from orttrainer.graph.passes.constants import InitializersToConstantsPass
 from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
 from orttrainer.graph.places import Places
-from orttrainer.graph.recompute import Recompute
-from orttrainer.graph.write import write_model
-from orttrainer.inference import check_inference, inference_model
+from orttrainer.inference import export_inference
+from orttrainer.native.library import is_wanted
+from orttrainer.nonfinite import LossWatch
 from orttrainer.optim import make_optimizer
 from orttrainer.pipeline import check_disabled_passes
-from orttrainer.profiling import Profile, places_of, profiled, watching
+from orttrainer.profiling import Profile, check_updates, places_of, profiled, watching
 from orttrainer.run import Runner
 from orttrainer.seed import seed_of_rank
 from orttrainer.settings import OptimizerChoice, Settings
 from orttrainer.source import Source
-from orttrainer.state import ACCUMULATED, ACCUMULATED_BY, TrainedState, checked_accumulated, cpu_copy, ir_view
+from orttrainer.state import TrainedState, ir_view
 from orttrainer.training_graph import TrainingGraph
+from orttrainer.turns import PreparingAStep, one_at_a_time
 
 if TYPE_CHECKING:
     from orttrainer.export import ForwardGraph
-
-
-def _one_at_a_time(method: Callable) -> Callable:
-    """A method that waits until no other thread is in one: state and bindings are shared by all calls."""
-
-    @functools.wraps(method)
-    def locked(self, *args, **kwargs):
-        with self._lock:
-            return method(self, *args, **kwargs)
-
-    return locked
 
 
 class Engine(NotCopied):
@@ -92,14 +80,8 @@ class Engine(NotCopied):
         self.settings, self._optimizer = settings, optimizer
         self._accumulation_steps = checked_steps(settings.accumulation_steps)
         self.precision = checked_precision(settings.precision)
-        if settings.recompute is not None and not isinstance(settings.recompute, Recompute):
-            raise InvalidArgumentError(
-                f"recompute must be an orttrainer.Recompute, such as Recompute(gelu=True), or None; got {settings.recompute!r}"
-            )
-        if settings.nonfinite_loss not in ("warn", "error", "ignore"):
-            raise InvalidArgumentError(
-                f"nonfinite_loss must be 'warn', 'error' or 'ignore', got {settings.nonfinite_loss!r}"
-            )
+        check_recompute(settings.recompute)
+        self._watch = LossWatch(settings.nonfinite_loss)
         check_disabled_passes(settings.disabled_passes)
         device = settings.device
         self.collective: Collective = find_collective(
@@ -107,6 +89,7 @@ class Engine(NotCopied):
         )
         self.device = runtime.parse_device(device_of_rank(torch.device(device), self.collective))
         runtime.check_device(self.device)
+        self._native = is_wanted(settings.native_kernels, self.device.type, settings.providers)
         if settings.provider_options:
             chosen = runtime.choose_providers(self.device, settings.providers)
             chosen = runtime.with_provider_options(chosen, settings.provider_options)
@@ -118,8 +101,8 @@ class Engine(NotCopied):
             self.describe(description)
         self.training_graph: TrainingGraph | None = None
         self.source = Source(model, loss_fn, self.device, settings)
-        self._rates, self._scale = torch.zeros(1), torch.ones(1)
-        self._steps, self._was_finite = 0, True
+        self._scale = torch.ones(1)
+        self._rate, self._rates_given = 0.0, None  # of the last step: what it was given, and what `_rates` holds
         self._pending_state: tuple[dict, bool] | None = None
         self._runner: Runner | None = None
         self._schema: InputSchema | None = None
@@ -142,7 +125,7 @@ class Engine(NotCopied):
 
     # -- the step -------------------------------------------------------------------------
 
-    @_one_at_a_time
+    @one_at_a_time
     def train_step(
         self, given: Mapping[str, torch.Tensor], rate: float, loss_scale: float = 1.0
     ) -> tuple[list[torch.Tensor], bool | None]:
@@ -164,36 +147,38 @@ class Engine(NotCopied):
         """
         with self.preparing_a_step():
             batch = self._checked_batch(given)
-            if self._optimizer.rates is None:
-                self._rates.fill_(rate)
-            else:
-                self._rates = torch.tensor(self._optimizer.rates(rate), dtype=torch.float32)
+            rates = self._rates_at(rate)
             scale = None if self.precision is None else self._scale.fill_(checked_loss_scale(loss_scale))
             self._state.follow_module(trains=True)
         runner, last = self._runner, self._is_last
         with watching(runner, self._places):
-            outputs, finite = runner.train_step(batch, self._rates, scale, update=last)
-        self._steps += 1
-        if self.settings.nonfinite_loss == "warn":
-            self._warn_of(outputs[0])
+            outputs, finite = runner.train_step(batch, rates, scale, update=last)
+        self._watch.count(outputs[0])
         return outputs, finite if last else None
 
-    @contextlib.contextmanager
-    def preparing_a_step(self) -> Iterator[None]:
-        """What fails in here fails on all ranks, where they wait for the gradients of this one."""
-        try:
-            yield
-        except Exception as error:
-            if self._runner is not None and self._is_last:
-                self._runner.give_up(error)
-            raise
+    def _rates_at(self, rate: float) -> torch.Tensor:
+        """The learning rate of each group: float32 [groups], the same tensor as long as they stay the same."""
+        rates = [rate] if self._optimizer.rates is None else list(self._optimizer.rates(rate))
+        if rates != self._rates_given:
+            self._rates, self._rates_given = torch.tensor(rates, dtype=torch.float32), rates
+        self._rate = rate
+        return self._rates
+
+    def preparing_a_step(self) -> PreparingAStep:
+        """A context: what fails in it fails on all ranks, where they wait for the gradients of this one."""
+        return PreparingAStep(self)
+
+    def give_up_a_step(self, error: Exception) -> None:
+        """Fail on all ranks, where they wait for the gradients of this one; of a single rank nothing."""
+        if self._runner is not None and self._is_last:
+            self._runner.give_up(error)
 
     @property
     def _is_last(self) -> bool:
         """Whether the next batch is the last of its block."""
         return self._runner.accumulated + 1 >= self._accumulation_steps
 
-    @_one_at_a_time
+    @one_at_a_time
     def eval_step(self, given: Mapping[str, torch.Tensor], fetches: Sequence[str] | None = None) -> list[torch.Tensor]:
         """Run forward and loss in evaluation mode: dropout off, running statistics, no update.
 
@@ -219,15 +204,7 @@ class Engine(NotCopied):
 
     def checked_fetches(self, fetches: Sequence[str] | None) -> list[str] | None:
         """Names of described outputs; None for all."""
-        if fetches is None or (isinstance(fetches, (list, tuple)) and not fetches):
-            return None
-        if not isinstance(fetches, (list, tuple)):
-            raise SchemaError(
-                f"fetches must be a list of described outputs such as {self.output_names[:1]}, got {fetches!r}"
-            )
-        if unknown := [name for name in fetches if name not in self.output_names]:
-            raise UnknownNameError(f"fetches={unknown!r} are not described outputs; those are {self.output_names}")
-        return list(fetches)
+        return checked_fetches(fetches, self.output_names)
 
     @property
     def accumulation_steps(self) -> int:
@@ -235,7 +212,7 @@ class Engine(NotCopied):
         return self._accumulation_steps
 
     @accumulation_steps.setter
-    @_one_at_a_time
+    @one_at_a_time
     def accumulation_steps(self, steps: int) -> None:
         steps = checked_steps(steps)
         if self.accumulated and steps != self._accumulation_steps:
@@ -262,29 +239,22 @@ class Engine(NotCopied):
         """Global L2 norm of the gradients of the last update, before clipping: 0-d."""
         return torch.zeros(()) if self._runner is None else self._runner.gradient_norm.clone()
 
-    @_one_at_a_time
+    @one_at_a_time
     def profile(self, steps: int, batch: Sequence | None) -> Profile:
         """As `FrontEnd.profile` says."""
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise InvalidArgumentError(f"steps must be a whole number from 1, got {steps!r}")
+        check_updates(steps)
         if batch is not None:
-            if not isinstance(batch, (list, tuple)) or len(batch) != len(self.input_names):
-                raise SchemaError(
-                    f"the batch of profile must be a list of all inputs {self.input_names}, got {batch!r}"
-                )
             last = self._last_batch
-            given = self._checked_batch(dict(zip(self.input_names, batch)))
+            given = self._checked_batch(listed_batch(batch, self.input_names, "profile", whole=True))
             self._last_batch = last
         elif (given := self._last_batch) is None or len(given) < len(self.input_names):
             raise StateError("there is no step yet whose batch profile could use: give it a batch=[...], or run a step")
         self._state.follow_module(trains=False)
-        state = {name: tensor.clone() for name, tensor in self._runner.state.items()}
-        accept = None if self.settings.nonfinite_loss != "error" else lambda outputs: None
-        twin = self._made_runner(self.training_graph, state, None, accept)
-        scale = None if self.precision is None else self._scale
+        twin = self._runner.twin()
+        rates, scale = self._rates_at(self._rate), None if self.precision is None else self._scale
 
         def step() -> None:
-            twin.train_step(given, self._rates, scale, twin.accumulated + 1 >= self._accumulation_steps)
+            twin.train_step(given, rates, scale, twin.accumulated + 1 >= self._accumulation_steps)
 
         return profiled(step, twin, self._places, steps, self._accumulation_steps)
 
@@ -294,7 +264,7 @@ class Engine(NotCopied):
 
     # -- state ----------------------------------------------------------------------------
 
-    @_one_at_a_time
+    @one_at_a_time
     def state_dict(self, include_optimizer_state: bool = True) -> dict[str, torch.Tensor]:
         """Name -> CPU tensor (a copy); empty before the model is compiled.
 
@@ -302,15 +272,9 @@ class Engine(NotCopied):
         """
         if self._runner is None:
             return {}
-        found = self._state.copies(include_optimizer_state)
-        if include_optimizer_state and self.accumulated:
-            found |= {name: cpu_copy(tensor) for name, tensor in self._accumulators().items()}
-            found[ACCUMULATED] = torch.tensor([self.accumulated])
-            if self.collective.size > 1:
-                found[ACCUMULATED_BY] = torch.tensor([self.collective.rank, self.collective.size])
-        return found
+        return self._state.copies(include_optimizer_state, self._runner.named_accumulators(), self.accumulated)
 
-    @_one_at_a_time
+    @one_at_a_time
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = False) -> None:
         """Load what `state_dict` gave. Before the model is compiled it is kept, and loaded then.
 
@@ -322,26 +286,10 @@ class Engine(NotCopied):
         if self._runner is None:
             self._pending_state = (dict(state_dict), strict)
             return
-        sums = self._accumulators()
-        midway = ACCUMULATED in state_dict and bool(sums)
-        extra = {name: tensor for name, tensor in sums.items() if midway}
-        accumulated = checked_accumulated(state_dict, extra, self.collective) if midway else 0
-        known = {n: t for n, t in state_dict.items() if not midway or n not in (ACCUMULATED, ACCUMULATED_BY)}
-        self._state.load(known, strict, extra)
-        self._runner.drop_accumulated()
-        if midway:
-            for name, tensor in extra.items():
-                tensor.copy_(torch.as_tensor(state_dict[name]))
-            self._runner.accumulated = accumulated
+        loaded = self._state.load(state_dict, strict, self._runner.named_accumulators())
+        self._runner.drop_accumulated(loaded)
 
-    def _accumulators(self) -> dict[str, torch.Tensor]:
-        sums, found = self._runner.accumulators, {}
-        for entry in self.training_graph.signature.state:
-            if entry.role == "accumulator":
-                found |= entry.views(sums[entry.parameter])
-        return found
-
-    @_one_at_a_time
+    @one_at_a_time
     def compile(self, given: Mapping[str, torch.Tensor]) -> None:
         """Compile for this batch, a whole one, unless that was done before; run nothing."""
         self._checked_batch(given)
@@ -356,14 +304,12 @@ class Engine(NotCopied):
         """The forward graph with its loss and the trained weights, in training form; None before it exists."""
         if self._runner is None:
             return self.source.onnx_model
-        self._state.follow_module(trains=False)
-        model = self._forward.model.clone()
+        model = self._trained_forward()
         RemoveStopGradientPass()(model)
         InitializersToConstantsPass({*self._forward.parameters, *self._forward.buffers})(model)
-        self._show_state(model)
         return ir.to_proto(model)
 
-    @_one_at_a_time
+    @one_at_a_time
     def export_inference(
         self, path: str | os.PathLike, outputs: Sequence[str] | None = None, batch: Sequence | None = None
     ) -> None:
@@ -372,23 +318,22 @@ class Engine(NotCopied):
             raise StateError("there is no graph to export before the first step of a torch module; run one eval_step")
         outputs = self.checked_fetches(outputs) or self.output_names[1:] or self.output_names
         if batch is not None:
-            if not isinstance(batch, (list, tuple)) or len(batch) > len(self.input_names):
-                raise SchemaError(
-                    f"the batch of export_inference must be a list of the inputs {self.input_names}, got {batch!r}"
-                )
-            given = dict(zip(self.input_names, batch))
+            given = listed_batch(batch, self.input_names, "export_inference", whole=False)
             self._checked_batch(given)
         elif (given := self._last_batch) is None:
             raise StateError("export_inference compares the file with eval_step: give it a batch=..., or run a step")
+
+        def evaluate() -> list[torch.Tensor]:
+            return self.eval_step({name: given[name] for name in self.needed(outputs)}, outputs)
+
+        export_inference(self._trained_forward(), outputs, given, evaluate, self.precision, path)
+
+    def _trained_forward(self) -> ir.Model:
+        """A copy of the forward graph, whose initializers show the state of the moment."""
         self._state.follow_module(trains=False)
-        model = inference_model(self._forward.model.clone(), outputs)
+        model = self._forward.model.clone()
         self._show_state(model)
-        proto = ir.to_proto(model)
-        if missing := [value.name for value in model.graph.inputs if value.name not in given]:
-            raise StateError(f"the batch lacks {missing}; give export_inference a batch=... of all inputs")
-        expected = dict(zip(outputs, self.eval_step({n: given[n] for n in self.needed(outputs)}, outputs)))
-        check_inference(proto, given, expected, self.precision)
-        write_model(proto, path)
+        return model
 
     def _show_state(self, model: ir.Model) -> None:
         """Let the initializers of a graph show the state of the moment."""
@@ -409,7 +354,7 @@ class Engine(NotCopied):
             batch = [t.clone() if isinstance(t, torch.Tensor) and t.is_inference() else t for t in batch]
             with failing_together(self.collective, "describing the first batch"):
                 schema = InputSchema.settle(self.description.inputs_, batch, strict=self.settings.strict)
-            self._sizes = _sizes(schema, batch)
+            self._sizes = schema.sizes(batch)
             self._compile(lambda: self.source.forward_graph(self.description, batch, schema))
             self._schema = schema  # last: whatever fails before, the next step begins anew
         self._last_batch = {name: _to_device(tensor, self.device) for name, tensor in given.items()}
@@ -460,16 +405,13 @@ class Engine(NotCopied):
         )  # fmt: skip
 
     def _open(self, graph: TrainingGraph) -> None:
-        accept = self._refuse_nonfinite if self.settings.nonfinite_loss == "error" else None
-        self._runner = self._made_runner(graph, self._state.stored, self.collective, accept)
-        self.training_graph = graph
-
-    def _made_runner(self, graph: TrainingGraph, state: Mapping, collective: Collective | None, accept) -> Runner:
         settings = self.settings
-        return Runner(
-            graph, state, self.device, settings.providers, collective, settings.session_options, accept=accept,
-            disabled_passes=settings.disabled_passes,
+        accept = (lambda outputs: self._watch.refuse(outputs[0], self.accumulated)) if self._watch.refuses else None
+        self._runner = Runner(
+            graph, self._state.stored, self.device, settings.providers, self.collective, settings.session_options,
+            accept=accept, disabled_passes=settings.disabled_passes, native_kernels=self._native,
         )  # fmt: skip
+        self.training_graph = graph
 
     def _recompile(self) -> None:
         """The graph again, for settings that have changed, on the present state."""
@@ -481,34 +423,8 @@ class Engine(NotCopied):
         self._open(graph)
         self._state.load(state, strict=True)
 
-    # -- losses that are not finite -------------------------------------------------------
-
-    def _warn_of(self, loss: torch.Tensor) -> None:
-        """Warn of the first of a row of losses that are not finite."""
-        finite = math.isfinite(loss.item())
-        if not finite and self._was_finite:
-            warnings.warn(self._nonfinite(loss), NonFiniteLossWarning, stacklevel=5)
-        self._was_finite = finite
-
-    def _refuse_nonfinite(self, outputs: Sequence[torch.Tensor]) -> None:
-        if not math.isfinite(outputs[0].item()):
-            dropped = f" Batches accumulated before it are dropped: {self.accumulated}." if self.accumulated else ""
-            raise NonFiniteLossError(f"{self._nonfinite(outputs[0])}. Nothing was updated.{dropped}")
-
-    def _nonfinite(self, loss: torch.Tensor) -> str:
-        step = self._steps + (self.settings.nonfinite_loss == "error")
-        return (
-            f"the loss is {loss.item()} at step {step}; look at the batch of this step, the learning rate, and "
-            "divisions, logarithms and roots in the model"
-        )
-
-
-def _sizes(schema: InputSchema, batch: Sequence[torch.Tensor]) -> dict[str, int]:
-    """The sizes that the symbolic dimensions have in a batch."""
-    dims = [(dim, size) for spec, x in zip(schema.specs, batch) for dim, size in zip(spec.shape, x.shape)]
-    return {dim: size for dim, size in dims if isinstance(dim, str)}
-
 
 def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    tensor = tensor.detach().resolve_neg()
+    if tensor.requires_grad or tensor.is_neg():
+        tensor = tensor.detach().resolve_neg()
     return tensor if tensor.device == device else tensor.to(device)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import onnx
@@ -11,11 +12,12 @@ import torch
 from onnx_ir.passes import common
 
 from orttrainer import runtime
-from orttrainer.errors import ExecutionError, ExportMismatchError
+from orttrainer.errors import ExecutionError, ExportMismatchError, StateError
 from orttrainer.graph.passes.inference import InferenceBatchNormalizationPass
 from orttrainer.graph.passes.random import MutePass
 from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
 from orttrainer.graph.subgraphs import node_inputs
+from orttrainer.graph.write import write_model
 
 # Of the largest number of an output: float32 in another order; half precision has 11 or 8 bits.
 TOLERANCES = {None: 1e-4, ir.DataType.FLOAT16: 2e-2, ir.DataType.BFLOAT16: 1e-1}
@@ -46,6 +48,34 @@ def inference_model(forward: ir.Model, outputs: Sequence[str]) -> ir.Model:
     for value in [value for value in graph.inputs if value not in used]:
         graph.inputs.remove(value)
     return forward
+
+
+def export_inference(
+    forward: ir.Model,
+    outputs: Sequence[str],
+    batch: Mapping[str, torch.Tensor],
+    evaluate: Callable[[], Sequence[torch.Tensor]],
+    precision: ir.DataType | None,
+    path: str | os.PathLike,
+) -> None:
+    """Write a forward graph in inference form, once it gives on a batch what `evaluate` gives.
+
+    Args:
+        forward, outputs: as `inference_model` takes them, with the weights to write.
+        batch: the inputs that the outputs depend on, by name; more are ignored.
+        evaluate: called for the outputs on this batch, in order.
+        precision: as `check_inference` takes it.
+        path: of the file.
+
+    Raises:
+        StateError: the batch lacks an input.
+        ExportMismatchError: an output differs; nothing is written.
+    """
+    proto = ir.to_proto(inference_model(forward, outputs))
+    if missing := [value.name for value in proto.graph.input if value.name not in batch]:
+        raise StateError(f"the batch lacks {missing}; give export_inference a batch=... of all inputs")
+    check_inference(proto, batch, dict(zip(outputs, evaluate())), precision)
+    write_model(proto, path)
 
 
 def check_inference(

@@ -73,6 +73,8 @@ class ORTTrainer(FrontEnd):
         nonfinite_loss: "warn", "error" (then such a step changes nothing) or "ignore", where a loss
             is NaN or inf.
         recompute: what the backward computes again instead of keeping it: see `orttrainer.Recompute`.
+        native_kernels: compile kernels in C for what works element by element, see docs/native.md; None: as the
+            environment variable ORTTRAINER_NATIVE_KERNELS says, "1" or "0", which is the default.
         allreduce_post_accumulation, run_symbolic_shape_infer: accepted; both are always so.
         use_memory_efficient_gradient, _enable_internal_postprocess: accepted; there is one way here.
         _opset_version: ONNX opset of the graph, 18 to 21; lower ones are raised to 18.
@@ -126,6 +128,7 @@ class ORTTrainer(FrontEnd):
         mixed_precision_dtype: str | torch.dtype = "float16",
         nonfinite_loss: str = "warn",
         recompute=None,
+        native_kernels: bool | None = None,
     ):
         refuse_unsupported(deepspeed_zero_stage, enable_adasum)
         check_model(model, loss_fn, model_desc, learning_rate_description)
@@ -161,6 +164,7 @@ class ORTTrainer(FrontEnd):
             postprocess=_in_place(_extra_postprocess),
             nonfinite_loss=nonfinite_loss,
             recompute=recompute,
+            native_kernels=native_kernels,
             session_options=session_options(_use_deterministic_compute, optimized_model_filepath),
         )
         optimizer = OptimizerChoice(

@@ -14,10 +14,23 @@ import torch
 from orttrainer import runtime
 from orttrainer.blocked import block_convolutions
 from orttrainer.errors import ExecutionError
+from orttrainer.gated import gate_sums
+from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.half_kernels import EmulateHalfPass, has_cpu_kernel, has_cuda_kernel
+from orttrainer.graph.passes.speed.gated_add import GatedAddPass
+from orttrainer.graph.passes.speed.late_norm import let_norm_be_late
 from orttrainer.graph.passes.speed.nchwc import BlockedConvolutionPass
-from orttrainer.graph.passes.speed.sparse_update import SparseUpdatePass, written_through
+from orttrainer.graph.passes.speed.nchwc_regions import StayInBlocksPass
+from orttrainer.graph.passes.speed.scaled_gradient import ScaledGradientPass
+from orttrainer.graph.passes.speed.sparse_update import (
+    SparseUpdatePass,
+    nodes_written_through,
+    scattered_first,
+    written_through,
+)
 from orttrainer.graph.passes.speed.tiles import TileUpdatesPass
+from orttrainer.native.fuse import FusePointwisePass
+from orttrainer.native.library import compiled
 from orttrainer.training_graph import Signature
 
 _ELEMENT_TYPES = {
@@ -44,6 +57,7 @@ class Place:
         configure: called on the SessionOptions of each session, and the part that it is; None: nothing.
         in_place: False gives every new state a buffer of its own.
         disabled_passes: names of passes over the sessions' graphs to leave out.
+        native: compile kernels in C for what works element by element.
     """
 
     signature: Signature
@@ -53,6 +67,7 @@ class Place:
     configure: Callable | None
     in_place: bool
     disabled_passes: Sequence[str]
+    native: bool
 
     def allows(self, rewrite: type) -> bool:
         """Whether a pass that serves speed on the CPU may run."""
@@ -91,12 +106,17 @@ def open_phase(
     if rows and place.allows(SparseUpdatePass):
         SparseUpdatePass(rows)(cut)
     through = {name: output for name, output in (updates or {}).items() if name in overwritten}
+    stay = part in ("train", "backward") and place.allows(StayInBlocksPass)
+    blocked = place.allows(BlockedConvolutionPass) and block_convolutions(cut, place.providers, stay)
+    library, first = _fused(place, cut, through) if place.native else (None, {})
+    if place.allows(ScaledGradientPass) and list(place.providers) == ["CPUExecutionProvider"] and not place.native:
+        ScaledGradientPass()(cut)
     tiles = _tiled(place, cut, through)
     made = list(written_through(cut.graph, through))
     cut.graph.outputs.extend(value for _, value in made)
     inputs = {value.name for value in cut.graph.inputs}  # an update that does not clip reads no norm
     bound_in = {name: tensor for name, tensor in {**state, **(read or {})}.items() if name in inputs}
-    bound_in |= {name: state[of][start:end] for name, (of, start, end) in tiles.inputs.items()}
+    bound_in |= {name: state[of].view(shape) for name, (of, shape) in tiles.inputs.items()}
     outputs = {value.name for value in cut.graph.outputs}
     bound_out, copies = dict(written or {}), []
     for name, output in (updates or {}).items():
@@ -105,14 +125,33 @@ def open_phase(
         if name not in overwritten:
             bound_out[output] = torch.empty_like(state[name])
             copies.append((state[name], bound_out[output]))
-    bound_out |= {value.name: state[name] for name, value in made}
-    bound_out |= {name: state[of][start:end] for name, (of, start, end) in tiles.outputs.items()}
+    bound_out |= {value.name: state[name] for name, value in made} | first
+    bound_out |= {name: state[of].view(shape) for name, (of, shape) in tiles.outputs.items()}
     free = [value.name for value in cut.graph.inputs if value.name not in bound_in]
     if place.signature.loss_scale is not None:
         EmulateHalfPass(has_cuda_kernel if place.device.type == "cuda" else has_cpu_kernel)(cut)
-    blocked = place.allows(BlockedConvolutionPass) and block_convolutions(cut, place.providers)
-    session = _open_session(cut, place.providers, place.configure, part, blocked, bool(tiles.inputs))
+    if place.allows(GatedAddPass):
+        gate_sums(cut, place.providers)
+    session = _open_session(cut, place.providers, place.configure, part, blocked, library)
     return Phase(session, place.device, free, fetches, bound_in, bound_out, copies)
+
+
+def _fused(place: Place, cut: ir.Model, updates: Mapping[str, str]) -> tuple[str | None, dict[str, torch.Tensor]]:
+    """Let kernels in C compute what works element by element.
+
+    Returns:
+        The path of their library, None if there are none; and what some more outputs are to be bound to.
+    """
+    graph, op, first = cut.graph, Builder(cut.graph, "native"), {}
+    inputs, outputs = ({value.name: value for value in values} for values in (graph.inputs, graph.outputs))
+    if updates and (norm := outputs.get(place.signature.gradient_norm)) is not None:
+        let_norm_be_late(op, norm)
+    for name, output in updates.items():
+        if name in inputs and output in outputs and (made := scattered_first(op, inputs[name], outputs[output])):
+            first[made[0].name] = place.state[name]
+    fuse = FusePointwisePass(kept=nodes_written_through(graph, updates))
+    fuse(cut)
+    return str(compiled(fuse.kernels)) if fuse.kernels else None, first
 
 
 def _tiled(place: Place, cut: ir.Model, updates: Mapping[str, str]) -> TileUpdatesPass:
@@ -122,7 +161,7 @@ def _tiled(place: Place, cut: ir.Model, updates: Mapping[str, str]) -> TileUpdat
         for entry in place.signature.state:
             if entry.name in updates:
                 groups.setdefault(entry.parameter or entry.name, {})[entry.name] = updates[entry.name]
-    tiles = TileUpdatesPass(groups.values())
+    tiles = TileUpdatesPass(groups.values(), place.signature.gradient_norm)
     tiles(cut)
     return tiles
 
@@ -134,6 +173,9 @@ class Phase:
         self.session, self._device, self._free, self._fetches = session, device, tuple(free), tuple(fetches)
         self._kept = (bound_in, bound_out)  # the bindings hold bare pointers
         self._copies = copies
+        # Other providers may copy an input to their device as it is bound.
+        self._binds_once = session.get_providers() == ["CPUExecutionProvider"]
+        self._bound: dict[str, tuple] = {}  # what each input is bound to
         self._binding = session.io_binding()
         for name in self._fetches:  # first, so that their results are the first outputs
             self._binding.bind_output(name, device.type, device.index or 0)
@@ -147,7 +189,10 @@ class Phase:
         binding, device = self._binding, self._device
         batch = [feeds[name].contiguous() for name in self._free]
         for name, tensor in zip(self._free, batch):
-            binding.bind_input(*_pointer(name, tensor))
+            memory = tensor.data_ptr(), tensor.shape, tensor.dtype
+            if not self._binds_once or self._bound.get(name) != memory:  # the comparison is 0.3 us, the binding 2.4
+                binding.bind_input(*_pointer(name, tensor))
+                self._bound[name] = memory
         for name in self._fetches:
             binding.bind_output(name, device.type, device.index or 0)
         if device.type == "cuda":
@@ -181,19 +226,25 @@ def _to_torch(value, device: torch.device) -> torch.Tensor:
 
 
 def _open_session(
-    model: ir.Model, providers: Sequence, configure, part: str, blocked: bool = False, tiled: bool = False
+    model: ir.Model,
+    providers: Sequence,
+    configure,
+    part: str,
+    blocked: bool = False,
+    library: str | None = None,
 ):
     """A session.
 
     Args:
         blocked: its convolutions work in blocks of channels already, and nothing else should.
-        tiled: it cuts a gradient where a tile needs it, and not all at once.
+        library: with operators of our own.
     """
     disabled = ["NchwcTransformer"] if blocked else []
-    disabled += ["GatherSliceToSplitFusion"] if tiled else []
     onnxruntime = runtime.load()
     options = runtime.session_options()
     options.intra_op_num_threads = torch.get_num_threads()  # one setting, torch.set_num_threads, for both
+    if library is not None:
+        options.register_custom_ops_library(library)
     if configure is not None:
         configure(options, part)
     try:

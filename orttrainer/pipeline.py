@@ -18,9 +18,11 @@ from orttrainer.graph.passes.random import ShareSubexpressionsPass
 from orttrainer.graph.passes.scatter import ScatterIntoSumPass, ScatterReductionPass
 from orttrainer.graph.passes.speed.attention import AddMaskPass, SoftmaxGradientPass
 from orttrainer.graph.passes.speed.column_sums import ColumnSumsPass
+from orttrainer.graph.passes.speed.gated_add import GatedAddPass
 from orttrainer.graph.passes.speed.gelu import ExpandGeluPass, FuseGeluPass
 from orttrainer.graph.passes.speed.layout import WideLinearLayoutPass
 from orttrainer.graph.passes.speed.nchwc import BlockedConvolutionPass
+from orttrainer.graph.passes.speed.nchwc_regions import StayInBlocksPass
 from orttrainer.graph.passes.speed.pads import JoinPadsPass
 from orttrainer.graph.passes.speed.products import (
     CancelReshapePairsPass,
@@ -29,6 +31,7 @@ from orttrainer.graph.passes.speed.products import (
 )
 from orttrainer.graph.passes.speed.recurrent import KeepActivationsPass
 from orttrainer.graph.passes.speed.scalar_rank import ScalarRankPass
+from orttrainer.graph.passes.speed.scaled_gradient import ScaledGradientPass
 from orttrainer.graph.passes.speed.sparse_update import SparseUpdatePass
 from orttrainer.graph.passes.speed.tiles import TileUpdatesPass
 from orttrainer.graph.passes.speed.transpose import CancelTransposePairsPass, TransposedProductPass
@@ -53,8 +56,11 @@ SPEED_PASSES = (
     ShareSubexpressionsPass,
     ScalarRankPass,
     SparseUpdatePass,  # of the session of a whole step, not of the graph
+    ScaledGradientPass,  # of the sessions on a CPU that make and use gradients
     TileUpdatesPass,  # of the sessions on a CPU that update
+    GatedAddPass,  # of the sessions on a CPU
     BlockedConvolutionPass,  # of the sessions on a CPU
+    StayInBlocksPass,  # of those that train, behind it
     KeepActivationsPass,
     JoinPadsPass,
 )

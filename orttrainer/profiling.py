@@ -27,11 +27,12 @@ if TYPE_CHECKING:
     from orttrainer.run import Runner
     from orttrainer.training_graph import TrainingGraph
 
-__all__ = ["Profile", "places_of", "profile", "profiled", "watching"]
+__all__ = ["Profile", "check_updates", "places_of", "profile", "profiled", "watching"]
 
 _OTHER = Place(None, "other")
 _KERNEL = "_kernel_time"  # how ONNX Runtime ends the names of the events of nodes
 _WARM_UP = 2  # updates that `profiled` leaves out: they touch new memory
+_UNWATCHED = contextlib.nullcontext()
 _active: list[Profile] = []
 
 
@@ -138,7 +139,8 @@ class Profile:
             with open(path) as file:
                 events = json.load(file)
             runs = sorted((e["ts"], e["dur"]) for e in events if e.get("name") == "model_run")
-            runs = runs[len(runs) * self._skip // len(self._walls) :]  # an update's session runs but once a block
+            # An update's session runs but once a block; none runs where the first step has failed.
+            runs = runs[len(runs) * self._skip // max(1, len(self._walls)) :]
             self._runs += [(start + ts, length, part) for ts, length in runs]
             for event in events if runs else ():
                 if event.get("cat") != "Node" or not event["name"].endswith(_KERNEL) or event["ts"] < runs[0][0]:
@@ -236,14 +238,9 @@ class Profile:
             raise StateError("no train_step ran in the with block of this profile, so there is nothing to show")
 
 
-@contextlib.contextmanager
-def watching(runner: Runner, places: Callable[[], Places]) -> Iterator[None]:
+def watching(runner: Runner, places: Callable[[], Places]) -> contextlib.AbstractContextManager[None]:
     """Let the innermost active profile, if there is one, measure the training step in the block."""
-    if not _active:
-        yield
-        return
-    with _active[-1].step(runner, places):
-        yield
+    return _active[-1].step(runner, places) if _active else _UNWATCHED
 
 
 def profiled(step: Callable, runner: Runner, places: Callable[[], Places], updates: int, batches: int) -> Profile:
@@ -253,6 +250,12 @@ def profiled(step: Callable, runner: Runner, places: Callable[[], Places], updat
             with watching(runner, places):
                 step()
     return measured
+
+
+def check_updates(steps) -> None:
+    """Refuse what is no number of updates to measure."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise InvalidArgumentError(f"steps must be a whole number from 1, got {steps!r}")
 
 
 def places_of(graph: TrainingGraph, forward: ir.Model, modules: Collection[str] | None) -> Places:

@@ -37,6 +37,7 @@ class Runner:
         accept: called with the outputs of each step before the state changes; what it raises leaves the
             state as it was.
         disabled_passes: names of passes over the sessions' graphs to leave out, see `compile_training_graph`.
+        native_kernels: compile kernels in C for what works element by element.
 
     Attributes:
         gradient_norm: of the last update, before clipping: a 0-d tensor.
@@ -55,6 +56,7 @@ class Runner:
         in_place: bool = True,
         accept: Callable[[list[torch.Tensor]], None] | None = None,
         disabled_passes: Sequence[str] = (),
+        native_kernels: bool = False,
     ):
         self.graph = graph
         self.state = dict(state)
@@ -64,7 +66,7 @@ class Runner:
         self._configure = session_options
         self._in_place = in_place
         self._accept = accept
-        self._disabled_passes = disabled_passes
+        self._disabled_passes, self._native = disabled_passes, native_kernels
         self._step: _FusedStep | _SplitStep | None = None
         self._before: list[torch.Tensor] = []  # for the next step that is made, in the midst of a block of batches
         self._evaluate: dict[tuple[str, ...], Phase] = {}
@@ -99,7 +101,8 @@ class Runner:
         """
         if self._step is None:
             indices = [x for x in inputs.values() if not x.is_floating_point()] or inputs.values()
-            self._step = self._make_step(max((x.numel() for x in indices), default=0))
+            with runtime.garbage_kept():
+                self._step = self._make_step(max((x.numel() for x in indices), default=0))
         signature = self.graph.signature
         feeds = {**inputs, signature.learning_rate: learning_rate, signature.ordered_learning_rate: learning_rate}
         feeds["training_mode"] = self._on
@@ -119,12 +122,16 @@ class Runner:
             self._step = self._make_step()
         self._step.average(error)
 
-    def drop_accumulated(self) -> None:
-        """Forget the gradients of the batches since the last update."""
-        self.accumulated, self._before = 0, []
+    def drop_accumulated(self, loaded: int = 0) -> None:
+        """Forget the gradients of the batches since the last update.
+
+        Args:
+            loaded: the number of other batches whose gradients the accumulators have been given instead.
+        """
+        self.accumulated, self._before = loaded, []
         if isinstance(self._step, _SplitStep):
             self._step.before = []
-        for buffer in self._buffers if self.accumulators else ():
+        for buffer in self._buffers if self.accumulators and not loaded else ():
             buffer.zero_()
 
     @contextlib.contextmanager
@@ -158,6 +165,15 @@ class Runner:
             if isinstance(step, _SplitStep):
                 step.before, self._before, self._buffers = self._before, [], buffers
 
+    def twin(self) -> Runner:
+        """A runner of the same graph on a copy of the state, on this rank alone, which refuses no outputs."""
+        state = {name: tensor.clone() for name, tensor in self.state.items()}
+        accept = None if self._accept is None else lambda outputs: None
+        return Runner(
+            self.graph, state, self.device, self._providers, None, self._configure, self._in_place, accept,
+            self._disabled_passes, self._native,
+        )  # fmt: skip
+
     def eval_step(self, inputs: Mapping[str, torch.Tensor], fetches: Sequence[str]) -> list[torch.Tensor]:
         """Run what the fetched outputs need, in evaluation mode; change nothing."""
         key = tuple(fetches)
@@ -172,6 +188,14 @@ class Runner:
             described = set(self.graph.signature.inputs)
             self._needed[key] = {value.name for value in self._cut(None, fetches).graph.inputs} & described
         return self._needed[key]
+
+    def named_accumulators(self) -> dict[str, torch.Tensor]:
+        """The accumulators under their names in a state dict, shaped as the model declares the parameters."""
+        found = {}
+        for entry in self.graph.signature.state:
+            if entry.role == "accumulator":
+                found |= entry.views(self.accumulators[entry.parameter])
+        return found
 
     @property
     def sessions(self) -> list:
@@ -248,7 +272,7 @@ class Runner:
     def _phase(self, part: str, cut: ir.Model, fetches: Sequence[str], **bound) -> Phase:
         place = Place(
             self.graph.signature, self.state, self.device, self._providers, self._configure, self._in_place,
-            self._disabled_passes,
+            self._disabled_passes, self._native,
         )  # fmt: skip
         return open_phase(place, part, cut, fetches, **bound)
 

@@ -50,6 +50,8 @@ class Settings:
         session_options: called as `f(options, part)` on the SessionOptions of each session; `part` is "train",
             "backward", "check", "update" or "evaluate".
         disabled_passes: names of passes to leave out, of those in `compile.SPEED_PASSES`: to measure what each buys.
+        native_kernels: compile kernels in C for what works element by element; needs a C compiler and device "cpu".
+            None: as the environment variable ORTTRAINER_NATIVE_KERNELS says, "1" or "0", which is the default.
     """
 
     device: str | torch.device = "cpu"
@@ -69,3 +71,4 @@ class Settings:
     recompute: object = None
     session_options: Callable | None = None
     disabled_passes: Sequence[str] = ()
+    native_kernels: bool | None = None

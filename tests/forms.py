@@ -1,14 +1,16 @@
-"""The suites on other forms of the graph than usual: `pytest --forms plain`, `pytest --forms every-size`.
+"""The suites on other forms of the graph than usual: `pytest --forms plain`, `pytest --forms every-size`, `--forms native`.
 
 plain: without any of the passes that only serve speed. every-size: the rewrites for large vocabularies, tables and parameters
-at the sizes of the tests.
+at the sizes of the tests. native: with kernels in C.
 """
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
-CHOICES = ("usual", "plain", "every-size")
+CHOICES = ("usual", "plain", "every-size", "native")
 
 
 def choose(forms: str) -> None:
@@ -17,6 +19,8 @@ def choose(forms: str) -> None:
         _plain()
     elif forms == "every-size":
         _every_size()
+    elif forms == "native":
+        os.environ["ORTTRAINER_NATIVE_KERNELS"] = "1"
 
 
 def _plain() -> None:
@@ -32,7 +36,7 @@ def _plain() -> None:
 def _every_size() -> None:
     from orttrainer.differentiate.rules import matrix, recurrent_forward
     from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass
-    from orttrainer.graph.passes.speed import products, sparse_update, tiles
+    from orttrainer.graph.passes.speed import gated_add, late_norm, products, scaled_gradient, sparse_update, tiles
     from orttrainer.graph.passes.speed.layout import WideLinearLayoutPass
 
     patch = pytest.MonkeyPatch()
@@ -46,7 +50,10 @@ def _every_size() -> None:
         (recurrent_forward, "NARROWEST", 1),
         (sparse_update, "LEAST_ELEMENTS", 1),
         (sparse_update, "LEAST_SHARE", 0),
+        (scaled_gradient, "LEAST_ELEMENTS", 1),
+        (gated_add, "LEAST_COLUMNS", 1),
         (tiles, "LEAST_ELEMENTS", 2),
+        (late_norm, "LEAST_ELEMENTS", 2),
         (tiles, "ELEMENTS", 24),
     ):
         patch.setattr(owner, limit, value)

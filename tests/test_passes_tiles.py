@@ -2,45 +2,46 @@
 
 from __future__ import annotations
 
-import math
-
 import onnx
 import onnx_ir as ir
 import pytest
 import torch
 from small import train_with_torch
 from test_passes_sparse_update import OPTIMIZERS, RATE, ROWS, STEPS, WIDTH, Bag, assert_close, batch, engine, train
+from torch import nn
 
-from orttrainer.graph.passes.speed import tiles
+from orttrainer import IODescription, ModelDescription
+from orttrainer.engine import Engine
+from orttrainer.graph.passes.speed import late_norm, tiles
 from orttrainer.graph.passes.speed.tiles import TileUpdatesPass
 from orttrainer.run import Runner
+from orttrainer.settings import OptimizerChoice, Settings
 
 PASS = TileUpdatesPass.__name__
 DENSE = "SparseUpdatePass"
+ELEMENTWISE = [name for name in OPTIMIZERS if name != "LAMB"]
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """Tiles of 7 rows of the table's 4096, which leave one row over."""
+    """Tiles of at most 585 of the table's 4096 rows: eight of 512, as 3 rows of 4096 columns."""
     monkeypatch.setattr(tiles, "ELEMENTS", 585 * WIDTH)
-    monkeypatch.setattr(tiles, "LEAST_ELEMENTS", ROWS * WIDTH)
+    for part in (tiles, late_norm):
+        monkeypatch.setattr(part, "LEAST_ELEMENTS", ROWS * WIDTH)
 
 
-def tiled(trainer) -> dict[str, list[tuple[int, int]]]:
-    """The rows of each state that the sessions of a step write."""
-    found: dict[str, list[tuple[int, int]]] = {}
+def tiled(trainer) -> dict[str, tuple[int, ...]]:
+    """The states that the sessions of a step update in tiles, and their shape there."""
+    found = {}
     for phase in trainer._runner._step.phases:
         for name, tensor in phase._kept[1].items():
-            if "/rows_" in name:
-                owner, state = next(
-                    (n, s) for n, s in trainer._runner.state.items() if s.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-                )  # fmt: skip
-                start = (tensor.data_ptr() - state.data_ptr()) // state.element_size() // math.prod(state.shape[1:])
-                found.setdefault(owner, []).append((start, start + tensor.shape[0]))
-    return {name: sorted(rows) for name, rows in found.items()}
+            if name.endswith("/tiles"):
+                owner = next(n for n, s in trainer._runner.state.items() if s.data_ptr() == tensor.data_ptr())
+                found[owner] = tuple(tensor.shape)
+    return found
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ELEMENTWISE)
 def test_the_update_in_tiles_is_that_of_the_whole_bit_by_bit(name):
     optimizer, attributes, clip = OPTIMIZERS[name]
     trainers = [
@@ -51,10 +52,10 @@ def test_the_update_in_tiles_is_that_of_the_whole_bit_by_bit(name):
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert torch.equal(found[key], value), key
-    assert bool(tiled(trainers[0])) == (name != "LAMB") and not tiled(trainers[1])
+    assert tiled(trainers[0]) and not tiled(trainers[1])
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ELEMENTWISE)
 def test_with_the_update_from_rows_it_is_the_same(name):
     """But for rounding, which grows with each step: rows are added to a moment before its decay, divided by it."""
     optimizer, attributes, clip = OPTIMIZERS[name]
@@ -64,12 +65,50 @@ def test_with_the_update_from_rows_it_is_the_same(name):
     assert_close(train(tiled, range(2)), train(whole, range(2)))
 
 
-def test_the_tiles_are_all_rows_of_the_parameter_and_of_its_moments():
+@pytest.mark.parametrize("disabled", [(), (DENSE,)], ids=["from rows", "whole gradient"])
+@pytest.mark.parametrize("decay", [0.0, 0.01])
+def test_lamb_in_tiles_is_that_of_the_whole(decay, disabled):
+    """In float64, for the norms are added up in another order, which LAMB makes much of."""
+    description = ModelDescription(
+        [IODescription("words", ["batch", 6], torch.int64), IODescription("label", ["batch"], torch.int64)],
+        [IODescription("loss", [], torch.float64), IODescription("output", ["batch", 3], torch.float64)],
+    )
+    trainers = [
+        Engine(
+            Bag().double(), nn.functional.cross_entropy, description,
+            OptimizerChoice("LambOptimizer", lambda _: {"lambda": decay}, True), Settings(disabled_passes=off),
+        )
+        for off in (disabled, (DENSE, PASS))
+    ]  # fmt: skip
+    found, expected = (train(trainer) for trainer in trainers)
+    for key, value in expected.items():
+        torch.testing.assert_close(
+            found[key], value, rtol=1e-10, atol=1e-14, msg=lambda text, key=key: f"{key}: {text}"
+        )
+    moments = {"Moment_1_words.weight", "Moment_2_words.weight"}
+    assert tiled(trainers[0]).keys() == moments and not tiled(trainers[1])
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "Lamb"])
+def test_the_norm_of_the_gradients_is_the_same(optimizer, clip):
+    """It is taken in the tiles, after the fence, only where nothing is clipped."""
+    attributes = {"max_norm_clip": 0.01}
+    trainers = [engine(Bag(), optimizer, attributes, clip, disabled_passes=off) for off in ((DENSE,), (DENSE, PASS))]
+    for step in range(2):
+        for trainer in trainers:
+            train(trainer, range(step, step + 1))
+        found, expected = (trainer.gradient_norm for trainer in trainers)
+        # LAMB's second step begins with other weights, by 1e-5
+        torch.testing.assert_close(found, expected, rtol=1e-6 if step == 0 else 1e-4, atol=0)
+        assert expected > 0.01
+
+
+def test_the_tiles_are_the_parameter_and_its_moments():
     trainer = engine(Bag(), "Adam")
     train(trainer, range(1))
-    rows = [(start, min(start + 585, ROWS)) for start in range(0, ROWS, 585)]
-    assert rows[-1] == (4095, ROWS)
-    assert tiled(trainer) == {name: rows for name in ("words.weight", "Moment_1_words.weight", "Moment_2_words.weight")}
+    names = ("words.weight", "Moment_1_words.weight", "Moment_2_words.weight")
+    assert tiled(trainer) == dict.fromkeys(names, (8, 3, 4096))
 
 
 @pytest.mark.parametrize("change", [{"second": True}, {"tied": True}], ids=["looked up twice", "tied"])
@@ -110,22 +149,60 @@ def test_old_values_are_read_before_they_are_overwritten(disabled):
     assert tiled(trainer)
 
 
-def test_a_moment_that_somebody_else_reads_stays_whole():
-    text = """<ir_version: 8, opset_import: ["" : 18]>
-    g (float[4096,24] x, float[4096,24] m, float[4096,24] g) => (float[4096,24] y, float[4096,24] n, float norm)
-    <float c = {0.5}> {
-      decayed = Mul(m, c)
-      n = Add(decayed, g)
-      y = Sub(x, n)
-      norm = ReduceSumSquare <keepdims = 0> (OF)
-    }"""
-    for read, count in (("n", 0), ("decayed", 0), ("g", 16), ("x", 16)):
-        model = ir.from_proto(
-            onnx.shape_inference.infer_shapes(ir.to_proto(ir.from_onnx_text(text.replace("OF", read))))
-        )
-        tiles_of = TileUpdatesPass([{"x": "y", "m": "n"}])
-        assert tiles_of(model).modified == bool(count)
-        assert len(tiles_of.outputs) == count and [v.name for v in model.graph.outputs][:1] == [
-            "norm" if count else "y"
-        ]
-        onnx.checker.check_model(ir.to_proto(model), full_check=True)
+@pytest.mark.parametrize("clip", [False, True])
+def test_squares_are_summed_in_the_tiles_where_nothing_waits_for_the_norm(clip):
+    trainer = engine(Bag(), "Adam", {"max_norm_clip": 0.01}, clip, disabled_passes=(DENSE,))
+    train(trainer, range(1))
+    graph = trainer._runner.graph.signature
+    updates = {entry.name: entry.output for entry in graph.state if entry.output is not None}
+    cut = trainer._runner._cut(None, [*graph.outputs, graph.gradient_norm, *updates.values()])
+    names = ("words.weight", "Moment_1_words.weight", "Moment_2_words.weight")
+    TileUpdatesPass([{name: updates[name] for name in names}], graph.gradient_norm)(cut)
+    (scan,) = [node for node in cut.graph if node.op_type == "Scan"]
+    inside = [node.op_type for node in scan.attributes["body"].as_graph()]
+    assert inside.count("ReduceSum") == (0 if clip else 1) and inside.count("Sqrt") == 1
+    # of the table, the other table, and the weight and the bias of the linear layer
+    assert [node.op_type for node in cut.graph].count("ReduceSumSquare") == (4 if clip else 3)
+
+
+TEXT = """<ir_version: 8, opset_import: ["" : 18]>
+g (float[4096,24] x, float[4096,24] m, float[4096,24] g) => (float[4096,24] y, float[4096,24] n, float read)
+<float c = {0.5}> {
+  decayed = Mul(m, c)
+  n = Add(decayed, g)
+  y = Sub(x, n)
+  read = OP <keepdims = 0> (OF)
+}"""
+
+
+@pytest.mark.parametrize(("op", "of", "count"), [
+    ("ReduceMax", "n", 0), ("ReduceMax", "decayed", 0), ("ReduceMax", "g", 2), ("ReduceMax", "x", 2),
+    ("ReduceSumSquare", "n", 0), ("ReduceSumSquare", "g", 2),
+])  # fmt: skip
+def test_a_moment_that_somebody_else_reads_stays_whole(op, of, count):
+    text = TEXT.replace("OP", op).replace("OF", of)
+    model = ir.from_proto(onnx.shape_inference.infer_shapes(ir.to_proto(ir.from_onnx_text(text))))
+    tiles_of = TileUpdatesPass([{"x": "y", "m": "n"}])
+    assert tiles_of(model).modified == bool(count)
+    assert len(tiles_of.outputs) == count
+    assert [v.name for v in model.graph.outputs][:1] == ["read" if count else "y"]
+    onnx.checker.check_model(ir.to_proto(model), full_check=True)
+
+
+def test_a_parameter_whose_size_has_no_divisor_stays_whole():
+    assert tiles._tiles(ROWS * WIDTH) == 8
+    assert tiles._tiles(4093 * WIDTH) == 8  # 3 * 4093 elements each
+    assert tiles._tiles(98_317) is None  # a prime
+
+
+def test_a_gradient_that_the_loss_was_made_of_is_not_summed_in_the_tiles():
+    """Its squares are needed before the tiles: the parameter would wait for itself."""
+    text = TEXT.replace(
+        "read = OP <keepdims = 0> (OF)",
+        """read = ReduceSumSquare <keepdims = 0> (x)
+  scaled = Mul(g, read)""",
+    ).replace("Add(decayed, g)", "Add(decayed, scaled)")
+    model = ir.from_proto(onnx.shape_inference.infer_shapes(ir.to_proto(ir.from_onnx_text(text))))
+    assert TileUpdatesPass([{"x": "y", "m": "n"}])(model).modified
+    assert [node.op_type for node in model.graph if "x" in [v.name for v in node.inputs]] == ["ReduceSumSquare"]
+    onnx.checker.check_model(ir.to_proto(model), full_check=True)

@@ -90,11 +90,14 @@ def test_the_update_of_a_parameter_belongs_to_the_module_that_has_it():
             assert places._by_value[entry.output].module == entry.name.rpartition(".")[0]
 
 
-def test_nearly_all_time_is_attributed_also_where_onnx_runtime_merges_nodes():
-    merged = make(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)))  # Gemm and Relu become one
+@pytest.mark.parametrize("native_kernels", [False, True])
+def test_nearly_all_time_is_attributed_also_where_nodes_are_merged(native_kernels):
+    layers = nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)  # Gemm and Relu become one, and the parts of Adam's update
+    merged = make(nn.Sequential(*layers), optimizer="AdamOptimizer", native_kernels=native_kernels)
     merged.train_step(*batch(), LR)
     measured = merged.profile(steps=3)
     assert "FusedGemm" in measured.operators
+    assert native_kernels == any(name.startswith("Pointwise_") for name in measured.operators)
     assert measured.attributed > 0.95
     assert measured.phases["other"] < 0.05 * sum(measured.phases.values())
     fused = {event.place.module for event in measured._events if event.operator == "FusedGemm"}
@@ -107,6 +110,11 @@ def test_operators_phases_and_modules_share_out_one_time():
     assert sum(measured.phases.values()) == pytest.approx(total)
     by_module = sum(sum(spent.values()) for spent in measured.modules.values())
     assert by_module == pytest.approx(measured.attributed * total)
+
+
+def test_a_trainer_with_several_learning_rates_is_measured_before_its_first_step():
+    trainer = make(attributes=lambda name: {"lr_factor": 2.0 if name.endswith("bias") else 1.0})
+    assert trainer.profile(steps=2, batch=list(batch())).steps == 2
 
 
 def test_a_branch_counts_once():

@@ -179,7 +179,7 @@ def test_our_own_options_are_in_the_tree_only_where_given():
     made = ORTTrainerOptions({"orttrainer": {"strict": True}})
     assert made._validated_opts["orttrainer"] == {
         "strict": True, "check_export": True, "mixed_precision_dtype": "float16", "nonfinite_loss": "warn",
-        "recompute": None,
+        "recompute": None, "native_kernels": None,
     }  # fmt: skip
     assert ORTTrainerOptions().orttrainer.mixed_precision_dtype == "float16"
 

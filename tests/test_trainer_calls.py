@@ -344,3 +344,27 @@ def test_the_published_script_runs_with_one_warning_and_one_line_about_its_opset
 def test_strict_makes_the_published_declarations_an_error():
     with pytest.raises(SchemaError, match=r"input 'label': expected 3 axes \[35, 20, 29\], got 1 \[700\]"):
         published_trainer(strict=True).train_step(*published_batch(), LR)
+
+
+# -- what is bound ------------------------------------------------------------------------------
+
+
+def test_a_batch_in_the_same_memory_is_read_anew_whatever_its_values_and_size():
+    module, trainer = net(), make()
+    x, y = (tensor.clone() for tensor in batch(rows=6))
+    for rows in (6, 6, 3, 6, 2):
+        loss, _ = trainer.train_step(x[:rows], y[:rows], LR)
+        torch.testing.assert_close(loss, torch_step(module, x[:rows], y[:rows]))
+        x.mul_(1.5)
+        y.add_(1).remainder_(3)
+
+
+def test_inputs_that_stay_where_they_are_are_bound_once(monkeypatch):
+    trainer, kept, bound = make(), batch(), []
+    trainer.train_step(*kept, 0.1)
+    binding = trainer._engine._runner._step._phase._binding
+    bind_input = binding.bind_input
+    monkeypatch.setattr(binding, "bind_input", lambda *args: (bound.append(args[0]), bind_input(*args)))
+    for rate in (0.1, 0.2, 0.2):
+        trainer.train_step(*kept, rate)
+    assert bound == ["Learning_Rate"]

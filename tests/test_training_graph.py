@@ -63,7 +63,8 @@ def test_saved_file_passes_the_checker_and_trains_from_a_bare_session(name, opti
 def test_training_in_place_equals_double_buffering_bit_for_bit(name, optimizer):
     setup, _, trainer = compiled(name, optimizer)
     apart = {key: tensor.clone() for key, tensor in trainer._engine._runner.state.items()}
-    double = Runner(trainer.training_graph, apart, torch.device("cpu"), in_place=False)
+    native = trainer._engine._native
+    double = Runner(trainer.training_graph, apart, torch.device("cpu"), in_place=False, native_kernels=native)
     rate = torch.tensor([OPTIMIZERS[optimizer][2]])
     names = trainer.training_graph.signature.inputs
     for step in range(5):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 ENGINES = (
     "orttrainer",
+    "orttrainer native",
     "torch",
     "torch channels_last",
     "torch.compile",
@@ -70,7 +71,7 @@ def make_step(name: str, key: str, workload, accumulate: int, threads: int) -> S
         return _artifacts(workload, accumulate, threads)
     if name.startswith(WITHOUT):
         return _without(name.removeprefix(WITHOUT), workload, accumulate)
-    return _orttrainer(workload, accumulate)
+    return _orttrainer(workload, accumulate, native=name == "orttrainer native")
 
 
 def _require(*packages: str) -> None:
@@ -97,7 +98,7 @@ def _limit_threads(threads: int) -> None:
     runtime.session_options = limited
 
 
-def _orttrainer(workload, accumulate: int) -> Step:
+def _orttrainer(workload, accumulate: int, native: bool) -> Step:
     import torch
 
     from orttrainer import IODescription, ORTTrainer
@@ -105,7 +106,7 @@ def _orttrainer(workload, accumulate: int) -> Step:
     trainer = ORTTrainer(
         workload.module(), workload.loss_fn, workload.description(), f"{workload.optimizer}Optimizer", None,
         IODescription("Learning_Rate", [1], torch.float32), "cpu", gradient_accumulation_steps=accumulate,
-        enable_grad_norm_clip=False,
+        enable_grad_norm_clip=False, native_kernels=native,
     )  # fmt: skip
     rate = torch.tensor([workload.lr])
     return lambda *batch: trainer.train_step(*batch, rate)[0]

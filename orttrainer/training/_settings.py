@@ -47,6 +47,7 @@ def engine_settings(options: ORTTrainerOptions) -> Settings:
         postprocess=_checked_postprocess(options._internal_use.extra_postprocess),
         nonfinite_loss=ours.nonfinite_loss,
         recompute=recomputation(options),
+        native_kernels=ours.native_kernels,
         session_options=_configure(options),
     )
 

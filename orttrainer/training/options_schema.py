@@ -117,6 +117,7 @@ def options_schema() -> dict:
                 "check_export": _boolean(True),
                 "nonfinite_loss": {"type": "string", "allowed": ["warn", "error", "ignore"], "default": "warn"},
                 "recompute": _nullable("recompute"),
+                "native_kernels": {"type": "boolean", "nullable": True, "default": None},
             },
         },
     }  # fmt: skip

@@ -60,6 +60,8 @@ class ORTTrainerOptions(_Branch):
             orttrainer.check_export (True): compare the exported graph with the module on the first batch.
             orttrainer.nonfinite_loss ('warn'): 'error' (then nothing is updated) or 'ignore', where a loss is NaN or inf.
             orttrainer.recompute (None): an `orttrainer.Recompute`, beside the flags of graph_transformer.
+            orttrainer.native_kernels (None): compile kernels in C for what works element by element, see docs/native.md;
+                None: as the environment variable ORTTRAINER_NATIVE_KERNELS says.
 
     Raises:
         InvalidArgumentError: unknown keys, wrong types, values out of range; all of them in one text.

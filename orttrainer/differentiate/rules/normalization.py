@@ -231,7 +231,7 @@ def _per_channel(op, x, dy, scale, mean, rstd, axes: Sequence[int]) -> tuple[ir.
     """dX, dS and dB where the scale is one number for all that is normalized together.
 
     dX = S * rstd * (dY - mean(dY) - Z * mean(dY * Z)), with all that does not vary along `axes`
-    in two small tensors: dX = dY * (S * rstd) - (X - mean) * slope - offset.
+    in small tensors: dX = (dY * (S * rstd) - offset) - (X - mean) * slope.
     """
     centered = op.Sub(x, mean)
     dbias = op.ReduceSum(dy, axes, keepdims=1)
@@ -239,7 +239,7 @@ def _per_channel(op, x, dy, scale, mean, rstd, axes: Sequence[int]) -> tuple[ir.
     factor = op.Mul(scale, rstd)
     share = op.Div(factor, op.cast_as(op.size(x, axes), x))
     slope, offset = op.Mul(share, op.Mul(dscale, rstd)), op.Mul(share, dbias)
-    dx = op.Sub(op.Sub(op.Mul(dy, factor), op.Mul(centered, slope)), offset)
+    dx = op.Sub(op.Sub(op.Mul(dy, factor), offset), op.Mul(centered, slope))
     return dx, dscale, dbias
 
 

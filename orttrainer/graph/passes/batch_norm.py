@@ -124,6 +124,15 @@ class SwitchBatchNormalizationPass(ir.passes.InPlacePass):
         graph.remove(node, safe=True)
 
 
+def switched(node: ir.Node) -> ir.Node | None:
+    """The training BatchNormalization of an If that `SwitchBatchNormalizationPass` made, whose results are the If's."""
+    if node.domain or node.op_type != "If":
+        return None
+    results = list(node.attributes["then_branch"].as_graph().outputs)
+    norm = results[0].producer()
+    return norm if norm is not None and _trains(norm) and list(norm.outputs) == results else None
+
+
 # -- the branches ---------------------------------------------------------------------------
 
 

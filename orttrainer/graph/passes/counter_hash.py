@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -55,14 +56,17 @@ class CounterHash:
         op = self.op
         k = self.key[WORDS * site : WORDS * (site + 1)]
         columns, _ = self._table(("axis", _dim_key(x, -1)), lambda: op.Squeeze(op.dim(x, -1), [0]))
-        u, v = op.Mul(columns, k[2]), k[4]
+        u, v = shaped(op.Mul(columns, k[2]), x.shape.dims[-1:]), k[4]
         if len(x.shape) == 1:
             u = op.Add(u, k[1])
         else:
             first, second = self._row_tables(x)
             shape = self._column_shape(x)
-            u = op.Add(op.Reshape(op.Add(op.Mul(first, k[0]), k[1]), shape, allowzero=1), u)
-            v = op.Reshape(op.Add(op.Mul(second, k[3]), k[4]), shape, allowzero=1)
+            rows, v = (
+                shaped(op.Reshape(op.Add(op.Mul(table, a), b), shape, allowzero=1), [*x.shape.dims[:-1], 1])
+                for table, a, b in ((first, k[0], k[1]), (second, k[3], k[4]))
+            )
+            u = op.Add(rows, u)
         return shaped_like(op.Mul(shaped_like(u, x), v), x)
 
     def _keys(self, sites: int, seed: ir.Value, step: ir.Value, first: int) -> list[ir.Value]:
@@ -72,7 +76,8 @@ class CounterHash:
         z = self._mix(op.Add(z, self._word(seed)))
         z = self._mix(op.Add(z, self._word(step)))
         z = op.Add(op.Mul(self._mix(self._mix(z)), 2), 1)
-        return list(op.Split(z, op.const(np.ones(WORDS * sites, np.int64)), axis=0, outputs=WORDS * sites))
+        words = op.Split(z, op.const(np.ones(WORDS * sites, np.int64)), axis=0, outputs=WORDS * sites)
+        return [shaped(word, [1]) for word in words]
 
     def _word(self, x: ir.Value) -> ir.Value:
         """Both halves of an int64 folded into an int32."""
@@ -119,6 +124,11 @@ def _dim_key(x: ir.Value, axis: int) -> object:
     if isinstance(dim, int):
         return dim
     return dim.value if dim.value is not None else (x, axis)
+
+
+def shaped(value: ir.Value, dims: Sequence) -> ir.Value:
+    value.shape = ir.Shape(dims)
+    return value
 
 
 def shaped_like(value: ir.Value, x: ir.Value) -> ir.Value:

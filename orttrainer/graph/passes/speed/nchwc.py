@@ -9,13 +9,14 @@ that runs it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 
 from orttrainer.graph.builder import Builder, static_dims
+from orttrainer.graph.passes.batch_norm import switched
 
 DOMAIN = "com.microsoft.nchwc"
 FEWEST_POSITIONS = 128  # of all images together; below, the weights take as long to bring into blocks as is saved
@@ -35,15 +36,17 @@ class BlockedConvolutionPass(ir.passes.InPlacePass):
 
     Args:
         block: how many channels make a block.
+        stay: a training BatchNormalization behind a convolution will work in blocks as well.
     """
 
-    def __init__(self, block: int):
-        self.block = block
+    def __init__(self, block: int, stay: bool = False):
+        self.block, self.stay = block, stay
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
         chosen = dict.fromkeys(node for node in graph if self._fits(node))
-        stems = [node for node in graph if self._is_stem(node, chosen)]
+        norms = [norm for node in graph if self.stay and (norm := switched(node)) is not None]
+        stems = [node for node in graph if self._is_stem(node, {*chosen, *norms})]
         if not chosen and not stems:
             return ir.passes.PassResult(model, modified=False)
         rewriting = _Rewriting(Builder(graph, "nchwc"), self.block)
@@ -62,15 +65,17 @@ class BlockedConvolutionPass(ir.passes.InPlacePass):
         channels = static_dims(node.inputs[1])[:2]
         return not any(c % self.block for c in channels) and not (node.op_type == "ConvTranspose" and _strided(node))
 
-    def _is_stem(self, node: ir.Node, chosen) -> bool:
+    def _is_stem(self, node: ir.Node, blocked: Collection[ir.Node]) -> bool:
         """Whether this is a Conv of a few channels, which its kernel reads as they are, that has much to do or blocks to hand on."""
         if not _is_plain(node) or node.op_type != "Conv":
             return False
         out, channels, *kernel = static_dims(node.inputs[1])
         if out % self.block or channels >= self.block:
             return False
+        if channels * int(np.prod(kernel)) >= WIDE_STEM:
+            return True
         readers = [use.node for use in _activated(node).outputs[0].uses()]
-        return channels * int(np.prod(kernel)) >= WIDE_STEM or any(reader in chosen for reader in readers)
+        return any(reader in blocked for reader in readers)
 
 
 class _Rewriting:
@@ -92,8 +97,8 @@ class _Rewriting:
         else:
             attributes["auto_pad"] = node.attributes.get_string("auto_pad")
         blocked = op.node(
-            "Conv", self._blocks(x), (self._turned_weight if turned else self._weight)(w), *bias, domain=DOMAIN, like=y,
-            kernel_shape=kernel, activation="Relu" if last is not node else None, **attributes,
+            "Conv", self._blocks(x), (turned_weight if turned else blocked_weight)(op, w, self.block), *bias,
+            domain=DOMAIN, like=y, kernel_shape=kernel, activation="Relu" if last is not node else None, **attributes,
         )  # fmt: skip
         new = self.op.node("ReorderOutput", blocked, domain=DOMAIN, like=y, channels=y.shape[1])
         self.blocked[new] = blocked
@@ -118,38 +123,43 @@ class _Rewriting:
             self.blocked[x] = self.op.node("ReorderInput", x, domain=DOMAIN, like=x)
         return self.blocked[x]
 
-    def _weight(self, w: ir.Value) -> ir.Value:
-        """[out, in, ...] -> [out / block, in / block, taps, block of in, block of out]; few in: [out / block, in, taps, block of out]."""
-        op, block = self.op, self.block
-        out, channels, *kernel = static_dims(w)
-        taps = int(np.prod(kernel))
-        blocked = self._inner(w, [out // block, block, channels * taps, 1])
-        if channels >= block:
-            split = op.Reshape(blocked, _shape(out // block, channels // block, block, taps, block))
-            blocked = op.Transpose(split, perm=[0, 1, 3, 2, 4])
-        return op.Reshape(blocked, _shape(out, channels, *kernel))
-
-    def _turned_weight(self, w: ir.Value) -> ir.Value:
-        """[in, out, ...] of a ConvTranspose as `_weight` of the Conv that does the same, with the taps in reverse."""
-        op, block = self.op, self.block
-        channels, out, *kernel = static_dims(w)
-        taps = int(np.prod(kernel))
-        inner = self._inner(w, [channels * out // block, block, taps, 1])
-        split = op.Reshape(inner, _shape(channels // block, block, out // block, taps, block))
-        moved = op.Transpose(split, perm=[2, 0, 3, 1, 4])
-        turned = op.Gather(moved, np.arange(taps - 1, -1, -1, dtype=np.int64), axis=2)
-        return op.Reshape(turned, _shape(out, channels, *kernel))
-
-    def _inner(self, w: ir.Value, shape: Sequence[int]) -> ir.Value:
-        """`w` as [rows, block, columns, 1] -> [rows, columns, block]: the fastest transpose there is."""
-        rows = self.op.Reshape(w, _shape(*shape))
-        return self.op.node("ReorderInput", rows, domain=DOMAIN, like=rows)
-
     def _replace(self, node: ir.Node, new: ir.Value) -> None:
         (old,) = node.outputs
         new.name, old.name = old.name, f"{old.name}/plain"
         old.replace_all_uses_with(new, replace_graph_outputs=True)
         node.graph.remove(node, safe=True)
+
+
+def blocked_weight(op: Builder, w: ir.Value, block: int) -> ir.Value:
+    """[out, in, ...] -> [out / block, in / block, taps, block of in, block of out]; few in: [out / block, in, taps, block of out]."""
+    out, channels, *kernel = static_dims(w)
+    taps = int(np.prod(kernel))
+    blocked = _inner(op, w, [out // block, block, channels * taps, 1])
+    if channels >= block and taps > 1:
+        split = op.Reshape(blocked, _shape(out // block, channels // block, block, taps, block))
+        blocked = op.Transpose(split, perm=[0, 1, 3, 2, 4])
+    return op.Reshape(blocked, _shape(out, channels, *kernel))
+
+
+def turned_weight(op: Builder, w: ir.Value, block: int) -> ir.Value:
+    """[in, out, ...] of a ConvTranspose as `blocked_weight` of the Conv that does the same, with the taps in reverse."""
+    channels, out, *kernel = static_dims(w)
+    taps = np.arange(int(np.prod(kernel)) - 1, -1, -1, dtype=np.int64)
+    return op.Reshape(op.Gather(exchanged_weight(op, w, block), taps, axis=2), _shape(out, channels, *kernel))
+
+
+def exchanged_weight(op: Builder, w: ir.Value, block: int) -> ir.Value:
+    """[in, out, ...] of a ConvTranspose as [out / block, in / block, taps, block of in, block of out]."""
+    channels, out, *kernel = static_dims(w)
+    inner = _inner(op, w, [channels * out // block, block, int(np.prod(kernel)), 1])
+    split = op.Reshape(inner, _shape(channels // block, block, out // block, int(np.prod(kernel)), block))
+    return op.Transpose(split, perm=[2, 0, 3, 1, 4])
+
+
+def _inner(op: Builder, w: ir.Value, shape: Sequence[int]) -> ir.Value:
+    """`w` as [rows, block, columns, 1] -> [rows, columns, block]: the fastest transpose there is."""
+    rows = op.Reshape(w, _shape(*shape))
+    return op.node("ReorderInput", rows, domain=DOMAIN, like=rows)
 
 
 def _is_plain(node: ir.Node) -> bool:
@@ -164,6 +174,11 @@ def _is_plain(node: ir.Node) -> bool:
         return False
     if not all(isinstance(v.shape[1], int) for v in (x, y)) or not 1 < weights[2] * weights[3] <= LARGEST_KERNEL:
         return False
+    return has_many_positions(y)
+
+
+def has_many_positions(y: ir.Value) -> bool:
+    """Whether the images of a convolution are large enough to bring its weights into blocks for them."""
     positions = [size if isinstance(size, int) else USUAL_SIZE for size in (y.shape[axis] for axis in (0, 2, 3))]
     return int(np.prod(positions)) >= FEWEST_POSITIONS
 

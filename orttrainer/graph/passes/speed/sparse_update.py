@@ -80,19 +80,29 @@ def written_through(graph: ir.Graph, updates: Mapping[str, str]) -> Iterator[tup
     Yields:
         The name of the state, and the value that may be an output of the graph bound to the same memory.
     """
-    inputs = {value.name: value for value in graph.inputs}
-    outputs = {value.name: value for value in graph.outputs}
-    found = [
-        (name, outputs[output].producer())
-        for name, output in updates.items()
-        if name in inputs and output in outputs and is_written_through(inputs[name], outputs[output])
-    ]
+    found = _scatters(graph, updates)
     op = Builder(graph, "late") if found else None
     for name, scatter in found:
         _let_wait(op, scatter)
         yield name, scatter.inputs[0]
     if found:
         graph.sort()
+
+
+def nodes_written_through(graph: ir.Graph, updates: Mapping[str, str]) -> set[ir.Node]:
+    """The nodes that such values are recognised by."""
+    scatters = [scatter for _, scatter in _scatters(graph, updates)]
+    return {scatter.inputs[k].producer() for scatter in scatters for k in (0, 2)}
+
+
+def _scatters(graph: ir.Graph, updates: Mapping[str, str]) -> list[tuple[str, ir.Node]]:
+    inputs = {value.name: value for value in graph.inputs}
+    outputs = {value.name: value for value in graph.outputs}
+    return [
+        (name, outputs[output].producer())
+        for name, output in updates.items()
+        if name in inputs and output in outputs and is_written_through(inputs[name], outputs[output])
+    ]
 
 
 def _let_wait(op: Builder, scatter: ir.Node) -> None:
@@ -118,6 +128,41 @@ def is_written_through(old: ir.Value, new: ir.Value) -> bool:
     return {node for node, _ in made.uses()} <= before and {node for node, _ in old.uses()} == {product}
 
 
+def scattered_first(op: Builder, old: ir.Value, new: ir.Value) -> tuple[ir.Value, ir.Value] | None:
+    """m' = ScatterND(a, i, a[i] + u) with a = m * s -> m' = ScatterND(m, i, m[i] + u / s) * s, elementwise at last.
+
+    The product reads m when the result of ScatterND is there, which is to be bound to the memory of m: its factor
+    waits for it.
+
+    Returns:
+        That result, an output of the graph, and m' as it is made now; None where it is not made in this way.
+    """
+    graph, scatter = op.graph, new.producer()
+    if not is_written_through(old, new):
+        return None
+    product, rows = scatter.inputs[0].producer(), scatter.inputs[2].producer()
+    factor = product.inputs[1 - product.inputs.index(old)]
+    known = op.constant_value(factor)
+    if known is None or not known.all() or rows.op_type not in ("Add", "Sub"):
+        return None
+    picked, added = rows.inputs
+    if (
+        picked.producer() is None
+        or picked.producer().op_type != "Gather"
+        or picked.producer().inputs[0] is not product.outputs[0]
+    ):
+        return None
+    before = op.Gather(old, picked.producer().inputs[1])
+    first = op.ScatterND(old, scatter.inputs[1], op.node(rows.op_type, before, op.Div(added, factor)))
+    late = op.Reshape(fence(op, op.const(known.reshape(1), factor.dtype), [first]), [1] * len(old.shape))
+    result = op.Mul(old, late)
+    new.replace_all_uses_with(result, replace_graph_outputs=True)
+    graph.remove(scatter, safe=True)
+    result.name, result.type, result.shape = new.name, new.type, new.shape
+    graph.outputs.append(first)
+    return first, result
+
+
 def _is_linear_or_square(y: ir.Value) -> bool:
     """Whether only sums, products with scalars and squares are made of `y`, and sums of squares."""
     if y.is_graph_output():
@@ -133,12 +178,12 @@ def _is_linear_or_square(y: ir.Value) -> bool:
                 return False
             if node.op_type == "Sub" and k == 0:
                 return False
-        elif not _sums_squares(node):
+        elif not sums_squares(node):
             return False
     return True
 
 
-def _sums_squares(node: ir.Node) -> bool:
+def sums_squares(node: ir.Node) -> bool:
     """Whether `node` sums all squares, or those of each row for nodes that sum these up."""
     if node.op_type != "ReduceSumSquare" or node.attributes.get_int("keepdims", 1):
         return False

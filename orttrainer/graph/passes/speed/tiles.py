@@ -1,4 +1,4 @@
-"""Updates of large parameters, a few rows at a time."""
+"""Updates of large parameters, a tile at a time."""
 
 from __future__ import annotations
 
@@ -10,64 +10,73 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from orttrainer.graph.builder import Builder, static_dims
-from orttrainer.graph.fence import fence
-from orttrainer.graph.passes.speed.sparse_update import is_written_through
+from orttrainer.graph.passes.speed.late_norm import let_norm_be_late
+from orttrainer.graph.passes.speed.sparse_update import scattered_first, sums_squares
 
 ELEMENTWISE = frozenset(["Add", "Div", "Mul", "Neg", "Sqrt", "Sub"])
-ELEMENTS = 2**19  # of a tile: six tensors of them are in the cache together
-LEAST_ELEMENTS = 2**21  # of a parameter: smaller ones with their moments are in the cache anyway
+ELEMENTS = 2**19  # of a tile, at most: six tensors of them are in the cache together
+LEAST_SHARE = 8  # a tile may be this many times smaller, where the sizes of the parameter have no better divisor
+LEAST_ELEMENTS = 2**19  # of a parameter: smaller ones with their moments are in the cache anyway
+COLUMNS = 4096  # of a tile at most, so that it has rows for all threads
+FEW = 64  # nodes, as many as there are between the norm of a parameter and its step
 
 
-Rows = tuple[str, int, int]  # name of a state, first row, row behind the last
+View = tuple[str, tuple[int, ...]]  # name of a state, and the shape that its memory is seen in
 
 
 class TileUpdatesPass(ir.passes.InPlacePass):
-    """x' = f(x, g) -> x'[0:r] = f(x[0:r], Slice(g, 0, r)), x'[r:2r] = ..., each with an input and an output of its own.
+    """x' = f(x, g) -> x' = Scan(x, g) { f }, with x, g and x' as [tiles, rows, columns].
 
     ONNX Runtime runs one operator after the other over the whole tensor. A dozen of them over 5.8 M elements read and
-    write memory a dozen times, 12.9 ms; in tiles that stay in the cache, 6.7 (2 threads, 32 MB of cache). The rows are
-    inputs and outputs of the graph, so that they may be bound to parts of the state's memory and nothing is copied.
+    write memory a dozen times, 12.9 ms; in tiles that stay in the cache, 6.7 (2 threads, 32 MB of cache). A Scan hands
+    its body the tiles where they are, copies nothing, and writes results where its outputs are bound to. States are
+    inputs and outputs of the graph in the shape of the tiles; the gradient is reshaped, which costs nothing.
 
     An update is tiled if it is made of elementwise operators from state, scalars and tensors of that shape, and nobody
-    else reads what is on the way. Whoever reads an old value elsewhere still runs before it is written: in the whole
-    graph it came before the new value, through something that each tile waits for too.
+    else reads what is on the way but sums of squares, as LAMB's: these are summed by tiles, and what waits for them
+    stays outside. Whoever reads an old value elsewhere still runs before it is written: in the whole graph it came
+    before the new value, through something that the Scan waits for too.
 
     Args:
         groups: for each parameter, input -> output of its state tensors that are updated in place.
+        norm: name of the output that is the norm of all gradients; empty if there is none.
 
     Attributes:
-        inputs, outputs: name -> the rows of a state that it stands for; the whole outputs of these states are gone.
+        inputs, outputs: name -> the state that it stands for; the whole outputs of these states are gone.
     """
 
-    def __init__(self, groups: Iterable[Mapping[str, str]]):
+    def __init__(self, groups: Iterable[Mapping[str, str]], norm: str = ""):
         super().__init__()
         self._groups = list(groups)
-        self.inputs: dict[str, Rows] = {}
-        self.outputs: dict[str, Rows] = {}
+        self._norm = norm
+        self.inputs: dict[str, View] = {}
+        self.outputs: dict[str, View] = {}
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
         op, replaced, modified = Builder(graph, "tiles"), set(), False
         inputs, outputs = ({value.name: value for value in values} for values in (graph.inputs, graph.outputs))
+        if self._groups and self._norm in outputs:
+            modified = let_norm_be_late(op, outputs[self._norm])
         for group in self._groups:
             states = {inputs[old]: outputs[new] for old, new in group.items() if old in inputs and new in outputs}
-            if (dims := _common_dims(states)) is None:
+            dims = _common_dims(states)
+            if not _is_large(dims) or (tiles := _tiles(math.prod(dims))) is None:
                 continue
             for old, new in list(states.items()):
-                if (values := _scattered_first(op, old, new)) is not None:
+                if (values := scattered_first(op, old, new)) is not None:
                     first, states[old] = values
-                    self.outputs[first.name] = (old.name, 0, dims[0])
+                    self.outputs[first.name] = (old.name, dims)
                     modified = True
             if (update := _Update.of(states, dims)) is not None:
-                update.tile(op, self.inputs, self.outputs)
-                replaced |= {new.name for new in update.states.values()}
+                replaced |= update.tile(op, tiles, self.inputs, self.outputs)
                 modified = True
         if modified:
             kept = [value for value in graph.outputs if value.name not in replaced]
             graph.outputs.clear()
             graph.outputs.extend(kept)
             common.RemoveUnusedNodesPass()(model)
-            for value in {inputs[name] for name, _, _ in self.inputs.values()}:
+            for value in {inputs[name] for name, _ in self.inputs.values()}:
                 if not value.uses() and not value.is_graph_output():
                     graph.inputs.remove(value)
             graph.sort()
@@ -80,15 +89,17 @@ class _Update:
 
     Attributes:
         dims: of all of them.
-        states: old value -> new value.
-        nodes: in an order in which they can run.
-        others: what else they read that has these dims.
+        states: old value -> new value, in the Scan or behind it.
+        nodes: those for the Scan, in an order in which they can run.
+        sums: ReduceSumSquare of what they make and of what they read, for others behind them.
+        made: what they make that is read behind these sums.
     """
 
     dims: tuple[int, ...]
     states: dict[ir.Value, ir.Value]
     nodes: list[ir.Node]
-    others: list[ir.Value]
+    sums: list[ir.Node]
+    made: list[ir.Value]
 
     @classmethod
     def of(cls, states: Mapping[ir.Value, ir.Value], dims: tuple[int, ...]) -> _Update | None:
@@ -96,85 +107,158 @@ class _Update:
         nodes: dict[ir.Node, None] = {}
         for new in states.values():
             _collect(new, dims, nodes)
-        made = {y for node in nodes for y in node.outputs}
-        states = {old: new for old, new in states.items() if new in made}
-        if any(reader not in nodes for y in made for reader, _ in y.uses()):
+        results = dict.fromkeys(y for node in nodes for y in node.outputs)
+        readers = dict.fromkeys(reader for y in results for reader, _ in y.uses() if reader not in nodes)
+        if not all(sums_squares(reader) for reader in readers):
             return None
-        if any(y.is_graph_output() and y not in states.values() for y in made):
+        outside = [*(y for y in results if y not in states.values()), *(sum.outputs[0] for sum in readers)]
+        if any(y.is_graph_output() for y in outside):
             return None
-        read = dict.fromkeys(x for node in nodes for x in node.inputs)
-        others = [x for x in read if x not in made and x not in states and static_dims(x) == dims]
-        if not states:
+        late = _behind(readers, nodes)
+        early = [node for node in nodes if node not in late]
+        made = [y for node in early for y in node.outputs if any(reader in late for reader, _ in y.uses())]
+        sums = [reader for reader in readers if reader.inputs[0].producer() not in late]
+        if not any(new.producer() in early for new in states.values()):
             return None
-        return cls(dims, states, list(nodes), others)
+        read = dict.fromkeys(x for node in early for x in node.inputs if x not in results and static_dims(x) == dims)
+        sums += [reader for x in read for reader, _ in x.uses() if sums_squares(reader) and _is_apart(reader, early)]
+        return cls(dims, dict(states), early, sums, made)
 
-    def tile(self, op: Builder, inputs: dict[str, Rows], outputs: dict[str, Rows]) -> None:
-        graph, rows = op.graph, max(1, ELEMENTS // math.prod(self.dims[1:]))
-        read = {x for node in self.nodes for x in node.inputs}
-        for start in range(0, self.dims[0], rows):
-            end = min(start + rows, self.dims[0])
-            shape = ir.Shape([end - start, *self.dims[1:]])
-            values: dict[ir.Value, ir.Value] = {x: op.Slice(x, [start], [end], [0]) for x in self.others}
-            for old in self.states:
-                if old in read:
-                    part = ir.Value(name=f"{old.name}/rows_{start}", type=old.type, shape=shape)
-                    graph.inputs.append(part)
-                    inputs[part.name] = (old.name, start, end)
-                    values[old] = part
-            for node in self.nodes:
-                copy = ir.Node(
-                    "", node.op_type, [values.get(x, x) for x in node.inputs], name=f"{node.name}/rows_{start}"
-                )
-                (y,), (new,) = node.outputs, copy.outputs
-                new.name, new.type, new.shape = f"{y.name}/rows_{start}", y.type, shape
-                graph.append(copy)
-                values[y] = new
-            for old, new in self.states.items():
-                graph.outputs.append(values[new])
-                outputs[values[new].name] = (old.name, start, end)
+    def tile(self, op: Builder, tiles: int, inputs: dict[str, View], outputs: dict[str, View]) -> set[str]:
+        """Put the nodes into a Scan.
+
+        Args:
+            tiles: how many.
+            inputs, outputs: take the names of those of the Scan that are states.
+
+        Returns:
+            Names of the graph's outputs that are gone.
+        """
+        graph, name = op.graph, f"{self.nodes[-1].outputs[0].name}/scan"
+        rows, columns = _matrix(math.prod(self.dims) // tiles)
+        shape = (tiles, rows, columns)
+        body = ir.Graph([], [], nodes=[], opset_imports=graph.opset_imports, name=name)
+        inside: dict[ir.Value, ir.Value] = {}
+        given: list[ir.Value] = []
+        results = {y for node in self.nodes for y in node.outputs}
+        for x in dict.fromkeys(x for node in self.nodes for x in node.inputs if x not in results):
+            if _is_scalar(x):  # no rank above that of a tile
+                inside[x] = x if len(x.shape) <= 2 else op.Reshape(x, [1])
+                continue
+            if x in self.states:
+                whole = ir.Value(name=f"{x.name}/tiles", type=x.type, shape=ir.Shape(shape))
+                graph.inputs.append(whole)
+                inputs[whole.name] = x.name, shape
+            else:
+                whole = op.Reshape(x, shape)
+            given.append(whole)
+            inside[x] = ir.Value(name=f"{x.name}/tile", type=x.type, shape=ir.Shape(shape[1:]))
+            body.inputs.append(inside[x])
+        for node in self.nodes:
+            inside[node.outputs[0]] = _copied(body, node, inside, ir.Shape(shape[1:]))
+        states = {old: new for old, new in self.states.items() if new in results}
+        kept = list(dict.fromkeys([*states.values(), *self.made]))
+        body.outputs.extend(inside[y] for y in kept)
+        for node in self.sums:
+            body.outputs.append(self._summed(op, body, node, inside))
+        attributes = [ir.AttrGraph("body", body), ir.AttrInt64("num_scan_inputs", len(given))]
+        scan = ir.Node("", "Scan", given, attributes, num_outputs=len(body.outputs), name=name)
+        graph.append(scan)
+        for whole, value, tile in zip([*kept, *(node.outputs[0] for node in self.sums)], scan.outputs, body.outputs):
+            value.name, value.type, value.shape = f"{whole.name}/tiles", tile.type, ir.Shape([tiles, *tile.shape.dims])
+        of_value = dict(zip([*kept, *self.sums], scan.outputs))
+        for old, new in states.items():
+            graph.outputs.append(of_value[new])
+            outputs[of_value[new].name] = old.name, shape
+        self._read_outside(op, of_value)
+        return {new.name for new in states.values()}
+
+    def _summed(self, op: Builder, body: ir.Graph, node: ir.Node, inside: Mapping[ir.Value, ir.Value]) -> ir.Value:
+        """Sums of squares of one tile: of its rows where the squares are made anyway, for that uses all threads."""
+        x, total = node.inputs[0], node.outputs[0]
+        square = next((n for n in self.nodes if n.op_type == "Mul" and all(y is x for y in n.inputs)), None)
+        if square is None:
+            inputs, op_type, dims = [inside[x]], "ReduceSumSquare", []
+        else:
+            y = inside[square.outputs[0]]
+            inputs, op_type, dims = [y, op.const([1])], "ReduceSum", y.shape.dims[:1]
+        copy = ir.Node("", op_type, inputs, [ir.AttrInt64("keepdims", 0)], name=f"{node.outputs[0].name}/tile")
+        (y,) = copy.outputs
+        y.name, y.type, y.shape = copy.name, total.type, ir.Shape(dims)
+        body.append(copy)
+        return y
+
+    def _read_outside(self, op: Builder, results: Mapping[ir.Value | ir.Node, ir.Value]) -> None:
+        """Let what is behind the sums read the results of the Scan."""
+        nodes = set(self.nodes)
+        for y in self.made:
+            whole = op.Reshape(results[y], self.dims)
+            for reader, k in [use for use in y.uses() if use[0] not in nodes]:
+                reader.replace_input_with(k, whole)
+        for node in self.sums:
+            by_tile, total = results[node], node.outputs[0]
+            if len(total.shape):  # squares of rows, which somebody sums up
+                total.replace_all_uses_with(by_tile)
+            else:
+                total.replace_all_uses_with(op.ReduceSum(by_tile, keepdims=0))
+            op.graph.remove(node, safe=True)
+
+
+def _copied(body: ir.Graph, node: ir.Node, inside: Mapping[ir.Value, ir.Value], shape: ir.Shape) -> ir.Value:
+    """The result of a copy of `node` that reads what is inside a body."""
+    copy = ir.Node(node.domain, node.op_type, [inside[x] for x in node.inputs], name=f"{node.outputs[0].name}/tile")
+    (y,), (new,) = node.outputs, copy.outputs
+    new.name, new.type, new.shape = f"{y.name}/tile", y.type, shape
+    body.append(copy)
+    return new
+
+
+def _behind(sums: Iterable[ir.Node], nodes: Mapping[ir.Node, None]) -> set[ir.Node]:
+    """Those of `nodes` that need one of the sums."""
+    seen, stack = set(), list(sums)
+    while stack:
+        for y in stack.pop().outputs:
+            for reader, _ in y.uses():
+                if reader not in seen:
+                    seen.add(reader)
+                    stack.append(reader)
+    return {node for node in nodes if node in seen}
+
+
+def _is_apart(node: ir.Node, others: Iterable[ir.Node]) -> bool:
+    """Whether a few nodes are behind `node`, and none of `others` among them."""
+    others, seen, stack = set(others), {node}, [node]
+    while stack:
+        for y in stack.pop().outputs:
+            for reader, _ in y.uses():
+                if reader in others or len(seen) > FEW:
+                    return False
+                if reader not in seen:
+                    seen.add(reader)
+                    stack.append(reader)
+    return not any(y.is_graph_output() for y in node.outputs)
 
 
 def _common_dims(states: Mapping[ir.Value, ir.Value]) -> tuple[int, ...] | None:
-    """The sizes that old and new values of a large parameter have; None for a small one."""
+    """The sizes that all old and new values have."""
     found = {static_dims(value) for pair in states.items() for value in pair}
-    if len(found) != 1 or (dims := found.pop()) is None:
-        return None
-    return dims if math.prod(dims) >= LEAST_ELEMENTS and dims[0] > 1 else None
+    return found.pop() if len(found) == 1 else None
 
 
-def _scattered_first(op: Builder, old: ir.Value, new: ir.Value) -> tuple[ir.Value, ir.Value] | None:
-    """m' = ScatterND(a, i, a[i] + u) with a = m * s -> m' = ScatterND(m, i, m[i] + u / s) * s, elementwise at last.
+def _is_large(dims: tuple[int, ...] | None) -> bool:
+    return dims is not None and math.prod(dims) >= LEAST_ELEMENTS
 
-    The product reads m when the result of ScatterND is there, which is to be bound to the memory of m: its factor
-    waits for it.
 
-    Returns:
-        That result, an output of the graph, and m' as it is made now; None where it is not made in this way.
-    """
-    graph, scatter = op.graph, new.producer()
-    if not is_written_through(old, new):
-        return None
-    product, rows = scatter.inputs[0].producer(), scatter.inputs[2].producer()
-    factor = product.inputs[1 - product.inputs.index(old)]
-    known = op.constant_value(factor)
-    if known is None or not known.all() or rows.op_type not in ("Add", "Sub"):
-        return None
-    picked, added = rows.inputs
-    if (
-        picked.producer() is None
-        or picked.producer().op_type != "Gather"
-        or picked.producer().inputs[0] is not product.outputs[0]
-    ):
-        return None
-    before = op.Gather(old, picked.producer().inputs[1])
-    first = op.ScatterND(old, scatter.inputs[1], op.node(rows.op_type, before, op.Div(added, factor)))
-    late = op.Reshape(fence(op, op.const(known.reshape(1), factor.dtype), [first]), [1] * len(old.shape))
-    result = op.Mul(old, late)
-    new.replace_all_uses_with(result, replace_graph_outputs=True)
-    graph.remove(scatter, safe=True)
-    result.name, result.type, result.shape = new.name, new.type, new.shape
-    graph.outputs.append(first)
-    return first, result
+def _tiles(size: int) -> int | None:
+    """How many equal tiles a parameter of `size` elements is cut into; None where none suit."""
+    least = -(-size // ELEMENTS)
+    return next((n for n in range(max(least, 2), LEAST_SHARE * least + 1) if size % n == 0), None)
+
+
+def _matrix(size: int) -> tuple[int, int]:
+    """Rows and columns of a tile of `size` elements."""
+    columns = next(n for n in range(min(size, COLUMNS), 0, -1) if size % n == 0)
+    return size // columns, columns
 
 
 def _collect(value: ir.Value, dims: tuple[int, ...], nodes: dict[ir.Node, None]) -> None:

@@ -1,0 +1,156 @@
+"""Convolutions with strides, and 1 x 1, on tensors in blocks of channels that are there already."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+
+from orttrainer.graph.builder import Builder, static_dims
+from orttrainer.graph.passes.speed.nchwc import DOMAIN, blocked_weight, exchanged_weight, has_many_positions
+
+
+class Phase(NamedTuple):
+    """How every so many-th position of a transposed convolution is made along one axis: by a convolution.
+
+    `taps` are those of its kernel, `begin` and `end` its pads; without taps the positions are 0.
+    """
+
+    taps: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Interleaved(NamedTuple):
+    """The positions of an image by their place in each stride: (row, column) -> value in blocks, missing where 0."""
+
+    strides: tuple[int, int]
+    parts: Mapping[tuple[int, int], ir.Value]
+
+
+def is_pointwise(node: ir.Node) -> bool:
+    """Whether this is a convolution in one group whose kernel is a matrix."""
+    if node.op_type != "Conv" or node.attributes.get_int("group", 1) != 1 or not _explicit(node):
+        return False
+    weights = static_dims(node.inputs[1])
+    matrix = weights is not None and weights[2:] == (1, 1) and not any(_ints(node, "pads", 0, 4))
+    return matrix and has_many_positions(node.outputs[0])
+
+
+def is_subsampling(node: ir.Node) -> bool:
+    """Whether this is an AveragePool of single positions."""
+    single = node.op_type == "AveragePool" and list(node.attributes.get_ints("kernel_shape", ())) == [1, 1]
+    return (
+        single
+        and _explicit(node)
+        and not any(_ints(node, "pads", 0, 4))
+        and not node.attributes.get_int("ceil_mode", 0)
+    )
+
+
+def pointwise(op: Builder, node: ir.Node, x: ir.Value, block: int) -> ir.Value:
+    """A Conv by a matrix, of `x` in blocks."""
+    w, *bias = node.inputs[1:]
+    return op.node(
+        "Conv", x, blocked_weight(op, w, block), *bias, domain=DOMAIN, like=node.outputs[0], kernel_shape=[1, 1],
+        strides=_ints(node, "strides", 1), dilations=[1, 1], pads=[0, 0, 0, 0],
+    )  # fmt: skip
+
+
+def subsampled(op: Builder, node: ir.Node, x: ir.Value) -> ir.Value:
+    """An AveragePool of single positions, of `x` in blocks."""
+    strides = _ints(node, "strides", 1)
+    return op.node("AveragePool", x, domain=DOMAIN, like=node.outputs[0], kernel_shape=[1, 1], strides=strides)
+
+
+def phases(node: ir.Node) -> list[list[Phase]] | None:
+    """How a ConvTranspose with strides is made of convolutions, for each axis; None if it is not.
+
+    Row y of the result is the sum of w[t] * x[u] over all t and u with stride * u + t = y + pad. So rows that are one
+    stride apart have the same taps, from neighbouring u: they are a convolution with every so many-th tap, turned round.
+    """
+    if node.op_type != "ConvTranspose" or node.attributes.get_int("group", 1) != 1 or len(node.inputs) > 2:
+        return None
+    if not _explicit(node) or "output_shape" in node.attributes or max(_ints(node, "dilations", 1)) > 1:
+        return None
+    w = static_dims(node.inputs[1])
+    y = node.outputs[0].shape
+    sizes = None if node.inputs[0].shape is None else list(node.inputs[0].shape.dims[2:])
+    if w is None or len(w) != 4 or sizes is None or y is None or len(y) != 4 or not has_many_positions(node.inputs[0]):
+        return None
+    strides, pads = _ints(node, "strides", 1), _ints(node, "pads", 0, 4)
+    axes = []
+    for size, result, k, s, pad in zip(sizes, y.dims[2:], w[2:], strides, pads):
+        if not isinstance(size, int) or not isinstance(result, int) or result % s:
+            return None
+        axes.append([_phase(a, size, result // s, k, s, pad) for a in range(s)])
+    plain = strides == [1, 1] or any(min(p.begin, p.end) < 0 for axis in axes for p in axis if p.taps)
+    return None if plain else axes
+
+
+def _phase(place: int, size: int, results: int, kernel: int, stride: int, pad: int) -> Phase:
+    reach, first = divmod(place + pad, stride)  # w[first] meets x[i + reach]
+    taps = tuple(range(first, kernel, stride))[::-1]
+    return Phase(taps, len(taps) - 1 - reach, results + reach - size)
+
+
+def transposed(op: Builder, node: ir.Node, axes: list[list[Phase]], x: ir.Value, block: int) -> Interleaved:
+    """A ConvTranspose of `x` in blocks, by its `phases`."""
+    w, y = node.inputs[1], node.outputs[0]
+    channels, out, _, width = static_dims(w)
+    exchanged, parts = exchanged_weight(op, w, block), {}
+    strides = tuple(_ints(node, "strides", 1))
+    for i, row in enumerate(axes[0]):
+        for j, column in enumerate(axes[1]):
+            if not row.taps or not column.taps:
+                continue
+            kernel = [len(row.taps), len(column.taps)]
+            taps = np.array([t * width + u for t in row.taps for u in column.taps], np.int64)
+            part = op.node(
+                "Conv", x, op.Reshape(op.Gather(exchanged, taps, axis=2), _shape(out, channels, *kernel)), domain=DOMAIN,
+                like=y, kernel_shape=kernel, strides=[1, 1], dilations=[1, 1],
+                pads=[row.begin, column.begin, row.end, column.end],
+            )  # fmt: skip
+            part.shape = ir.Shape([*y.shape.dims[:2], *(size // s for size, s in zip(y.shape.dims[2:], strides))])
+            parts[i, j] = part
+    return Interleaved(strides, parts)
+
+
+def added(op: Builder, a: Interleaved, b: Interleaved) -> Interleaved:
+    """The sum of two of the same strides."""
+    parts = dict(a.parts)
+    for place, part in b.parts.items():
+        parts[place] = op.node("Add", parts[place], part, like=part) if place in parts else part
+    return Interleaved(a.strides, parts)
+
+
+def joined(op: Builder, image: Interleaved, y: ir.Value, block: int) -> ir.Value:
+    """The whole image in blocks, with the shape of `y`."""
+    rows, columns = image.strides
+    width = y.shape[3] // columns
+    pixels = {place: op.Reshape(part, _shape(-1, block)) for place, part in image.parts.items()}
+    some = next(iter(pixels.values()))
+    zeros = None
+    if len(pixels) < rows * columns:
+        zeros = op.ConstantOfShape(op.Shape(some), value=ir.tensor(np.zeros(1, np.float32)))
+    lines = []
+    for i in range(rows):
+        line = [pixels.get((i, j), zeros) for j in range(columns)]
+        lines.append(op.Reshape(op.Concat(*line, axis=1), _shape(-1, width * columns * block)))
+    whole = op.Reshape(op.Concat(*lines, axis=1), _shape(-1, *y.shape.dims[1:]))
+    whole.shape = y.shape
+    return whole
+
+
+def _explicit(node: ir.Node) -> bool:
+    return not node.domain and node.attributes.get_string("auto_pad", "NOTSET") == "NOTSET"
+
+
+def _ints(node: ir.Node, name: str, default: int, count: int = 2) -> list[int]:
+    return list(node.attributes.get_ints(name, None) or [default] * count)
+
+
+def _shape(*sizes: int) -> np.ndarray:
+    return np.array(sizes, np.int64)

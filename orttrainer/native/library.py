@@ -1,0 +1,154 @@
+"""Compile kernels into a library of custom operators, once for each set of them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import pathlib
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+
+from orttrainer.errors import InvalidArgumentError, RuntimeNotFoundError
+from orttrainer.native.kernel import Kernel
+
+DOMAIN = "orttrainer.native"
+SWITCH = "ORTTRAINER_NATIVE_KERNELS"
+_CPU = "CPUExecutionProvider"
+
+# No contraction: a product and a sum round twice, as in ONNX Runtime. No errno: sqrt is one instruction.
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-fopenmp-simd",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fwrapv",
+    "-fPIC",
+    "-shared",
+    "-x",
+    "c",
+)
+_BEFORE = ("custom_op.c", "functions.c")
+_REGISTER = """
+static const Kernel KERNELS[] = {{
+{entries}
+}};
+enum {{ COUNT = sizeof(KERNELS) / sizeof(KERNELS[0]) }};
+static Op ops[COUNT];
+
+Status *RegisterCustomOps(void *options, const ApiBase *base) {{
+  return register_ops(options, base, "{domain}", KERNELS, ops, COUNT);
+}}
+"""
+
+
+def compiled(kernels: Sequence[Kernel]) -> pathlib.Path:
+    """The library with these kernels, from the cache or compiled now (half a second).
+
+    Raises:
+        RuntimeNotFoundError: there is no C compiler, or it fails.
+    """
+    unique = sorted({kernel.name: kernel for kernel in kernels}.values(), key=lambda kernel: kernel.name)
+    source = "\n".join(pathlib.Path(__file__).with_name(name).read_text() for name in _BEFORE)
+    source += "\n".join(kernel.declaration() for kernel in unique)
+    source += _REGISTER.format(entries="\n".join(kernel.entry() for kernel in unique), domain=DOMAIN)
+    command = _compiler()
+    key = hashlib.sha256("\0".join([source, *command, *_FLAGS, _processor()]).encode()).hexdigest()[:32]
+    path = _cache() / f"{key}.so"
+    if not path.exists():
+        _compile(command, source, path)
+    return path
+
+
+def is_wanted(native_kernels: bool | None, device: str, providers: Sequence | None) -> bool:
+    """Whether a trainer is to compile kernels.
+
+    Args:
+        native_kernels: what its user says; None: as the environment variable ORTTRAINER_NATIVE_KERNELS says, "1" or "0",
+            for trainers on a CPU.
+        device: "cpu" or "cuda".
+        providers: of ONNX Runtime, as the user named them.
+
+    Raises:
+        InvalidArgumentError: neither True, False nor None; or True where kernels on the CPU are of no use.
+        RuntimeNotFoundError: there is no C compiler, or the system is not one that its libraries can be loaded on.
+    """
+    if native_kernels not in (True, False, None):
+        raise InvalidArgumentError(f"native_kernels must be True, False or None, got {native_kernels!r}")
+    on_cpu = device == "cpu" and list(providers or [_CPU]) == [_CPU]
+    if native_kernels and not on_cpu:
+        raise InvalidArgumentError(
+            f"native_kernels are for device 'cpu' and its own execution provider, got device {device!r}, providers {providers!r}"
+        )
+    if native_kernels is None:
+        native_kernels = on_cpu and _switched_on()
+    if native_kernels:
+        if os.name != "posix":
+            raise RuntimeNotFoundError("native kernels need Linux or macOS; leave native_kernels off")
+        _compiler()
+    return native_kernels
+
+
+def _switched_on() -> bool:
+    value = os.environ.get(SWITCH, "0")
+    if value not in ("0", "1"):
+        raise InvalidArgumentError(f"the environment variable {SWITCH} must be 1 or 0, is {value!r}")
+    return value == "1"
+
+
+@functools.cache
+def _compiler() -> tuple[str, ...]:
+    """The command of a C compiler: that of the variable CC, one on the path, or the one that ziglang brings."""
+    if given := os.environ.get("CC"):
+        if shutil.which(shlex.split(given)[0]) is None:
+            raise RuntimeNotFoundError(f"native kernels need a C compiler, and CC={given!r} is not to be found")
+        return tuple(shlex.split(given))
+    for name in ("cc", "gcc", "clang"):
+        if (path := shutil.which(name)) is not None:
+            return (path,)
+    try:
+        import ziglang  # noqa: F401
+    except ImportError as error:
+        raise RuntimeNotFoundError(
+            "native kernels need a C compiler, and there is no cc, gcc or clang on the path. Install one, or run "
+            "pip install 'orttrainer[native]', which brings one; or leave native_kernels off."
+        ) from error
+    return (sys.executable, "-m", "ziglang", "cc")
+
+
+def _compile(command: Sequence[str], source: str, path: pathlib.Path) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # another process may compile the same at the moment
+        made = pathlib.Path(folder) / path.name
+        done = subprocess.run(
+            [*command, *_FLAGS, "-", "-o", str(made), "-lm"], input=source, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise RuntimeNotFoundError(
+                f"native kernels need a C compiler that works; {' '.join(command)} failed: {done.stderr.strip()[:500]}. "
+                "Set CC to another one, or leave native_kernels off."
+            )
+        os.replace(made, path)
+
+
+@functools.cache
+def _processor() -> str:
+    """What a library that is compiled here depends on; a cache may be shared by several machines."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+
+
+def _cache() -> pathlib.Path:
+    """ORTTRAINER_CACHE, or the user's own cache folder."""
+    given = os.environ.get("ORTTRAINER_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(given) if given else pathlib.Path(base) / "orttrainer"

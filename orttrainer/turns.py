@@ -1,0 +1,38 @@
+"""Calls of one engine in turn: threads wait for each other, ranks fail together."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from orttrainer.engine import Engine
+
+
+def one_at_a_time(method: Callable) -> Callable:
+    """A method that waits until no other thread is in one: state and bindings are shared by all calls."""
+
+    @functools.wraps(method)
+    def locked(self, *args, **kwargs):
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return locked
+
+
+class PreparingAStep:
+    """A context in which what fails on one rank fails on all, where they wait for the gradients of this one.
+
+    A class: a generator as context manager costs each step another microsecond.
+    """
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if isinstance(error, Exception):
+            self._engine.give_up_a_step(error)

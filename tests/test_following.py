@@ -1,0 +1,117 @@
+"""What is done to a module between two steps is followed or refused: no step trains what the module does not have."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from small import LR, batch, make, torch_step
+from torch import nn
+
+from orttrainer.errors import StateError
+
+
+class Layers(nn.Module):
+    """Two layers of one shape, running statistics, a parameter of one element, and a bias that is None."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.norm, self.act = nn.BatchNorm1d(4), nn.Tanh()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.act(self.norm(self.second(self.act(self.first(x))))) * self.scale)
+
+
+def exchange_data(m):
+    m.first.weight.data, m.second.weight.data = m.second.weight.data, m.first.weight.data
+
+
+def exchange_parameters(m):
+    m.first.weight, m.second.weight = m.second.weight, m.first.weight
+
+
+def average(m):
+    """As an exponential moving average puts its own tensors in the place of the module's."""
+    for parameter in m.parameters():
+        parameter.data = parameter.data * 0.9
+
+
+FOLLOWED = {
+    "data exchanged between layers": exchange_data,
+    "parameters exchanged between layers": exchange_parameters,
+    "averages": average,
+    "one element of equal value and other memory": lambda m: setattr(
+        m, "scale", nn.Parameter(m.scale.detach().clone())
+    ),
+    "another parameter of the same memory": lambda m: setattr(m.head, "weight", nn.Parameter(m.head.weight.data)),
+    "a buffer": lambda m: setattr(m.norm, "running_mean", torch.full((4,), 0.5)),
+    "there and back in float64": lambda m: m.double().float(),
+    "load_state_dict(assign=True)": lambda m: m.load_state_dict(copy.deepcopy(m.state_dict()), assign=True),
+    "a buffer that forward does not use": lambda m: m.act.register_buffer("unused", torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("change", FOLLOWED)
+def test_other_memory_is_taken_over_and_trained(change):
+    torch.manual_seed(3)
+    module = Layers()
+    reference = copy.deepcopy(module)
+    trainer = make(module, check_export=False)
+    for step in range(4):
+        torch.testing.assert_close(trainer.train_step(*batch(step), LR)[0], torch_step(reference, *batch(step)))
+        torch.testing.assert_close(dict(module.state_dict()), dict(reference.state_dict()), rtol=1e-4, atol=1e-6)
+        if step < 2:
+            for changed in (module, reference):
+                FOLLOWED[change](changed)
+
+
+REFUSED = {
+    "a bias that is gone": (lambda m: setattr(m.head, "bias", None), "'head.bias' of the module is gone"),
+    "a weight that is deleted": (lambda m: delattr(m.head, "weight"), "'head.weight' of the module is gone"),
+    "a buffer that is gone": (lambda m: setattr(m.norm, "running_var", None), "'norm.running_var' of the module is gone"),
+    "another dtype": (lambda m: m.double(), r"'scale' of the module is torch.float64 \[1\]"),
+    "an equal layer": (lambda m: setattr(m, "first", copy.deepcopy(m.first)), r"layers .* compiled: \['first'\]"),
+    "layers exchanged": (
+        lambda m: m._modules.update(first=m.second, second=m.first), r"layers .* compiled: \['first', 'second'\]",
+    ),
+    "a layer inside a leaf": (lambda m: m.act.add_module("inner", nn.Tanh()), r"layers .* compiled: \['inner'\]"),
+    "weights tied": (lambda m: setattr(m.second, "weight", m.first.weight), r"tied or untied .*: \['first.weight', 'second.weight'\]"),
+    "a frozen parameter": (lambda m: m.scale.requires_grad_(False), "requires_grad of 'scale' is False now"),
+    "a frozen new parameter of the same memory": (
+        lambda m: setattr(m, "scale", nn.Parameter(m.scale.data, requires_grad=False)),
+        "requires_grad of 'scale' is False now",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_what_the_graph_cannot_follow_is_refused_and_nothing_is_trained(change):
+    module = Layers()
+    trainer = make(module, check_export=False)
+    trainer.train_step(*batch(), LR)
+    apply, text = REFUSED[change]
+    apply(module)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    stored = {name: tensor.clone() for name, tensor in trainer._engine._state.stored.items()}
+    for _ in range(2):  # it is not forgotten once it was told
+        with pytest.raises(StateError, match=text):
+            trainer.train_step(*batch(), LR)
+    for kept, now in ((before, module.state_dict()), (stored, trainer._engine._state.stored)):
+        assert all(torch.equal(kept[name], now[name]) for name in kept)
+
+
+def test_a_tied_weight_that_is_untied_is_refused_until_it_is_tied_again():
+    module = Layers()
+    module.second.weight = module.first.weight
+    reference = copy.deepcopy(module)
+    trainer = make(module, check_export=False)
+    for step in range(3):
+        torch.testing.assert_close(trainer.train_step(*batch(step), LR)[0], torch_step(reference, *batch(step)))
+        module.second.weight = nn.Parameter(torch.ones(4, 4))
+        with pytest.raises(StateError, match=r"tied or untied since the graph was compiled: \['first.weight'\]"):
+            trainer.train_step(*batch(step), LR)
+        module.second.weight = module.first.weight

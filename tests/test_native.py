@@ -1,0 +1,456 @@
+"""Kernels in C: what ONNX Runtime's own operators give, where they may stand, and what a user hears who cannot have them."""
+
+import os
+import subprocess
+import sys
+
+import models
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import small
+import torch
+from onnx import TensorProto, helper
+from torch import nn
+
+from orttrainer import IODescription, ModelDescription, ORTTrainer, set_seed
+from orttrainer.errors import InvalidArgumentError, RuntimeNotFoundError
+from orttrainer.native import library
+from orttrainer.native.fuse import FusePointwisePass
+from orttrainer.native.library import DOMAIN, compiled, is_wanted
+
+FLOAT, DOUBLE, BOOL, INT32 = TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.BOOL, TensorProto.INT32
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(cache, monkeypatch):
+    monkeypatch.setenv("ORTTRAINER_CACHE", str(cache))
+
+
+def node(op_type, inputs, output, **attributes):
+    return helper.make_node(op_type, inputs.split(), [output], name=output, **attributes)
+
+
+def graph_of(nodes, inputs, outputs, initializers=()):
+    """inputs: name -> (dtype, shape)."""
+    infos = [helper.make_tensor_value_info(name, *kind) for name, kind in inputs.items()]
+    graph = helper.make_graph(nodes, "g", infos, [onnx.ValueInfoProto(name=y) for y in outputs], list(initializers))
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    return onnx.shape_inference.infer_shapes(model, data_prop=True)
+
+
+def fused(model):
+    """The model with kernels, and the path of their library."""
+    found = ir.from_proto(model)
+    fuse = FusePointwisePass()
+    fuse(found)
+    return found, compiled(fuse.kernels) if fuse.kernels else None
+
+
+def run(model, feeds, path=None):
+    model = ir.to_proto(model) if isinstance(model, ir.Model) else model
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 2, 4
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if path is not None:
+        options.register_custom_ops_library(str(path))
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return session.run(None, feeds)
+
+
+def both(model, feeds):
+    """What ONNX Runtime's operators give, and what kernels give."""
+    with_kernels, path = fused(model)
+    assert path is not None
+    return run(model, feeds), run(with_kernels, feeds, path)
+
+
+def assert_identical(model, feeds):
+    for plain, native in zip(*both(model, feeds), strict=True):
+        np.testing.assert_array_equal(native, plain, strict=True)
+
+
+def kernels(model):
+    return [n for n in model.graph if n.domain == DOMAIN]
+
+
+SPECIAL = np.array([0.0, -0.0, 1.0, -1.0, 1e-40, -1e-40, 3e38, -3e38, np.inf, -np.inf, 0.3, 2.5, -7.25], np.float32)
+
+ARITHMETIC = {
+    "Add": node("Add", "a b", "t"),
+    "Sub": node("Sub", "a b", "t"),
+    "Mul": node("Mul", "a b", "t"),
+    "Div": node("Div", "a b", "t"),
+    "Neg": node("Neg", "a", "t"),
+    "Abs": node("Abs", "a", "t"),
+    "Sqrt": node("Sqrt", "a", "t"),
+    "Reciprocal": node("Reciprocal", "a", "t"),
+    "Relu": node("Relu", "a", "t"),
+    "Identity": node("Identity", "a", "t"),
+    "HardSigmoid": node("HardSigmoid", "a", "t", alpha=0.3, beta=0.4),
+    "mask by HardSigmoid": node("HardSigmoid", "a", "t", alpha=1e38, beta=0.0),
+}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("dtype", [FLOAT, DOUBLE], ids=["float", "double"])
+@pytest.mark.parametrize("operation", ARITHMETIC.values(), ids=ARITHMETIC)
+def test_arithmetic_is_that_of_onnx_runtime_bit_by_bit(operation, dtype):
+    if dtype == DOUBLE and operation.op_type == "HardSigmoid":
+        pytest.skip("ONNX Runtime has no HardSigmoid of double")
+    a, b = (grid.ravel().astype(helper.tensor_dtype_to_np_dtype(dtype)) for grid in np.meshgrid(SPECIAL, SPECIAL))
+    model = graph_of([operation, node("Mul", "t b", "y")], {"a": (dtype, [len(a)]), "b": (dtype, [len(a)])}, ["t", "y"])
+    assert_identical(model, {"a": a, "b": b})
+
+
+FUNCTIONS = {"Exp": torch.exp, "Erf": torch.erf, "Tanh": torch.tanh, "Sigmoid": torch.sigmoid}
+
+
+@pytest.mark.parametrize("op_type", FUNCTIONS)
+def test_a_function_of_float_is_as_exact_as_its_digits(op_type):
+    x = np.concatenate([np.linspace(-110, 95, 200_001), np.linspace(-5, 5, 200_001), 10.0 ** np.linspace(-35, 1, 999)])
+    x = x.astype(np.float32)
+    model = graph_of([node(op_type, "x", "t"), node("Identity", "t", "y")], {"x": (FLOAT, [len(x)])}, ["y"])
+    exact = FUNCTIONS[op_type](torch.tensor(x, dtype=torch.float64)).numpy()
+    _, (y,) = both(model, {"x": x})
+    normal = (np.abs(exact) > 1.2e-38) & (np.abs(exact) < 3.4e38)
+    assert np.max(np.abs(y - exact)[normal] / np.abs(exact)[normal]) < 3e-7
+    assert np.all(np.abs(y - exact)[np.abs(exact) <= 1.2e-38] < 1e-38)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, DOUBLE], ids=["float", "double"])
+@pytest.mark.parametrize("op_type", FUNCTIONS)
+def test_a_function_keeps_infinities_and_nan(op_type, dtype):
+    if dtype == DOUBLE and op_type == "Erf":
+        pytest.skip("ONNX Runtime has no Erf of double to compare with")
+    x = np.array([np.inf, -np.inf, np.nan, 0.0], helper.tensor_dtype_to_np_dtype(dtype))
+    model = graph_of([node(op_type, "x", "t"), node("Identity", "t", "y")], {"x": (dtype, [4])}, ["y"])
+    _, (y,) = both(model, {"x": x})
+    np.testing.assert_array_equal(y, FUNCTIONS[op_type](torch.tensor(x)).numpy())
+
+
+def test_comparisons_choices_and_casts_are_those_of_onnx_runtime():
+    rng = np.random.default_rng(0)
+    feeds = {"a": rng.integers(-2, 3, 50).astype(np.float32), "b": rng.integers(-2, 3, 50).astype(np.float32)}
+    feeds |= {"i": rng.integers(-(2**31), 2**31, 50).astype(np.int32), "c": rng.random(50) < 0.5}
+    nodes = [
+        node("Mul", "i i", "j"), node("LessOrEqual", "i j", "m"), node("Greater", "a b", "g"), node("Less", "a b", "l"),
+        node("GreaterOrEqual", "a b", "h"), node("Not", "g", "n"), node("And", "h c", "o"), node("Or", "l m", "p"),
+        node("Cast", "o", "q", to=FLOAT), node("Where", "p a q", "r"), node("Cast", "r", "s", to=BOOL),
+        node("And", "s n", "t"), node("Cast", "j", "u", to=FLOAT), node("Cast", "a", "v", to=DOUBLE),
+        node("Cast", "v", "w", to=FLOAT), node("Add", "w u", "y"),
+    ]  # fmt: skip
+    inputs = {"a": (FLOAT, [50]), "b": (FLOAT, [50]), "i": (INT32, [50]), "c": (BOOL, [50])}
+    assert_identical(graph_of(nodes, inputs, ["t", "y", "r", "m"]), feeds)
+
+
+SHAPES = [
+    [(2, 3, 4), (4,)],
+    [(2, 3, 4), (2, 1, 4)],
+    [(2, 3, 4), (2, 1, 1)],
+    [(2, 3, 4), (3, 1)],
+    [(2, 3, 4), ()],
+    [(2, 3, 4), (1, 1, 1)],
+    [(6, 1), (5,)],
+    [(6, 1, 1), (1, 5, 1), (7,)],
+    [(1, 6, 1, 5), (6, 1, 1)],
+    [(4, 1, 1, 3), (4, 5, 1, 3), (5, 2, 1)],
+    [(1, 1), (1,)],
+    [(0, 3), (3,)],
+    [(3, 0), (3, 1)],
+    [(70_001,), ()],
+    [(40_003, 3), (3,)],
+    [(3, 40_003), (3, 1)],
+]
+
+
+@pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+def test_inputs_broadcast_as_in_onnx(shapes, symbolic):
+    rng = np.random.default_rng(0)
+    feeds = {f"x{k}": rng.standard_normal(shape).astype(np.float32) for k, shape in enumerate(shapes)}
+    axes = max(map(len, shapes))
+    full = np.broadcast_shapes(*shapes)
+    inputs = {}
+    for k, shape in enumerate(shapes):
+        behind = range(axes - len(shape), axes)
+        named = [f"n{at}" if symbolic and size == full[at] != 1 else size for size, at in zip(shape, behind)]
+        inputs[f"x{k}"] = (FLOAT, named)
+    nodes, last = [], "x0"
+    for k in range(1, len(shapes)):
+        nodes += [node("Mul", f"{last} x{k}", f"m{k}"), node("Sub", f"m{k} x{k}", f"s{k}")]
+        last = f"s{k}"
+    assert_identical(graph_of(nodes, inputs, [last, "m1"]), feeds)
+
+
+def test_sizes_that_contradict_the_graph_are_an_error_and_read_nothing_beyond_the_inputs():
+    model = graph_of(
+        [node("Mul", "a b", "t"), node("Add", "t a", "y")], {"a": (FLOAT, ["n"]), "b": (FLOAT, ["n"])}, ["y"]
+    )
+    found, path = fused(model)
+    with pytest.raises(Exception, match="sizes of the inputs do not go together"):
+        run(found, {"a": np.ones(100_000, np.float32), "b": np.ones(3, np.float32)}, path)
+
+
+def test_axes_that_may_or_may_not_have_one_size_are_left_to_onnx_runtime():
+    model = graph_of(
+        [node("Mul", "a b", "t"), node("Neg", "t", "y")], {"a": (FLOAT, ["n"]), "b": (FLOAT, ["m"])}, ["y"]
+    )
+    found, path = fused(model)
+    assert not kernels(found) and path is None
+
+
+def test_what_others_read_on_the_way_is_an_output_of_the_kernel():
+    nodes = [
+        node("Mul", "a b", "t"), node("Sqrt", "t", "u"), node("Add", "u a", "y"), node("ReduceSum", "u", "s", keepdims=0)
+    ]  # fmt: skip
+    model = graph_of(nodes, {"a": (FLOAT, [3, 4]), "b": (FLOAT, [3, 4])}, ["y", "s"])
+    found, _ = fused(model)
+    (kernel,) = kernels(found)
+    assert len(kernel.outputs) == 2
+    rng = np.random.default_rng(0)
+    assert_identical(model, {name: rng.random((3, 4), np.float32) for name in "ab"})
+
+
+def test_kernels_do_not_wait_for_each_other():
+    """Both ends of a chain by way of a product, with and without what lies beside it."""
+    nodes = [
+        node("Mul", "a b", "t"), node("MatMul", "t a", "p"), node("Add", "p t", "u"), node("MatMul", "u b", "q"),
+        node("Sub", "q t", "v"), node("Mul", "v u", "w"), node("Neg", "p", "x"), node("Add", "x w", "y"),
+    ]  # fmt: skip
+    model = graph_of(nodes, {"a": (FLOAT, [5, 5]), "b": (FLOAT, [5, 5])}, ["y", "w", "v"])
+    rng = np.random.default_rng(0)
+    assert_identical(model, {name: rng.random((5, 5), np.float32) for name in "ab"})
+
+
+def test_random_graphs_compute_what_they_did():
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        names, nodes = ["a", "b", "c"], []
+        for k in range(25):
+            op_type = rng.choice(["Add", "Sub", "Mul", "Neg", "Relu", "MatMul", "Sqrt", "Transpose"])
+            picked = rng.choice(names, 2)
+            inputs = " ".join(picked) if op_type in ("Add", "Sub", "Mul", "MatMul") else picked[0]
+            nodes.append(node(op_type, inputs, f"n{k}"))
+            names.append(f"n{k}")
+        outputs = [*dict.fromkeys(rng.choice(names[3:], 3)), names[-1]]
+        model = graph_of(nodes, {name: (FLOAT, [4, 4]) for name in "abc"}, dict.fromkeys(outputs))
+        feeds = {name: rng.standard_normal((4, 4)).astype(np.float32) for name in "abc"}
+        plain, (found, path) = run(model, feeds), fused(model)
+        for expected, y in zip(plain, run(found, feeds, path), strict=True):
+            np.testing.assert_array_equal(y, expected)
+
+
+def test_what_is_cheap_to_make_again_is_not_kept():
+    """A mask of its own shape made of a row and a column, used before and behind a product."""
+    nodes = [
+        node("Mul", "row column", "h"), node("Greater", "h zero", "g"), node("Cast", "g", "mask", to=FLOAT),
+        node("Mul", "x mask", "y"), node("MatMul", "y w", "z"), node("Mul", "z mask", "d"), node("Sub", "d z", "e"),
+    ]  # fmt: skip
+    inputs = {
+        "row": (FLOAT, [6]),
+        "column": (FLOAT, [6, 1]),
+        "zero": (FLOAT, []),
+        "x": (FLOAT, [6, 6]),
+        "w": (FLOAT, [6, 6]),
+    }
+    before = [node("Neg", name, f"{name}_") for name in ("row", "column")]  # inputs of the graph are not read again
+    for made in nodes:
+        made.input[:] = [f"{name}_" if name in ("row", "column") else name for name in made.input]
+    model = graph_of([*before, node("Abs", "zero", "zero_"), *nodes], inputs, ["e"])
+    for made in model.graph.node:
+        if made.name == "g":
+            made.input[1] = "zero_"
+    found, path = fused(model)
+    assert [len(kernel.outputs) for kernel in kernels(found)] == [1, 1]
+    rng = np.random.default_rng(0)
+    feeds = {name: rng.standard_normal(shape).astype(np.float32) for name, (_, shape) in inputs.items()}
+    np.testing.assert_array_equal(run(found, feeds, path)[0], run(model, feeds)[0])
+
+
+def test_an_input_of_the_graph_is_not_read_again_for_it_may_be_overwritten_by_then():
+    nodes = [
+        node("Reshape", "state shape", "s"), node("Mul", "s x", "t"), node("Add", "t x", "y"), node("MatMul", "y x", "z"),
+        node("Add", "z t", "d"), node("Sub", "d z", "e"),
+    ]  # fmt: skip
+    shape = onnx.numpy_helper.from_array(np.array([1, 5], np.int64), "shape")
+    model = graph_of(nodes, {"state": (FLOAT, [5]), "x": (FLOAT, [5, 5])}, ["e"], [shape])
+    found, _ = fused(model)
+    assert sorted(len(kernel.outputs) for kernel in kernels(found)) == [1, 2]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (7,), (70_001,), (300, 257), (0, 4), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_a_kernel_sums_up_the_squares_of_what_it_reads_and_makes(shape, in_parts):
+    if in_parts and len(shape) != 2:
+        pytest.skip("parts are rows")
+    shape = shape or (1, 1, 1)
+    sums = []
+    for x in "at":
+        if in_parts:
+            sums += [node("ReduceSumSquare", f"{x} one", f"{x}_parts", keepdims=0)]
+            sums += [node("ReduceSum", f"{x}_parts", f"{x}_sum", keepdims=0)]
+        else:
+            sums += [node("ReduceSumSquare", x, f"{x}_sum", keepdims=0)]
+    nodes = [node("Mul", "a b", "t"), node("Sub", "t a", "y"), *sums, node("Add", "a_sum t_sum", "z")]
+    one = onnx.numpy_helper.from_array(np.array([1], np.int64), "one")
+    model = graph_of(nodes, {"a": (FLOAT, shape), "b": (FLOAT, [])}, ["y", "z"], [one])
+    found, path = fused(model)
+    assert "ReduceSumSquare" not in {n.op_type for n in found.graph}
+    a = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    y, z = run(found, {"a": a, "b": np.array(0.5, np.float32)}, path)
+    np.testing.assert_array_equal(y, a * np.float32(0.5) - a)
+    np.testing.assert_allclose(z, 1.25 * np.sum(a.astype(np.float64) ** 2), rtol=2e-6)
+
+
+def test_a_sum_that_what_follows_needs_is_left_where_it_is():
+    nodes = [
+        node("ReduceSumSquare", "a", "s", keepdims=0), node("Sqrt", "s", "norm"), node("Div", "a norm", "t"),
+        node("Mul", "t a", "y"),
+    ]  # fmt: skip
+    model = graph_of(nodes, {"a": (FLOAT, [3, 4])}, ["y"])
+    found, _ = fused(model)
+    assert "ReduceSumSquare" in {n.op_type for n in found.graph}
+    assert_identical(model, {"a": np.random.default_rng(0).random((3, 4), np.float32)})
+
+
+def trained(native, module, loss_fn, desc, batches, optimizer, **options):
+    set_seed(3)
+    trainer = ORTTrainer(
+        module, loss_fn, desc, optimizer, None, models.LEARNING_RATE, "cpu", native_kernels=native, **options
+    )
+    losses = [trainer.train_step(*batch, torch.tensor([0.01])) for batch in batches]
+    losses = [result[0] if isinstance(result, list) else result for result in losses]
+    return [float(loss) for loss in losses], {k: v.clone() for k, v in module.state_dict().items()}, trainer
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("optimizer", ["SGDOptimizer", "AdamOptimizer", "AdamWOptimizer", "LambOptimizer"])
+def test_a_trainer_with_kernels_makes_the_same_steps(optimizer, accumulate):
+    batches = [small.batch(step) for step in range(6)]
+    runs = [
+        trained(
+            native, small.net(dropout=0.3), nn.functional.cross_entropy, small.description(), batches, optimizer,
+            gradient_accumulation_steps=accumulate,
+        )
+        for native in (False, True)
+    ]  # fmt: skip
+    (plain, state, _), (native, found, _) = runs
+    np.testing.assert_allclose(native, plain, rtol=1e-6)
+    for name in state:  # tanh differs in the last digit
+        torch.testing.assert_close(found[name], state[name], rtol=1e-5, atol=1e-6)
+
+
+class _Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(50, 8)
+        self.lstm = nn.LSTM(8, 16, 2)
+        self.out = nn.Linear(16, 50)
+
+    def forward(self, x):
+        return self.out(self.lstm(self.words(x))[0])
+
+
+def test_kernels_work_within_the_steps_of_a_recurrent_layer():
+    desc = ModelDescription(
+        [IODescription("x", [7, "batch"], torch.int64), IODescription("y", [7, "batch"], torch.int64)],
+        [IODescription("loss", [], torch.float32), IODescription("scores", [7, "batch", 50], torch.float32)],
+    )
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(0, 50, (2, 7, 16), generator=generator).unbind() for _ in range(4)]
+    runs = []
+    for native in (False, True):
+        torch.manual_seed(0)
+        loss_fn = lambda scores, y: nn.functional.cross_entropy(scores.reshape(-1, 50), y.reshape(-1))  # noqa: E731
+        runs.append(trained(native, _Recurrent(), loss_fn, desc, batches, "AdamOptimizer"))
+    (plain, state, _), (native, found, _) = runs
+    np.testing.assert_allclose(native, plain, rtol=1e-6)
+    for name in state:
+        torch.testing.assert_close(found[name], state[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_saved_graph_has_no_kernels(tmp_path):
+    _, _, trainer = trained(
+        True, small.net(), nn.functional.cross_entropy, small.description(), [small.batch()], "AdamOptimizer"
+    )
+    trainer.save_as_onnx(str(tmp_path / "model.onnx"))
+    imported = onnx.load(tmp_path / "model.onnx").opset_import
+    assert DOMAIN not in {opset.domain for opset in imported}
+
+
+# -- who may have them --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value, wanted", [("1", True), ("0", False), (None, False)])
+def test_the_environment_switches_them_on_where_nobody_says(value, wanted, monkeypatch):
+    monkeypatch.delenv(library.SWITCH, raising=False)
+    if value is not None:
+        monkeypatch.setenv(library.SWITCH, value)
+    assert is_wanted(None, "cpu", None) is wanted
+    assert not is_wanted(False, "cpu", None)
+    assert not is_wanted(None, "cuda", None)
+
+
+def test_a_switch_that_is_neither_on_nor_off_is_an_error(monkeypatch):
+    monkeypatch.setenv(library.SWITCH, "yes")
+    with pytest.raises(InvalidArgumentError, match="must be 1 or 0"):
+        is_wanted(None, "cpu", None)
+    with pytest.raises(InvalidArgumentError, match="True, False or None"):
+        small.make(native_kernels="yes")
+
+
+@pytest.mark.parametrize("device, providers", [("cuda", None), ("cpu", ["OpenVINOExecutionProvider"])])
+def test_they_are_for_the_cpu_only(device, providers):
+    with pytest.raises(InvalidArgumentError, match="device 'cpu'"):
+        is_wanted(True, device, providers)
+
+
+@pytest.fixture
+def compiler():
+    library._compiler.cache_clear()
+    yield
+    library._compiler.cache_clear()
+
+
+def test_without_a_compiler_the_error_says_what_to_install(compiler, monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setitem(sys.modules, "ziglang", None)
+    with pytest.raises(RuntimeNotFoundError, match=r"orttrainer\[native\]"):
+        small.make(native_kernels=True)
+
+
+def test_a_compiler_that_is_not_there_is_an_error(compiler, monkeypatch):
+    monkeypatch.setenv("CC", "no-such-compiler -O1")
+    with pytest.raises(RuntimeNotFoundError, match="CC='no-such-compiler -O1'"):
+        small.make(native_kernels=True)
+
+
+def test_a_compiler_that_fails_is_an_error_and_leaves_nothing_behind(compiler, monkeypatch, tmp_path):
+    script = tmp_path / "cc"
+    script.write_text("#!/bin/sh\necho no space left >&2\nexit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", str(script))
+    monkeypatch.setenv("ORTTRAINER_CACHE", str(tmp_path / "cache"))
+    trainer = small.make(native_kernels=True)
+    with pytest.raises(RuntimeNotFoundError, match="no space left"):
+        trainer.train_step(*small.batch(), small.LR)
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_a_library_is_compiled_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("ORTTRAINER_CACHE", str(tmp_path / "cache"))
+    calls, run_compiler = [], subprocess.run
+    monkeypatch.setattr(library.subprocess, "run", lambda *a, **k: calls.append(a) or run_compiler(*a, **k))
+    for _ in range(2):
+        small.make(native_kernels=True).train_step(*small.batch(), small.LR)
+    assert len(calls) == len(list((tmp_path / "cache").glob("*.so"))) > 0
+    assert os.stat(tmp_path / "cache").st_mode & 0o077 == 0
