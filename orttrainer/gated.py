@@ -34,9 +34,8 @@ def is_available() -> bool:
             for model in (gated, plain)
         )
         return all(map(np.array_equal, found, expected))
-    except (
-        Exception
-    ):  # ONNX Runtime raises a dozen classes without a common base; without the operator all works as well
+    # ONNX Runtime raises a dozen classes without a common base, and without the operator all works as well.
+    except Exception:
         return False
 
 

@@ -1,8 +1,4 @@
-"""Kernels in C: what ONNX Runtime's own operators give, where they may stand, and what a user hears who cannot have them."""
-
-import os
-import subprocess
-import sys
+"""Kernels in C: what ONNX Runtime's own operators give, and where they may stand."""
 
 import models
 import numpy as np
@@ -16,10 +12,8 @@ from onnx import TensorProto, helper
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription, ORTTrainer, set_seed
-from orttrainer.errors import InvalidArgumentError, RuntimeNotFoundError
-from orttrainer.native import library
 from orttrainer.native.fuse import FusePointwisePass
-from orttrainer.native.library import DOMAIN, compiled, is_wanted
+from orttrainer.native.library import DOMAIN, compiled
 
 FLOAT, DOUBLE, BOOL, INT32 = TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.BOOL, TensorProto.INT32
 
@@ -384,73 +378,3 @@ def test_a_saved_graph_has_no_kernels(tmp_path):
     trainer.save_as_onnx(str(tmp_path / "model.onnx"))
     imported = onnx.load(tmp_path / "model.onnx").opset_import
     assert DOMAIN not in {opset.domain for opset in imported}
-
-
-# -- who may have them --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("value, wanted", [("1", True), ("0", False), (None, False)])
-def test_the_environment_switches_them_on_where_nobody_says(value, wanted, monkeypatch):
-    monkeypatch.delenv(library.SWITCH, raising=False)
-    if value is not None:
-        monkeypatch.setenv(library.SWITCH, value)
-    assert is_wanted(None, "cpu", None) is wanted
-    assert not is_wanted(False, "cpu", None)
-    assert not is_wanted(None, "cuda", None)
-
-
-def test_a_switch_that_is_neither_on_nor_off_is_an_error(monkeypatch):
-    monkeypatch.setenv(library.SWITCH, "yes")
-    with pytest.raises(InvalidArgumentError, match="must be 1 or 0"):
-        is_wanted(None, "cpu", None)
-    with pytest.raises(InvalidArgumentError, match="True, False or None"):
-        small.make(native_kernels="yes")
-
-
-@pytest.mark.parametrize("device, providers", [("cuda", None), ("cpu", ["OpenVINOExecutionProvider"])])
-def test_they_are_for_the_cpu_only(device, providers):
-    with pytest.raises(InvalidArgumentError, match="device 'cpu'"):
-        is_wanted(True, device, providers)
-
-
-@pytest.fixture
-def compiler():
-    library._compiler.cache_clear()
-    yield
-    library._compiler.cache_clear()
-
-
-def test_without_a_compiler_the_error_says_what_to_install(compiler, monkeypatch):
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setitem(sys.modules, "ziglang", None)
-    with pytest.raises(RuntimeNotFoundError, match=r"orttrainer\[native\]"):
-        small.make(native_kernels=True)
-
-
-def test_a_compiler_that_is_not_there_is_an_error(compiler, monkeypatch):
-    monkeypatch.setenv("CC", "no-such-compiler -O1")
-    with pytest.raises(RuntimeNotFoundError, match="CC='no-such-compiler -O1'"):
-        small.make(native_kernels=True)
-
-
-def test_a_compiler_that_fails_is_an_error_and_leaves_nothing_behind(compiler, monkeypatch, tmp_path):
-    script = tmp_path / "cc"
-    script.write_text("#!/bin/sh\necho no space left >&2\nexit 1\n")
-    script.chmod(0o755)
-    monkeypatch.setenv("CC", str(script))
-    monkeypatch.setenv("ORTTRAINER_CACHE", str(tmp_path / "cache"))
-    trainer = small.make(native_kernels=True)
-    with pytest.raises(RuntimeNotFoundError, match="no space left"):
-        trainer.train_step(*small.batch(), small.LR)
-    assert not list((tmp_path / "cache").iterdir())
-
-
-def test_a_library_is_compiled_once(monkeypatch, tmp_path):
-    monkeypatch.setenv("ORTTRAINER_CACHE", str(tmp_path / "cache"))
-    calls, run_compiler = [], subprocess.run
-    monkeypatch.setattr(library.subprocess, "run", lambda *a, **k: calls.append(a) or run_compiler(*a, **k))
-    for _ in range(2):
-        small.make(native_kernels=True).train_step(*small.batch(), small.LR)
-    assert len(calls) == len(list((tmp_path / "cache").glob("*.so"))) > 0
-    assert os.stat(tmp_path / "cache").st_mode & 0o077 == 0
