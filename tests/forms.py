@@ -53,6 +53,7 @@ def _every_size() -> None:
         (scaled_gradient, "LEAST_ELEMENTS", 1),
         (gated_add, "LEAST_COLUMNS", 1),
         (tiles, "LEAST_ELEMENTS", 2),
+        (tiles, "LEAST_OF_TABLE", 2),
         (late_norm, "LEAST_ELEMENTS", 2),
         (tiles, "ELEMENTS", 24),
     ):

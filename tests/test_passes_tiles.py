@@ -28,6 +28,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(tiles, "ELEMENTS", 585 * WIDTH)
     for part in (tiles, late_norm):
         monkeypatch.setattr(part, "LEAST_ELEMENTS", ROWS * WIDTH)
+    monkeypatch.setattr(tiles, "LEAST_OF_TABLE", 0)
 
 
 def tiled(trainer) -> dict[str, tuple[int, ...]]:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from orttrainer import build_gradient
+from orttrainer import ORTTrainer, build_gradient
 from orttrainer.describe import IODescription, ModelDescription
 from orttrainer.export import export_module
 from orttrainer.export import module as export_stage
@@ -98,6 +98,24 @@ FUNCTIONS = {
     **{f"cdist of order {p}": (lambda x, y, p=p: torch.cdist(x, y, float(p)), ROWS, NEAR) for p in (1, 2, 3)},
     "pdist": (lambda x: F.pdist(x), ROWS),
     "logsigmoid": (F.logsigmoid, [-200.0, -8.5, 0.0, 30.0]),
+    "binary cross-entropy of large scores": (
+        lambda x: F.binary_cross_entropy_with_logits(x, torch.tensor([1.0, 0.0, 0.25, 0.0]).to(x), reduction="none"),
+        [-200.0, 95.0, -120.0, 0.5],
+    ),
+    "binary cross-entropy of scores with weights": (
+        lambda x: F.binary_cross_entropy_with_logits(
+            x, torch.tensor([1.0, 0.0, 0.25]).to(x), torch.tensor([1.0, 2.0, 0.5]).to(x), pos_weight=torch.tensor([3.0]).to(x)
+        ),
+        [-100.0, 3.0, -0.5],
+    ),
+    "binary cross-entropy of what is surely so": (
+        lambda x: F.binary_cross_entropy(x, torch.tensor([0.0, 1.0, 0.25, 1.0, 0.5]).to(x), reduction="none"),
+        [0.0, 1.0, 0.75, 0.125, 0.5],
+    ),
+    "binary cross-entropy with weights": (
+        lambda x: F.binary_cross_entropy(x, torch.tensor([0.0, 1.0]).to(x), torch.tensor([3.0, 0.5]).to(x), reduction="sum"),
+        [0.25, 0.75],
+    ),
     "normalize": (lambda x: F.normalize(x, dim=1), ROWS),
     "pairwise distance": (lambda x, y: F.pairwise_distance(x, y, 3.0), TIES, OTHER),
     "a window that would start in the padding": (lambda x: F.max_pool2d(x, 3, 3, 1, ceil_mode=True), PLANE),
@@ -129,3 +147,30 @@ def test_poles_of_the_gamma_function_are_torch_s():
     poles = torch.tensor([0.0, -1.0, -2.0, -7.0])
     for ours, theirs in ((_lgamma, torch.lgamma), (_digamma, torch.digamma)):
         torch.testing.assert_close(ours(poles), theirs(poles), equal_nan=True)
+
+
+class _Certain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.0]))
+
+    def forward(self, x):
+        return torch.sigmoid(x * self.scale)
+
+
+def test_a_probability_of_0_or_1_has_a_gradient_as_in_torch():
+    """Sigmoid of what is far from 0 is 0 or 1, where the logarithm has none."""
+    x, label = torch.tensor([-300.0, 300.0, 0.5, -150.0]), torch.tensor([1.0, 0.0, 1.0, 0.0])
+    ours, theirs = _Certain(), _Certain()
+    desc = ModelDescription(
+        [IODescription("x", [4], torch.float32), IODescription("label", [4], torch.float32)],
+        [IODescription("loss", [], torch.float32), IODescription("p", [4], torch.float32)],
+    )
+    trainer = ORTTrainer(
+        ours, F.binary_cross_entropy, desc, "SGDOptimizer", None, IODescription("lr", [1], torch.float32), "cpu"
+    )
+    loss, _ = trainer.train_step(x, label, torch.tensor([1.0]))
+    expected = F.binary_cross_entropy(theirs(x), label)
+    (gradient,) = torch.autograd.grad(expected, [theirs.scale])
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(ours.scale.detach(), 1 - gradient)

@@ -99,9 +99,37 @@ def _multilabel_margin_loss(input, target, reduction=1):
     return loss[0] if reduction == 0 else loss
 
 
+def _binary_cross_entropy_with_logits(input, target, weight=None, pos_weight=None, reduction=1):
+    """torch.binary_cross_entropy_with_logits; the exporters' Log(Sigmoid(x)) is -inf from -88 on."""
+    log_sigmoid = -F.softplus(-input)
+    if pos_weight is not None:
+        log_sigmoid = log_sigmoid * ((pos_weight - 1) * target + 1)
+    return _weighted((1 - target) * input - log_sigmoid, weight, reduction)
+
+
+def _binary_cross_entropy(input, target, weight=None, reduction=1):
+    """F.binary_cross_entropy, with torch's slope (p - y) / max(p (1 - p), 1e-12) where p is 0 or 1 or nearly so."""
+    least = 1e-12
+    extreme = input * (1 - input) < least
+    p = torch.where(extreme, 0.5, input)
+    inner = -(target * torch.log(p) + (1 - target) * torch.log1p(-p))
+    there = stop_gradient(input)
+    bounded = -(target * torch.log(there).clamp(min=-100) + (1 - target) * torch.log1p(-there).clamp(min=-100))
+    slope = (there - target) / least
+    return _weighted(torch.where(extreme, bounded + (input - there) * slope, inner), weight, reduction)
+
+
+def _weighted(losses, weight, reduction):
+    """Losses times their weights; `reduction` is 0, none, 1, the mean, or 2, the sum."""
+    losses = losses if weight is None else losses * weight
+    return losses if reduction == 0 else losses.mean() if reduction == 1 else losses.sum()
+
+
 REWRITES = {
     F.cross_entropy: _cross_entropy,
     F.nll_loss: _nll_loss,
     F.gaussian_nll_loss: _gaussian_nll_loss,
+    torch._C._nn.binary_cross_entropy: _binary_cross_entropy,
     torch._C._nn.multilabel_margin_loss: _multilabel_margin_loss,
+    torch.binary_cross_entropy_with_logits: _binary_cross_entropy_with_logits,
 }
