@@ -32,7 +32,7 @@ from orttrainer.graph.passes.constants import InitializersToConstantsPass
 from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
 from orttrainer.graph.places import Places
 from orttrainer.inference import export_inference
-from orttrainer.native.library import is_wanted
+from orttrainer.native.toolchain import is_wanted
 from orttrainer.nonfinite import LossWatch
 from orttrainer.optim import make_optimizer
 from orttrainer.pipeline import check_disabled_passes

@@ -30,7 +30,7 @@ from orttrainer.graph.passes.speed.sparse_update import (
 )
 from orttrainer.graph.passes.speed.tiles import TileUpdatesPass
 from orttrainer.native.fuse import FusePointwisePass
-from orttrainer.native.library import compiled
+from orttrainer.native.toolchain import compiled
 from orttrainer.training_graph import Signature
 
 _ELEMENT_TYPES = {

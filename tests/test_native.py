@@ -13,7 +13,7 @@ from torch import nn
 
 from orttrainer import IODescription, ModelDescription, ORTTrainer, set_seed
 from orttrainer.native.fuse import FusePointwisePass
-from orttrainer.native.library import DOMAIN, compiled
+from orttrainer.native.toolchain import DOMAIN, compiled
 
 FLOAT, DOUBLE, BOOL, INT32 = TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.BOOL, TensorProto.INT32
 

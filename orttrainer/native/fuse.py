@@ -11,7 +11,7 @@ import onnx_ir as ir
 from orttrainer.graph.builder import same_dim, same_shape
 from orttrainer.graph.subgraphs import node_inputs, subgraphs
 from orttrainer.native.kernel import FLOATS, TRANSCENDENTAL, Kernel, formula
-from orttrainer.native.library import DOMAIN
+from orttrainer.native.toolchain import DOMAIN
 
 MOST_TENSORS, MOST_AXES = 64, 16  # as in custom_op.c
 MOST_AGAIN = 32  # nodes that a kernel computes again

@@ -8,22 +8,22 @@ import pytest
 import small
 
 from orttrainer.errors import InvalidArgumentError, RuntimeNotFoundError
-from orttrainer.native import library
-from orttrainer.native.library import is_wanted
+from orttrainer.native import toolchain
+from orttrainer.native.toolchain import is_wanted
 
 
 @pytest.mark.parametrize("value, wanted", [("1", True), ("0", False), (None, False)])
 def test_the_environment_switches_them_on_where_nobody_says(value, wanted, monkeypatch):
-    monkeypatch.delenv(library.SWITCH, raising=False)
+    monkeypatch.delenv(toolchain.SWITCH, raising=False)
     if value is not None:
-        monkeypatch.setenv(library.SWITCH, value)
+        monkeypatch.setenv(toolchain.SWITCH, value)
     assert is_wanted(None, "cpu", None) is wanted
     assert not is_wanted(False, "cpu", None)
     assert not is_wanted(None, "cuda", None)
 
 
 def test_a_switch_that_is_neither_on_nor_off_is_an_error(monkeypatch):
-    monkeypatch.setenv(library.SWITCH, "yes")
+    monkeypatch.setenv(toolchain.SWITCH, "yes")
     with pytest.raises(InvalidArgumentError, match="must be 1 or 0"):
         is_wanted(None, "cpu", None)
     with pytest.raises(InvalidArgumentError, match="True, False or None"):
@@ -38,9 +38,9 @@ def test_they_are_for_the_cpu_only(device, providers):
 
 @pytest.fixture
 def compiler():
-    library._compiler.cache_clear()
+    toolchain._compiler.cache_clear()
     yield
-    library._compiler.cache_clear()
+    toolchain._compiler.cache_clear()
 
 
 def test_without_a_compiler_the_error_says_what_to_install(compiler, monkeypatch):
@@ -72,7 +72,7 @@ def test_a_compiler_that_fails_is_an_error_and_leaves_nothing_behind(compiler, m
 def test_a_library_is_compiled_once(monkeypatch, tmp_path):
     monkeypatch.setenv("ORTTRAINER_CACHE", str(tmp_path / "cache"))
     calls, run_compiler = [], subprocess.run
-    monkeypatch.setattr(library.subprocess, "run", lambda *a, **k: calls.append(a) or run_compiler(*a, **k))
+    monkeypatch.setattr(toolchain.subprocess, "run", lambda *a, **k: calls.append(a) or run_compiler(*a, **k))
     for _ in range(2):
         small.make(native_kernels=True).train_step(*small.batch(), small.LR)
     assert len(calls) == len(list((tmp_path / "cache").glob("*.so"))) > 0
