@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import small
+import torch
 
 from orttrainer.errors import InvalidArgumentError, RuntimeNotFoundError
 from orttrainer.native import toolchain
@@ -77,3 +78,13 @@ def test_a_library_is_compiled_once(monkeypatch, tmp_path):
         small.make(native_kernels=True).train_step(*small.batch(), small.LR)
     assert len(calls) == len(list((tmp_path / "cache").glob("*.so"))) > 0
     assert os.stat(tmp_path / "cache").st_mode & 0o077 == 0
+
+
+def test_a_cache_that_cannot_be_written_to_is_an_error(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ORTTRAINER_CACHE", str(tmp_path / "file" / "cache"))
+    trainer = small.make(native_kernels=True)
+    with pytest.raises(RuntimeNotFoundError, match="Set ORTTRAINER_CACHE"):
+        trainer.train_step(*small.batch(), small.LR)
+    monkeypatch.setenv("ORTTRAINER_CACHE", str(tmp_path / "cache"))
+    assert torch.isfinite(trainer.train_step(*small.batch(), small.LR)[0])

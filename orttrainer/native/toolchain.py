@@ -52,7 +52,7 @@ def compiled(kernels: Sequence[Kernel]) -> pathlib.Path:
     """The library with these kernels, from the cache or compiled now (half a second).
 
     Raises:
-        RuntimeNotFoundError: there is no C compiler, or it fails.
+        RuntimeNotFoundError: there is no C compiler, or it fails; or no folder for the result.
     """
     unique = sorted({kernel.name: kernel for kernel in kernels}.values(), key=lambda kernel: kernel.name)
     source = "\n".join(pathlib.Path(__file__).with_name(name).read_text() for name in _BEFORE)
@@ -61,8 +61,14 @@ def compiled(kernels: Sequence[Kernel]) -> pathlib.Path:
     command = _compiler()
     key = hashlib.sha256("\0".join([source, *command, *_FLAGS, _processor()]).encode()).hexdigest()[:32]
     path = _cache() / f"{key}.so"
-    if not path.exists():
-        _compile(command, source, path)
+    try:
+        if not path.exists():
+            _compile(command, source, path)
+    except OSError as error:
+        raise RuntimeNotFoundError(
+            f"native kernels need a folder to keep them in, and {path.parent} cannot be written to ({error.strerror}). "
+            "Set ORTTRAINER_CACHE to one that can, or leave native_kernels off."
+        ) from error
     return path
 
 
