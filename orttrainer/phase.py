@@ -29,7 +29,7 @@ from orttrainer.graph.passes.speed.sparse_update import (
     written_through,
 )
 from orttrainer.graph.passes.speed.tiles import TileUpdatesPass
-from orttrainer.native.fuse import FusePointwisePass
+from orttrainer.native.fuse import LEAST_SQUARED, FusePointwisePass
 from orttrainer.native.toolchain import compiled
 from orttrainer.training_graph import Signature
 
@@ -91,6 +91,7 @@ def open_phase(
     written: Mapping[str, torch.Tensor] | None = None,
     updates: Mapping[str, str] | None = None,
     rows: int = 0,
+    shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> Phase:
     """Open a session for a cut of the graph and bind what stays where it is: state and shared buffers.
 
@@ -101,6 +102,7 @@ def open_phase(
         read, written: inputs and outputs that are bound to these tensors.
         updates: state -> output with its new value.
         rows: of the largest lookup in a table, about; 0 where the gradients of tables are read by others.
+        shapes: of inputs, in the batch at hand.
     """
     state, overwritten = place.state, place.overwrites()
     if rows and place.allows(SparseUpdatePass):
@@ -108,10 +110,13 @@ def open_phase(
     through = {name: output for name, output in (updates or {}).items() if name in overwritten}
     stay = part in ("train", "backward") and place.allows(StayInBlocksPass)
     blocked = place.allows(BlockedConvolutionPass) and block_convolutions(cut, place.providers, stay)
-    library, first = _fused(place, cut, through) if place.native else (None, {})
-    if place.allows(ScaledGradientPass) and list(place.providers) == ["CPUExecutionProvider"] and not place.native:
-        ScaledGradientPass()(cut)
-    tiles = _tiled(place, cut, through)
+    sizes = _sizes(cut.graph, shapes or {})
+    if place.native:
+        tiles, library, first = _fused(place, cut, through, sizes)
+    else:
+        if place.allows(ScaledGradientPass) and list(place.providers) == ["CPUExecutionProvider"]:
+            ScaledGradientPass()(cut)
+        tiles, library, first = _tiled(place, cut, through, sizes), None, {}
     made = list(written_through(cut.graph, through))
     cut.graph.outputs.extend(value for _, value in made)
     inputs = {value.name for value in cut.graph.inputs}  # an update that does not clip reads no norm
@@ -136,32 +141,44 @@ def open_phase(
     return Phase(session, place.device, free, fetches, bound_in, bound_out, copies)
 
 
-def _fused(place: Place, cut: ir.Model, updates: Mapping[str, str]) -> tuple[str | None, dict[str, torch.Tensor]]:
-    """Let kernels in C compute what works element by element.
+def _sizes(graph: ir.Graph, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """The symbolic dimensions of the graph's inputs, for a batch of these shapes."""
+    inputs = [value for value in graph.inputs if value.name in shapes and value.shape is not None]
+    pairs = [pair for value in inputs for pair in zip(value.shape.dims, shapes[value.name])]
+    return {dim.value: size for dim, size in pairs if isinstance(dim, ir.SymbolicDim) and dim.value is not None}
+
+
+def _fused(
+    place: Place, cut: ir.Model, updates: Mapping[str, str], sizes: Mapping[str, int]
+) -> tuple[TileUpdatesPass, str | None, dict[str, torch.Tensor]]:
+    """Let kernels in C compute what works element by element, some of them in tiles that make the gradient too.
 
     Returns:
-        The path of their library, None if there are none; and what some more outputs are to be bound to.
+        The tiles; the path of the library of kernels, None if there are none; and what some more outputs are to be bound to.
     """
     graph, op, first = cut.graph, Builder(cut.graph, "native"), {}
     inputs, outputs = ({value.name: value for value in values} for values in (graph.inputs, graph.outputs))
     if updates and (norm := outputs.get(place.signature.gradient_norm)) is not None:
-        let_norm_be_late(op, norm)
+        let_norm_be_late(op, norm, LEAST_SQUARED)
     for name, output in updates.items():
         if name in inputs and output in outputs and (made := scattered_first(op, inputs[name], outputs[output])):
             first[made[0].name] = place.state[name]
+    tiles = _tiled(place, cut, updates, sizes, fuses=True)
     fuse = FusePointwisePass(kept=nodes_written_through(graph, updates))
     fuse(cut)
-    return str(compiled(fuse.kernels)) if fuse.kernels else None, first
+    return tiles, str(compiled(fuse.kernels)) if fuse.kernels else None, first
 
 
-def _tiled(place: Place, cut: ir.Model, updates: Mapping[str, str]) -> TileUpdatesPass:
+def _tiled(
+    place: Place, cut: ir.Model, updates: Mapping[str, str], sizes: Mapping[str, int], fuses: bool = False
+) -> TileUpdatesPass:
     """Let the cut update large parameters in tiles; `updates`: the states that are in place."""
     groups: dict[str, dict[str, str]] = {}
     if place.allows(TileUpdatesPass):
         for entry in place.signature.state:
             if entry.name in updates:
                 groups.setdefault(entry.parameter or entry.name, {})[entry.name] = updates[entry.name]
-    tiles = TileUpdatesPass(groups.values(), place.signature.gradient_norm)
+    tiles = TileUpdatesPass(groups.values(), place.signature.gradient_norm, sizes, fuses)
     tiles(cut)
     return tiles
 

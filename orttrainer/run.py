@@ -102,7 +102,8 @@ class Runner:
         if self._step is None:
             indices = [x for x in inputs.values() if not x.is_floating_point()] or inputs.values()
             with runtime.garbage_kept():
-                self._step = self._make_step(max((x.numel() for x in indices), default=0))
+                rows = max((x.numel() for x in indices), default=0)
+                self._step = self._make_step(rows, {name: x.shape for name, x in inputs.items()})
         signature = self.graph.signature
         feeds = {**inputs, signature.learning_rate: learning_rate, signature.ordered_learning_rate: learning_rate}
         feeds["training_mode"] = self._on
@@ -205,11 +206,12 @@ class Runner:
 
     # -- phases ---------------------------------------------------------------------------
 
-    def _make_step(self, rows: int = 0):
+    def _make_step(self, rows: int = 0, shapes: Mapping[str, Sequence[int]] | None = None):
         """One session where nothing comes between backward and update, else one for each part.
 
         Args:
             rows: of the largest lookup in a table, about.
+            shapes: of the inputs.
         """
         signature = self.graph.signature
         updates = {entry.name: entry.output for entry in signature.state if entry.output is not None}
@@ -217,7 +219,8 @@ class Runner:
         parts = (signature.accumulated_batches, signature.all_finite, self._accept)
         if self._collective.size == 1 and all(part is None for part in parts):
             cut = self._cut(None, [*signature.outputs, signature.gradient_norm, *updates.values()])
-            return _FusedStep(self._phase("train", cut, signature.outputs, written=norm, updates=updates, rows=rows))
+            given = {"written": norm, "updates": updates, "rows": rows, "shapes": shapes}
+            return _FusedStep(self._phase("train", cut, signature.outputs, **given))
         early = {e.name: e.output for e in signature.state if e.output and e.role in ("buffer", "random")}
         late = {e.name: e.output for e in signature.state if e.output and e.role in ("parameter", "optimizer")}
         if not self.accumulators:

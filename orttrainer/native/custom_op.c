@@ -6,9 +6,12 @@
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 
 #define API_VERSION 18
+#define FAIL 1
 #define INVALID_ARGUMENT 2
+#define FLOAT 1 /* ONNX's number of the dtype */
 #define MOST_TENSORS 64
 #define MOST_AXES 16
 #define CHUNK 32768 /* elements that one thread works on at a time */
@@ -50,7 +53,7 @@ typedef struct {
 /* One kernel: what it computes is a loop over the axes of its outputs, which all have one shape but for sums.
 
    input_types, output_types: ONNX's numbers of the dtypes.
-   sums: how many of the outputs, the last ones, are sums: one element of each for each chunk of the loop.
+   sums: how many of the outputs, the last ones, are sums, of rank 0; `run` gives a part of each for each chunk.
    axes: how many the other outputs have.
    input_axes: how many each input has; they are the last ones of the outputs.
    long_axes: for each input the axes of the outputs, as bits, along which it is as long as they are; along others it is 1.
@@ -136,6 +139,13 @@ static Status *find_shape(const Kernel *kernel, const Value *const *inputs, int6
   return NULL;
 }
 
+static void add_up(const void *parts, int64_t count, int type, void *sum) {
+  double total = 0;
+  for (int64_t i = 0; i < count; ++i) total += type == FLOAT ? ((const float *)parts)[i] : ((const double *)parts)[i];
+  if (type == FLOAT) *(float *)sum = (float)total;
+  else *(double *)sum = total;
+}
+
 static Status *compute(void *data, Context *context) {
   const Kernel *kernel = data;
   Run run = {.kernel = kernel, .total = 1};
@@ -152,16 +162,24 @@ static Status *compute(void *data, Context *context) {
   for (int k = 0; k < kernel->loops - (kernel->loops > 1); ++k) run.total *= run.size[k];
   run.chunk = length == 0 || length >= CHUNK ? 1 : CHUNK / length;
   int64_t chunks = length == 0 ? 0 : (run.total + run.chunk - 1) / run.chunk;
+  void *sums[MOST_TENSORS];
+  int first_sum = kernel->outputs - kernel->sums;
   for (int i = 0; i < kernel->outputs; ++i) {
     Value *output;
-    int is_sum = i >= kernel->outputs - kernel->sums;
-    TRY(GET_OUTPUT(api)(context, i, is_sum ? &chunks : shape, is_sum ? 1 : kernel->axes, &output));
-    TRY(GET_DATA(api)(output, &run.out[i]));
+    TRY(GET_OUTPUT(api)(context, i, shape, i < first_sum ? kernel->axes : 0, &output));
+    TRY(GET_DATA(api)(output, i < first_sum ? &run.out[i] : &sums[i - first_sum]));
   }
-  if (chunks == 0) return NULL;
-  if (chunks > 1) return PARALLEL_FOR(api)(context, run_chunk, chunks, 0, &run);
-  run_chunk(&run, 0);
-  return NULL;
+  double *parts = NULL; /* room for those of all sums, be they float or double */
+  if (kernel->sums && !(parts = malloc((chunks * kernel->sums + 1) * sizeof *parts)))
+    return CREATE_STATUS(api)(FAIL, "out of memory");
+  for (int i = 0; i < kernel->sums; ++i) run.out[first_sum + i] = parts + i * chunks;
+  Status *status = NULL;
+  if (chunks == 1) run_chunk(&run, 0);
+  if (chunks > 1) status = PARALLEL_FOR(api)(context, run_chunk, chunks, 0, &run);
+  for (int i = 0; i < kernel->sums && !status; ++i)
+    add_up(run.out[first_sum + i], chunks, kernel->output_types[first_sum + i], sums[i]);
+  free(parts);
+  return status;
 }
 
 static const char *get_name(const Op *op) { return op->kernel->name; }

@@ -15,6 +15,7 @@ from orttrainer.native.toolchain import DOMAIN
 
 MOST_TENSORS, MOST_AXES = 64, 16  # as in custom_op.c
 MOST_AGAIN = 32  # nodes that a kernel computes again
+LEAST_SQUARED = 2**12  # elements of a gradient whose squares are summed up as it is used
 VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity")
 
 
@@ -42,6 +43,7 @@ class FusePointwisePass(ir.passes.InPlacePass):
         self.kernels: list[Kernel] = []
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
+        model.graph.sort()
         self._fuse_in(model.graph)
         if self.kernels:
             model.graph.opset_imports[DOMAIN] = 1
@@ -111,21 +113,14 @@ class _Group:
 
 
 def _insert(graph: ir.Graph, group: _Group, made: Sequence[ir.Value], replaced: dict[ir.Value, ir.Value]) -> Kernel:
-    """Add the node of a group, and what adds up its sums; `replaced`: value -> the one that stands for it now."""
+    """Add the node of a group; `replaced`: value -> the one that stands for it now."""
     inputs, last = group.inputs, group.nodes[-1]
     kernel = Kernel.of([*group.again, *group.nodes], inputs, made, list(group.squares.values()))
     outputs = len(made) + len(group.squares)
     fused = ir.Node(DOMAIN, kernel.name, [replaced.get(x, x) for x in inputs], num_outputs=outputs, name=last.name)
-    nodes, results = [fused], list(fused.outputs[: len(made)])
-    for parts, total in zip(fused.outputs[len(made) :], group.squares):
-        parts.name, parts.type, parts.shape = f"{total.name}/parts", total.type, ir.Shape([None])
-        add = ir.Node("", "ReduceSum", [parts], [ir.AttrInt64("keepdims", 0)], name=f"{total.name}/total")
-        nodes.append(add)
-        results.append(add.outputs[0])
-    for node in nodes:
-        node.metadata_props.update(last.metadata_props)
-    graph.insert_after(last, nodes)
-    for y, new in zip((*made, *group.squares), results):
+    fused.metadata_props.update(last.metadata_props)
+    graph.insert_after(last, fused)
+    for y, new in zip((*made, *group.squares), fused.outputs):
         new.type, new.shape, name = y.type, y.shape, y.name
         y.replace_all_uses_with(new, replace_graph_outputs=True)
         y.name, new.name = None, name
@@ -197,7 +192,7 @@ def _total_of_squares(node: ir.Node) -> list[ir.Node] | None:
         ((adds, _),) = uses
         if adds.op_type == "ReduceSum" and not adds.domain:
             chain, (y,) = [adds, node], adds.outputs
-    return chain if y.shape is not None and len(y.shape) == 0 and not y.is_graph_output() else None
+    return chain if y.shape is not None and len(y.shape) == 0 else None
 
 
 def _is_fed(x: ir.Value) -> bool:
@@ -218,10 +213,10 @@ def _broadcasts(x: ir.Value, y: ir.Value) -> bool:
 def _early(graph: ir.Graph, is_pointwise: Callable[[ir.Node], bool]) -> list[ir.Node]:
     """The nodes in an order in which they can run, pointwise ones as soon and sums of squares as late as they can.
 
-    The later the others come that read what is made on the way, the more of it may be fused.
+    The later the others come that read what is made on the way, the more of it may be fused. Last of all comes what no
+    pointwise node waits for, such as the norm of all gradients where nothing clips.
     """
     nodes = list(graph)
-    urgency = [0 if is_pointwise(node) else 2 if node.op_type == "ReduceSumSquare" else 1 for node in nodes]
     place = {node: k for k, node in enumerate(nodes)}
     waits, readers = {}, {node: [] for node in nodes}
     for node in nodes:
@@ -229,6 +224,10 @@ def _early(graph: ir.Graph, is_pointwise: Callable[[ir.Node], bool]) -> list[ir.
         waits[node] = len(before)
         for producer in before:
             readers[producer].append(node)
+    urgency = [0 if is_pointwise(node) else 2 if node.op_type == "ReduceSumSquare" else 1 for node in nodes]
+    for k, node in reversed(list(enumerate(nodes))):
+        if urgency[k] and all(urgency[place[reader]] == 3 for reader in readers[node]):
+            urgency[k] = 3
     ready = [(urgency[k], k) for k, node in enumerate(nodes) if not waits[node]]
     heapq.heapify(ready)
     order = []

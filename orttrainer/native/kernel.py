@@ -121,7 +121,7 @@ class Kernel:
             nodes: in an order in which they can run; each has a `formula` and makes a value of the shape of `outputs`.
             inputs: of shapes that broadcast to that one.
             squared: inputs and results of nodes, of that shape, whose squares it sums up: one more output for each,
-                1-D, that holds the sums of parts.
+                of rank 0.
         """
         dims = nodes[-1].outputs[0].shape.dims
         is_long = [_long_axes(x, dims) for x in inputs]

@@ -12,7 +12,7 @@ from orttrainer.graph.passes.speed.sparse_update import sums_squares
 LEAST_ELEMENTS = 2**19  # of a gradient
 
 
-def let_norm_be_late(op: Builder, norm: ir.Value) -> bool:
+def let_norm_be_late(op: Builder, norm: ir.Value, least: int | None = None) -> bool:
     """fence(rate, [norm]) -> fence(rate, [an element of each gradient]), if nothing else is made of the norm.
 
     So large gradients may be squared and summed up in passes that the update makes over them. The fence lets through the
@@ -20,21 +20,23 @@ def let_norm_be_late(op: Builder, norm: ir.Value) -> bool:
 
     Args:
         norm: output of the graph, sqrt(sum of the sums of squares of all gradients).
+        least: elements of a gradient whose squares are late; by default `LEAST_ELEMENTS`.
 
     Returns:
         Whether the norm may be late now.
     """
+    least = LEAST_ELEMENTS if least is None else least
     chain, total = _chain(norm)
     if total is None:
         return False
     fences = [(reader, k) for y in chain for reader, k in y.uses() if reader.outputs[0] not in chain]
     pieces = [_piece(reader) for reader, _ in fences]
     gradients = [_gradient(square) for square in total.inputs]
-    if not pieces or None in pieces or not any(g is not None and _is_large(g) for g in gradients):
+    if not pieces or None in pieces or not any(g is not None and _is_large(g, least) for g in gradients):
         return False
     elements = []
     for square, g in zip(total.inputs, gradients):
-        if g is not None and _is_large(g):
+        if g is not None and _is_large(g, least):
             elements.append(op.cast_as(op.Slice(op.Reshape(g, [-1]), [0], [1]), norm))
         else:
             elements.append(op.cast_as(op.Reshape(square, [1]), norm))
@@ -44,9 +46,9 @@ def let_norm_be_late(op: Builder, norm: ir.Value) -> bool:
     return True
 
 
-def _is_large(g: ir.Value) -> bool:
+def _is_large(g: ir.Value, least: int) -> bool:
     dims = static_dims(g)
-    return dims is not None and math.prod(dims) >= LEAST_ELEMENTS
+    return dims is not None and math.prod(dims) >= least
 
 
 def _chain(norm: ir.Value) -> tuple[list[ir.Value], ir.Node | None]:

@@ -12,6 +12,7 @@ from onnx_ir.passes import common
 from orttrainer.graph.builder import Builder, static_dims
 from orttrainer.graph.passes.speed.late_norm import let_norm_be_late
 from orttrainer.graph.passes.speed.sparse_update import is_written_through, scattered_first, sums_squares
+from orttrainer.graph.passes.speed.tile_products import RowProduct, wait_for_operands
 
 ELEMENTWISE = frozenset(["Add", "Div", "Mul", "Neg", "Sqrt", "Sub"])
 ELEMENTS = 2**19  # of a tile, at most: six tensors of them are in the cache together
@@ -41,40 +42,52 @@ class TileUpdatesPass(ir.passes.InPlacePass):
     Args:
         groups: for each parameter, input -> output of its state tensors that are updated in place.
         norm: name of the output that is the norm of all gradients; empty if there is none.
+        sizes: of symbolic dimensions, in the batch at hand.
+        fuses: whether kernels of our own are to compute the tiles; then only updates are tiled that make their gradient.
 
     Attributes:
         inputs, outputs: name -> the state that it stands for; the whole outputs of these states are gone.
     """
 
-    def __init__(self, groups: Iterable[Mapping[str, str]], norm: str = ""):
+    def __init__(
+        self,
+        groups: Iterable[Mapping[str, str]],
+        norm: str = "",
+        sizes: Mapping[str, int] | None = None,
+        fuses: bool = False,
+    ):
         super().__init__()
         self._groups = list(groups)
-        self._norm = norm
+        self._norm, self._sizes, self._fuses = norm, sizes or {}, fuses
         self.inputs: dict[str, View] = {}
         self.outputs: dict[str, View] = {}
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
         op, replaced, modified = Builder(graph, "tiles"), set(), False
+        products: list[RowProduct] = []
         inputs, outputs = ({value.name: value for value in values} for values in (graph.inputs, graph.outputs))
         if self._groups and self._norm in outputs:
             modified = let_norm_be_late(op, outputs[self._norm])
         for group in self._groups:
             states = {inputs[old]: outputs[new] for old, new in group.items() if old in inputs and new in outputs}
             dims = _common_dims(states)
-            if not _is_large(dims) or (tiles := _tiles(math.prod(dims))) is None:
+            if not _is_large(dims):
                 continue
             if math.prod(dims) < LEAST_OF_TABLE and any(is_written_through(*pair) for pair in states.items()):
                 continue
-            for old, new in list(states.items()):
+            for old, new in () if self._fuses else list(states.items()):
                 if (values := scattered_first(op, old, new)) is not None:
                     first, states[old] = values
                     self.outputs[first.name] = (old.name, dims)
                     modified = True
-            if (update := _Update.of(states, dims)) is not None:
-                replaced |= update.tile(op, tiles, self.inputs, self.outputs)
+            update = _Update.of(states, dims)
+            if update is not None and (shape := self._shape(update)) is not None:
+                replaced |= update.tile(op, shape, self.inputs, self.outputs, self._fuses)
+                products += [update.product] if update.product is not None else []
                 modified = True
         if modified:
+            wait_for_operands(op, products)
             kept = [value for value in graph.outputs if value.name not in replaced]
             graph.outputs.clear()
             graph.outputs.extend(kept)
@@ -84,6 +97,18 @@ class TileUpdatesPass(ir.passes.InPlacePass):
                     graph.inputs.remove(value)
             graph.sort()
         return ir.passes.PassResult(model, modified)
+
+    def _shape(self, update: _Update) -> tuple[int, int, int] | None:
+        """The tiles of an update, their rows and columns; None if it stays whole. Finds the product that is part of it."""
+        product = update.find_product(self._sizes)
+        if product is not None and (tiles := product.tiles(ELEMENTS)) is not None:
+            update.product = product
+            rows, columns = update.dims
+            return tiles, rows // tiles, columns
+        size = math.prod(update.dims)
+        if self._fuses or (tiles := _tiles(size)) is None:
+            return None
+        return tiles, *_matrix(size // tiles)
 
 
 @dataclass
@@ -96,6 +121,7 @@ class _Update:
         nodes: those for the Scan, in an order in which they can run.
         sums: ReduceSumSquare of what they make and of what they read, for others behind them.
         made: what they make that is read behind these sums.
+        product: the gradient that is made in the Scan too, if any.
     """
 
     dims: tuple[int, ...]
@@ -103,6 +129,7 @@ class _Update:
     nodes: list[ir.Node]
     sums: list[ir.Node]
     made: list[ir.Value]
+    product: RowProduct | None = None
 
     @classmethod
     def of(cls, states: Mapping[ir.Value, ir.Value], dims: tuple[int, ...]) -> _Update | None:
@@ -127,19 +154,35 @@ class _Update:
         sums += [reader for x in read for reader, _ in x.uses() if sums_squares(reader) and _is_apart(reader, early)]
         return cls(dims, dict(states), early, sums, made)
 
-    def tile(self, op: Builder, tiles: int, inputs: dict[str, View], outputs: dict[str, View]) -> set[str]:
+    def find_product(self, sizes: Mapping[str, int]) -> RowProduct | None:
+        """A product that nothing else reads, if the update reads one."""
+        own = {*self.nodes, *self.sums}
+        for x in dict.fromkeys(x for node in self.nodes for x in node.inputs):
+            product = None if x in self.states else RowProduct.of(x, sizes)
+            if product is not None and own.issuperset(product.readers()):
+                return product
+        return None
+
+    def tile(
+        self,
+        op: Builder,
+        shape: tuple[int, int, int],
+        inputs: dict[str, View],
+        outputs: dict[str, View],
+        fuses: bool = False,
+    ) -> set[str]:
         """Put the nodes into a Scan.
 
         Args:
-            tiles: how many.
+            shape: how many tiles, their rows and columns.
+            fuses: whether one kernel will compute what the tiles are for.
             inputs, outputs: take the names of those of the Scan that are states.
 
         Returns:
             Names of the graph's outputs that are gone.
         """
         graph, name = op.graph, f"{self.nodes[-1].outputs[0].name}/scan"
-        rows, columns = _matrix(math.prod(self.dims) // tiles)
-        shape = (tiles, rows, columns)
+        gradient = self.product.node.outputs[0] if self.product is not None else None
         body = ir.Graph([], [], nodes=[], opset_imports=graph.opset_imports, name=name)
         inside: dict[ir.Value, ir.Value] = {}
         given: list[ir.Value] = []
@@ -147,6 +190,8 @@ class _Update:
         for x in dict.fromkeys(x for node in self.nodes for x in node.inputs if x not in results):
             if _is_scalar(x):  # no rank above that of a tile
                 inside[x] = x if len(x.shape) <= 2 else op.Reshape(x, [1])
+                continue
+            if x is gradient:
                 continue
             if x in self.states:
                 whole = ir.Value(name=f"{x.name}/tiles", type=x.type, shape=ir.Shape(shape))
@@ -157,18 +202,28 @@ class _Update:
             given.append(whole)
             inside[x] = ir.Value(name=f"{x.name}/tile", type=x.type, shape=ir.Shape(shape[1:]))
             body.inputs.append(inside[x])
+        if gradient is not None:
+            left = self.product.left(op)
+            given.append(op.Reshape(left, [*shape[:2], -1]))
+            rows = ir.Value(name=f"{left.name}/tile", type=left.type, shape=ir.Shape([shape[1], left.shape[1]]))
+            body.inputs.append(rows)
+            inside[gradient] = _added(body, self.product.of_tile(rows), gradient, ir.Shape(shape[1:]))
         for node in self.nodes:
             inside[node.outputs[0]] = _copied(body, node, inside, ir.Shape(shape[1:]))
         states = {old: new for old, new in self.states.items() if new in results}
         kept = list(dict.fromkeys([*states.values(), *self.made]))
         body.outputs.extend(inside[y] for y in kept)
         for node in self.sums:
-            body.outputs.append(self._summed(op, body, node, inside))
+            body.outputs.append(self._summed(op, body, node, inside, fuses))
         attributes = [ir.AttrGraph("body", body), ir.AttrInt64("num_scan_inputs", len(given))]
         scan = ir.Node("", "Scan", given, attributes, num_outputs=len(body.outputs), name=name)
         graph.append(scan)
         for whole, value, tile in zip([*kept, *(node.outputs[0] for node in self.sums)], scan.outputs, body.outputs):
-            value.name, value.type, value.shape = f"{whole.name}/tiles", tile.type, ir.Shape([tiles, *tile.shape.dims])
+            value.name, value.type, value.shape = (
+                f"{whole.name}/tiles",
+                tile.type,
+                ir.Shape([shape[0], *tile.shape.dims]),
+            )
         of_value = dict(zip([*kept, *self.sums], scan.outputs))
         for old, new in states.items():
             graph.outputs.append(of_value[new])
@@ -176,11 +231,11 @@ class _Update:
         self._read_outside(op, of_value)
         return {new.name for new in states.values()}
 
-    def _summed(self, op: Builder, body: ir.Graph, node: ir.Node, inside: Mapping[ir.Value, ir.Value]) -> ir.Value:
+    def _summed(self, op: Builder, body: ir.Graph, node: ir.Node, inside: Mapping[ir.Value, ir.Value], fuses: bool):
         """Sums of squares of one tile: of its rows where the squares are made anyway, for that uses all threads."""
         x, total = node.inputs[0], node.outputs[0]
         square = next((n for n in self.nodes if n.op_type == "Mul" and all(y is x for y in n.inputs)), None)
-        if square is None:
+        if square is None or fuses:
             inputs, op_type, dims = [inside[x]], "ReduceSumSquare", []
         else:
             y = inside[square.outputs[0]]
@@ -210,10 +265,15 @@ class _Update:
 def _copied(body: ir.Graph, node: ir.Node, inside: Mapping[ir.Value, ir.Value], shape: ir.Shape) -> ir.Value:
     """The result of a copy of `node` that reads what is inside a body."""
     copy = ir.Node(node.domain, node.op_type, [inside[x] for x in node.inputs], name=f"{node.outputs[0].name}/tile")
-    (y,), (new,) = node.outputs, copy.outputs
-    new.name, new.type, new.shape = f"{y.name}/tile", y.type, shape
-    body.append(copy)
-    return new
+    return _added(body, copy, node.outputs[0], shape)
+
+
+def _added(body: ir.Graph, node: ir.Node, whole: ir.Value, shape: ir.Shape) -> ir.Value:
+    """What `node`, now the last of a body, makes: a tile of `whole`."""
+    (y,) = node.outputs
+    y.name, y.type, y.shape = node.name, whole.type, shape
+    body.append(node)
+    return y
 
 
 def _behind(sums: Iterable[ir.Node], nodes: Mapping[ir.Node, None]) -> set[ir.Node]:
