@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -73,13 +74,15 @@ class Source:
                 self._postprocessed(self.model), self.loss_fn, description, batch,
                 opset=settings.opset, check=settings.check_export,
             )  # fmt: skip
+        gradients = functools.cache(lambda: export.observe_gradients(self.model, self.loss_fn, description, batch))
         forward = export.export_module(
-            self.model, self.loss_fn, description, batch,
-            schema=schema, opset=settings.opset, check=settings.check_export,
+            self.model, self.loss_fn, description, batch, schema=schema, opset=settings.opset,
+            check=settings.check_export, meanwhile=gradients if settings.check_export else None,
         )  # fmt: skip
         if settings.check_export:
             runtime.give_back_memory()
-            check_gradients(forward, self.model, self.loss_fn, description, batch)
+            check_gradients(forward, self.model, self.loss_fn, description, batch, gradients())
+            gradients.cache_clear()
             runtime.give_back_memory()
         if settings.postprocess is None:
             return forward

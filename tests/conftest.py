@@ -8,7 +8,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import forms
 from fast_export import share_operator_table
 
+from orttrainer.export import child
+
 share_operator_table()
+child._CHILDREN = 0  # thousands of exports, and an import of the exporter for each; `test_export_child.py` has some
 
 
 def pytest_addoption(parser):

@@ -8,7 +8,7 @@ from torch import nn
 
 from orttrainer import IODescription, ModelDescription, verify
 from orttrainer.errors import ExportMismatchError
-from orttrainer.export import export_module
+from orttrainer.export import export_module, observe_gradients
 
 DESCRIPTION = ModelDescription([IODescription("x", [4])], [IODescription("loss", [])])
 
@@ -26,7 +26,9 @@ class Sum(nn.Module):
 
 def _check(monkeypatch, module, error: float) -> None:
     monkeypatch.setattr(verify, "gradient_errors", lambda *arguments: {"weight": error})
-    verify.check_gradients(None, module, None, DESCRIPTION, [torch.ones(4)])
+    batch = [torch.ones(4)]
+    expected = observe_gradients(module, None, DESCRIPTION, batch)
+    verify.check_gradients(None, module, None, DESCRIPTION, batch, expected)
 
 
 @pytest.mark.parametrize("function", [torch.tanh, torch.relu])

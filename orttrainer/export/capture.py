@@ -15,15 +15,15 @@ from unittest import mock
 import onnx
 import onnx_ir as ir
 import torch
-from onnx_ir.tensor_adapters import TorchTensor
 
 from orttrainer import runtime
 from orttrainer.export import stop_gradient
 from orttrainer.export.batch_norm import TRANSLATIONS
 from orttrainer.export.faithful import faithful
+from orttrainer.export.initializers import state_tensor
 from orttrainer.export.quiet import silence
 
-__all__ = ["capture_dynamo", "capture_torchscript", "state_tensor"]
+__all__ = ["capture_dynamo", "capture_torchscript", "load_exporter"]
 
 _TORCHSCRIPT_MAX_OPSET = 20
 
@@ -35,7 +35,7 @@ def capture_dynamo(wrapper, inputs, symbols, opset) -> ir.Model:
         symbols: per input, the axes that vary: {axis: symbol}.
     """
     with silence(), _sources_forgotten(), _no_stack_traces():
-        _load_exporter()
+        load_exporter()
         with faithful(wrapper):
             program = _exported_program(wrapper, inputs, symbols)
         with _late_signatures():
@@ -63,7 +63,7 @@ def _release_graphs(model: ir.Model) -> None:
         proxy_tensor._FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT.clear()  # of the last export, and read within it only
 
 
-def _load_exporter() -> None:
+def load_exporter() -> None:
     """Import what torch's exporter needs before it begins.
 
     What stays then does not lie scattered among the graphs of an export, whose memory goes back to the system, and the
@@ -155,11 +155,6 @@ def capture_torchscript(wrapper, inputs, symbols, opset) -> ir.Model:
     model = ir.from_proto(onnx.load_from_string(file.getvalue()))
     _attach_state(model, wrapper, names)
     return model
-
-
-def state_tensor(tensor: torch.Tensor, name: str) -> TorchTensor:
-    """Wrap a torch tensor for the IR; the memory is shared."""
-    return TorchTensor(tensor.detach(), name=name)
 
 
 def _attach_state(model, wrapper, names):

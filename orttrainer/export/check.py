@@ -21,14 +21,14 @@ from orttrainer import runtime
 from orttrainer.errors import ExportMismatchError, RuntimeNotFoundError
 from orttrainer.export.call import in_train_mode, unchanged
 from orttrainer.export.faithful import MutedDropout
-from orttrainer.export.normalize import constant_of, state_as_inputs
+from orttrainer.export.initializers import constant_of, state_as_inputs
 from orttrainer.export.observation import Observation, drawn_from, observe, own
 from orttrainer.export.sizes import all_resized, resized
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass
 from orttrainer.graph.passes.random import MutePass
 from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
 
-__all__ = ["check_dropouts", "check_evaluation", "check_values"]
+__all__ = ["check_dropouts", "check_values", "compare_evaluation", "warn_of_evaluation"]
 
 log = logging.getLogger("orttrainer")
 
@@ -225,8 +225,8 @@ def _largest(values):
 # ---------------------------------------------------------------- evaluation
 
 
-def check_evaluation(wrapper, inputs, symbols) -> None:
-    """Warn where the module has an eval mode that the training graph has not.
+def compare_evaluation(wrapper, inputs, symbols) -> str | None:
+    """How the module differs in eval mode from what `eval_step` computes; None if it does not, or cannot be asked.
 
     To evaluate, the graph switches dropout off and takes running statistics. What else forward does by `self.training`
     it cannot know of. That does not depend on the data, so a smaller batch does, where the module takes one.
@@ -238,16 +238,23 @@ def check_evaluation(wrapper, inputs, symbols) -> None:
     smaller = other is not None and sum(t.numel() for t in other) < sum(t.numel() for t in inputs)
     results = (smaller and _in_both_modes(wrapper, other)) or _in_both_modes(wrapper, inputs)
     if results is None:
-        return
+        return None
     evaluated, trained = (dict(zip(wrapper.output_names, outputs)) for outputs in results)
     try:
         _compare(evaluated, trained, "in eval mode")
     except ExportMismatchError as error:
+        return str(error).split(". ")[0]
+    return None
+
+
+def warn_of_evaluation(difference: str | None) -> None:
+    """Say what `compare_evaluation` found."""
+    if difference is not None:
         log.warning(
             "the module does more in eval mode than to switch dropout off and to take running statistics, so eval_step, "
             "which does these two, gives something else than the module in eval mode (%s). Evaluate with the module "
             "itself: its parameters are the trained ones.",
-            str(error).split(". ")[0],
+            difference,
         )
 
 

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
-from orttrainer import runtime
 from orttrainer.describe import InputSchema, ModelDescription
 from orttrainer.errors import ExportError, InvalidArgumentError, RuntimeNotFoundError, UnsupportedModelError
-from orttrainer.export import normalize
-from orttrainer.export.call import LossModule, check_layers, in_train_mode, state_names, unchanged
-from orttrainer.export.capture import capture_dynamo, capture_torchscript, state_tensor
-from orttrainer.export.check import check_dropouts, check_evaluation, check_values
+from orttrainer.export.call import LossModule, check_layers, state_names
+from orttrainer.export.check import check_dropouts, check_values, compare_evaluation, warn_of_evaluation
+from orttrainer.export.child import Child, may_fork
 from orttrainer.export.forward_graph import MAX_OPSET, MIN_OPSET, ForwardGraph
 from orttrainer.export.observation import observe
+from orttrainer.export.parcel import packed, unpacked
 from orttrainer.export.sizes import without_ones
 
 __all__ = ["export_module"]
@@ -34,6 +34,7 @@ def export_module(
     schema: InputSchema | None = None,
     opset: int = 18,
     check: bool = True,
+    meanwhile: Callable[[], object] | None = None,
 ) -> ForwardGraph:
     """Export `module` and its loss as they train.
 
@@ -48,6 +49,8 @@ def export_module(
             Its symbolic axes are dynamic in the graph.
         opset: 18 to 21; lower ones are raised to 18.
         check: run the graph on the first batch and compare it with the module.
+        meanwhile: called while a child process exports, where there is one, as the caller would have to wait; what it
+            raises is dropped.
 
     Returns:
         A `ForwardGraph`. Parameters share memory with the module's.
@@ -63,27 +66,14 @@ def export_module(
     schema = schema or InputSchema.settle(description.inputs_, inputs)
     check_layers(module)
     _check_names(module, description)
-    wrapper = LossModule(module, loss_fn, description)
-    job = _Job(wrapper, description, schema, inputs, opset, check)
-    failures: dict[str, Exception] = {}
-    for exporter, forget_cached in itertools.product(("dynamo", "torchscript"), job.cache_choices()):
-        try:
-            forward = getattr(job, exporter)(forget_cached)
-        except RuntimeNotFoundError:
-            raise
-        except Exception as error:  # exporters raise anything
-            _refuse_frozen_decision(module, error)
-            log.info("the %s exporter failed: %s", exporter, _condensed(error))
-            failures.setdefault(exporter, error)
-        else:
-            if check:
-                check_evaluation(wrapper, inputs, job.symbols)
-            return forward
-    raise _failure(module, failures)
+    job = _Job(LossModule(module, loss_fn, description), description, schema, inputs, opset, check)
+    with job.forked() as child:
+        job.look()
+        return (child and job.exported_by(child, meanwhile)) or job.exported()
 
 
 class _Job:
-    """One export: what both exporters need, and the way from a raw graph to a checked one."""
+    """One export: what both exporters need, and the way to a checked graph."""
 
     def __init__(self, wrapper, description, schema, inputs, opset, check):
         self.wrapper, self.inputs, self.opset, self.check = wrapper, inputs, opset, check
@@ -96,46 +86,111 @@ class _Job:
         self.tensors = {}
         for name, tensor in [*wrapper.named_parameters(), *wrapper.named_buffers()]:
             self.tensors.setdefault(self.public[name], tensor)
-        self.observed = observe(wrapper, inputs)
-        self.example = without_ones(inputs, self.symbols, self._accepts)
 
-    def cache_choices(self):
+    def look(self):
+        """See what forward does with the first batch."""
+        self.observed = observe(self.wrapper, self.inputs)
+        self.example = without_ones(self.inputs, self.symbols, self._accepts)
+        self.updated = tuple(self.observed.updated)
+        layers = dict(self.wrapper.named_modules())
+        self.counted = {
+            name: int(value - self.observed.before[name])
+            for name, value in self.observed.updated.items()
+            if name.endswith("num_batches_tracked") and isinstance(layers[name.rpartition(".")[0]], _NormBase)
+        }
+        self.rates = self.observed.rates
+
+    def exported(self) -> ForwardGraph:
+        """The graph of the first exporter whose graph does what the module does."""
+        module, failures = self.wrapper.module, {}
+        for exporter, forget_cached in itertools.product(("dynamo", "torchscript"), self._cache_choices()):
+            try:
+                forward = getattr(self, exporter)(forget_cached)
+                self._check(forward)
+            except RuntimeNotFoundError:
+                raise
+            except Exception as error:  # exporters raise anything
+                _refuse_frozen_decision(module, error)
+                log.info("the %s exporter failed: %s", exporter, _condensed(error))
+                failures.setdefault(exporter, error)
+            else:
+                if self.check:
+                    warn_of_evaluation(self._evaluated())
+                return forward
+        raise _failure(module, failures)
+
+    def dynamo(self, forget_cached=False):
+        return _exporters().by_dynamo(self, forget_cached)
+
+    def torchscript(self, forget_cached=False):
+        return _exporters().by_torchscript(self, forget_cached)
+
+    def _check(self, forward):
+        check_dropouts(forward.model, self.rates)
+        if self.check:
+            check_values(forward, self.wrapper, self.inputs, self.observed, self.public, self.symbols)
+
+    def _evaluated(self):
+        return compare_evaluation(self.wrapper, self.inputs, self.symbols)
+
+    # -- in a child -----------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def forked(self):
+        """A child that will export, already at its imports; None where there is none to be had."""
+        if not may_fork([*self.tensors.values(), *self.inputs]):
+            yield None
+            return
+        try:
+            child = Child(self._in_child)
+        except OSError as error:  # no memory for a process, or too many of them
+            log.info("no process for the export: %s", error)
+            yield None
+            return
+        with child:
+            yield child
+
+    def exported_by(self, child, meanwhile=None) -> ForwardGraph | None:
+        """The graph that the child makes, checked here; None if there is none, or one that is not the module's.
+
+        Whatever goes wrong in the child goes wrong here as well, where the user can see it with its traceback.
+        """
+        longer = None if self.example is self.inputs else self.example
+        child.send((longer, self.updated, self.counted, self.rates))
+        evaluated = self._evaluated() if self.check else None
+        if meanwhile is not None:
+            with contextlib.suppress(Exception):
+                meanwhile()
+        answer = child.result()
+        if answer is None:
+            return None
+        forward = unpacked(answer, self.tensors)
+        try:
+            self._check(forward)
+        except RuntimeNotFoundError:
+            raise
+        except Exception as error:
+            log.info("the graph that a child exported with %s is not the module's: %s", forward.exporter, error)
+            return None
+        warn_of_evaluation(evaluated)
+        return forward
+
+    def _in_child(self, receive):
+        """What the child does: the first graph that an exporter makes; the parent compares its values."""
+        _exporters().load_exporter()
+        longer, self.updated, self.counted, self.rates = receive()
+        self.example = self.inputs if longer is None else longer
+        self.check = False
+        return packed(self.exported())
+
+    # -- what forward keeps ---------------------------------------------------------------
+
+    def _cache_choices(self):
         """Whether forward is to forget the tensors it keeps as attributes: no, and then yes if there are any.
 
         A mask cached by an earlier call has that call's size, which an exporter would write into the graph.
         """
-        return (False, True) if self._cached_tensors() else (False,)
-
-    def dynamo(self, forget_cached=False):
-        self.wrapper.updated = tuple(self.observed.updated)
-        try:
-            model = self._capture(capture_dynamo, forget_cached)
-        finally:
-            self.wrapper.updated = ()
-        normalize.name_state(model, self.public, self._ir_tensors())
-        return self._finish(model, [self.public[n] for n in self.observed.updated], "dynamo")
-
-    def torchscript(self, forget_cached=False):
-        model = self._capture(capture_torchscript, forget_cached)
-        normalize.name_state(model, self.public, self._ir_tensors())
-        updated = normalize.add_torchscript_updates(model, self._counters())
-        missing = {self.public[n] for n in self.observed.updated} - set(updated)
-        if missing:
-            raise UnsupportedModelError(
-                f"forward changes the buffers {sorted(missing)}, which a TorchScript graph cannot show."
-            )
-        normalize.convert_opset(model, self.opset)
-        return self._finish(model, updated, "torchscript")
-
-    def _capture(self, exporter, forget_cached):
-        with unchanged(self.wrapper), in_train_mode(self.wrapper.module):
-            for owner, name in self._cached_tensors() if forget_cached else ():
-                setattr(owner, name, None)
-            # With gradients on: what forward itself computes under no_grad is then told apart.
-            with torch.enable_grad():
-                model = exporter(self.wrapper, self.example, self.symbols, self.opset)
-        runtime.give_back_memory()  # torch's graphs, before the checks need as much
-        return model
+        return (False, True) if self.cached_tensors() else (False,)
 
     def _accepts(self, inputs):
         try:
@@ -144,7 +199,7 @@ class _Job:
             return False
         return True
 
-    def _cached_tensors(self):
+    def cached_tensors(self):
         """Tensors that forward keeps as plain attributes."""
         return [
             (owner, name)
@@ -153,59 +208,11 @@ class _Job:
             if isinstance(value, torch.Tensor)
         ]
 
-    def _finish(self, model, updated, exporter):
-        self._keep_unread(model, updated)
-        state = [n for n in dict.fromkeys(self.public.values()) if n in model.graph.initializers]
-        output_names = self.output_names + [f"{name}_update" for name in updated]
-        normalize.name_interface(model, self.input_names, output_names, self.symbols)
-        with normalize.state_as_inputs(model, state):
-            normalize.optimize(model)
-        model.ir_version = 10
-        forward = self._forward_graph(model, state, updated, exporter)
-        check_dropouts(model, self.observed.rates)
-        if self.check:
-            check_values(forward, self.wrapper, self.inputs, self.observed, self.public, self.symbols)
-        return forward
 
-    def _forward_graph(self, model, state, updated, exporter):
-        for name in state:
-            if name not in updated and not model.graph.initializers[name].uses():
-                del model.graph.initializers[name]
-        used = [name for name in state if name in model.graph.initializers]
-        trainable = [name for name in used if _is_trainable(self.tensors[name])]
-        return ForwardGraph(
-            model=model,
-            parameters=tuple(trainable),
-            buffers=tuple(name for name in used if name not in set(trainable)),
-            updates={name: f"{name}_update" for name in updated},
-            exporter=exporter,
-            unread=tuple(n for n, t in self.tensors.items() if _is_trainable(t) and n not in set(used)),
-        )
+def _exporters():
+    from orttrainer.export import torch_graph  # here: with it come torch's exporter and onnxscript
 
-    def _keep_unread(self, model, updated):
-        """A buffer that forward only writes is state too, though no node reads it."""
-        for name in set(updated) - set(model.graph.initializers):
-            normalize.add_initializer(model.graph, state_tensor(self.tensors[name], name))
-
-    def _ir_tensors(self):
-        return {name: state_tensor(tensor, name) for name, tensor in self.tensors.items()}
-
-    def _counters(self):
-        """Integer buffers of normalisation layers that forward counts up, and the step."""
-        layers = dict(self.wrapper.named_modules())
-        tensors = self._ir_tensors()
-        return {
-            self.public[name]: (
-                tensors[self.public[name]],
-                int(value - self.observed.before[name]),
-            )
-            for name, value in self.observed.updated.items()
-            if name.endswith("num_batches_tracked") and isinstance(layers[name.rpartition(".")[0]], _NormBase)
-        }
-
-
-def _is_trainable(tensor):
-    return isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad and tensor.is_floating_point()
+    return torch_graph
 
 
 def _on_device_of(module, inputs):

@@ -6,7 +6,6 @@ weight for a constant and fold it away.
 
 from __future__ import annotations
 
-import contextlib
 import re
 from unittest import mock
 
@@ -18,27 +17,19 @@ from onnxscript.rewriter.rules import common as rules
 
 from orttrainer.errors import ExportError
 from orttrainer.export.batch_norm import copy_of, unbiased_running_var
+from orttrainer.export.initializers import add_initializer
 from orttrainer.export.quiet import silence
 from orttrainer.graph.passes.random import RANDOM_OPS, random_nodes_apart
 from orttrainer.graph.passes.scalar_axes import ReduceScalarPass
 from orttrainer.graph.scopes import keep_scopes
 
 __all__ = [
-    "add_initializer",
     "add_torchscript_updates",
-    "constant_of",
     "convert_opset",
     "name_interface",
     "name_state",
     "optimize",
-    "state_as_inputs",
 ]
-
-
-def constant_of(value):
-    """The numpy value of a constant or an initializer, else None."""
-    tensor = None if value is None else ir.convenience.get_const_tensor(value)
-    return None if tensor is None else tensor.numpy()
 
 
 def name_state(model, public: dict[str, str], tensors) -> None:
@@ -136,26 +127,6 @@ def _renamed(dim, names):
     return names.get(text) or re.sub(r"[A-Za-z_]\w*", lambda m: names.get(m[0], m[0]), text)
 
 
-# ---------------------------------------------------------------- state as inputs
-
-
-@contextlib.contextmanager
-def state_as_inputs(model, names):
-    """Within the block, the named initializers are plain graph inputs without a value."""
-    graph, kept = model.graph, {}
-    for name in names:
-        value = graph.initializers.pop(name)
-        kept[name], value.const_value = value.const_value, None
-        graph.inputs.append(value)
-    try:
-        yield
-    finally:
-        for value in [v for v in graph.inputs if v.name in kept]:
-            graph.inputs.remove(value)
-            value.const_value = kept[value.name]
-            graph.register_initializer(value)
-
-
 # ---------------------------------------------------------------- size
 
 
@@ -230,18 +201,6 @@ def add_torchscript_updates(model, counters) -> list[str]:
         graph.extend(op.nodes)
     graph.outputs.extend(newest.values())
     return list(newest)
-
-
-def add_initializer(graph, tensor) -> ir.Value:
-    """Register `tensor` under its own name."""
-    value = ir.Value(
-        name=tensor.name,
-        shape=ir.Shape(tensor.shape),
-        type=ir.TensorType(tensor.dtype),
-        const_value=tensor,
-    )
-    graph.register_initializer(value)
-    return value
 
 
 class _Nodes:

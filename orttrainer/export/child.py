@@ -1,0 +1,198 @@
+"""A process forked off this one, for work that leaves more behind than it gives: torch's exporter.
+
+Its modules and caches are some 100 MB, which a process would keep for as long as it trains, for one graph. A child has the
+module's tensors without a copy, and what it leaves behind ends with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import pickle
+import select
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable
+
+import torch
+
+from orttrainer.errors import ExportError
+
+__all__ = ["SWITCH", "Child", "may_fork"]
+
+log = logging.getLogger("orttrainer")
+
+SWITCH = "ORTTRAINER_EXPORT"  # "here": no child
+_EXPORTER = "torch.onnx._internal.exporter._core"
+_CHILDREN = 2  # of one process: a child imports the exporter, 2 seconds; who exports more often shall import it once
+_PATIENCE = 60.0  # seconds without an answer and without any work
+
+_forked = 0
+
+
+def may_fork(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether a child may export a module, and whether that gains anything.
+
+    A fork has the memory of its parent but only the one thread: what others held, such as a lock, stays held for ever; nor
+    can it use a GPU or talk to other ranks. Of shared memory it has no copy: both processes would write there.
+
+    Args:
+        tensors: that the module computes with.
+    """
+    return (
+        os.environ.get(SWITCH) != "here"
+        and sys.platform == "linux"
+        and _forked < _CHILDREN
+        and _EXPORTER not in sys.modules
+        and threading.active_count() == 1
+        and not torch.cuda.is_initialized()
+        and not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        and "mpi4py.MPI" not in sys.modules
+        and all(tensor.device.type == "cpu" and not tensor.is_shared() for tensor in tensors)
+    )
+
+
+class Child:
+    """Runs `work(receive)` in a forked process; `receive()` waits for what `send` is given.
+
+    Until it has ended torch computes with one thread less here.
+
+    Args:
+        work: its result, as that of `receive`, is what `pickle` takes.
+
+    Attributes:
+        pid: of the process.
+
+    Raises:
+        OSError: the system gives no process.
+    """
+
+    def __init__(self, work: Callable[[Callable[[], object]], object]):
+        global _forked
+        orders, self._orders = os.pipe()
+        self._answers, answers = os.pipe()
+        try:
+            self.pid = _fork()
+        except OSError:
+            for descriptor in (orders, self._orders, self._answers, answers):
+                os.close(descriptor)
+            raise
+        if self.pid == 0:
+            os.close(self._orders)
+            os.close(self._answers)
+            _work_and_leave(work, orders, answers)
+        os.close(orders)
+        os.close(answers)
+        self._runs, self._threads = True, torch.get_num_threads()
+        torch.set_num_threads(
+            max(1, self._threads - 1)
+        )  # the child has a processor, too, and all would wait for the last
+        _forked += 1
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_) -> None:
+        """End the child, whatever it does."""
+        self._close_orders()
+        if self._answers is not None:
+            os.close(self._answers)
+            self._answers = None
+        if self._runs:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            self._ended()
+
+    def send(self, value) -> None:
+        """Give the child what it waits for; a child that has ended is found out by `result`."""
+        with contextlib.suppress(BrokenPipeError), open(self._orders, "wb", closefd=False) as orders:
+            pickle.dump(value, orders)
+        self._close_orders()
+
+    def result(self):
+        """Wait for what `work` returns; None where it raised, or stands still.
+
+        Raises:
+            ExportError: the child was killed.
+        """
+        parts: list[bytes] = []
+        while not parts or parts[-1]:
+            if not self._has_answer():
+                log.warning(
+                    "the process that exports the module stands still and is ended; the module is exported in this one. "
+                    "Set %s=here to begin with that.", SWITCH,
+                )  # fmt: skip
+                return None
+            parts.append(os.read(self._answers, 2**20))
+        status = self._ended()
+        if status is not None and os.WIFSIGNALED(status):
+            number = os.WTERMSIG(status)
+            raise ExportError(
+                f"the process that exports the module was killed by signal {number} ({signal.strsignal(number)})"
+                f"{', as the system does when memory runs out' if number == signal.SIGKILL else ''}. Set the environment "
+                f"variable {SWITCH}=here to export in this process."
+            )
+        try:
+            return pickle.loads(b"".join(parts))
+        except (EOFError, pickle.UnpicklingError):  # `work` raised before it had anything to give
+            return None
+
+    def _has_answer(self) -> bool:
+        """Wait until there is something to read; False if the child does no work meanwhile."""
+        worked = None
+        while not select.select([self._answers], [], [], _PATIENCE)[0]:
+            if worked == (worked := _processor_time(self.pid)):
+                return False
+        return True
+
+    def _close_orders(self) -> None:
+        if self._orders is not None:
+            os.close(self._orders)
+            self._orders = None
+
+    def _ended(self) -> int | None:
+        """Wait for the child's end; how it ended, None if someone else, such as a handler of SIGCHLD, asked first."""
+        self._runs = False
+        torch.set_num_threads(self._threads)
+        try:
+            return os.waitpid(self.pid, 0)[1]
+        except ChildProcessError:
+            return None
+
+
+def _fork() -> int:
+    for stream in (sys.stdout, sys.stderr):  # what they hold back would be written twice
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # none, or closed
+            stream.flush()
+    with warnings.catch_warnings():
+        # There is no other thread of Python's; those of torch and ONNX Runtime wait for work, and hold nothing.
+        warnings.filterwarnings("ignore", r"This process \(pid=\d+\) is multi-threaded", DeprecationWarning)
+        return os.fork()
+
+
+def _work_and_leave(work: Callable, orders: int, answers: int) -> None:
+    """What the child does. It must not return into the parent's code, nor run what the parent does at its exit."""
+    status = 1
+    try:
+        torch.set_num_threads(1)  # the threads that torch computes with are not in the child
+        gc.disable()  # of what it makes nothing stays
+        with open(orders, "rb") as given, open(answers, "wb") as taken:
+            pickle.dump(work(lambda: pickle.load(given)), taken)
+        status = 0
+    except BaseException as error:  # whatever it is, the parent meets it too, when it does the same
+        log.debug("the export in a child failed: %r", error)
+    finally:
+        os._exit(status)
+
+
+def _processor_time(pid: int) -> str:
+    """The seconds that a process has computed, in some unit; "" if there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return " ".join(file.read().rpartition(")")[2].split()[11:13])
+    except OSError:
+        return ""

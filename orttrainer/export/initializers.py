@@ -1,0 +1,60 @@
+"""Initializers of a graph: constants, and the module's state."""
+
+from __future__ import annotations
+
+import contextlib
+
+import onnx_ir as ir
+import torch
+from onnx_ir.tensor_adapters import TorchTensor
+
+__all__ = ["add_initializer", "constant_of", "inputs_as_state", "state_as_inputs", "state_tensor"]
+
+
+def state_tensor(tensor: torch.Tensor, name: str) -> TorchTensor:
+    """Wrap a torch tensor for the IR; the memory is shared."""
+    return TorchTensor(tensor.detach(), name=name)
+
+
+def constant_of(value):
+    """The numpy value of a constant or an initializer, else None."""
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    return None if tensor is None else tensor.numpy()
+
+
+def add_initializer(graph, tensor) -> ir.Value:
+    """Register `tensor` under its own name."""
+    value = ir.Value(
+        name=tensor.name,
+        shape=ir.Shape(tensor.shape),
+        type=ir.TensorType(tensor.dtype),
+        const_value=tensor,
+    )
+    graph.register_initializer(value)
+    return value
+
+
+@contextlib.contextmanager
+def state_as_inputs(model, names):
+    """Within the block, the named initializers are plain graph inputs without a value."""
+    graph, kept = model.graph, {}
+    for name in names:
+        value = graph.initializers.pop(name)
+        kept[name], value.const_value = value.const_value, None
+        graph.inputs.append(value)
+    try:
+        yield
+    finally:
+        inputs_as_state(model, kept)
+
+
+def inputs_as_state(model, tensors) -> None:
+    """Make initializers of the graph inputs that have one of these tensors' names.
+
+    Args:
+        tensors: name -> IR tensor.
+    """
+    for value in [v for v in model.graph.inputs if v.name in tensors]:
+        model.graph.inputs.remove(value)
+        value.const_value = tensors[value.name]
+        model.graph.register_initializer(value)

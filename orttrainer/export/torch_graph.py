@@ -1,0 +1,99 @@
+"""From a torch module to a forward graph that nobody has checked: all that needs torch's exporters."""
+
+from __future__ import annotations
+
+import torch
+
+from orttrainer import runtime
+from orttrainer.errors import UnsupportedModelError
+from orttrainer.export import normalize
+from orttrainer.export.call import in_train_mode, unchanged
+from orttrainer.export.capture import capture_dynamo, capture_torchscript, load_exporter
+from orttrainer.export.forward_graph import ForwardGraph
+from orttrainer.export.initializers import add_initializer, state_as_inputs, state_tensor
+
+__all__ = ["by_dynamo", "by_torchscript", "load_exporter"]
+
+
+def by_dynamo(job, forget_cached: bool) -> ForwardGraph:
+    """The forward graph that torch's newer exporter makes.
+
+    Args:
+        job: the `_Job` of `module.py`.
+        forget_cached: forward forgets the tensors that it keeps as attributes.
+    """
+    job.wrapper.updated = job.updated
+    try:
+        model = _captured(job, capture_dynamo, forget_cached)
+    finally:
+        job.wrapper.updated = ()
+    normalize.name_state(model, job.public, _ir_tensors(job))
+    return _forward_graph(job, model, [job.public[name] for name in job.updated], "dynamo")
+
+
+def by_torchscript(job, forget_cached: bool) -> ForwardGraph:
+    """The forward graph that torch's older exporter makes; arguments as above.
+
+    Raises:
+        UnsupportedModelError: forward changes buffers of another kind than those of BatchNorm.
+    """
+    model = _captured(job, capture_torchscript, forget_cached)
+    normalize.name_state(model, job.public, _ir_tensors(job))
+    updated = normalize.add_torchscript_updates(model, _counters(job))
+    missing = {job.public[name] for name in job.updated} - set(updated)
+    if missing:
+        raise UnsupportedModelError(
+            f"forward changes the buffers {sorted(missing)}, which a TorchScript graph cannot show."
+        )
+    normalize.convert_opset(model, job.opset)
+    return _forward_graph(job, model, updated, "torchscript")
+
+
+def _captured(job, exporter, forget_cached):
+    with unchanged(job.wrapper), in_train_mode(job.wrapper.module):
+        for owner, name in job.cached_tensors() if forget_cached else ():
+            setattr(owner, name, None)
+        # With gradients on: what forward itself computes under no_grad is then told apart.
+        with torch.enable_grad():
+            model = exporter(job.wrapper, job.example, job.symbols, job.opset)
+    runtime.give_back_memory()  # torch's graphs, before the checks need as much
+    return model
+
+
+def _forward_graph(job, model, updated, exporter):
+    for name in set(updated) - set(model.graph.initializers):
+        # A buffer that forward only writes is state too, though no node reads it.
+        add_initializer(model.graph, state_tensor(job.tensors[name], name))
+    state = [name for name in dict.fromkeys(job.public.values()) if name in model.graph.initializers]
+    output_names = job.output_names + [f"{name}_update" for name in updated]
+    normalize.name_interface(model, job.input_names, output_names, job.symbols)
+    with state_as_inputs(model, state):
+        normalize.optimize(model)
+    model.ir_version = 10
+    for name in state:
+        if name not in updated and not model.graph.initializers[name].uses():
+            del model.graph.initializers[name]
+    used = [name for name in state if name in model.graph.initializers]
+    trainable = [name for name in used if _is_trainable(job.tensors[name])]
+    return ForwardGraph(
+        model=model,
+        parameters=tuple(trainable),
+        buffers=tuple(name for name in used if name not in set(trainable)),
+        updates={name: f"{name}_update" for name in updated},
+        exporter=exporter,
+        unread=tuple(n for n, t in job.tensors.items() if _is_trainable(t) and n not in set(used)),
+    )
+
+
+def _is_trainable(tensor):
+    return isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad and tensor.is_floating_point()
+
+
+def _ir_tensors(job):
+    return {name: state_tensor(tensor, name) for name, tensor in job.tensors.items()}
+
+
+def _counters(job):
+    """Integer buffers of normalisation layers that forward counts up, and the step."""
+    tensors = _ir_tensors(job)
+    return {job.public[name]: (tensors[job.public[name]], step) for name, step in job.counted.items()}

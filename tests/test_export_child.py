@@ -1,0 +1,309 @@
+"""The export in a forked child: what it gives is what the export in this process gives, and what may go wrong with it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+import warnings
+
+import pytest
+import torch
+from exported import XY, X, Y
+from torch import nn
+
+from orttrainer.errors import ExportError
+from orttrainer.export import child, export_module
+from orttrainer.export import module as export_stage
+
+WORKER = pathlib.Path(__file__).parent / "workers" / "exported_in_child.py"
+NAMES = (
+    "transformer", "bert", "gpt2", "BatchNorm", "LSTM", "a batch of one", "stop_gradient", "buffers and a cached mask",
+    "a loss with parameters", "named outputs",
+)  # fmt: skip
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is no child")
+
+
+# -- the same graph ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def worker():
+    pytest.importorskip("transformers")
+    result = subprocess.run([sys.executable, "-W", "ignore", WORKER], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@linux
+@pytest.mark.parametrize("name", NAMES)
+def test_a_child_exports_what_this_process_exports(worker, name):
+    """The bytes, the numbers that the bytes round, the names, the shared memory, buffers and random numbers afterwards."""
+    found = worker["found"][name]
+    assert {key: by_child for key, (by_child, _) in found.items()} == {key: here for key, (_, here) in found.items()}
+    assert found["shared"] == [True, True]
+
+
+@linux
+def test_every_case_went_through_a_child_and_left_no_exporter_here(worker):
+    assert worker["found"].keys() == set(NAMES)
+    assert (worker["forked"], worker["loaded"]) == (len(NAMES), [])
+
+
+@linux
+def test_a_module_that_cannot_be_exported_is_refused_in_our_words(worker):
+    assert "decides by the value of a tensor" in worker["refused"]
+
+
+TRAINED = """
+import sys, torch
+from orttrainer import IODescription, ModelDescription, ORTTrainer
+
+torch.manual_seed(0)
+module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
+description = ModelDescription([IODescription("x", ["batch", 4]), IODescription("label", ["batch"])],
+                               [IODescription("loss", [])])
+trainer = ORTTrainer(module, torch.nn.functional.cross_entropy, description, "SGDOptimizer", None,
+                     IODescription("Learning_Rate", [1], torch.float32), "cpu")
+x, label = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
+print("held back", end="")
+losses = [trainer.train_step(x, label, torch.tensor([0.1])).item() for _ in range(3)]
+print()
+print(losses, torch.rand(2).tolist())
+print("loaded" if "onnxscript" in sys.modules else "not loaded")
+"""
+
+
+@linux
+@pytest.mark.parametrize("switch, loaded", [("", "not loaded"), ("here", "loaded")])
+def test_training_is_the_same_and_the_switch_says_where_the_export_is(switch, loaded):
+    lines = _trained({child.SWITCH: switch})
+    assert lines == [*_trained({child.SWITCH: "here"})[:-1], loaded]
+
+
+def _trained(environment):
+    command = [sys.executable, "-W", "ignore", "-c", TRAINED]
+    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0] == "held back"  # and not once more, from the child
+    return lines
+
+
+# -- when there is one -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """Nothing stands against a child."""
+    monkeypatch.setattr(child, "_CHILDREN", 1)
+    monkeypatch.setattr(child, "_forked", 0)
+    monkeypatch.setattr(child, "_EXPORTER", "an.exporter.that.nobody.imported")
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    monkeypatch.delenv(child.SWITCH, raising=False)
+    return monkeypatch
+
+
+@linux
+def test_a_module_on_the_cpu_may_be_exported_in_a_child(free):
+    assert child.may_fork([X])
+
+
+@pytest.mark.parametrize(
+    "against",
+    [
+        lambda patch: patch.setenv(child.SWITCH, "here"),
+        lambda patch: patch.setattr(sys, "platform", "darwin"),
+        lambda patch: patch.setattr(child, "_forked", 1),
+        lambda patch: patch.setattr(child, "_EXPORTER", "torch"),
+        lambda patch: patch.setattr(threading, "active_count", lambda: 2),
+        lambda patch: patch.setattr(torch.cuda, "is_initialized", lambda: True),
+        lambda patch: patch.setattr(torch.distributed, "is_initialized", lambda: True),
+        lambda patch: patch.setitem(sys.modules, "mpi4py.MPI", types.ModuleType("MPI")),
+    ],
+    ids=["switch", "system", "third export", "imported", "threads", "CUDA", "process group", "MPI"],
+)
+def test_no_child_where_a_fork_is_wrong_or_gains_nothing(free, against):
+    against(free)
+    assert not child.may_fork([X])
+
+
+def test_no_child_for_tensors_that_are_not_on_the_cpu(free):
+    assert not child.may_fork([X, torch.empty(2, device="meta")])
+
+
+@linux
+def test_no_child_for_tensors_that_other_processes_write_to(free):
+    assert child.may_fork([X]) and not child.may_fork([X, torch.ones(2).share_memory_()])
+
+
+@linux
+def test_an_export_goes_on_in_this_process_where_the_system_gives_no_other(free):
+    def refuse():
+        raise BlockingIOError("no process")
+
+    free.setattr(child, "_fork", refuse)
+    open_files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(BlockingIOError):
+        child.Child(lambda receive: None)
+    assert len(os.listdir("/proc/self/fd")) == open_files
+    assert export_module(nn.Linear(6, 6), nn.MSELoss(), XY, [X, Y]).exporter == "dynamo"
+
+
+# -- what may go wrong -------------------------------------------------------------------------
+
+
+@linux
+def test_a_child_gets_what_is_sent_and_gives_what_it_made_of_it():
+    with child.Child(lambda receive: [2 * value for value in receive()]) as made:
+        made.send(list(range(10**5)))
+        assert made.result() == list(range(0, 2 * 10**5, 2))
+
+
+@linux
+def test_a_child_leaves_no_process_and_no_open_file():
+    open_files = len(os.listdir("/proc/self/fd"))
+    for work in (lambda receive: 1, lambda receive: receive(), lambda receive: time.sleep(60)):
+        with child.Child(work) as made:
+            pass
+        with pytest.raises(ProcessLookupError):
+            os.kill(made.pid, 0)
+    assert len(os.listdir("/proc/self/fd")) == open_files
+
+
+@linux
+def test_torch_has_its_threads_again_when_the_child_has_ended():
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        with child.Child(lambda receive: torch.get_num_threads()) as made:
+            assert torch.get_num_threads() == 2
+            assert made.result() == 1
+            assert torch.get_num_threads() == 3
+        with child.Child(lambda receive: time.sleep(60)):
+            assert torch.get_num_threads() == 2
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+@linux
+def test_a_child_that_fails_gives_nothing():
+    def fail(receive):
+        raise ValueError("in the child")
+
+    with child.Child(fail) as made:
+        made.send(None)
+        assert made.result() is None
+
+
+@linux
+def test_a_killed_child_is_an_error_that_names_the_signal_and_the_switch():
+    with (
+        child.Child(lambda receive: os.kill(os.getpid(), signal.SIGKILL)) as made,
+        pytest.raises(
+            ExportError, match=r"signal 9 \(Killed\), as the system does when memory.*ORTTRAINER_EXPORT=here"
+        ),
+    ):
+        made.result()
+
+
+@linux
+def test_a_child_that_stands_still_is_ended(monkeypatch, caplog):
+    monkeypatch.setattr(child, "_PATIENCE", 0.1)
+    begun = time.monotonic()
+    with child.Child(lambda receive: time.sleep(60)) as made:
+        assert made.result() is None
+    assert time.monotonic() - begun < 30
+    assert "stands still" in caplog.text
+
+
+@linux
+def test_a_child_that_works_is_waited_for(monkeypatch):
+    monkeypatch.setattr(child, "_PATIENCE", 0.1)
+
+    def work(receive):
+        end = time.process_time() + 0.5
+        while time.process_time() < end:
+            pass
+        return "made"
+
+    with child.Child(work) as made:
+        assert made.result() == "made"
+
+
+@linux
+def test_a_child_that_someone_else_waited_for_gives_its_result():
+    with child.Child(lambda receive: "made") as made:
+        os.waitpid(made.pid, 0)  # as a handler of SIGCHLD may
+        assert made.result() == "made"
+
+
+@linux
+def test_a_fork_warns_of_no_threads_but_of_all_else(monkeypatch):
+    def fork():
+        warnings.warn(
+            "This process (pid=6) is multi-threaded, use of fork() may lead to", DeprecationWarning, stacklevel=2
+        )
+        warnings.warn("something else", DeprecationWarning, stacklevel=2)
+        return 6
+
+    monkeypatch.setattr(os, "fork", fork)
+    with pytest.warns(DeprecationWarning) as told:
+        child._fork()
+    assert [str(warning.message) for warning in told] == ["something else"]
+
+
+@linux
+def test_a_graph_of_a_child_that_is_not_the_module_s_is_exported_again_here(free, caplog):
+    real = export_stage.unpacked
+
+    def other(parcel, tensors):
+        forward = real(parcel, tensors)
+        forward.model.graph.initializers["bias"].const_value = forward.model.graph.initializers["weight"].const_value
+        return forward
+
+    free.setattr(export_stage, "unpacked", other)
+    with caplog.at_level(logging.INFO, logger="orttrainer"):
+        forward = export_module(nn.Linear(6, 6), nn.MSELoss(), XY, [X, Y])
+    assert "is not the module's" in caplog.text
+    assert forward.model.graph.initializers["bias"].const_value.raw.shape == (6,)
+
+
+@linux
+def test_an_error_of_the_module_is_raised_at_once_and_ends_the_child(free):
+    made = []
+    real = export_stage.Child
+
+    def kept(work):
+        made.append(real(work))
+        return made[-1]
+
+    free.setattr(export_stage, "Child", kept)
+    with pytest.raises(RuntimeError, match="mat1 and mat2") as raised:
+        export_module(nn.Linear(5, 6), nn.MSELoss(), XY, [X, Y])
+    assert "raised by the module or its loss" in raised.value.__notes__[0]
+    with pytest.raises(ProcessLookupError):
+        os.kill(made[0].pid, 0)
+
+
+@linux
+def test_what_is_done_meanwhile_is_done_once_and_its_errors_come_later(free):
+    """Autograd's gradients are taken while the child exports; an error of theirs is raised behind those of the export."""
+    calls = []
+
+    def meanwhile():
+        calls.append(1)
+        raise ValueError("later")
+
+    assert export_module(nn.Linear(6, 6), nn.MSELoss(), XY, [X, Y], meanwhile=meanwhile).exporter == "dynamo"
+    assert calls == [1]

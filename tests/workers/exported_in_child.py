@@ -1,0 +1,145 @@
+"""Export models in children and then in this process, and print what both have given, as JSON.
+
+python exported_in_child.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pathlib
+import sys
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+
+import models
+import onnx_ir as ir
+from exported import CLASSES, IMAGE, IMAGES, SEQUENCE, SEQUENCES, XY, ConvNet, Model, X, Y, describe
+
+from orttrainer.errors import UnsupportedModelError
+from orttrainer.export import child, export_module
+
+
+class Masked(nn.Module):
+    """Keeps a mask of the first batch's size as an attribute, counts its calls in a buffer, and prints."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.mask = nn.Linear(6, 6), None
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("scale", torch.full((6,), 0.5))
+
+    def forward(self, x):
+        print("forward is called")
+        self.calls += 1
+        if self.mask is None or self.mask.shape[0] != x.shape[0]:
+            self.mask = torch.ones(x.shape[0], 1)
+        return self.layer(x) * self.mask * self.scale
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(6, 5, num_layers=2, dropout=0.2, batch_first=True), nn.Linear(5, 6)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0])
+
+
+class WeightedLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, prediction, label):
+        return ((prediction - label) ** 2 * self.weight).mean()
+
+
+def _setup(name):
+    def make():
+        setup, module = models.make(name)
+        return module, setup.loss_fn, setup.description(), setup.batch(0)
+
+    return make
+
+
+def _named_outputs():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x):
+            h = self.layer(x)
+            return {"other": h * 2, "hidden": h, "loss": h.square().mean()}
+
+    description = describe([("x", ("batch", 6))], [("loss", ()), ("hidden", ("batch", 6))])
+    return Named(), None, description, [X]
+
+
+def _stopped(m, x):
+    with torch.no_grad():
+        scale = m.first(x).abs().mean()
+    return m.second(m.first(x).detach() * scale)
+
+
+CASES = {
+    **{name: _setup(name) for name in ("transformer", "bert", "gpt2")},
+    "BatchNorm": lambda: (ConvNet(), nn.CrossEntropyLoss(), IMAGE, [IMAGES, CLASSES]),
+    "LSTM": lambda: (Recurrent(), nn.MSELoss(), SEQUENCE, SEQUENCES),
+    "a batch of one": lambda: (nn.Linear(6, 6), nn.MSELoss(), XY, [X[:1], Y[:1]]),
+    "stop_gradient": lambda: (
+        Model(_stopped, first=nn.Linear(6, 6), second=nn.Linear(6, 6)), nn.MSELoss(), XY, [X, Y],
+    ),
+    "buffers and a cached mask": lambda: (Masked(), nn.MSELoss(), XY, [X, Y]),
+    "a loss with parameters": lambda: (nn.Linear(6, 6), WeightedLoss(), XY, [X, Y]),
+    "named outputs": _named_outputs,
+}  # fmt: skip
+
+
+def refused():
+    """A module that no exporter takes: the class and the text of the error."""
+    model = Model(lambda m, x: m.layer(x) if x.sum() > 0 else -m.layer(x), layer=nn.Linear(6, 6))
+    try:
+        export_module(model, nn.MSELoss(), XY, [X, Y])
+    except UnsupportedModelError as error:
+        return str(error)
+
+
+def exported(case) -> dict:
+    torch.manual_seed(0)
+    module, loss_fn, description, batch = case()
+    torch.manual_seed(1)
+    forward = export_module(module, loss_fn, description, batch)
+    tensors = dict(module.named_parameters())
+    return {
+        "model": hashlib.sha256(ir.to_proto(forward.model).SerializeToString()).hexdigest(),
+        "numbers": [repr(a.value) for n in forward.model.graph.all_nodes() for a in n.attributes.values()
+                    if a.type == ir.AttributeType.FLOAT],
+        "names": [forward.parameters, forward.buffers, forward.updates, forward.exporter, forward.unread],
+        "shared": all(
+            forward.model.graph.initializers[name].const_value.raw.data_ptr() == tensors[name].data_ptr()
+            for name in forward.parameters if name in tensors
+        ),
+        "buffers": {name: buffer.tolist() for name, buffer in module.named_buffers() if buffer.numel() < 100},
+        "random": torch.rand(3).tolist(),
+    }  # fmt: skip
+
+
+def main() -> None:
+    child._CHILDREN = 2 * len(CASES)
+    by_child = {name: exported(case) for name, case in CASES.items()}
+    loaded = sorted({"onnxscript", child._EXPORTER} & set(sys.modules))
+    forked = child._forked
+    os.environ[child.SWITCH] = "here"
+    here = {name: exported(case) for name, case in CASES.items()}
+    found = {name: {key: (by_child[name][key], here[name][key]) for key in here[name]} for name in CASES}
+    print(json.dumps({"loaded": loaded, "forked": forked, "found": found, "refused": refused()}))
+
+
+if __name__ == "__main__":
+    main()
