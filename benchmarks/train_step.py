@@ -6,7 +6,8 @@
 Each workload and engine runs in a process of its own; the processes take turns in rounds, so that a slow minute of a
 shared machine hits all of them. Dropout is on. A table has the median and the 20th percentile over all steps, the ratio of
 medians to the best peer, seconds to the end of the first step, and peak memory (torch is loaded everywhere).
-An engine that fails has a row that says so.
+An engine that fails has a row that says so. One whose losses are not finite, or far from torch's, has a note under the table:
+what it was timed with is not the same training.
 
 MKL, which torch multiplies with, does not use AVX-512 on AMD processors. There torch runs twice, the second time with
 a preloaded library that lets it (where a C compiler is found to make it): that column stands for a processor of
@@ -20,7 +21,9 @@ JAX takes part where jax and optax are installed (`pip install 'orttrainer[bench
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import os
 import pathlib
 import resource
@@ -29,13 +32,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 from steps.engines import ENGINES, WITHOUT, Unavailable, applies, is_engine, make_step, uses_mkl
 from steps.report import draw, machine, summarise, table, unlock_mkl
+
+BATCHES = 4  # that each engine trains on, in turn
 
 
 @dataclass(frozen=True)
@@ -56,29 +61,50 @@ def worker(name: str, engine: str, options) -> None:
     torch.manual_seed(0)
     workload = WORKLOADS[name].reduced() if options.small else WORKLOADS[name]
     workload = workload.with_sizes(**options.sizes)
-    batches = [workload.batch(step) for step in range(4)]
+    batches = itertools.cycle([workload.batch(step) for step in range(BATCHES)])
     started = time.perf_counter()
     try:
         step = make_step(engine, name, workload, options.accumulate, options.threads)
     except Unavailable as reason:
         return print(json.dumps({"skipped": str(reason)}))
-    loss = float(step(*batches[0]))
+    losses = [float(step(*next(batches)))]
     first = time.perf_counter() - started
-    _timed(step, batches, options.warmup, options.seconds / 2)
-    milliseconds = _timed(step, batches, options.steps, options.seconds)
+    _timed(step, batches, options.warmup, options.seconds / 2, losses)
+    milliseconds = _timed(step, batches, options.steps, options.seconds, losses)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(json.dumps({"ms": milliseconds, "first_s": first, "peak_mb": peak, "loss": loss}))
+    told = told_losses(losses, 1 + options.warmup + options.steps)
+    print(json.dumps({"ms": milliseconds, "first_s": first, "peak_mb": peak, **told}))
 
 
-def _timed(step, batches: list, steps: int, seconds: float) -> list[float]:
-    """Milliseconds of each of so many steps, or of as many as fit into so many seconds if these are more."""
+def told_losses(losses: list[float], steps: int) -> dict:
+    """What is told of the losses of all steps.
+
+    Args:
+        steps: that every engine makes, however slow it is.
+
+    Returns:
+        {"loss": the first, "late_loss": the mean over the last of these steps on each batch, "finite": whether all are},
+        with None for a loss that is not finite.
+    """
+    late = losses[:steps][-BATCHES:]
+    told = {"loss": losses[0], "late_loss": sum(late) / len(late)}
+    told = {name: loss if math.isfinite(loss) else None for name, loss in told.items()}
+    return {**told, "finite": all(map(math.isfinite, losses))}
+
+
+def _timed(step, batches: Iterator, steps: int, seconds: float, losses: list[float]) -> list[float]:
+    """Milliseconds of each of so many steps, or of as many as fit into so many seconds if these are more.
+
+    Their losses go to the end of `losses`.
+    """
     milliseconds: list[float] = []
     end = time.perf_counter() + seconds
     while len(milliseconds) < steps or time.perf_counter() < end:
-        batch = batches[len(milliseconds) % len(batches)]
+        batch = next(batches)
         begun = time.perf_counter()
-        step(*batch)
+        loss = step(*batch)
         milliseconds.append(1e3 * (time.perf_counter() - begun))
+        losses.append(float(loss))
     return milliseconds
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import logging
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 import torch
@@ -17,7 +16,7 @@ from orttrainer.errors import InvalidArgumentError, StateError, UnsupportedFeatu
 from orttrainer.seed import seed_of_rank, seed_of_run
 from orttrainer.training_graph import SEED, TrainingGraph
 
-_DATA_PTR, _REQUIRES_GRAD = torch.Tensor.data_ptr, operator.attrgetter("requires_grad")
+_DATA_PTR = torch.Tensor.data_ptr
 log = logging.getLogger("orttrainer")
 
 ACCUMULATED = "Accumulated_Batches"
@@ -75,9 +74,15 @@ class TrainedState:
         self._places = self._shared_places(own)
         self._needed = [(owner, key, name, owner[key].requires_grad) for owner, key, name, _ in self._places]
         self._layers = [(module._modules, dict(module._modules)) for m in self._modules for module in m.modules()]
-        self._parents, self._children = ([pair[i] for pair in self._layers if pair[1]] for i in (0, 1))
-        self._leaves = [layers for layers, compiled in self._layers if not compiled]
+        self._absent = [
+            (module._parameters, key, f"{path}.{key}".lstrip("."))
+            for m in self._modules
+            for path, module in m.named_modules()
+            for key, parameter in module._parameters.items()
+            if parameter is None
+        ]
         self._look()
+        self._may_train = True
 
     def follow_module(self, trains: bool) -> None:
         """Follow what was done to the module since the last step; quick where that is nothing, as every step asks.
@@ -86,41 +91,19 @@ class TrainedState:
             trains: for a step that trains: `requires_grad` has to be as it was, too.
 
         Raises:
-            StateError: layers, or `requires_grad`, that the graph cannot follow.
+            StateError: layers, tensors or `requires_grad` that the graph cannot follow.
         """
-        if self._is_as_seen():
+        if (self._may_train or not trains) and self._seen.holds():
             return
         if trains:
             self._check_trained()
         self._keep_sharing()
         self._look()
-        if not trains:
-            self._require = []  # not checked: the next step that trains has to
+        self._may_train = trains  # else `requires_grad` was not checked: the next step that trains has to
 
     def _look(self) -> None:
-        """Remember what the modules hold: the addresses of their tensors, and whether these need gradients."""
-        owners = [owner for m in self._modules for k in m.modules() for owner in (k._parameters, k._buffers)]
-        self._owners = [owner for owner in owners if owner]
-        held = [*itertools.chain.from_iterable(map(dict.values, self._owners))]
-        self._is_tensor = [isinstance(x, torch.Tensor) for x in held]
-        tensors = [*itertools.compress(held, self._is_tensor)]
-        self._pointers, self._require = [*map(_DATA_PTR, tensors)], [*map(_REQUIRES_GRAD, tensors)]
-
-    def _is_as_seen(self) -> bool:
-        """Whether the modules are as `_look` saw them: layers, addresses, `requires_grad`.
-
-        torch tells nobody of new `data` or of `requires_grad_()`, so every tensor is asked at every step; no line of Python
-        runs for each: 0.17 us a tensor.
-        """
-        if self._parents != self._children or any(self._leaves):
-            return False
-        held = itertools.chain.from_iterable(map(dict.values, self._owners))
-        tensors = [*itertools.compress(held, self._is_tensor)]
-        try:
-            pointers = [*map(_DATA_PTR, tensors)]
-        except TypeError:  # None in the place of a tensor
-            return False
-        return pointers == self._pointers and [*map(_REQUIRES_GRAD, tensors)] == self._require
+        """Remember what the modules hold now."""
+        self._seen = _Seen([module for m in self._modules for module in m.modules()])
 
     def _keep_sharing(self) -> None:
         """Take over what torch put in the place of a shared tensor, and share again.
@@ -135,13 +118,17 @@ class TrainedState:
                     f"layers of the module were replaced, added or removed since the graph was compiled: {changed} of "
                     f"{list(compiled)}. Make a new ORTTrainer for a changed module, or restore it."
                 )
+        if added := [name for owner, key, name in self._absent if owner.get(key) is not None]:
+            raise StateError(
+                f"parameters of the module that were None when the graph was compiled are tensors now: {added}. Make a new "
+                "ORTTrainer for a changed module, or restore it."
+            )
         self._check_ties()
         moved = []
         for owner, key, name, pointer in self._places:
-            tensor = owner.get(key)
-            if tensor is not None and tensor.data_ptr() == pointer:
+            tensor, shared = owner.get(key), self.tensors[name]
+            if tensor is not None and tensor.data_ptr() == pointer and _form(tensor) == _form(shared):
                 continue
-            shared = self.tensors[name]
             if tensor is None or tensor.shape != shared.shape or tensor.dtype != shared.dtype:
                 now = "gone" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
                 raise StateError(
@@ -263,6 +250,63 @@ class TrainedState:
             for key, tensor in owner.items()
             if id(tensor) in names
         ]
+
+
+class _Seen:
+    """What modules hold when this is made; whether they hold it still, every step asks.
+
+    torch tells nobody of new `data` or of `requires_grad_()`, so each tensor has to be asked, in calls of C that ask all.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module]):
+        modules = list(modules)
+        owners = [owner for k in modules for owner in (k._parameters, k._buffers) if owner]
+        self._dicts = [*(k._modules for k in modules), *owners]
+        nothing: dict = {}  # one for all, so that the comparison touches less memory
+        self._contents = [dict(held) if held else nothing for held in self._dicts]
+        found = [(o, k, x) for o in owners for k, x in o.items() if isinstance(x, torch.Tensor)]
+        self._tensors = tuple(tensor for *_, tensor in found)
+        self._pointers = [*map(_DATA_PTR, self._tensors)]
+        single = [entry for entry in found if entry[2].numel() == 1]
+        self._owners_of_one, self._keys_of_one, self._ones = zip(*single) if single else ((), (), ())
+        self._have_their_forms = _form_guard(self._tensors)
+
+    def holds(self) -> bool:
+        """Whether layers and tensors are the same, at the same addresses, with the same dtypes, shapes, `requires_grad`."""
+        try:
+            # Quick, since what is the same object is equal. Of other tensors the comparison is a tensor, whose truth
+            # raises, but where it has one element.
+            if self._dicts != self._contents:
+                return False
+        except Exception:  # of whatever class: it was a comparison of tensors
+            return False
+        if not all(map(operator.is_, map(dict.get, self._owners_of_one, self._keys_of_one), self._ones)):
+            return False
+        return [*map(_DATA_PTR, self._tensors)] == self._pointers and self._have_their_forms(*self._tensors)
+
+
+def _form(tensor: torch.Tensor) -> tuple:
+    """What the graph leans on beside the address."""
+    return tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _form_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """A function of tensors: whether they have the dtypes, shapes, strides and `requires_grad` that `tensors` have now.
+
+    It is what torch.compile asks of its inputs at each call, where this torch has it: as quick as `requires_grad` alone.
+    """
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        shapes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
+        return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
+    except (ImportError, TypeError):  # no part of torch's public interface
+
+        def forms(given: Iterable[torch.Tensor]) -> list[tuple]:
+            return [(*_form(tensor), tensor.requires_grad) for tensor in given]
+
+        seen = forms(tensors)
+        return lambda *given: forms(given) == seen
 
 
 def on_device(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from small import LR, batch, make, torch_step
 from torch import nn
 
 from orttrainer.errors import StateError
+from orttrainer.state import _Seen
 
 
 class Layers(nn.Module):
@@ -40,10 +42,15 @@ def average(m):
         parameter.data = parameter.data * 0.9
 
 
+def transpose(m):
+    m.second.weight.data = m.second.weight.data.t()
+
+
 FOLLOWED = {
     "data exchanged between layers": exchange_data,
     "parameters exchanged between layers": exchange_parameters,
     "averages": average,
+    "a transposed view of the same memory": transpose,
     "one element of equal value and other memory": lambda m: setattr(
         m, "scale", nn.Parameter(m.scale.detach().clone())
     ),
@@ -79,6 +86,16 @@ REFUSED = {
         lambda m: m._modules.update(first=m.second, second=m.first), r"layers .* compiled: \['first', 'second'\]",
     ),
     "a layer inside a leaf": (lambda m: m.act.add_module("inner", nn.Tanh()), r"layers .* compiled: \['inner'\]"),
+    "another shape of the same memory": (
+        lambda m: setattr(m.head.weight, "data", m.head.weight.data.view(4, 3)), r"'head.weight' .* is torch.float32 \[4, 3\]",
+    ),
+    "another dtype of the same memory": (
+        lambda m: setattr(m.norm, "running_var", m.norm.running_var.view(torch.int32)),
+        r"'norm.running_var' .* is torch.int32 \[4\], but was torch.float32 \[4\]",
+    ),
+    "a bias that was None": (
+        lambda m: setattr(m.second, "bias", nn.Parameter(torch.ones(4))), r"were None .*: \['second.bias'\]",
+    ),
     "weights tied": (lambda m: setattr(m.second, "weight", m.first.weight), r"tied or untied .*: \['first.weight', 'second.weight'\]"),
     "a frozen parameter": (lambda m: m.scale.requires_grad_(False), "requires_grad of 'scale' is False now"),
     "a frozen new parameter of the same memory": (
@@ -115,3 +132,39 @@ def test_a_tied_weight_that_is_untied_is_refused_until_it_is_tied_again():
         with pytest.raises(StateError, match=r"tied or untied since the graph was compiled: \['first.weight'\]"):
             trainer.train_step(*batch(step), LR)
         module.second.weight = module.first.weight
+
+
+def test_without_what_torch_compile_asks_of_tensors_the_same_is_seen(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch._C._dynamo.guards", None)
+    module = Layers()
+    seen = _Seen(module.modules())
+    assert seen.holds()
+    module.scale.requires_grad_(False)
+    assert not seen.holds()
+    module.scale.requires_grad_(True)
+    assert seen.holds()
+    transpose(module)
+    assert not seen.holds()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_a_frozen_parameter_is_seen_in_every_mode(mode):
+    module = Layers()
+    with mode():
+        seen = _Seen(module.modules())
+        assert seen.holds()
+        module.scale.requires_grad_(False)
+        assert not seen.holds()
+
+
+def test_what_is_frozen_for_evaluation_alone_is_evaluated_and_trained_after_that():
+    module = Layers()
+    reference = copy.deepcopy(module)
+    trainer = make(module, check_export=False)
+    for step in range(2):
+        torch.testing.assert_close(trainer.train_step(*batch(step), LR)[0], torch_step(reference, *batch(step)))
+        module.requires_grad_(False)
+        trainer.eval_step(*batch(step))
+        with pytest.raises(StateError, match=r"requires_grad of 'scale' is False now"):
+            trainer.train_step(*batch(step), LR)
+        module.requires_grad_(True)

@@ -116,6 +116,12 @@ FUNCTIONS = {
         lambda x: F.binary_cross_entropy(x, torch.tensor([0.0, 1.0]).to(x), torch.tensor([3.0, 0.5]).to(x), reduction="sum"),
         [0.25, 0.75],
     ),
+    "binary cross-entropy in float16": (
+        lambda x: F.binary_cross_entropy(
+            x.half(), torch.tensor([0.0, 1.0, 1.0, 0.0, 0.5, 0.5, 0.25]).half(), reduction="none"
+        ).float(),
+        [0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.5],  # slopes: NaN twice, then infinite, but for the last
+    ),
     "normalize": (lambda x: F.normalize(x, dim=1), ROWS),
     "pairwise distance": (lambda x, y: F.pairwise_distance(x, y, 3.0), TIES, OTHER),
     "a window that would start in the padding": (lambda x: F.max_pool2d(x, 3, 3, 1, ceil_mode=True), PLANE),

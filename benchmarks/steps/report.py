@@ -64,7 +64,7 @@ def unlock_mkl(folder: str) -> str | None:
 def summarise(runs: list[dict]) -> dict:
     """All runs of one engine as one: its figures, or why there are none.
 
-    A run is {"ms", "first_s", "peak_mb"}, or {"skipped": why} or {"failed": why}.
+    A run is {"ms", "first_s", "peak_mb", "loss", "late_loss", "finite"}, or {"skipped": why} or {"failed": why}.
     """
     for outcome in ("failed", "skipped"):
         if reasons := [run[outcome] for run in runs if outcome in run]:
@@ -75,6 +75,8 @@ def summarise(runs: list[dict]) -> dict:
         "p20_ms": steps[len(steps) // 5],
         "first_s": statistics.median(run["first_s"] for run in runs),
         "peak_mb": statistics.median(run["peak_mb"] for run in runs),
+        **{name: runs[0][name] for name in ("loss", "late_loss")},  # one seed: the same in every run
+        "finite": all(run["finite"] for run in runs),
     }
 
 
@@ -84,8 +86,28 @@ def best_peer(summary: dict[str, dict]) -> float | None:
     return min(medians, default=None)
 
 
+def doubts(summary: dict[str, dict]) -> list[str]:
+    """What the losses say against the figures of an engine: a sentence each.
+
+    Masks of dropout differ from engine to engine, and the loss goes to 0 as the batches are learnt by heart: so a late
+    loss may differ from torch's by a tenth of the first.
+    """
+    found, torch = [], summary.get("torch", {})
+    for engine, row in summary.items():
+        if "median_ms" not in row:
+            continue
+        if not row["finite"]:
+            found.append(f"{engine}: its loss became NaN or infinite; its times say nothing")
+        elif torch.get("finite") and abs(row["late_loss"] - torch["late_loss"]) > 0.1 * abs(torch["loss"]):
+            found.append(
+                f"{engine}: its loss was {row['late_loss']:.4g} where torch's was {torch['late_loss']:.4g}, more than a "
+                f"tenth of the first ({torch['loss']:.4g}) off: it did not train the same"
+            )
+    return found
+
+
 def table(title: str, summary: dict[str, dict], unlocked: dict[str, dict]) -> str:
-    """A table in Markdown, an engine a line.
+    """A table in Markdown, an engine a line; under it `doubts`, if there are any.
 
     Args:
         title: of the workload.
@@ -108,6 +130,8 @@ def table(title: str, summary: dict[str, dict], unlocked: dict[str, dict]) -> st
                 cells += [_number(then, "median_ms", 2) if engine in unlocked else "", _ratio(then, best_then)]
             cells += [_number(row, "first_s", 1), _number(row, "peak_mb", 0)]
         lines.append(f"| {' | '.join([engine, *cells])} |")
+    if notes := doubts(summary | {f"{engine}, MKL unlocked": row for engine, row in unlocked.items()}):
+        lines += ["", *(f"- **{note}**" for note in notes)]
     return "\n".join(lines) + "\n"
 
 

@@ -109,14 +109,18 @@ def _binary_cross_entropy_with_logits(input, target, weight=None, pos_weight=Non
 
 def _binary_cross_entropy(input, target, weight=None, reduction=1):
     """F.binary_cross_entropy, with torch's slope (p - y) / max(p (1 - p), 1e-12) where p is 0 or 1 or nearly so."""
-    least = 1e-12
-    extreme = input * (1 - input) < least
+    least = 0.0 if input.dtype == torch.float16 else 1e-12  # which float16 rounds to 0
+    extreme = input * (1 - input) <= least
     p = torch.where(extreme, 0.5, input)
     inner = -(target * torch.log(p) + (1 - target) * torch.log1p(-p))
     there = stop_gradient(input)
     bounded = -(target * torch.log(there).clamp(min=-100) + (1 - target) * torch.log1p(-there).clamp(min=-100))
-    slope = (there - target) / least
-    return _weighted(torch.where(extreme, bounded + (input - there) * slope, inner), weight, reduction)
+    rise = input - there  # 0, of slope 1
+    if least:
+        rise = rise / least
+    else:  # infinite, or NaN where it is multiplied with 0, is (p - y) / 0: so is the slope of a root at 0
+        rise = torch.sqrt(torch.where(extreme, rise, 1.0))
+    return _weighted(torch.where(extreme, bounded + rise * (there - target), inner), weight, reduction)
 
 
 def _weighted(losses, weight, reduction):
