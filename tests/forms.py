@@ -36,7 +36,15 @@ def _plain() -> None:
 def _every_size() -> None:
     from orttrainer.differentiate.rules import matrix, recurrent_forward
     from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass
-    from orttrainer.graph.passes.speed import gated_add, late_norm, products, scaled_gradient, sparse_update, tiles
+    from orttrainer.graph.passes.speed import (
+        gated_add,
+        late_norm,
+        products,
+        scaled_gradient,
+        sparse_update,
+        tile_products,
+        tiles,
+    )
     from orttrainer.graph.passes.speed.layout import WideLinearLayoutPass
 
     patch = pytest.MonkeyPatch()
@@ -56,5 +64,7 @@ def _every_size() -> None:
         (tiles, "LEAST_OF_TABLE", 2),
         (late_norm, "LEAST_ELEMENTS", 2),
         (tiles, "ELEMENTS", 24),
+        (tile_products, "LEAST_ROWS", 1),
+        (tile_products, "LEAST_SHARE", 0),
     ):
         patch.setattr(owner, limit, value)

@@ -29,6 +29,7 @@ def small_tiles(monkeypatch):
     for part in (tiles, late_norm):
         monkeypatch.setattr(part, "LEAST_ELEMENTS", ROWS * WIDTH)
     monkeypatch.setattr(tiles, "LEAST_OF_TABLE", 0)
+    monkeypatch.setenv("ORTTRAINER_NATIVE_KERNELS", "0")  # kernels in C take the place of tiles
 
 
 def tiled(trainer) -> dict[str, tuple[int, ...]]:

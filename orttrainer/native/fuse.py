@@ -267,7 +267,7 @@ def _groups(order: Sequence[ir.Node], is_pointwise: Callable[[ir.Node], bool]) -
             for x in node.inputs:
                 if x.producer() in place:
                     heapq.heappush(ahead, -place[x.producer()])
-        if len(group) > 1:
+        if len(group) > 1 or last.op_type in TRANSCENDENTAL:  # of which all are to round alike, as what is recomputed
             taken |= group
             groups.append(_Group(sorted(group, key=place.__getitem__)))
     return groups[::-1]
