@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from orttrainer.deferred import defer_symbolic_math
+
 __version__ = "0.1.0"
 
 _HOME = {
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
     from orttrainer.profiling import profile
     from orttrainer.seed import set_seed
     from orttrainer.sketch import trainer
+
+defer_symbolic_math()
 
 
 def __getattr__(name: str):

@@ -14,6 +14,7 @@ PACKAGE = pathlib.Path(orttrainer.__file__).parent
 # room -> the rooms of the package that it may import (errors is open to all)
 MAY_IMPORT = {
     "errors": set(),
+    "deferred": set(),
     "graph": set(),
     "differentiate": {"graph"},
     "optim": {"graph"},
@@ -97,6 +98,7 @@ MAY_IMPORT = {
     "__main__": {"cli"},
     "__init__": {
         "checkpoint",
+        "deferred",
         "describe",
         "differentiate",
         "graph",
