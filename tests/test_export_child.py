@@ -108,7 +108,8 @@ def free(monkeypatch):
     monkeypatch.setattr(child, "_forked", 0)
     monkeypatch.setattr(child, "_EXPORTER", "an.exporter.that.nobody.imported")
     monkeypatch.setattr(threading, "active_count", lambda: 1)
-    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    for name in ("jax", "mpi4py.MPI"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.delenv(child.SWITCH, raising=False)
     return monkeypatch
 
@@ -129,8 +130,9 @@ def test_a_module_on_the_cpu_may_be_exported_in_a_child(free):
         lambda patch: patch.setattr(torch.cuda, "is_initialized", lambda: True),
         lambda patch: patch.setattr(torch.distributed, "is_initialized", lambda: True),
         lambda patch: patch.setitem(sys.modules, "mpi4py.MPI", types.ModuleType("MPI")),
+        lambda patch: patch.setitem(sys.modules, "jax", types.ModuleType("jax")),
     ],
-    ids=["switch", "system", "third export", "imported", "threads", "CUDA", "process group", "MPI"],
+    ids=["switch", "system", "third export", "imported", "threads", "CUDA", "process group", "MPI", "JAX"],
 )
 def test_no_child_where_a_fork_is_wrong_or_gains_nothing(free, against):
     against(free)

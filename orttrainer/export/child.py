@@ -28,6 +28,7 @@ log = logging.getLogger("orttrainer")
 
 SWITCH = "ORTTRAINER_EXPORT"  # "here": no child
 _EXPORTER = "torch.onnx._internal.exporter._core"
+_ALONE = ("jax", "mpi4py.MPI")  # modules whose processes are not to be forked: threads of their own, other ranks
 _CHILDREN = 2  # of one process: a child imports the exporter, 2 seconds; who exports more often shall import it once
 _PATIENCE = 60.0  # seconds without an answer and without any work
 
@@ -51,7 +52,7 @@ def may_fork(tensors: Iterable[torch.Tensor]) -> bool:
         and threading.active_count() == 1
         and not torch.cuda.is_initialized()
         and not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        and "mpi4py.MPI" not in sys.modules
+        and not any(name in sys.modules for name in _ALONE)
         and all(tensor.device.type == "cpu" and not tensor.is_shared() for tensor in tensors)
     )
 
