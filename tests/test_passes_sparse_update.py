@@ -96,9 +96,9 @@ def test_the_update_from_rows_is_that_from_the_whole_gradient(name):
     rows, whole = (
         engine(Bag(), optimizer, attributes, bool(clip), disabled_passes=disabled) for disabled in ((), (PASS,))
     )
-    # Kernels in C add the rows to a moment before its decay, divided by it: that rounds in another way, and where a gradient
-    # is nearly 0 it is a part of a step.
-    assert_close(train(rows), train(whole), atol=1e-3 * RATE if rows._native else 1e-8)
+    # Kernels in C add the rows to a moment before its decay, divided by it, which rounds in another way: by 9e-7 at most in
+    # these weights, of LAMB; without that order, by nothing.
+    assert_close(train(rows), train(whole), atol=2e-6 if rows._native else 1e-8)
     torch.testing.assert_close(rows._runner.gradient_norm, whole._runner.gradient_norm, rtol=1e-6, atol=0)
 
 
