@@ -22,11 +22,16 @@ def every_size(monkeypatch):
     monkeypatch.setattr(scaled_gradient, "LEAST_ELEMENTS", 1)
 
 
-def model_of(between: str, shape: str = "4,6", c: float = 0.1, more: str = "") -> ir.Model:
+def model_of(between: str, shape: str = "4,6", c: float = 0.1, more: str = "", rows: bool = False) -> ir.Model:
+    total = (
+        "squares = ReduceSumSquare <keepdims = 0> (g, last) sum = ReduceSum <keepdims = 0> (squares)"
+        if rows
+        else "sum = ReduceSumSquare <keepdims = 0> (g)"
+    )
     text = f"""<ir_version: 8, opset_import: ["" : 18]>
     g (float[4,3] a, float[3,6] b, float[{shape}] m, float[{shape}] v, int64[2,6] i, float[2,6] u)
     => (float[{shape}] n, float[{shape}] w, float norm)
-    <float c = {{{c}}}, float d = {{0.001}}> {{
+    <float c = {{{c}}}, float d = {{0.001}}, int64[1] last = {{1}}> {{
       p = MatMul(a, b)
       {between}
       gc = Mul(g, c)
@@ -34,10 +39,10 @@ def model_of(between: str, shape: str = "4,6", c: float = 0.1, more: str = "") -
       gg = Mul(g, g)
       ggd = Mul(gg, d)
       w = Add(v, ggd)
-      norm = OF (g)
+      {total}
+      norm = Sqrt(sum)
       {more}
     }}"""
-    text = text.replace("norm = OF (g)", "sum = ReduceSumSquare <keepdims = 0> (g) norm = Sqrt(sum)")
     return ir.from_proto(onnx.shape_inference.infer_shapes(onnx.parser.parse_model(text), strict_mode=True))
 
 
@@ -63,6 +68,16 @@ def test_moments_and_norm_are_the_same(between, shape):
     assert ScaledGradientPass()(changed).modified
     names = [node.op_type for node in changed.graph]
     assert "FusedMatMul" in names and "MatMul" not in names
+    for found, expected in zip(results(changed), results(plain)):
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_squares_are_multiplied_once_they_are_summed():
+    """So that the rows of a wide gradient may be summed in the tiles of its update."""
+    plain, changed = (model_of("g = Identity(p)", rows=True) for _ in range(2))
+    assert ScaledGradientPass()(changed).modified
+    (rows,) = (node for node in changed.graph if node.op_type == "ReduceSumSquare")
+    assert [reader.op_type for reader, _ in rows.outputs[0].uses()] == ["ReduceSum"]
     for found, expected in zip(results(changed), results(plain)):
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
 

@@ -80,9 +80,9 @@ def _piece(node: ir.Node) -> tuple[ir.Node, int] | None:
 
 
 def _gradient(total: ir.Value) -> ir.Value | None:
-    """What the sum of squares `total` is of: ReduceSumSquare, or that of rows and their sum, times a constant perhaps."""
+    """What the sum of squares `total` is of: ReduceSumSquare, or the sum of that of rows, times a constant perhaps."""
     node = total.producer()
-    for op_type in ("ReduceSum", "Mul", "ReduceSumSquare"):
+    for op_type in ("Mul", "ReduceSum", "ReduceSumSquare"):
         if node is None or node.domain or len(node.outputs[0].uses()) != 1:
             return None
         if node.op_type == op_type == "ReduceSumSquare":

@@ -43,8 +43,8 @@ class ScaledGradientPass(ir.passes.InPlacePass):
                     d = product.inputs[k]
                     product.replace_input_with(k, op.const(_known(op, d) / np.float64(c) ** 2, d.dtype))
             for total in sums:
-                uses = list(total.outputs[0].uses())
-                back = op.Mul(total.outputs[0], op.scalar(1.0 / c**2, g))
+                uses = list(total.uses())
+                back = op.Mul(total, op.scalar(1.0 / c**2, g))
                 for reader, k in uses:
                     reader.replace_input_with(k, back)
             node.outputs[0].replace_all_uses_with(h)
@@ -79,8 +79,8 @@ def _readers(op: Builder, g: ir.Value, node: ir.Node):
     """What else reads `g`.
 
     Returns:
-        Its squares, each with the products with a constant that read it as (node, index of the constant); the sums of its
-        squares. None where it has another reader than these and `node`, or no square.
+        Its squares, each with the products with a constant that read it as (node, index of the constant); the sums of all
+        of its squares. None where it has another reader than these and `node`, or no square.
     """
     squares, sums = {}, []
     if g.is_graph_output():
@@ -90,7 +90,7 @@ def _readers(op: Builder, g: ir.Value, node: ir.Node):
             continue
         (y,) = reader.outputs
         if sums_squares(reader) and not y.is_graph_output():
-            sums.append(reader)
+            sums += [y] if not y.shape else [adds.outputs[0] for adds, _ in y.uses()]
             continue
         if reader.op_type != "Mul" or reader.domain or any(x is not g for x in reader.inputs) or y.is_graph_output():
             return None
@@ -99,7 +99,7 @@ def _readers(op: Builder, g: ir.Value, node: ir.Node):
             known = _known(op, product.inputs[k]) if product.op_type == "Mul" and not product.domain else None
             if known is None or known.size != 1:
                 return None
-    return (squares, sums) if squares else None
+    return (squares, sums) if squares and not any(total.is_graph_output() for total in sums) else None
 
 
 def _path(g: ir.Value) -> list[ir.Node] | None:
