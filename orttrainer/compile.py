@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -53,6 +53,7 @@ def compile_training_graph(
     precision: ir.DataType | None = None,
     recompute: Recompute | None = None,
     layouts: bool = False,
+    as_declared: Collection[str] = (),
     disabled_passes: Sequence[str] = (),
 ) -> TrainingGraph:
     """Build the training graph of a forward graph.
@@ -70,6 +71,7 @@ def compile_training_graph(
         recompute: which forward values the backward makes again instead of keeping them.
         layouts: hold some parameters in the state as the step uses them, not as the model declares them:
             `StateEntry.transposed` says which.
+        as_declared: parameters that these may not be.
         disabled_passes: names of classes in `SPEED_PASSES` to leave out.
 
     Raises:
@@ -84,7 +86,8 @@ def compile_training_graph(
     rates = 1 + max((groups or {}).values(), default=0)
     layout = None
     if layouts:
-        layout = WideLinearLayoutPass(forward.parameters, lambda *pair: _updated_alike(*pair, optimizer, groups or {}))
+        free = [name for name in forward.parameters if name not in as_declared]
+        layout = WideLinearLayoutPass(free, lambda *pair: _updated_alike(*pair, optimizer, groups or {}))
     disabled = frozenset(disabled_passes)
     build = _Build(forward, learning_rate, seed, rates, precision, layout, disabled)
     gradients = build.differentiate(forward.unread, accumulate)

@@ -401,7 +401,7 @@ class Engine(NotCopied):
             seed=seed_of_rank(self.collective.rank), primitives=self.device.type == "cuda",
             accumulate=self._accumulation_steps > 1, precision=self.precision,
             recompute=self.settings.recompute and self.settings.recompute.with_sizes(self._sizes), layouts=layouts,
-            disabled_passes=self.settings.disabled_passes,
+            as_declared=self.source.as_declared, disabled_passes=self.settings.disabled_passes,
         )  # fmt: skip
 
     def _open(self, graph: TrainingGraph) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import functools
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -49,6 +51,22 @@ class Source:
         loss = self.loss_fn if isinstance(self.loss_fn, torch.nn.Module) else None
         names = {name for name, _ in self.module.named_modules()}
         return names | {f"loss_fn.{name}".rstrip(".") for name, _ in (loss.named_modules() if loss is not None else ())}
+
+    @property
+    def as_declared(self) -> set[str]:
+        """Parameters whose memory has to stay as the model declares it.
+
+        Those with several names in a model of transformers: its `save_pretrained` looks at tied tensors by `view(-1)`.
+        """
+        models = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
+        kept: set[str] = set()
+        for path, module in self.module.named_modules() if self.module is not None else ():
+            if isinstance(module, models):
+                names = collections.defaultdict(list)
+                for name, parameter in module.named_parameters(path, remove_duplicate=False):
+                    names[parameter].append(name)
+                kept.update(name for tied in names.values() if len(tied) > 1 for name in tied)
+        return kept
 
     @property
     def onnx_model(self) -> onnx.ModelProto | None:

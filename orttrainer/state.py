@@ -57,7 +57,7 @@ class TrainedState:
                 shared = torch.from_numpy(array).to(device)
             self.stored[entry.name] = shared.detach()
             for name, view in entry.views(self.stored[entry.name]).items():
-                self.tensors[name] = view
+                view = self.tensors[name] = view if entry.last_row is None else _apart(view)
                 if entry.transposed and name in own:
                     view.copy_(own[name].detach())
                     own[name].data = view
@@ -137,7 +137,7 @@ class TrainedState:
                 )
             moved.append((tensor, shared))
         # What is in the memory of another state, as after an exchange, is copied before that is written.
-        ours = {tensor.untyped_storage().data_ptr() for tensor in self.stored.values()}
+        ours = {tensor.untyped_storage().data_ptr() for tensor in self.tensors.values()}
         values = [
             tensor.detach().clone() if tensor.untyped_storage().data_ptr() in ours else tensor.detach()
             for tensor, _ in moved
@@ -283,6 +283,11 @@ class _Seen:
         if not all(map(operator.is_, map(dict.get, self._owners_of_one, self._keys_of_one), self._ones)):
             return False
         return [*map(_DATA_PTR, self._tensors)] == self._pointers and self._have_their_forms(*self._tensors)
+
+
+def _apart(view: torch.Tensor) -> torch.Tensor:
+    """The same memory as a storage of its own: who saves a module takes parameters in one storage for tied ones."""
+    return torch.from_numpy(view.numpy())
 
 
 def _form(tensor: torch.Tensor) -> tuple:

@@ -51,6 +51,7 @@ def _every_size() -> None:
     for owner, limit, value in (
         (WideLinearLayoutPass, "WIDE", 1),
         (WideLinearLayoutPass, "LARGE", 1),
+        (WideLinearLayoutPass, "LARGE_TABLE", 1),
         (ExpandSoftmaxCrossEntropyPass, "MANY", 2),
         (products.ScaleSmallOperandPass, "LARGE", 2),
         (products, "WIDE", 1),

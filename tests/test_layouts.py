@@ -13,7 +13,7 @@ from torch import nn
 
 from orttrainer import IODescription, ModelDescription, ORTTrainer
 from orttrainer.engine import Engine
-from orttrainer.errors import StateError
+from orttrainer.errors import ExecutionError, StateError
 from orttrainer.graph.passes import loss
 from orttrainer.graph.passes.speed import layout, products
 from orttrainer.pipeline import SPEED_PASSES
@@ -209,15 +209,171 @@ def test_a_copied_module_is_apart():
     assert torch.equal(other.decoder.weight, before)
 
 
-@pytest.mark.parametrize("what", ["tied", "frozen weight", "without bias", "frozen bias"])
+class Tied(nn.Module):
+    """Token ids -> scores of each position by the table that the ids are looked up in; ids of any rank."""
+
+    def __init__(self, bias=True, padding=None, twice=False, length=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.twice = nn.Embedding(50, 5, padding_idx=padding), twice
+        self.places = None if length is None else nn.Parameter(torch.randn(length, 5))
+        self.decoder = nn.Linear(5, 50, bias)
+        self.decoder.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        if self.places is not None:
+            x = x + self.places
+        if self.twice:
+            x = x + self.embedding((tokens + 1) % 50) ** 2
+        return self.decoder(torch.tanh(x))
+
+
+@pytest.fixture
+def any_table(monkeypatch):
+    monkeypatch.setattr(layout.WideLinearLayoutPass, "LARGE_TABLE", 1)
+
+
+def look_ups_trained(module, optimizer="AdamOptimizer", dims=("length", "batch"), sizes=(4, 3), **settings):
+    """Train ours, ours without passes and, but for LAMB, torch: states after 6 steps, the first two as an Engine."""
+    described = ModelDescription(
+        [IODescription("tokens", list(dims), torch.int64), IODescription("label", ["n"], torch.int64)],
+        [IODescription("loss", [], torch.float32), IODescription("scores", [*dims, 50], torch.float32)],
+    )
+
+    def loss(scores, labels):
+        return nn.functional.cross_entropy(scores.reshape(-1, 50), labels)
+
+    def batches():
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(6):
+            tokens = torch.randint(0, 7, sizes, generator=generator)  # few, so that some come twice
+            yield tokens, torch.randint(0, 50, (tokens.numel(),), generator=generator)
+
+    choice, reference = OptimizerChoice(optimizer, clip=False), copy.deepcopy(module)
+    names = tuple(chosen.__name__ for chosen in SPEED_PASSES)
+    engines = [
+        Engine(copy.deepcopy(module), loss, described, choice, Settings(disabled_passes=off, **settings))
+        for off in ((), names)
+    ]
+    for one in engines:
+        for tokens, labels in batches():
+            one.train_step({"tokens": tokens, "label": labels}, 0.1)
+    if OPTIMIZERS[optimizer] is not None:
+        update = OPTIMIZERS[optimizer](reference.parameters())
+        for step, (tokens, labels) in enumerate(batches()):
+            (loss(reference(tokens), labels) / settings.get("accumulation_steps", 1)).backward()
+            if (step + 1) % settings.get("accumulation_steps", 1) == 0:
+                update.step()
+                update.zero_grad()
+        return *engines, reference.state_dict()
+    return *engines, None
+
+
+def assert_same_training(one, two, reference):
+    for name, expected in two.state_dict().items():
+        torch.testing.assert_close(one.state_dict()[name], expected, rtol=1e-4, atol=1e-5)
+    for name, expected in (reference or {}).items():
+        if name in one.state_dict():
+            torch.testing.assert_close(one.state_dict()[name], expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.usefixtures("any_table")
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_table_that_scores_are_made_with_is_held_so(optimizer, accumulate, bias):
+    module = Tied(bias)
+    one, two, reference = look_ups_trained(module, optimizer, accumulation_steps=accumulate)
+    weight = next(name for name in ("embedding.weight", "decoder.weight") if name in one.state_dict())
+    assert weight in transposed(one) and not transposed(two)
+    assert_same_training(one, two, reference)
+
+
+@pytest.mark.usefixtures("any_table")
+@pytest.mark.parametrize(
+    "module, dims, sizes",
+    [
+        (Tied(), ["n"], (9,)),
+        (Tied(), [4, 3], (4, 3)),
+        (Tied(length=3), ["batch", 3], (4, 3)),
+        (Tied(), ["a", 2, "b"], (3, 2, 2)),
+        (Tied(padding=2), ["length", "batch"], (4, 3)),
+        (Tied(twice=True), ["length", "batch"], (4, 3)),
+    ],
+    ids=["one axis", "known sizes", "one unknown size", "two unknown sizes", "padding", "two lookups"],
+)
+def test_rows_are_looked_up_for_indices_of_every_shape(module, dims, sizes):
+    one, two, reference = look_ups_trained(module, dims=dims, sizes=sizes)
+    assert transposed(one) and not transposed(two)
+    assert_same_training(one, two, reference)
+
+
+@pytest.mark.usefixtures("any_table")
+def test_an_index_beyond_the_table_is_an_error_and_changes_nothing():
+    one = engine(Decoder(tied=True))
+    train(one, [0])
+    before = {name: tensor.clone() for name, tensor in one.state_dict().items()}
+    with pytest.raises(ExecutionError, match=r"An index .* is out of range"):
+        one.train_step({"tokens": torch.full((4, 3), 50), "label": torch.zeros(12, dtype=torch.int64)}, 0.1)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in one.state_dict().items())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.usefixtures("any_table")
+def test_a_model_of_transformers_can_be_saved_as_ever(tied, tmp_path):
+    """Its save_pretrained takes parameters in one storage for tied ones, and looks at these as flat memory."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 90, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.BertConfig(**sizes, intermediate_size=8, max_position_embeddings=8, tie_word_embeddings=tied)
+    torch.manual_seed(0)
+    model = transformers.BertForMaskedLM(config)
+    described = ModelDescription(
+        [IODescription("input_ids", ["batch", 8], torch.int64), IODescription("labels", ["batch", 8], torch.int64)],
+        [IODescription("loss", [], torch.float32), IODescription("logits", ["batch", 8, 90], torch.float32)],
+    )
+    one = Engine(model, None, described, OptimizerChoice("AdamOptimizer", clip=False), Settings())
+    tokens = torch.randint(0, 90, (2, 8))
+    one.train_step({"input_ids": tokens, "labels": tokens}, 0.1)
+    decoder = model.cls.predictions.decoder
+    assert decoder.weight.is_contiguous() == tied
+    assert ("cls.predictions.decoder.weight" in transposed(one)) != tied
+    model.save_pretrained(tmp_path)
+    again = transformers.BertForMaskedLM.from_pretrained(tmp_path)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    with torch.no_grad():
+        decoder.weight.zero_()
+        decoder.bias.zero_()
+    loss = one.train_step({"input_ids": tokens, "labels": tokens}, 0.1)[0][0]  # what is seen is what is trained
+    assert float(loss) == pytest.approx(np.log(90), rel=1e-6)
+
+
+@pytest.mark.usefixtures("any_table")
+def test_the_bias_of_a_table_stays_apart_where_its_update_could_not_be_cut_into_tiles(monkeypatch):
+    sizes = []
+    monkeypatch.setattr(layout, "equal_tiles", lambda size: sizes.append(size))
+    one = engine(Decoder(tied=True))
+    train(one, [0])
+    assert sizes == [50 * 6] and set(transposed(one).values()) == {None}
+
+
+def test_a_small_table_stays_as_it_is(monkeypatch):
+    monkeypatch.setattr(layout.WideLinearLayoutPass, "LARGE_TABLE", 251)
+    one = engine(Decoder(tied=True))
+    train(one, [0])
+    assert not transposed(one)
+
+
+@pytest.mark.parametrize("what", ["frozen weight", "without bias", "frozen bias"])
 def test_what_cannot_be_held_so_stays_apart(what):
-    module = Decoder(tied=what == "tied", bias=what != "without bias")
+    module = Decoder(bias=what != "without bias")
     if what.startswith("frozen"):
         getattr(module.decoder, what.split()[1]).requires_grad_(False)
     reference = copy.deepcopy(module)
     one, two = engine(module), engine(reference, plain=True)
     assert train(one) == pytest.approx(train(two), rel=1e-5)
-    expected = {} if what in ("tied", "frozen weight") else {"decoder.weight": None}
+    expected = {} if what == "frozen weight" else {"decoder.weight": None}
     assert {n: row for n, row in transposed(one).items() if n.startswith("decoder")} == expected
 
 

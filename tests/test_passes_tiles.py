@@ -192,9 +192,9 @@ def test_a_moment_that_somebody_else_reads_stays_whole(op, of, count):
 
 
 def test_a_parameter_whose_size_has_no_divisor_stays_whole():
-    assert tiles._tiles(ROWS * WIDTH) == 8
-    assert tiles._tiles(4093 * WIDTH) == 8  # 3 * 4093 elements each
-    assert tiles._tiles(98_317) is None  # a prime
+    assert tiles.equal_tiles(ROWS * WIDTH) == 8
+    assert tiles.equal_tiles(4093 * WIDTH) == 8  # 3 * 4093 elements each
+    assert tiles.equal_tiles(98_317) is None  # a prime
 
 
 def test_a_gradient_that_the_loss_was_made_of_is_not_summed_in_the_tiles():

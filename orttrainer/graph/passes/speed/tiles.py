@@ -106,7 +106,7 @@ class TileUpdatesPass(ir.passes.InPlacePass):
             rows, columns = update.dims
             return tiles, rows // tiles, columns
         size = math.prod(update.dims)
-        if self._fuses or (tiles := _tiles(size)) is None:
+        if self._fuses or (tiles := equal_tiles(size)) is None:
             return None
         return tiles, *_matrix(size // tiles)
 
@@ -312,7 +312,7 @@ def _is_large(dims: tuple[int, ...] | None) -> bool:
     return dims is not None and math.prod(dims) >= LEAST_ELEMENTS
 
 
-def _tiles(size: int) -> int | None:
+def equal_tiles(size: int) -> int | None:
     """How many equal tiles a parameter of `size` elements is cut into; None where none suit."""
     least = -(-size // ELEMENTS)
     return next((n for n in range(max(least, 2), LEAST_SHARE * least + 1) if size % n == 0), None)
