@@ -254,31 +254,38 @@ def _interleaved_weight_gradient(op, x, dy, w, window, group, channels, unread):
     A dilation of (stride * channels) makes the taps step over the channels, so one pass gives
     all of dW and nothing of the size of the unfolded input is ever written. The batch is the
     channel of this convolution; it is cut into `parts` groups, whose results are summed.
+
+    Taps that lie apart are a stride of that convolution, which would skip channels too: these have an axis of
+    their own there, and wherever x has but one.
     """
     dims = len(window.strides)
     end = [q - r for q, r in zip(window.end, unread)]
     if min(end) < 0:  # positions that no window reads
         x = op.Slice(x, _ints([0] * dims), _ints([q if q < 0 else TO_THE_END for q in end]), _spatial(x))
         end = [max(0, q) for q in end]
-    inner_extent = window.extent[-1]
+    own_axis = dims == 1 or (dims == 2 and window.dilations[-1] > 1)  # there is no convolution with four
+    inner_extent = window.kernel[-1] if own_axis else window.extent[-1]
     parts = _parts(dy, w, inner_extent) if group == 1 else 1
     if group == 1:
         last = op.Transpose(x, perm=[0, *range(2, dims + 2), 1])  # [batch, spatial..., channels]
     else:
         split = reshape(op, x, *sizes(x, 0), group, channels, *sizes(x, *range(2, dims + 2)))
         last = op.Transpose(split, perm=[1, 0, *range(3, dims + 3), 2])  # [group, batch, spatial..., channels]
-    batch, *outer, inner = sizes(x, 0, *range(2, dims + 2))
-    rows = reshape(op, last, 1, times(batch, group), *outer, times(inner, channels))
-    kernel = _batch_as_channels(op, dy, parts)
-    taps = op.Conv(
-        rows, kernel, group=group * parts, strides=[*window.dilations[:-1], 1],
-        dilations=[*window.strides[:-1], window.strides[-1] * channels],
-        pads=[*window.begin[:-1], window.begin[-1] * channels, *end[:-1], end[-1] * channels],
-    )  # fmt: skip
+    kernel, (batch, *spatial) = _batch_as_channels(op, dy, parts), sizes(x, 0, *range(2, dims + 2))
+    strides, dilations, begin = list(window.dilations), list(window.strides), list(window.begin)
+    if own_axis:
+        kernel, spatial = op.Unsqueeze(kernel, _ints([dims + 2])), [*spatial, channels]
+        strides, dilations, begin, end = [*strides, 1], [*dilations, 1], [*begin, 0], [*end, 0]
+    else:
+        spatial[-1], strides[-1] = times(spatial[-1], channels), 1
+        for inner in (dilations, begin, end):
+            inner[-1] *= channels
+    rows = reshape(op, last, 1, times(batch, group), *spatial)
+    taps = op.Conv(rows, kernel, group=group * parts, strides=strides, dilations=dilations, pads=[*begin, *end])
     if parts > 1:
         taps = op.MatMul(np.ones((1, parts), dy.dtype.numpy()), op.Reshape(taps, [parts, -1]))
     taps = reshape(op, taps, -1, *window.kernel[:-1], inner_extent, channels)
-    if window.dilations[-1] > 1:
+    if inner_extent > window.kernel[-1]:
         taps = op.Slice(taps, [0], _ints([TO_THE_END]), [dims], _ints([window.dilations[-1]]))
     return shaped(op.Transpose(taps, perm=[0, dims + 1, *range(1, dims + 1)]), w)
 

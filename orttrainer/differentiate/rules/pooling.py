@@ -26,7 +26,7 @@ def max_pool(op, node, dy, _=None):
     window, padded, _ = sliding(op, node, x, attribute(node, "kernel_shape", None))
     dy = _counted(node, dy, x, window)
     if padded is x and x.dtype == ir.DataType.FLOAT and tiles(x, dy, window):
-        spread_dy = shaped(enlarged(op, dy, window.kernel), x)
+        spread_dy = enlarged(op, dy, x, window.kernel)
         return op.Mul(_first_maxima(op, x, node.outputs[0], window.kernel), spread_dy)
     at = _positions_of_maxima(op, node, x)
     flat = op.ScatterElements(
@@ -115,7 +115,7 @@ def spread(op, dy: ir.Value, x: ir.Value, window: Window) -> ir.Value:
     """Each element of dy added to every position of x in its window."""
     dims, channels = len(window.strides), x.shape[1]
     if tiles(x, dy, window):
-        return shaped(enlarged(op, dy, window.kernel), x)
+        return enlarged(op, dy, x, window.kernel)
     outside = [p for k, *ends in zip(window.kernel, window.begin, window.end) for p in (k - 1 - end for end in ends)]
     if all(s == d == 1 for s, d in zip(window.strides, window.dilations)) and min(outside) >= 0:
         mean = op.AveragePool(
@@ -137,10 +137,21 @@ def tiles(x: ir.Value, dy: ir.Value, window: Window) -> bool:
     return whole and all(isinstance(size, int) for size in x.shape.dims[2:]) and not any(unread)
 
 
-def enlarged(op, y: ir.Value, repeats) -> ir.Value:
-    """Each element repeated along each spatial axis. (Resize is 20 times as fast as Expand here.)"""
-    scales = op.const(np.array([1, 1, *repeats], np.float32))
-    return op.Resize(y, None, scales, mode="nearest", coordinate_transformation_mode="asymmetric", nearest_mode="floor")
+def enlarged(op, y: ir.Value, x: ir.Value, repeats) -> ir.Value:
+    """Each element repeated along each spatial axis, in the shape of x.
+
+    Along the last axes Resize is 20 times as fast as Expand, but in three at once it takes 90 times as long as in two.
+    """
+    outer, inner = list(zip(x.shape.dims[2:], repeats))[:-2], list(zip(x.shape.dims[2:], repeats))[-2:]
+    if outer:
+        y = reshape(op, y, -1, 1, *(size // repeat for size, repeat in inner))
+    scales = op.const(np.array([1, 1, *repeats[-2:]], np.float32))
+    y = op.Resize(y, None, scales, mode="nearest", coordinate_transformation_mode="asymmetric", nearest_mode="floor")
+    length = int(np.prod([size for size, _ in inner]))
+    for size, repeat in reversed(outer):
+        y = op.Expand(op.Reshape(y, [-1, size // repeat, 1, length]), [1, 1, repeat, 1])
+        length *= size
+    return op.reshape_as(y, x) if outer else shaped(y, x)
 
 
 def _counted(node: ir.Node, dy: ir.Value, x: ir.Value, window: Window) -> ir.Value:
@@ -165,12 +176,12 @@ def _first_maxima(op, x: ir.Value, y: ir.Value, kernel: tuple[int, ...]) -> ir.V
     def mask(difference):
         return op.HardSigmoid(difference, alpha=-3e38, beta=1.0)
 
-    maxima = mask(op.Sub(shaped(enlarged(op, y, kernel), x), x))
+    maxima = mask(op.Sub(enlarged(op, y, x, kernel), x))
     repeats = [size // k for size, k in zip(x.shape.dims[2:], kernel)]
     order = np.tile(np.arange(np.prod(kernel), 0, -1).reshape(kernel), repeats)  # the first of a window is the largest
     ranked_maxima = op.Mul(maxima, op.const(order, x.dtype))
     best = op.MaxPool(ranked_maxima, kernel_shape=list(kernel), strides=list(kernel))
-    return mask(op.Sub(shaped(enlarged(op, best, kernel), x), ranked_maxima))
+    return mask(op.Sub(enlarged(op, best, x, kernel), ranked_maxima))
 
 
 def _positions_of_maxima(op, node: ir.Node, x: ir.Value) -> ir.Value:
