@@ -66,10 +66,11 @@ def _network(block: int) -> ir.Model:
     """Every form that the passes write.
 
     Few channels, a Relu, a stride, two Conv in a row, a ConvTranspose, channels last; vectors of channels, sums over
-    all but these, a matrix as kernel, a ConvTranspose with a stride, single positions.
+    all but these, a matrix as kernel, a ConvTranspose with a stride, single positions, depthwise both ways.
     """
     shapes = {"x": (2, 3, 11, 13), "v": (block, 3, 3, 3), "w": (2 * block, block, 3, 2), "b": (2 * block,)}
-    model, (x, v, w, b, m, c) = _model(**shapes, m=(block, block, 1, 1), c=(1, block, 1, 1))
+    shapes |= {"m": (block, block, 1, 1), "c": (1, block, 1, 1), "d": (block, 1, 3, 2)}
+    model, (x, v, w, b, m, c, d) = _model(**shapes)
     op = Builder(model.graph)
     first = op.Relu(op.Conv(x, v, pads=[1, 1, 1, 1]))
     second = op.Conv(first, w, b, strides=[2, 1], pads=[1, 0, 0, 1])
@@ -80,6 +81,7 @@ def _network(block: int) -> ir.Model:
     model.graph.outputs.extend([first, second, back, *(op.Transpose(v, perm=[0, 2, 3, 1]) for v in (x, first))])
     model.graph.outputs.extend([op.Conv(apart, w), op.ReduceSum(scaled, [0, 2, 3], keepdims=0)])
     model.graph.outputs.append(op.AveragePool(first, kernel_shape=[1, 1], strides=[2, 2]))
+    model.graph.outputs.append(op.ConvTranspose(op.Conv(first, d, group=block, strides=[2, 1]), d, group=block))
     return model
 
 

@@ -92,6 +92,19 @@ def test_a_transposed_convolution_in_blocks_is_the_transposed_convolution(attrib
 
 
 @needs_blocks
+@pytest.mark.parametrize("op_type, attributes", [
+    *(("Conv", attributes) for attributes in CONVOLUTIONS.values()),
+    *(("ConvTranspose", attributes) for attributes in TRANSPOSED.values()),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_depthwise_convolution_in_blocks_is_the_convolution(op_type, attributes, bias):
+    names, channels = ["x", "w", "b"][: 2 + bias], 2 * BLOCK
+    sizes = {"x": (4, channels, 13, 11), "w": (channels, 1, 3, 2), "b": (channels,)}
+    node = helper.make_node(op_type, names, ["y"], group=channels, **attributes)
+    assert_same(model_of([node], {name: sizes[name] for name in names}, ["y"]), sizes)
+
+
+@needs_blocks
 def test_a_batch_and_an_image_of_any_size_convolve_in_blocks():
     node = helper.make_node("Conv", ["x", "w"], ["y"], pads=[1, 1, 1, 1])
     model = model_of([node], {"x": ("batch", BLOCK, "height", "width"), "w": (BLOCK, BLOCK, 3, 3)}, ["y"])
@@ -125,9 +138,73 @@ def test_a_convolution_that_others_read_before_its_relu_stays_readable():
     assert ("", "Relu") in assert_same(model_of(nodes, sizes, ["n", "y"]), sizes)
 
 
+def depthwise_gradient(channels, sizes, result, perm=(2, 1, 0, 3, 4), **attributes):
+    """The sum over all images of their convolutions with dy by channels, as the gradient rule of Conv writes it."""
+    height, width = sizes
+    shapes = {"x": ("n", channels, height, width), "dy": ("n", channels, *result)}
+    nodes = [
+        helper.make_node("Unsqueeze", ["x", "axis"], ["x5"]),
+        helper.make_node("Transpose", ["x5"], ["xt"], perm=perm),
+        helper.make_node("Reshape", ["xt", "merged"], ["images"]),
+        helper.make_node("Transpose", ["dy"], ["kernel"], perm=[1, 0, 2, 3]),
+        helper.make_node("Conv", ["images", "kernel"], ["y"], group=channels, **attributes),
+    ]
+    infos = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()]
+    constants = [
+        helper.make_tensor("axis", TensorProto.INT64, [1], [2]),
+        helper.make_tensor("merged", TensorProto.INT64, [4], [1, -1, height, width]),
+    ]
+    graph = helper.make_graph(nodes, "g", infos, [onnx.ValueInfoProto(name="y")], constants)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    model = onnx.shape_inference.infer_shapes(model, data_prop=True)
+    kernel = model.graph.output[0].type.tensor_type
+    kernel.shape.dim[0].dim_value, kernel.shape.dim[1].dim_value = 1, channels
+    return model
+
+
+GRADIENTS = {
+    "plain": ((20, 22), (18, 20), {}),
+    "pads": ((20, 18), (20, 19), {"pads": [1, 1, 1, 1]}),
+    "uneven pads": ((20, 20), (20, 20), {"pads": [2, 1, 0, 1]}),
+    "strides of the convolution": ((20, 20), (10, 10), {"pads": [1, 1, 1, 1], "dilations": [2, 2]}),
+    "dilations of the convolution": ((20, 20), (16, 18), {"strides": [2, 1]}),
+}
+
+
+@needs_blocks
+@pytest.mark.parametrize("sizes, result, attributes", GRADIENTS.values(), ids=GRADIENTS)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_depthwise_weight_gradient_in_blocks_is_the_gradient(sizes, result, attributes, batch):
+    model = depthwise_gradient(2 * BLOCK, sizes, result, **attributes)
+    rng = np.random.default_rng(0)
+    feeds = {"x": (batch, 2 * BLOCK, *sizes), "dy": (batch, 2 * BLOCK, *result)}
+    feeds = {name: rng.standard_normal(shape, np.float32) for name, shape in feeds.items()}
+    after = rewritten(model)
+    found = operators(after)
+    assert ("", "Scan") in found and ("", "Conv") not in found and ("", "Transpose") not in found
+    (expected,), (given,) = results(model, feeds), results(after, feeds)
+    assert given.shape == expected.shape
+    np.testing.assert_allclose(given, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        depthwise_gradient(BLOCK + 1, (20, 20), (18, 18)),
+        depthwise_gradient(BLOCK, (6, 6), (4, 4)),
+        depthwise_gradient(BLOCK, (BLOCK, 20), (BLOCK - 2, 18), perm=(2, 3, 0, 1, 4)),
+    ],
+    ids=["unfilled blocks", "a small image", "other axes"],
+)
+def test_other_sums_of_convolutions_stay_as_they_are(model):
+    assert ("", "Conv") in operators(rewritten(model)) and ("", "Scan") not in operators(rewritten(model))
+
+
 OTHERS = {
     "one tap": ((4, BLOCK, 8, 8), (BLOCK, BLOCK, 1, 1), {}),
     "groups": ((4, 2 * BLOCK, 8, 8), (2 * BLOCK, BLOCK, 3, 3), {"group": 2}),
+    "two filters for each channel": ((4, BLOCK, 8, 8), (2 * BLOCK, 1, 3, 3), {"group": BLOCK}),
+    "unfilled blocks, depthwise": ((4, BLOCK + 1, 8, 8), (BLOCK + 1, 1, 3, 3), {"group": BLOCK + 1}),
     "unfilled blocks": ((4, BLOCK, 8, 8), (BLOCK + 1, BLOCK, 3, 3), {}),
     "unfilled input blocks": ((4, BLOCK + 1, 8, 8), (BLOCK, BLOCK + 1, 3, 3), {}),
     "a stem with little to do": ((4, 1, 8, 8), (BLOCK, 1, 3, 3), {}),
@@ -171,10 +248,11 @@ class Network(nn.Module):
         self.stem = nn.Conv2d(3, 16, 5, padding=2)
         self.first, self.norm = nn.Conv2d(16, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32)
         self.second = nn.Conv2d(32, 32, 3, stride=2, padding=1)
+        self.depthwise = nn.Conv2d(32, 32, 3, padding=1, groups=32)
         self.third, self.head = nn.Conv2d(32, 16, (1, 3)), nn.Linear(16, 4)
 
     def forward(self, x):
-        x = nn.functional.softplus(self.norm(self.first(self.stem(x))))
+        x = nn.functional.softplus(self.norm(self.depthwise(self.first(self.stem(x)))))
         return self.head(self.third(nn.functional.softplus(self.second(x))).mean((2, 3)))
 
 

@@ -17,6 +17,7 @@ from onnx_ir.passes import common
 
 from orttrainer.graph.builder import Builder, static_dims
 from orttrainer.graph.passes.batch_norm import switched
+from orttrainer.graph.passes.speed import nchwc_depthwise
 
 DOMAIN = "com.microsoft.nchwc"
 FEWEST_POSITIONS = 128  # of all images together; below, the weights take as long to bring into blocks as is saved
@@ -30,9 +31,9 @@ class BlockedConvolutionPass(ir.passes.InPlacePass):
     """Conv(x, w) -> ReorderOutput(nchwc.Conv(ReorderInput(x), blocked w)), and ConvTranspose likewise.
 
     A ConvTranspose without strides, which is what the gradient of a Conv by its input is, becomes a Conv with the
-    kernel turned round. What two convolutions in a row hand on stays in blocks, with a Relu between them in the first;
+    kernel turned round. The weight gradient of a depthwise one becomes a convolution for each image. What two convolutions in a row hand on stays in blocks, with a Relu between them in the first;
     and a Transpose of such a value to channels last is read from the blocks. Convolutions of float32 images
-    with a kernel larger than 1 x 1 and channels that fill their blocks; the others stay as they are.
+    in one group, or depthwise, with a kernel larger than 1 x 1 and channels that fill their blocks; the others stay as they are.
 
     Args:
         block: how many channels make a block.
@@ -47,11 +48,14 @@ class BlockedConvolutionPass(ir.passes.InPlacePass):
         chosen = dict.fromkeys(node for node in graph if self._fits(node))
         norms = [norm for node in graph if self.stay and (norm := switched(node)) is not None]
         stems = [node for node in graph if self._is_stem(node, {*chosen, *norms})]
-        if not chosen and not stems:
+        gradients = [node for node in graph if self._is_depthwise_gradient(node)]
+        if not chosen and not stems and not gradients:
             return ir.passes.PassResult(model, modified=False)
         rewriting = _Rewriting(Builder(graph, "nchwc"), self.block)
         for node in [node for node in graph if node in chosen or node in stems]:
             rewriting.convolution(node)
+        for node in gradients:
+            rewriting.depthwise_gradient(node)
         for node in [node for node in graph if node.op_type == "Transpose"]:
             rewriting.channels_last(node)
         graph.sort()
@@ -62,12 +66,16 @@ class BlockedConvolutionPass(ir.passes.InPlacePass):
         """Whether the channels on both sides of a convolution fill their blocks, and the layout pays."""
         if not _is_plain(node):
             return False
-        channels = static_dims(node.inputs[1])[:2]
+        channels = static_dims(node.inputs[1])[: 1 if _is_depthwise(node) else 2]
         return not any(c % self.block for c in channels) and not (node.op_type == "ConvTranspose" and _strided(node))
+
+    def _is_depthwise_gradient(self, node: ir.Node) -> bool:
+        operands = nchwc_depthwise.operands(node)
+        return operands is not None and operands[0].shape[1] % self.block == 0
 
     def _is_stem(self, node: ir.Node, blocked: Collection[ir.Node]) -> bool:
         """Whether this is a Conv of a few channels, which its kernel reads as they are, that has much to do or blocks to hand on."""
-        if not _is_plain(node) or node.op_type != "Conv":
+        if not _is_plain(node) or node.op_type != "Conv" or _is_depthwise(node):
             return False
         out, channels, *kernel = static_dims(node.inputs[1])
         if out % self.block or channels >= self.block:
@@ -96,8 +104,13 @@ class _Rewriting:
             attributes["pads"] = _turned_pads(node, kernel) if turned else _ints(node, "pads", 0, 4)
         else:
             attributes["auto_pad"] = node.attributes.get_string("auto_pad")
+        if _is_depthwise(node):
+            attributes["group"] = y.shape[1]
+            weight = depthwise_weight(op, w, self.block, turned)
+        else:
+            weight = (turned_weight if turned else blocked_weight)(op, w, self.block)
         blocked = op.node(
-            "Conv", self._blocks(x), (turned_weight if turned else blocked_weight)(op, w, self.block), *bias,
+            "Conv", self._blocks(x), weight, *bias,
             domain=DOMAIN, like=y, kernel_shape=kernel, activation="Relu" if last is not node else None, **attributes,
         )  # fmt: skip
         new = self.op.node("ReorderOutput", blocked, domain=DOMAIN, like=y, channels=y.shape[1])
@@ -105,6 +118,11 @@ class _Rewriting:
         self._replace(last, new)
         if last is not node:
             node.graph.remove(node, safe=True)
+
+    def depthwise_gradient(self, node: ir.Node) -> None:
+        (x, dy), (y,) = nchwc_depthwise.operands(node), node.outputs
+        blocked = nchwc_depthwise.convolved(self.op, node, self._blocks(x), self._blocks(dy))
+        self._replace(node, self.op.node("ReorderOutput", blocked, domain=DOMAIN, like=y, channels=y.shape[1]))
 
     def channels_last(self, node: ir.Node) -> None:
         """Transpose(x, to [batch, height, width, channels]) -> ReorderOutput(blocked x, channels_last)."""
@@ -148,6 +166,17 @@ def turned_weight(op: Builder, w: ir.Value, block: int) -> ir.Value:
     return op.Reshape(op.Gather(exchanged_weight(op, w, block), taps, axis=2), _shape(out, channels, *kernel))
 
 
+def depthwise_weight(op: Builder, w: ir.Value, block: int, turned: bool) -> ir.Value:
+    """[channels, 1, ...] -> [channels / block, taps, block]; `turned`: with the taps in reverse."""
+    channels, _, *kernel = static_dims(w)
+    taps = int(np.prod(kernel))
+    inner = _inner(op, w, [channels // block, block, taps, 1])
+    if turned:
+        inner = op.Reshape(inner, _shape(channels // block, taps, block))
+        inner = op.Gather(inner, np.arange(taps - 1, -1, -1, dtype=np.int64), axis=1)
+    return op.Reshape(inner, _shape(channels, 1, *kernel))
+
+
 def exchanged_weight(op: Builder, w: ir.Value, block: int) -> ir.Value:
     """[in, out, ...] of a ConvTranspose as [out / block, in / block, taps, block of in, block of out]."""
     channels, out, *kernel = static_dims(w)
@@ -163,8 +192,10 @@ def _inner(op: Builder, w: ir.Value, shape: Sequence[int]) -> ir.Value:
 
 
 def _is_plain(node: ir.Node) -> bool:
-    """Whether this is a convolution of float32 images in one group, with a kernel of known size and some work to do."""
-    if node.domain != "" or node.op_type not in ("Conv", "ConvTranspose") or node.attributes.get_int("group", 1) != 1:
+    """Whether this is a convolution of float32 images, in one group or depthwise, with a kernel of known size and some work to do."""
+    if node.domain != "" or node.op_type not in ("Conv", "ConvTranspose"):
+        return False
+    if node.attributes.get_int("group", 1) != 1 and not _is_depthwise(node):
         return False
     if max(_ints(node, "dilations", 1)) > WIDEST_DILATION:
         return False
@@ -175,6 +206,11 @@ def _is_plain(node: ir.Node) -> bool:
     if not all(isinstance(v.shape[1], int) for v in (x, y)) or not 1 < weights[2] * weights[3] <= LARGEST_KERNEL:
         return False
     return has_many_positions(y)
+
+
+def _is_depthwise(node: ir.Node) -> bool:
+    group, weights = node.attributes.get_int("group", 1), static_dims(node.inputs[1])
+    return group > 1 and weights is not None and weights[:2] == (group, 1)
 
 
 def has_many_positions(y: ir.Value) -> bool:
