@@ -187,19 +187,22 @@ STRIDED = {
 }
 
 
+@pytest.mark.parametrize("bias", [(), ("bias",)], ids=["", "bias"])
 @pytest.mark.parametrize("batch", [6, "batch"])
 @pytest.mark.parametrize("strides, attributes, kernel", STRIDED.values(), ids=STRIDED)
-def test_a_transposed_convolution_with_strides_is_made_of_convolutions(strides, attributes, kernel, batch):
+def test_a_transposed_convolution_with_strides_is_made_of_convolutions(strides, attributes, kernel, batch, bias):
     nodes = [
         node("Conv", "x", "w", to="h", pads=[1, 1, 1, 1]),
-        node("ConvTranspose", "h", "v", to="t", strides=strides, **attributes),
+        node("ConvTranspose", "h", "v", *bias, to="t", strides=strides, **attributes),
         node("Relu", "t", to="r"),
         node("Conv", "r", "w", to="out"),
     ]
     sizes = {"x": SIZES["x"], "w": SIZES["w"], "v": (BLOCK, 2 * BLOCK, *kernel), "u": (BLOCK, 2 * BLOCK, 3, 3)}
+    sizes |= {name: (2 * BLOCK,) for name in bias}
     nodes[-1].input[1] = "u"
     model = model_of(nodes, sizes | {"x": (batch, *SIZES["x"][1:])}, ["out"])
-    assert ("", "ConvTranspose") not in assert_same(model, sizes)
+    only_bias = bool(bias) and any(k < s for k, s in zip(kernel, strides))  # at the positions that no tap reaches
+    assert (("", "ConvTranspose") in assert_same(model, sizes)) == only_bias
 
 
 OTHERS = {

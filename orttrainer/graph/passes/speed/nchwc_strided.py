@@ -71,7 +71,7 @@ def phases(node: ir.Node) -> list[list[Phase]] | None:
     Row y of the result is the sum of w[t] * x[u] over all t and u with stride * u + t = y + pad. So rows that are one
     stride apart have the same taps, from neighbouring u: they are a convolution with every so many-th tap, turned round.
     """
-    if node.op_type != "ConvTranspose" or node.attributes.get_int("group", 1) != 1 or len(node.inputs) > 2:
+    if node.op_type != "ConvTranspose" or node.attributes.get_int("group", 1) != 1:
         return None
     if not _explicit(node) or "output_shape" in node.attributes or max(_ints(node, "dilations", 1)) > 1:
         return None
@@ -87,7 +87,8 @@ def phases(node: ir.Node) -> list[list[Phase]] | None:
             return None
         axes.append([_phase(a, size, result // s, k, s, pad) for a in range(s)])
     plain = strides == [1, 1] or any(min(p.begin, p.end) < 0 for axis in axes for p in axis if p.taps)
-    return None if plain else axes
+    only_bias = len(node.inputs) > 2 and not all(p.taps for axis in axes for p in axis)  # at some positions
+    return None if plain or only_bias else axes
 
 
 def _phase(place: int, size: int, results: int, kernel: int, stride: int, pad: int) -> Phase:
@@ -98,7 +99,7 @@ def _phase(place: int, size: int, results: int, kernel: int, stride: int, pad: i
 
 def transposed(op: Builder, node: ir.Node, axes: list[list[Phase]], x: ir.Value, block: int) -> Interleaved:
     """A ConvTranspose of `x` in blocks, by its `phases`."""
-    w, y = node.inputs[1], node.outputs[0]
+    (w, *bias), y = node.inputs[1:], node.outputs[0]
     channels, out, _, width = static_dims(w)
     exchanged, parts = exchanged_weight(op, w, block), {}
     strides = tuple(_ints(node, "strides", 1))
@@ -109,7 +110,7 @@ def transposed(op: Builder, node: ir.Node, axes: list[list[Phase]], x: ir.Value,
             kernel = [len(row.taps), len(column.taps)]
             taps = np.array([t * width + u for t in row.taps for u in column.taps], np.int64)
             part = op.node(
-                "Conv", x, op.Reshape(op.Gather(exchanged, taps, axis=2), _shape(out, channels, *kernel)), domain=DOMAIN,
+                "Conv", x, op.Reshape(op.Gather(exchanged, taps, axis=2), _shape(out, channels, *kernel)), *bias, domain=DOMAIN,
                 like=y, kernel_shape=kernel, strides=[1, 1], dilations=[1, 1],
                 pads=[row.begin, column.begin, row.end, column.end],
             )  # fmt: skip
