@@ -33,6 +33,7 @@ from orttrainer.graph.passes.speed.recurrent import KeepActivationsPass
 from orttrainer.graph.passes.speed.scalar_rank import ScalarRankPass
 from orttrainer.graph.passes.speed.scaled_gradient import ScaledGradientPass
 from orttrainer.graph.passes.speed.sparse_update import SparseUpdatePass
+from orttrainer.graph.passes.speed.thresholds import ThresholdPass
 from orttrainer.graph.passes.speed.tiles import TileUpdatesPass
 from orttrainer.graph.passes.speed.transpose import CancelTransposePairsPass, TransposedProductPass
 from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
@@ -63,6 +64,7 @@ SPEED_PASSES = (
     StayInBlocksPass,  # of those that train, behind it
     KeepActivationsPass,
     JoinPadsPass,
+    ThresholdPass,
 )
 
 
@@ -117,7 +119,7 @@ def after_update(training_mode: str, primitives: bool, keep: bool) -> list[ir.pa
         ScaleSmallOperandPass(),
         TransposedProductPass(),
         JoinPadsPass(),
-        *([ColumnSumsPass()] if on_cpu else []),
+        *([ColumnSumsPass(), ThresholdPass()] if on_cpu else []),
         *_CLEAN,
         AllAxesPass(),
         ScatterReductionPass(),

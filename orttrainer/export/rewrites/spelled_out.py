@@ -299,6 +299,17 @@ def _functions(**rewrites):
     return found
 
 
+def _hardtanh(input, min_val=-1.0, max_val=1.0, inplace=False):
+    """torch.nn.functional.hardtanh, which has slope 0 at its bounds; exporters write clamp, which has 1 there."""
+    bounded = F.relu(input) if min_val == 0 else torch.where(input <= min_val, min_val, input)
+    bounded = torch.where(bounded >= max_val, max_val, bounded)
+    return input.copy_(bounded) if inplace else bounded
+
+
+def _relu6(input, inplace=False):
+    return _hardtanh(input, 0.0, 6.0, inplace)
+
+
 REWRITES = {
     **special.REWRITES,
     torch.linalg.vector_norm: _vector_norm,
@@ -309,6 +320,8 @@ REWRITES = {
     torch.pdist: _pdist,
     torch._C._nn.log_sigmoid: _log_sigmoid,
     F.pairwise_distance: _pairwise_distance,
+    F.hardtanh: _hardtanh,
+    F.relu6: _relu6,
     **{pool: _ceil_max_pool(pool, 1) for pool in (torch.max_pool1d, torch.max_pool1d_with_indices)},
     **{pool: _ceil_max_pool(pool, 2) for pool in (torch.max_pool2d, torch._C._nn.max_pool2d_with_indices)},
     **{pool: _ceil_max_pool(pool, 3) for pool in (torch.max_pool3d, torch._C._nn.max_pool3d_with_indices)},

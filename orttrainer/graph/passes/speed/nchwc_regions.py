@@ -32,7 +32,7 @@ from orttrainer.graph.subgraphs import subgraphs
 
 CHANNELS_LAST = (0, 2, 3, 1)
 ELEMENTWISE = {
-    "Abs", "Add", "Div", "Erf", "Exp", "HardSigmoid", "LeakyRelu", "Log", "Max", "Min", "Mul", "Neg", "Pow", "Relu",
+    "Abs", "Add", "Clip", "Div", "Erf", "Exp", "HardSigmoid", "LeakyRelu", "Log", "Max", "Min", "Mul", "Neg", "Pow", "Relu",
     "Sigmoid", "Softplus", "Sqrt", "Sub", "Tanh",
 }  # fmt: skip
 BY_CHANNEL = {"Add", "Mul", "Sub"}  # what a depthwise convolution can do with a vector of channels
