@@ -8,7 +8,7 @@ LEGACY := .venv-legacy
 BIN := $(VENV)/bin
 PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help train test test-gpu test-slow test-forms test-legacy-runtime coverage bench bench-scaling bench-ablation lint clean
+.PHONY: help train test test-gpu test-slow test-forms test-legacy-runtime coverage bench bench-scaling bench-ablation bench-families lint clean
 
 help:
 	@echo "make train                train the getting-started sample on the CPU"
@@ -21,6 +21,7 @@ help:
 	@echo "make bench                time train_step beside PyTorch, JAX and, after test-legacy-runtime, onnxruntime-training"
 	@echo "make bench-scaling        time and memory against the number of layers and of sequences"
 	@echo "make bench-ablation       time train_step without each graph pass that serves speed"
+	@echo "make bench-families       time small models of many families beside PyTorch eager"
 	@echo "make lint                 check style"
 	@echo "make clean                remove the environments"
 
@@ -86,6 +87,9 @@ bench-scaling: $(VENV)/.bench
 
 bench-ablation: $(VENV)/.bench
 	@$(BIN)/python benchmarks/train_step.py --ablation --engines orttrainer $(ARGS)
+
+bench-families: $(VENV)/.bench
+	@$(BIN)/python benchmarks/families.py $(ARGS)
 
 lint: $(VENV)/.test
 	@$(BIN)/ruff check orttrainer samples tests benchmarks

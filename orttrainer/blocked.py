@@ -82,6 +82,10 @@ def _network(block: int) -> ir.Model:
     model.graph.outputs.extend([op.Conv(apart, w), op.ReduceSum(scaled, [0, 2, 3], keepdims=0)])
     model.graph.outputs.append(op.AveragePool(first, kernel_shape=[1, 1], strides=[2, 2]))
     model.graph.outputs.append(op.ConvTranspose(op.Conv(first, d, group=block, strides=[2, 1]), d, group=block))
+    split = op.Transpose(op.Unsqueeze(first, [2]), perm=[2, 1, 0, 3, 4])
+    kernel = op.Slice(first, [0, 0], [7, 9], [2, 3])  # the gradient of a depthwise one by its 5 x 5 kernel
+    images = op.Reshape(split, [1, 2 * block, 11, 13])
+    model.graph.outputs.append(op.Conv(images, op.Transpose(kernel, perm=[1, 0, 2, 3]), group=block))
     return model
 
 

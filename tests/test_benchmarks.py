@@ -339,6 +339,15 @@ def test_own_cost_has_a_row_for_each_number_of_parameters(tmp_path, capsys):
     )
 
 
+def test_a_family_has_the_losses_of_pytorch_in_its_row(tmp_path):
+    import families
+
+    families.main(["--only", "residual_tabular", "--steps", "1", "--seconds", "0", "--table", str(tmp_path / "t.md")])
+    row = [cell.strip() for cell in (tmp_path / "t.md").read_text().splitlines()[-1].strip("|").split("|")]
+    assert row[0] == "residual tabular" and all(float(cell) > 0 for cell in row[1:])
+    assert float(row[4]) == pytest.approx(float(row[5]), rel=1e-3)
+
+
 def test_sizes_of_a_workload_can_be_changed_and_others_are_refused(capsys):
     options = train_step.parsed(["--workloads", "w2-bert", "--sizes", "layers=3", "batch=5"])
     assert WORKLOADS["w2-bert"].with_sizes(**options.sizes).batch(0)[0].shape == (5, 128)

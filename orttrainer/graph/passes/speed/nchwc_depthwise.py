@@ -8,7 +8,7 @@ import onnx_ir as ir
 from orttrainer.graph.builder import Builder, static_dims
 
 DOMAIN = "com.microsoft.nchwc"
-LEAST_PRODUCTS = 1 << 15  # of an image: below, an iteration of a Scan takes as long
+LEAST_PRODUCTS = 1 << 14  # of an image: below, an iteration of a Scan takes as long
 
 
 def operands(node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
