@@ -43,7 +43,17 @@ def let_norm_be_late(op: Builder, norm: ir.Value, least: int | None = None) -> b
     behind = op.Concat(*elements, axis=0)
     for concat, k in pieces:
         concat.replace_input_with(k, op.cast_as(behind, concat.inputs[0]))
+    write_lengths(behind)
     return True
+
+
+def write_lengths(vector: ir.Value) -> None:
+    """Write down the lengths of what casts and joins a vector that is longer now: ONNX Runtime takes memory by these."""
+    for reader, _ in vector.uses():
+        if reader.op_type in ("Cast", "Concat"):
+            sizes = [static_dims(x) for x in reader.inputs]
+            reader.outputs[0].shape = None if None in sizes else ir.Shape([sum(size for (size,) in sizes)])
+            write_lengths(reader.outputs[0])
 
 
 def _is_large(g: ir.Value, least: int) -> bool:

@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder, static_dims
 from orttrainer.graph.fence import VIEWS
+from orttrainer.graph.passes.speed.late_norm import write_lengths
 
 ARITHMETIC = frozenset(["Add", "Concat", "Div", "Mul", "Sub", "Sum"])
 LEAST_ROWS = 64  # of a tile: each packs the other operand anew
@@ -89,9 +90,12 @@ def wait_for_operands(op: Builder, products: Iterable[RowProduct]) -> None:
     for node in dict.fromkeys(reader for element in elements for reader, _ in element.uses()):
         if node.op_type == "Concat":
             others = [x for x in node.inputs if x not in elements]
-            node.outputs[0].replace_all_uses_with(op.Concat(*others, behind, axis=0))
+            joined = op.Concat(*others, behind, axis=0)
+            node.outputs[0].replace_all_uses_with(joined)
+            write_lengths(joined)
     for element in elements:
         element.replace_all_uses_with(behind)
+    write_lengths(behind)
 
 
 def _is_product(node: ir.Node) -> bool:
