@@ -10,7 +10,8 @@ import onnx_ir as ir
 
 from orttrainer import runtime
 from orttrainer.graph.builder import Builder
-from orttrainer.graph.passes.speed.nchwc import DOMAIN, BlockedConvolutionPass
+from orttrainer.graph.passes.speed.nchwc import BlockedConvolutionPass
+from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN
 from orttrainer.graph.passes.speed.nchwc_regions import StayInBlocksPass
 
 BLOCKS = (8, 16, 32)

@@ -10,7 +10,8 @@ from torch import nn
 
 from orttrainer import IODescription, ModelDescription, blocked, runtime
 from orttrainer.engine import Engine
-from orttrainer.graph.passes.speed.nchwc import DOMAIN, BlockedConvolutionPass
+from orttrainer.graph.passes.speed.nchwc import BlockedConvolutionPass
+from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN
 from orttrainer.settings import OptimizerChoice, Settings
 
 BLOCK = blocked.block_size() or 16

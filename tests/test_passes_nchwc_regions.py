@@ -12,7 +12,8 @@ from torch import nn
 from orttrainer import IODescription, ModelDescription, Recompute
 from orttrainer.engine import Engine
 from orttrainer.graph.passes.batch_norm import SplitBatchNormalizationPass, SwitchBatchNormalizationPass
-from orttrainer.graph.passes.speed.nchwc import DOMAIN, BlockedConvolutionPass
+from orttrainer.graph.passes.speed.nchwc import BlockedConvolutionPass
+from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN
 from orttrainer.graph.passes.speed.nchwc_regions import StayInBlocksPass
 from orttrainer.settings import OptimizerChoice, Settings
 

@@ -18,8 +18,8 @@ from onnx_ir.passes import common
 from orttrainer.graph.builder import Builder, static_dims
 from orttrainer.graph.passes.batch_norm import switched
 from orttrainer.graph.passes.speed import nchwc_depthwise
+from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN, int64s, ints
 
-DOMAIN = "com.microsoft.nchwc"
 FEWEST_POSITIONS = 128  # of all images together; below, the weights take as long to bring into blocks as is saved
 USUAL_SIZE = 8  # of an axis that is only known at run time
 LARGEST_KERNEL = 121  # taps; a larger one, or a wider dilation, belongs to the gradient of a convolution by its kernel
@@ -99,9 +99,9 @@ class _Rewriting:
         kernel = list(static_dims(w)[2:])
         last = node if turned else _activated(node)
         y = last.outputs[0]
-        attributes = {name: _ints(node, name, default) for name, default in (("strides", 1), ("dilations", 1))}
+        attributes = {name: ints(node, name, default) for name, default in (("strides", 1), ("dilations", 1))}
         if node.attributes.get_string("auto_pad", "NOTSET") == "NOTSET":
-            attributes["pads"] = _turned_pads(node, kernel) if turned else _ints(node, "pads", 0, 4)
+            attributes["pads"] = _turned_pads(node, kernel) if turned else ints(node, "pads", 0, 4)
         else:
             attributes["auto_pad"] = node.attributes.get_string("auto_pad")
         if _is_depthwise(node):
@@ -154,16 +154,16 @@ def blocked_weight(op: Builder, w: ir.Value, block: int) -> ir.Value:
     taps = int(np.prod(kernel))
     blocked = _inner(op, w, [out // block, block, channels * taps, 1])
     if channels >= block and taps > 1:
-        split = op.Reshape(blocked, _shape(out // block, channels // block, block, taps, block))
+        split = op.Reshape(blocked, int64s(out // block, channels // block, block, taps, block))
         blocked = op.Transpose(split, perm=[0, 1, 3, 2, 4])
-    return op.Reshape(blocked, _shape(out, channels, *kernel))
+    return op.Reshape(blocked, int64s(out, channels, *kernel))
 
 
 def turned_weight(op: Builder, w: ir.Value, block: int) -> ir.Value:
     """[in, out, ...] of a ConvTranspose as `blocked_weight` of the Conv that does the same, with the taps in reverse."""
     channels, out, *kernel = static_dims(w)
     taps = np.arange(int(np.prod(kernel)) - 1, -1, -1, dtype=np.int64)
-    return op.Reshape(op.Gather(exchanged_weight(op, w, block), taps, axis=2), _shape(out, channels, *kernel))
+    return op.Reshape(op.Gather(exchanged_weight(op, w, block), taps, axis=2), int64s(out, channels, *kernel))
 
 
 def depthwise_weight(op: Builder, w: ir.Value, block: int, turned: bool) -> ir.Value:
@@ -172,22 +172,22 @@ def depthwise_weight(op: Builder, w: ir.Value, block: int, turned: bool) -> ir.V
     taps = int(np.prod(kernel))
     inner = _inner(op, w, [channels // block, block, taps, 1])
     if turned:
-        inner = op.Reshape(inner, _shape(channels // block, taps, block))
+        inner = op.Reshape(inner, int64s(channels // block, taps, block))
         inner = op.Gather(inner, np.arange(taps - 1, -1, -1, dtype=np.int64), axis=1)
-    return op.Reshape(inner, _shape(channels, 1, *kernel))
+    return op.Reshape(inner, int64s(channels, 1, *kernel))
 
 
 def exchanged_weight(op: Builder, w: ir.Value, block: int) -> ir.Value:
     """[in, out, ...] of a ConvTranspose as [out / block, in / block, taps, block of in, block of out]."""
     channels, out, *kernel = static_dims(w)
     inner = _inner(op, w, [channels * out // block, block, int(np.prod(kernel)), 1])
-    split = op.Reshape(inner, _shape(channels // block, block, out // block, int(np.prod(kernel)), block))
+    split = op.Reshape(inner, int64s(channels // block, block, out // block, int(np.prod(kernel)), block))
     return op.Transpose(split, perm=[2, 0, 3, 1, 4])
 
 
 def _inner(op: Builder, w: ir.Value, shape: Sequence[int]) -> ir.Value:
     """`w` as [rows, block, columns, 1] -> [rows, columns, block]: the fastest transpose there is."""
-    rows = op.Reshape(w, _shape(*shape))
+    rows = op.Reshape(w, int64s(*shape))
     return op.node("ReorderInput", rows, domain=DOMAIN, like=rows)
 
 
@@ -197,7 +197,7 @@ def _is_plain(node: ir.Node) -> bool:
         return False
     if node.attributes.get_int("group", 1) != 1 and not _is_depthwise(node):
         return False
-    if max(_ints(node, "dilations", 1)) > WIDEST_DILATION:
+    if max(ints(node, "dilations", 1)) > WIDEST_DILATION:
         return False
     x, w, y = *node.inputs[:2], node.outputs[0]
     weights = static_dims(w)
@@ -221,7 +221,7 @@ def has_many_positions(y: ir.Value) -> bool:
 
 def _strided(node: ir.Node) -> bool:
     """Whether a ConvTranspose is more than a Conv with its kernel turned round."""
-    if any(s != 1 for s in _ints(node, "strides", 1)) or any(_ints(node, "output_padding", 0)):
+    if any(s != 1 for s in ints(node, "strides", 1)) or any(ints(node, "output_padding", 0)):
         return True
     if "output_shape" in node.attributes or node.attributes.get_string("auto_pad", "NOTSET") != "NOTSET":
         return True
@@ -230,8 +230,8 @@ def _strided(node: ir.Node) -> bool:
 
 def _turned_pads(node: ir.Node, kernel: Sequence[int]) -> list[int]:
     """The pads of the Conv that does the same as a ConvTranspose: what its own leave of the kernel's extent."""
-    reach = [(k - 1) * d for k, d in zip(kernel, _ints(node, "dilations", 1))]
-    return [r - p for r, p in zip([*reach, *reach], _ints(node, "pads", 0, 4))]
+    reach = [(k - 1) * d for k, d in zip(kernel, ints(node, "dilations", 1))]
+    return [r - p for r, p in zip([*reach, *reach], ints(node, "pads", 0, 4))]
 
 
 def _activated(node: ir.Node) -> ir.Node:
@@ -240,11 +240,3 @@ def _activated(node: ir.Node) -> ir.Node:
     readers = [use.node for use in y.uses()]
     alone = len(readers) == 1 and readers[0].op_type == "Relu" and readers[0].graph is node.graph
     return readers[0] if alone and not y.is_graph_output() else node
-
-
-def _ints(node: ir.Node, name: str, default: int, count: int = 2) -> list[int]:
-    return list(node.attributes.get_ints(name, None) or [default] * count)
-
-
-def _shape(*sizes: int) -> np.ndarray:
-    return np.array(sizes, np.int64)

@@ -6,8 +6,8 @@ import numpy as np
 import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder, static_dims
+from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN, ints
 
-DOMAIN = "com.microsoft.nchwc"
 LEAST_PRODUCTS = 1 << 14  # of an image: below, an iteration of a Scan takes as long
 
 
@@ -54,8 +54,8 @@ def convolved(op: Builder, node: ir.Node, x: ir.Value, dy: ir.Value) -> ir.Value
     size = list(kernel.shape.dims[1:])
     taps = inner.node(
         "Conv", inner.Unsqueeze(image, [0]), inner.Reshape(kernel, [channels, 1, *size]), domain=DOMAIN, like=y,
-        group=channels, kernel_shape=size, strides=_ints(node, "strides", 1), dilations=_ints(node, "dilations", 1),
-        pads=_ints(node, "pads", 0, 4),
+        group=channels, kernel_shape=size, strides=ints(node, "strides", 1), dilations=ints(node, "dilations", 1),
+        pads=ints(node, "pads", 0, 4),
     )  # fmt: skip
     body.outputs.append(taps)
     attributes = [ir.AttrGraph("body", body), ir.AttrInt64("num_scan_inputs", 2)]
@@ -83,7 +83,3 @@ def _are_images(x: ir.Value, channels: int) -> bool:
         and all(isinstance(d, int) for d in x.shape.dims[1:])
         and x.shape[1] == channels
     )
-
-
-def _ints(node: ir.Node, name: str, default: int, count: int = 2) -> list[int]:
-    return list(node.attributes.get_ints(name, None) or [default] * count)

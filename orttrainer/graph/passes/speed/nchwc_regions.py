@@ -16,7 +16,7 @@ from onnx_ir.passes import common
 from orttrainer.graph.builder import Builder, same_shape, static_dims
 from orttrainer.graph.passes.batch_norm import switched
 from orttrainer.graph.passes.counter_hash import replace
-from orttrainer.graph.passes.speed.nchwc import DOMAIN
+from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN, int64s
 from orttrainer.graph.passes.speed.nchwc_strided import (
     Interleaved,
     added,
@@ -255,8 +255,8 @@ class _Region:
     def _sum(self, reduce, tensor: ir.Value, over_batch: bool) -> ir.Value:
         """The sum or mean of a tensor in blocks over its pixels, and over the batch."""
         channels = tensor.shape[1]
-        split = self.op.Reshape(tensor, _ints(0, channels // self.block, -1, self.block))
-        images = self.op.Reshape(reduce(split, [2], keepdims=0), _ints(-1, channels))
+        split = self.op.Reshape(tensor, int64s(0, channels // self.block, -1, self.block))
+        images = self.op.Reshape(reduce(split, [2], keepdims=0), int64s(-1, channels))
         return reduce(images, [0], keepdims=0) if over_batch else images
 
     def _scale(self, what: Scaled, y: ir.Value, activation: str | None = None) -> ir.Value:
@@ -265,18 +265,18 @@ class _Region:
         x, factor, offset = what
         factor = op.const(np.ones((channels, 1, 1, 1), np.float32)) if factor is None else factor
         if static_dims(factor) != (channels, 1, 1, 1):
-            factor = op.Reshape(factor, _ints(channels, 1, 1, 1))
+            factor = op.Reshape(factor, int64s(channels, 1, 1, 1))
         if offset is not None and len(offset.shape) != 1:
-            offset = op.Reshape(offset, _ints(channels))
+            offset = op.Reshape(offset, int64s(channels))
         rows = all(isinstance(size, int) for size in y.shape.dims[2:])  # one row of all pixels is the fastest
-        flat = op.Reshape(x, _ints(0, 0, 1, int(np.prod(y.shape.dims[2:])))) if rows else x
+        flat = op.Reshape(x, int64s(0, 0, 1, int(np.prod(y.shape.dims[2:])))) if rows else x
         operands = [flat, factor] + ([] if offset is None else [offset])
         result = op.node(
             "Conv", *operands, domain=DOMAIN, like=flat, kernel_shape=[1, 1], group=channels, strides=[1, 1],
             dilations=[1, 1], pads=[0, 0, 0, 0], activation=activation,
         )  # fmt: skip
         if rows:
-            result = op.Reshape(result, _ints(0, 0, *y.shape.dims[2:]))
+            result = op.Reshape(result, int64s(0, 0, *y.shape.dims[2:]))
         result.shape = y.shape
         if activation is None:
             self.scaled[result] = what
@@ -332,7 +332,3 @@ def _replace(node: ir.Node, *values: ir.Value) -> None:
         inner.outputs.clear()
         inner.remove(list(inner), safe=True)
     node.graph.remove(node, safe=True)
-
-
-def _ints(*values: int) -> np.ndarray:
-    return np.array(values, np.int64)

@@ -9,7 +9,8 @@ import numpy as np
 import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder, static_dims
-from orttrainer.graph.passes.speed.nchwc import DOMAIN, blocked_weight, exchanged_weight, has_many_positions
+from orttrainer.graph.passes.speed.nchwc import blocked_weight, exchanged_weight, has_many_positions
+from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN, int64s, ints
 
 
 class Phase(NamedTuple):
@@ -35,7 +36,7 @@ def is_pointwise(node: ir.Node) -> bool:
     if node.op_type != "Conv" or node.attributes.get_int("group", 1) != 1 or not _explicit(node):
         return False
     weights = static_dims(node.inputs[1])
-    matrix = weights is not None and weights[2:] == (1, 1) and not any(_ints(node, "pads", 0, 4))
+    matrix = weights is not None and weights[2:] == (1, 1) and not any(ints(node, "pads", 0, 4))
     return matrix and has_many_positions(node.outputs[0])
 
 
@@ -43,10 +44,7 @@ def is_subsampling(node: ir.Node) -> bool:
     """Whether this is an AveragePool of single positions."""
     single = node.op_type == "AveragePool" and list(node.attributes.get_ints("kernel_shape", ())) == [1, 1]
     return (
-        single
-        and _explicit(node)
-        and not any(_ints(node, "pads", 0, 4))
-        and not node.attributes.get_int("ceil_mode", 0)
+        single and _explicit(node) and not any(ints(node, "pads", 0, 4)) and not node.attributes.get_int("ceil_mode", 0)
     )
 
 
@@ -55,13 +53,13 @@ def pointwise(op: Builder, node: ir.Node, x: ir.Value, block: int) -> ir.Value:
     w, *bias = node.inputs[1:]
     return op.node(
         "Conv", x, blocked_weight(op, w, block), *bias, domain=DOMAIN, like=node.outputs[0], kernel_shape=[1, 1],
-        strides=_ints(node, "strides", 1), dilations=[1, 1], pads=[0, 0, 0, 0],
+        strides=ints(node, "strides", 1), dilations=[1, 1], pads=[0, 0, 0, 0],
     )  # fmt: skip
 
 
 def subsampled(op: Builder, node: ir.Node, x: ir.Value) -> ir.Value:
     """An AveragePool of single positions, of `x` in blocks."""
-    strides = _ints(node, "strides", 1)
+    strides = ints(node, "strides", 1)
     return op.node("AveragePool", x, domain=DOMAIN, like=node.outputs[0], kernel_shape=[1, 1], strides=strides)
 
 
@@ -73,14 +71,14 @@ def phases(node: ir.Node) -> list[list[Phase]] | None:
     """
     if node.op_type != "ConvTranspose" or node.attributes.get_int("group", 1) != 1:
         return None
-    if not _explicit(node) or "output_shape" in node.attributes or max(_ints(node, "dilations", 1)) > 1:
+    if not _explicit(node) or "output_shape" in node.attributes or max(ints(node, "dilations", 1)) > 1:
         return None
     w = static_dims(node.inputs[1])
     y = node.outputs[0].shape
     sizes = None if node.inputs[0].shape is None else list(node.inputs[0].shape.dims[2:])
     if w is None or len(w) != 4 or sizes is None or y is None or len(y) != 4 or not has_many_positions(node.inputs[0]):
         return None
-    strides, pads = _ints(node, "strides", 1), _ints(node, "pads", 0, 4)
+    strides, pads = ints(node, "strides", 1), ints(node, "pads", 0, 4)
     axes = []
     for size, result, k, s, pad in zip(sizes, y.dims[2:], w[2:], strides, pads):
         if not isinstance(size, int) or not isinstance(result, int) or result % s:
@@ -102,7 +100,7 @@ def transposed(op: Builder, node: ir.Node, axes: list[list[Phase]], x: ir.Value,
     (w, *bias), y = node.inputs[1:], node.outputs[0]
     channels, out, _, width = static_dims(w)
     exchanged, parts = exchanged_weight(op, w, block), {}
-    strides = tuple(_ints(node, "strides", 1))
+    strides = tuple(ints(node, "strides", 1))
     for i, row in enumerate(axes[0]):
         for j, column in enumerate(axes[1]):
             if not row.taps or not column.taps:
@@ -110,7 +108,7 @@ def transposed(op: Builder, node: ir.Node, axes: list[list[Phase]], x: ir.Value,
             kernel = [len(row.taps), len(column.taps)]
             taps = np.array([t * width + u for t in row.taps for u in column.taps], np.int64)
             part = op.node(
-                "Conv", x, op.Reshape(op.Gather(exchanged, taps, axis=2), _shape(out, channels, *kernel)), *bias, domain=DOMAIN,
+                "Conv", x, op.Reshape(op.Gather(exchanged, taps, axis=2), int64s(out, channels, *kernel)), *bias, domain=DOMAIN,
                 like=y, kernel_shape=kernel, strides=[1, 1], dilations=[1, 1],
                 pads=[row.begin, column.begin, row.end, column.end],
             )  # fmt: skip
@@ -131,7 +129,7 @@ def joined(op: Builder, image: Interleaved, y: ir.Value, block: int) -> ir.Value
     """The whole image in blocks, with the shape of `y`."""
     rows, columns = image.strides
     width = y.shape[3] // columns
-    pixels = {place: op.Reshape(part, _shape(-1, block)) for place, part in image.parts.items()}
+    pixels = {place: op.Reshape(part, int64s(-1, block)) for place, part in image.parts.items()}
     some = next(iter(pixels.values()))
     zeros = None
     if len(pixels) < rows * columns:
@@ -139,19 +137,11 @@ def joined(op: Builder, image: Interleaved, y: ir.Value, block: int) -> ir.Value
     lines = []
     for i in range(rows):
         line = [pixels.get((i, j), zeros) for j in range(columns)]
-        lines.append(op.Reshape(op.Concat(*line, axis=1), _shape(-1, width * columns * block)))
-    whole = op.Reshape(op.Concat(*lines, axis=1), _shape(-1, *y.shape.dims[1:]))
+        lines.append(op.Reshape(op.Concat(*line, axis=1), int64s(-1, width * columns * block)))
+    whole = op.Reshape(op.Concat(*lines, axis=1), int64s(-1, *y.shape.dims[1:]))
     whole.shape = y.shape
     return whole
 
 
 def _explicit(node: ir.Node) -> bool:
     return not node.domain and node.attributes.get_string("auto_pad", "NOTSET") == "NOTSET"
-
-
-def _ints(node: ir.Node, name: str, default: int, count: int = 2) -> list[int]:
-    return list(node.attributes.get_ints(name, None) or [default] * count)
-
-
-def _shape(*sizes: int) -> np.ndarray:
-    return np.array(sizes, np.int64)
