@@ -377,6 +377,38 @@ def test_what_cannot_be_held_so_stays_apart(what):
     assert {n: row for n, row in transposed(one).items() if n.startswith("decoder")} == expected
 
 
+class Chosen(nn.Module):
+    """Scores by one decoder or another; rows of a table in one branch."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(50, 5)
+        self.first, self.second = nn.Linear(5, 50), nn.Linear(5, 50, bias=False)
+        self.second.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        x = torch.tanh(self.embedding(tokens))
+        return torch.cond(tokens.sum() % 2 == 0, lambda x: self.first(x), lambda x: torch.relu(self.second(x)), (x,))
+
+
+@pytest.mark.usefixtures("any_table")
+def test_what_a_branch_reads_stays_as_it_is():
+    module = Chosen()
+    reference = copy.deepcopy(module)
+    one, optimizer = engine(module), torch.optim.Adam(reference.parameters(), 0.1)
+    losses, expected = train(one), []
+    for step in range(6):
+        optimizer.zero_grad()
+        tokens, labels = batch(step)
+        loss = cross_entropy(reference(tokens), labels)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert losses == pytest.approx(expected, rel=1e-4)
+    assert not transposed(one)
+
+
 def test_a_bias_with_another_decay_or_rate_stays_apart():
     def attributes(name):
         return {"lambda": 0.0 if name.endswith("bias") else 0.1}

@@ -48,6 +48,8 @@ class WideLinearLayoutPass(ir.passes.InPlacePass):
         for weight in [value for value in model.graph.inputs if self._is_wide(value)]:
             lookups = [reader for reader, index in weight.uses() if index == 0 and _is_lookup(reader)]
             others = [reader for reader, _ in weight.uses() if reader not in lookups]
+            if any(reader.graph is not model.graph for reader in (*lookups, *others)):
+                continue  # in a branch or a loop
             if len(others) != 1 or weight.is_graph_output() or (lookups and not self._is_large_table(weight)):
                 continue
             if (linear := _linear(weight, *others)) is not None:
@@ -160,8 +162,11 @@ def _linear(weight: ir.Value, reader: ir.Node) -> tuple[list[ir.Node], ir.Value,
 
 
 def _only_reader(value: ir.Value) -> ir.Node | None:
+    """The node that reads `value`, if it is the only one, in the same graph."""
     uses = value.uses()
-    return uses[0].node if len(uses) == 1 and not value.is_graph_output() else None
+    if len(uses) != 1 or value.is_graph_output() or uses[0].node.graph is not value.producer().graph:
+        return None
+    return uses[0].node
 
 
 def _is_bias(value: ir.Value, weight: ir.Value) -> bool:
