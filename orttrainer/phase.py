@@ -30,6 +30,7 @@ from orttrainer.graph.passes.speed.sparse_update import (
 )
 from orttrainer.graph.passes.speed.tiles import TileUpdatesPass
 from orttrainer.native.fuse import LEAST_SQUARED, FusePointwisePass
+from orttrainer.native.loops import FuseLoopsPass
 from orttrainer.native.toolchain import compiled
 from orttrainer.training_graph import Signature
 
@@ -164,9 +165,11 @@ def _fused(
         if name in inputs and output in outputs and (made := scattered_first(op, inputs[name], outputs[output])):
             first[made[0].name] = place.state[name]
     tiles = _tiled(place, cut, updates, sizes, fuses=True)
-    fuse = FusePointwisePass(kept=nodes_written_through(graph, updates))
+    loops, fuse = FuseLoopsPass(), FusePointwisePass(kept=nodes_written_through(graph, updates))
+    loops(cut)
     fuse(cut)
-    return tiles, str(compiled(fuse.kernels)) if fuse.kernels else None, first
+    kernels = [*loops.kernels, *fuse.kernels]
+    return tiles, str(compiled(kernels)) if kernels else None, first
 
 
 def _tiled(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases import recurrent
 from onnx_ir.passes import common
+from recurrent_scans import CASES, UNKNOWN_TO_PYTORCH, with_gradients
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription, ORTTrainer, Recompute
@@ -23,50 +24,14 @@ from orttrainer.graph.passes.speed.recurrent import KeepActivationsPass
 from orttrainer.testing import evaluate
 from orttrainer.testing.check import _compare, _model, _torch_gradients
 
-KINDS = sorted(recurrent.TORCH)
-ENDED = np.array([5, 0, 3], np.int32)
-
 
 @pytest.fixture
 def every_width(monkeypatch):
     monkeypatch.setattr(recurrent_forward, "NARROWEST", 1)
 
 
-def with_gradients(model, keep: bool):
-    """The model with the gradients of its float inputs, given a cotangent of each output."""
-    model = prepare(ir.from_proto(model))
-    graph = model.graph
-    floats = [value for value in graph.inputs if value.dtype == ir.DataType.DOUBLE]
-    op, seeds = Builder(graph), {}
-    for value in list(graph.outputs):
-        seed = ir.Value(name=f"{value.name}_cotangent", type=value.type, shape=value.shape)
-        graph.inputs.append(seed)
-        seeds[value] = seed
-    for value, gradient in differentiate(op, seeds, floats).items():
-        gradient = op.Identity(gradient)
-        gradient.name = f"{value.name}_grad"
-        graph.outputs.append(gradient)
-    if keep:
-        assert KeepActivationsPass()(model).modified
-    common.RemoveUnusedNodesPass()(model)
-    return ir.to_proto(model)
-
-
 def operators(model) -> list[str]:
     return [node.op_type for node in model.graph.node]
-
-
-CASES = [
-    *(recurrent.case(kind, direction, direction, **recurrent.RESET[kind])
-      for kind in KINDS for direction in ("forward", "reverse", "bidirectional")),
-    *(recurrent.case(kind, "bare", "bidirectional", bias=False, states=False, **recurrent.RESET[kind])
-      for kind in KINDS),
-    *(recurrent.case(kind, "no-bias", bias=False, **recurrent.RESET[kind]) for kind in KINDS),
-    *(recurrent.case(kind, "one-time", shape=(1, 3, 2), **recurrent.RESET[kind]) for kind in KINDS),
-    *(recurrent.case(kind, f"lengths-{direction}", direction, lengths=recurrent.LENGTHS, **recurrent.RESET[kind])
-      for kind in KINDS for direction in ("forward", "bidirectional")),
-    recurrent.case("RNN", "relu", activations=["Relu"], options={"nonlinearity": "relu"}),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -84,17 +49,6 @@ def test_the_forward_that_keeps_its_gates_has_the_outputs_and_gradients_of_pytor
         np.testing.assert_allclose(results[name], want.detach().numpy(), rtol=0, atol=1e-12)
     gradients = _torch_gradients(case, model, feeds, seeds)
     _compare({name: results[f"{name}_grad"] for name in gradients}, gradients, 1e-12, str(case))
-
-
-UNKNOWN_TO_PYTORCH = [
-    *(recurrent.case("GRU", f"reset-before-{direction}", direction, twin=False)
-      for direction in ("forward", "reverse", "bidirectional")),
-    recurrent.case("GRU", "reset-before-bare", bias=False, states=False, twin=False),
-    recurrent.case("GRU", "reset-before-lengths", "bidirectional", lengths=recurrent.LENGTHS, twin=False),
-    *(recurrent.case(kind, f"no-length-{direction}", direction, lengths=ENDED, twin=False, **recurrent.RESET[kind])
-      for kind in KINDS for direction in ("forward", "reverse")),
-    recurrent.case("RNN", "tanh-relu", "bidirectional", activations=["Tanh", "Relu"], twin=False),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", UNKNOWN_TO_PYTORCH, ids=str)

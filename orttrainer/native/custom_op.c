@@ -60,7 +60,8 @@ typedef struct {
    loops: neighbouring axes along which all inputs behave alike are one loop; loop_of[k] is that of axis k.
    inplace: gives how many outputs may be written over an input that nobody reads later, and lists both.
    run: for the rows first to last, or for the elements where there is one loop, which are chunk number `chunk`; `size`
-   holds the lengths of the loops. */
+   holds the lengths of the loops.
+   loop: for an operator that runs a loop over time instead, see loops.c; all above but the types are 0 then. */
 typedef struct {
   const char *name;
   int inputs, outputs;
@@ -71,6 +72,7 @@ typedef struct {
   const int *loop_of;
   size_t (*inplace)(int **inputs, int **outputs);
   void (*run)(const void *const *in, void *const *out, const int64_t *size, int64_t first, int64_t last, size_t chunk);
+  const struct Loop *loop;
 } Kernel;
 
 typedef struct Op {
@@ -146,8 +148,11 @@ static void add_up(const void *parts, int64_t count, int type, void *sum) {
   else *(double *)sum = total;
 }
 
+static Status *run_loop(const Kernel *kernel, Context *context);
+
 static Status *compute(void *data, Context *context) {
   const Kernel *kernel = data;
+  if (kernel->loop) return run_loop(kernel, context);
   Run run = {.kernel = kernel, .total = 1};
   const Value *inputs[MOST_TENSORS];
   int64_t shape[MOST_AXES];

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
-_C_TYPES = {
+C_TYPES = {
     ir.DataType.FLOAT: "float",
     ir.DataType.DOUBLE: "double",
     ir.DataType.BOOL: "uint8_t",
@@ -53,7 +53,7 @@ TRANSCENDENTAL = ("Exp", "Erf", "Tanh", "Sigmoid")  # cost more than to read wha
 def formula(node: ir.Node) -> str | None:
     """The C expression of what `node` computes from one element of each input; None where there is none."""
     kinds = {x.dtype if x is not None else None for x in (*node.inputs, *node.outputs)}
-    if node.domain or len(node.outputs) != 1 or not kinds <= _C_TYPES.keys():
+    if node.domain or len(node.outputs) != 1 or not kinds <= C_TYPES.keys():
         return None
     if node.op_type == "Cast":
         return _cast(node.inputs[0].dtype, node.outputs[0].dtype)
@@ -64,7 +64,7 @@ def formula(node: ir.Node) -> str | None:
         return _FORMULAS.get(node.op_type)
     own = "_float" if dtype == ir.DataType.FLOAT else ""
     known = _FORMULAS_OF_FLOATS[node.op_type].replace("{f}", _suffix(dtype))
-    return known.replace("{g}", own).replace("{t}", _C_TYPES[dtype])
+    return known.replace("{g}", own).replace("{t}", C_TYPES[dtype])
 
 
 def _cast(old: ir.DataType, new: ir.DataType) -> str | None:
@@ -72,7 +72,7 @@ def _cast(old: ir.DataType, new: ir.DataType) -> str | None:
         return "{0} != 0"
     if old in FLOATS and new not in FLOATS:
         return None  # what is out of range becomes whatever the machine makes of it
-    return f"({_C_TYPES[new]}){{0}}"
+    return f"({C_TYPES[new]}){{0}}"
 
 
 def _hard_sigmoid(node: ir.Node, dtype: ir.DataType) -> str:
@@ -180,7 +180,12 @@ class Kernel:
         sizes |= {"sums": self.sums, "axes": len(self.loop_of), "loops": max(self.loop_of) + 1}
         functions = {name: f"{self.name}_{name}" for name in ("inplace", "run")}
         fields = {"name": f'"{self.name}"', **sizes, **lists, **functions}
-        return "{" + ", ".join(f".{field} = {value}" for field, value in fields.items()) + "},"
+        return initializer(fields) + ","
+
+
+def initializer(fields: Mapping[str, object]) -> str:
+    """C of a structure."""
+    return "{" + ", ".join(f".{field} = {value}" for field, value in fields.items()) + "}"
 
 
 def _long_axes(x: ir.Value, dims: Sequence) -> list[bool]:
@@ -225,19 +230,19 @@ def _source(
     loops = len(long_loops[0])
     head, body, names = [], [], {}
     for i, (x, longs) in enumerate(zip(inputs, long_loops)):
-        kind, names[x] = _C_TYPES[x.dtype], f"v{i}"
+        kind, names[x] = C_TYPES[x.dtype], f"v{i}"
         at = f"(const {kind} *)in[{i}]" + _offset(longs, loops)
         if longs[-1]:
             head.append(f"const {kind} *x{i} = {at};")
-            body.append(f"const {_local(x)} v{i} = x{i}[i];")
+            body.append(f"const {local_type(x)} v{i} = x{i}[i];")
         else:
-            head.append(f"const {_local(x)} v{i} = *({at});")
+            head.append(f"const {local_type(x)} v{i} = *({at});")
     for i, y in enumerate(outputs):
-        head.append(f"{_C_TYPES[y.dtype]} *y{i} = ({_C_TYPES[y.dtype]} *)out[{i}]{_offset([True] * loops, loops)};")
+        head.append(f"{C_TYPES[y.dtype]} *y{i} = ({C_TYPES[y.dtype]} *)out[{i}]{_offset([True] * loops, loops)};")
     for i, node in enumerate(nodes):
         (y,) = node.outputs
         names[y] = f"t{i}"
-        body.append(f"const {_local(y)} t{i} = {formula(node).format(*(names[x] for x in node.inputs))};")
+        body.append(f"const {local_type(y)} t{i} = {formula(node).format(*(names[x] for x in node.inputs))};")
     body += [f"y{i}[i] = {names[y]};" for i, y in enumerate(outputs)]
     body += [f"s{i} += {names[x]} * {names[x]};" for i, x in enumerate(squared)]
     range_of = "first; i < last" if loops == 1 else f"0; i < size[{loops - 1}]"
@@ -245,7 +250,7 @@ def _source(
     # what is summed may be added in another order.
     sums = [f"s{i}" for i in range(len(squared))]
     hint = f"#pragma omp simd reduction(+ : {', '.join(sums)})" if sums else "#pragma omp simd"
-    inner = [hint, f"for (int64_t i = {range_of}; ++i) {{", *_indented(body), "}"]
+    inner = [hint, f"for (int64_t i = {range_of}; ++i) {{", *indented(body), "}"]
     lines = head + inner
     if loops > 1:
         rest = ["int64_t rest = row;"]
@@ -255,19 +260,19 @@ def _source(
                 if k
                 else ["const int64_t i0 = rest;"]
             )
-        lines = ["for (int64_t row = first; row < last; ++row) {", *_indented(rest + lines), "}"]
-    kinds = [_C_TYPES[x.dtype] for x in squared]
+        lines = ["for (int64_t row = first; row < last; ++row) {", *indented(rest + lines), "}"]
+    kinds = [C_TYPES[x.dtype] for x in squared]
     lines = [f"{kind} {s} = 0;" for kind, s in zip(kinds, sums)] + lines
     lines += [f"(({kind} *)out[{len(outputs) + i}])[chunk] = s{i};" for i, kind in enumerate(kinds)]
     arguments = (
         "const void *const *in, void *const *out, const int64_t *size, int64_t first, int64_t last, size_t chunk"
     )
-    return "\n".join([f"({arguments}) {{", *_indented(lines), "}"])
+    return "\n".join([f"({arguments}) {{", *indented(lines), "}"])
 
 
-def _local(x: ir.Value) -> str:
+def local_type(x: ir.Value) -> str:
     """The C type of one element. Compilers make no vectors of loops that compare numbers and keep the result as a byte."""
-    return "int32_t" if x.dtype == ir.DataType.BOOL else _C_TYPES[x.dtype]
+    return "int32_t" if x.dtype == ir.DataType.BOOL else C_TYPES[x.dtype]
 
 
 def _offset(longs: Sequence[bool], loops: int) -> str:
@@ -281,5 +286,5 @@ def _offset(longs: Sequence[bool], loops: int) -> str:
     return f" + {sum_} * size[{loops - 1}]" if longs[-1] else f" + {sum_}"
 
 
-def _indented(lines: Sequence[str]) -> list[str]:
+def indented(lines: Sequence[str]) -> list[str]:
     return [f"  {line}" if not line.startswith("#") else line for line in lines]

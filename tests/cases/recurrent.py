@@ -45,8 +45,8 @@ def reference(kind, direction="forward", bias=True, lengths=None, **options):
 
 
 def case(kind, name, direction="forward", bias=True, states=True, lengths=None, shape=(5, 3, 2), twin=True,
-         outputs=None, options=None, opset=18, **attributes):  # fmt: skip
-    hidden, gates = 4, {"LSTM": 4, "GRU": 3, "RNN": 1}[kind] * 4
+         outputs=None, options=None, opset=18, hidden=4, **attributes):  # fmt: skip
+    gates = {"LSTM": 4, "GRU": 3, "RNN": 1}[kind] * hidden
     count, (_, batch, size) = 1 + (direction == "bidirectional"), shape
     initial = [(count, batch, hidden)] * (2 if kind == "LSTM" else 1) if states else []
     inputs = [shape, (count, gates, size), (count, gates, hidden)]

@@ -249,7 +249,9 @@ def _per_direction(op, node, rule, forward, dy, dy_h, dy_c=None) -> list[ir.Valu
         w_rows, r_rows, order = unordered(w, r, gates)
     hidden = attribute(node, "hidden_size", None) or op.dim(r, 2)
     x_t = _swap(op, x)
-    no_state = zeros(op, join(op, hidden, op.dim(x, 1)), x.dtype)  # [hidden, batch]
+    no_state = zeros(op, join(op, hidden, op.dim(x, 1)), x.dtype)
+    if isinstance(hidden, int) and x.shape is not None:
+        no_state.shape = ir.Shape([hidden, x.shape[1]])
     valid = mask = filled = None
     if lengths is not None:
         filled = op.cast_as(op.Unsqueeze(op.Greater(lengths, 0), [0]), x)  # ORT's last states of no time are 0
