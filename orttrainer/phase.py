@@ -29,6 +29,7 @@ from orttrainer.graph.passes.speed.sparse_update import (
     written_through,
 )
 from orttrainer.graph.passes.speed.tiles import TileUpdatesPass
+from orttrainer.graph.passes.speed.turned import TurnConvolutionPass
 from orttrainer.native.fuse import LEAST_SQUARED, FusePointwisePass
 from orttrainer.native.loops import FuseLoopsPass
 from orttrainer.native.toolchain import compiled
@@ -111,6 +112,8 @@ def open_phase(
     through = {name: output for name, output in (updates or {}).items() if name in overwritten}
     stay = part in ("train", "backward") and place.allows(StayInBlocksPass)
     blocked = place.allows(BlockedConvolutionPass) and block_convolutions(cut, place.providers, stay)
+    if place.allows(TurnConvolutionPass) and list(place.providers) == ["CPUExecutionProvider"]:
+        TurnConvolutionPass()(cut)
     sizes = _sizes(cut.graph, shapes or {})
     if place.native:
         tiles, library, first = _fused(place, cut, through, sizes)

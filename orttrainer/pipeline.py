@@ -36,6 +36,7 @@ from orttrainer.graph.passes.speed.sparse_update import SparseUpdatePass
 from orttrainer.graph.passes.speed.thresholds import ThresholdPass
 from orttrainer.graph.passes.speed.tiles import TileUpdatesPass
 from orttrainer.graph.passes.speed.transpose import CancelTransposePairsPass, TransposedProductPass
+from orttrainer.graph.passes.speed.turned import TurnConvolutionPass
 from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
 
 # What only makes the graph faster or smaller; `disabled_passes` may name these, to measure what each buys.
@@ -62,6 +63,7 @@ SPEED_PASSES = (
     GatedAddPass,  # of the sessions on a CPU
     BlockedConvolutionPass,  # of the sessions on a CPU
     StayInBlocksPass,  # of those that train, behind it
+    TurnConvolutionPass,  # of the sessions on a CPU
     KeepActivationsPass,
     JoinPadsPass,
     ThresholdPass,

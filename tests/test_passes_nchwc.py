@@ -102,6 +102,27 @@ def test_a_transposed_convolution_in_blocks_is_the_transposed_convolution(attrib
     assert_same(model_of([node], {name: sizes[name] for name in names}, ["y"]), sizes)
 
 
+QUARTER = BLOCK // 4
+UNFILLED = {  # channels of x and of y
+    "some room in the last block": (BLOCK, 2 * BLOCK - QUARTER),
+    "room in the only block": (2 * BLOCK, BLOCK - QUARTER),
+    "few channels": (BLOCK - QUARTER, BLOCK),
+}
+
+
+@needs_blocks
+@pytest.mark.parametrize("channels, out", UNFILLED.values(), ids=UNFILLED)
+@pytest.mark.parametrize("op_type", ["Conv", "ConvTranspose"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_channels_that_nearly_fill_a_block_are_convolved_in_blocks(op_type, channels, out, bias):
+    names, turned = ["x", "w", "b"][: 2 + bias], op_type == "ConvTranspose"
+    sizes = {"x": (4, channels, 13, 11), "w": (*((channels, out) if turned else (out, channels)), 3, 4), "b": (out,)}
+    node = helper.make_node(op_type, names, ["h"], pads=[1, 2, 0, 1])
+    nodes = [node, helper.make_node("Relu", ["h"], ["y"]), helper.make_node("Shape", ["y"], ["shape"])]
+    nodes.append(helper.make_node("Transpose", ["y"], ["last"], perm=[0, 2, 3, 1]))
+    assert_same(model_of(nodes, {name: sizes[name] for name in names}, ["y", "shape", "last"]), sizes)
+
+
 @needs_blocks
 @pytest.mark.parametrize("op_type, attributes", [
     *(("Conv", attributes) for attributes in CONVOLUTIONS.values()),

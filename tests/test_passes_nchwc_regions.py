@@ -128,6 +128,23 @@ def test_a_shape_is_read_from_blocks():
     assert reorders(assert_same(between(*nodes, leaves=("s", "t")))) == (3, 1)
 
 
+def test_zeros_that_fill_a_last_block_are_nobodys_channels():
+    out = BLOCK - BLOCK // 4
+    inputs = {"x": SIZES["x"], "w": (out, BLOCK, 3, 3), "d": (out, 1, 1), "v": (BLOCK, out, 3, 3)}
+    nodes = [
+        node("Conv", "x", "w", to="h"),
+        node("Shape", "h", to="shape"),
+        node("Exp", "h", to="e"),
+        node("Add", "e", "d", to="a"),
+        node("ReduceMean", "e", "axes", to="mean"),
+        node("Conv", "a", "v", to="out"),
+    ]
+    model = model_of(nodes, inputs, ["shape", "mean", "out"])
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([0, 2, 3]), "axes"))
+    found = assert_same(onnx.shape_inference.infer_shapes(model), inputs)
+    assert found.count((DOMAIN, "Conv")) == 2
+
+
 def test_what_is_only_transposed_is_computed_in_blocks_if_all_of_it_is_there():
     nodes = [
         node("Mul", "h", "c", to="a"),

@@ -149,6 +149,28 @@ def test_a_constant_slice_and_a_constant_pad_undo_each_other_in_one_node():
     assert op_types(gradient) == ["Pad", "Slice"]
 
 
+@pytest.mark.parametrize("mode", ["reflect", "edge", "wrap"])
+def test_the_gradient_of_a_repeated_frame_copies_what_lies_within(mode):
+    nodes, constants = [("Pad", ["x", "pads"], ["y"], {"mode": mode})], {"pads": np.array([0, 2, 0, 1])}
+    infos = {"x": (FLOAT, ("batch", 12))}
+    gradient = build_gradient(model_of(nodes, infos, {"y": (FLOAT, None)}, constants, opset=19), wrt="x")
+    assert op_types(gradient) == ["Pad", "Split", "Concat", "MatMul", "Split", "Concat"]
+
+
+def test_the_gradient_of_a_pixel_shuffle_moves_whole_images():
+    nodes = [("DepthToSpace", ["x"], ["y"], {"blocksize": 2, "mode": "CRD"})]
+    gradient = build_gradient(model_of(nodes, {"x": (FLOAT, (2, 8, 3, 5))}, {"y": (FLOAT, None)}), wrt="x")
+    (transpose,) = [node for node in gradient.graph.node if node.op_type == "Transpose"]
+    assert list(transpose.attribute[0].ints) == [0, 2, 1, 3, 4]  # rows and columns stay where they are
+
+
+def test_repeated_pixels_are_summed_by_a_convolution():
+    nodes, constants = [("Resize", ["x", "", "scales"], ["y"], {})], {"scales": np.array([1, 1, 2, 3], np.float32)}
+    infos = {"x": (FLOAT, ("batch", 4, 5, 6))}
+    gradient = build_gradient(model_of(nodes, infos, {"y": (FLOAT, None)}, constants), wrt="x")
+    assert op_types(gradient) == ["Resize", "Conv"]
+
+
 def test_the_softmax_cross_entropy_gradient_scatters_once():
     infos = {"x": (FLOAT, ("batch", 7)), "labels": (INT64, ("batch",))}
     model = model_of([("SoftmaxCrossEntropyLoss", ["x", "labels"], ["loss"], {})], infos, {"loss": (FLOAT, ())})

@@ -2,12 +2,15 @@
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from cases import convolution, pooling, resize
 
+from orttrainer import blocked
 from orttrainer.differentiate import build_gradient
 from orttrainer.errors import GradientError
+from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN
 from orttrainer.testing import check_gradient, evaluate
 from orttrainer.testing.check import _compare, _gradients, _model, _run_onnxruntime
 
@@ -133,3 +136,23 @@ def test_a_partial_gradient_stays_small():
     shapes = onnx.shape_inference.infer_shapes(gradient).graph.value_info
     sizes = [np.prod([d.dim_value for d in v.type.tensor_type.shape.dim]) for v in shapes]
     assert max(sizes) <= 512 * 512 * 9
+
+
+@pytest.mark.skipif(blocked.block_size() is None, reason="no blocked kernels for this processor")
+@pytest.mark.parametrize("batch", [2, "batch"])
+def test_the_input_gradient_of_a_volume_is_convolved_in_blocks(batch):
+    """Blocks are of planes, so the gradient goes by planes."""
+    channels, rng = blocked.block_size(), np.random.default_rng(0)
+    x = torch.tensor(rng.standard_normal((2, channels, 5, 8, 7), np.float32), requires_grad=True)
+    w = torch.tensor(rng.standard_normal((2 * channels, channels, 3, 2, 3), np.float32))
+    y = torch.nn.functional.conv3d(x, w, padding=(2, 0, 1), dilation=(2, 1, 1))
+    dy = rng.standard_normal(y.shape, np.float32)
+    y.backward(torch.tensor(dy))
+    inputs = {"x": [batch, *x.shape[1:]], "w": w.shape}
+    model = one_node("Conv", inputs, [batch, *y.shape[1:]], pads=[2, 0, 1] * 2, dilations=[2, 1, 1])
+    gradient = ir.from_proto(build_gradient(model, of="y", wrt="x"))
+    assert blocked.block_convolutions(gradient, ["CPUExecutionProvider"])
+    assert [node.domain for node in gradient.graph if node.op_type in ("Conv", "ConvTranspose")] == ["", DOMAIN]
+    feeds = {"x": x.detach().numpy(), "w": w.numpy(), "y_cotangent": dy}
+    dx = _run_onnxruntime(ir.to_proto(gradient), feeds)["x_grad"]
+    np.testing.assert_allclose(dx, x.grad.numpy(), rtol=1e-4, atol=1e-3)  # sums of some hundred products near 0

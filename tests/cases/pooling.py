@@ -142,6 +142,14 @@ CASES = [
     ),
     Case(
         "AveragePool",
+        (1, 2, 4, 9, 8),
+        name="3d_in_planes",
+        kernel_shape=[2, 3, 2],
+        strides=[1, 2, 2],
+        torch=average_pool(3, (2, 3, 2), (1, 2, 2)),
+    ),
+    Case(
+        "AveragePool",
         (2, 2, 5, 6),
         name="padded",
         kernel_shape=[3, 3],

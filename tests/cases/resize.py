@@ -32,6 +32,9 @@ CASES = [
     resize(
         "nearest_repeats", IMAGE, [1, 1, 2, 3], **ASYMMETRIC, torch=interpolate(scale_factor=(2, 3), mode="nearest")
     ),
+    resize("nearest_repeats_rows", IMAGE, [1, 1, 3, 1], **ASYMMETRIC),
+    resize("nearest_repeats_channels", IMAGE, [1, 2, 1, 2], **ASYMMETRIC),
+    resize("nearest_repeats_one_channel", (2, 1, 4, 3), [1, 1, 2, 2], **ASYMMETRIC, torch=interpolate(scale_factor=2)),
     resize("nearest_repeats_half_pixel", IMAGE, [1, 1, 2, 2], torch=interpolate(scale_factor=2, mode="nearest")),
     resize("nearest_sizes", IMAGE, sizes=[2, 2, 7, 5], **ASYMMETRIC, torch=interpolate(size=(7, 5), mode="nearest")),
     resize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import onnx_ir as ir
@@ -14,6 +14,7 @@ from orttrainer.errors import GradientError
 from orttrainer.graph.builder import static_dims
 
 LARGE = 8 << 20  # bytes of an intermediate that is no longer worth its speed
+SMALLEST_PLANE = 16  # positions
 TO_THE_END = np.iinfo(np.int64).max
 
 
@@ -34,6 +35,10 @@ class Window:
     def extent(self) -> tuple[int | None, ...]:
         """Size of the dilated kernel: (k - 1) * d + 1."""
         return tuple(None if k is None else (k - 1) * d + 1 for k, d in zip(self.kernel, self.dilations))
+
+    def __getitem__(self, axes: slice) -> Window:
+        """The window along some of its axes."""
+        return Window(*(getattr(self, field.name)[axes] for field in fields(self)))
 
     @property
     def pointwise(self) -> bool:
@@ -199,21 +204,70 @@ def transposed(op, dy: ir.Value, w: ir.Value, x: ir.Value, window: Window, group
 
     Pads that differ between begin and end become a Slice, because CUDA has no such ConvTranspose.
     """
-    if window.pointwise and group == 1 and all(s == 1 for s in window.strides):
-        return shaped(op.Conv(dy, op.Transpose(w, perm=[1, 0, *range(2, len(w.shape))])), x)  # half the time
-    attributes = dict(group=group, strides=list(window.strides), dilations=list(window.dilations))
     unread = window.unread(x, dy)
     if unread is None:  # room for what a stride may have left unread, then cut at run time
-        full = op.ConvTranspose(dy, w, output_padding=[s - 1 for s in window.strides], **attributes)
+        room = [s - 1 for s in window.strides]
+        full = op.ConvTranspose(dy, w, output_padding=room, **_attributes(window, group))
         return _cropped(op, full, window.begin, x)
+    if len(window.strides) == 3 and not window.pointwise and static_dims(w) is not None:
+        if window[1:].pointwise and window.strides[1:] == (1, 1):
+            return op.reshape_as(_transposed_along_depth(op, dy, w, window, unread, group), x)
+        if window.strides[0] == 1 and _has_large_planes(dy):
+            return op.reshape_as(_transposed_in_planes(op, dy, w, window, unread, group), x)
+    return shaped(_transposed(op, dy, w, window, unread, group), x)
+
+
+def _has_large_planes(dy: ir.Value) -> bool:
+    """Whether the planes of volumes, where that is known, are large enough for products of each to be fast."""
+    height, width = dy.shape.dims[3:]
+    return not isinstance(height, int) or not isinstance(width, int) or height * width >= SMALLEST_PLANE
+
+
+def _transposed(op, dy, w, window, unread, group):
+    """`transposed`, where it is known how many positions no window reads."""
+    if window.pointwise and group == 1 and all(s == 1 for s in window.strides):
+        return op.Conv(dy, op.Transpose(w, perm=[1, 0, *range(2, len(w.shape))]))  # half the time
+    attributes = _attributes(window, group)
     if window.begin == window.end and min(unread) >= 0:
         padding = list(unread) if any(unread) else None
-        dx = op.ConvTranspose(dy, w, pads=[*window.begin, *window.end], output_padding=padding, **attributes)
-        return shaped(dx, x)
+        return op.ConvTranspose(dy, w, pads=[*window.begin, *window.end], output_padding=padding, **attributes)
     beyond = [max(0, r - q) for r, q in zip(unread, window.end)]
     full = op.ConvTranspose(dy, w, output_padding=beyond if any(beyond) else None, **attributes)
     ends = [r - q if q > r else TO_THE_END for r, q in zip(unread, window.end)]
-    return shaped(op.Slice(full, _ints(window.begin), _ints(ends), _spatial(x)), x)
+    return op.Slice(full, _ints(window.begin), _ints(ends), _spatial(dy))
+
+
+def _transposed_along_depth(op, dy, w, window, unread, group):
+    """`transposed` of volumes as images, with a plane in each row."""
+    rows = reshape(op, dy, *sizes(dy, 0, 1, 2), -1)  # [batch, out, depth, height * width]
+    return _transposed(op, rows, op.Reshape(w, [*static_dims(w)[:3], 1]), window[:2], unread[:2], group)
+
+
+def _transposed_in_planes(op, dy, w, window, unread, group):
+    """`transposed` of volumes as batches of planes, with the taps in depth as channels, moved to their depth and summed.
+
+    ONNX Runtime's ConvTranspose adds planes up by rows, volumes number by number; and planes can be in blocks.
+    """
+    out, channels, depth, *kernel = static_dims(w)
+    planes = reshape(op, op.Transpose(dy, perm=[0, 2, 1, 3, 4]), -1, *sizes(dy, 1, 3, 4))  # [batch * depth, out, ...]
+    flat_w = op.Reshape(w, [out, channels * depth, *kernel])
+    taps = _transposed(op, planes, flat_w, window[1:], unread[1:], group)
+    taps = reshape(op, taps, *sizes(dy, 0, 2), channels * group, depth, -1)  # [batch, depth, in, tap, height * width]
+    reach, begin, end = window.extent[0] - 1, window.begin[0], window.end[0]
+    before, behind = max(0, reach - begin), max(0, reach - end)
+    if before or behind:
+        taps = op.Pad(taps, _ints([0, before, 0, 0, 0, 0, behind, 0, 0, 0]))
+    moved = []
+    for tap in range(depth):
+        offset = tap * window.dilations[0]
+        unused = behind + end - (reach - offset)
+        ends = [-unused if unused else TO_THE_END, tap + 1]
+        moved.append(op.Slice(taps, _ints([before + begin - offset, tap]), _ints(ends), _ints([1, 3])))
+    return op.Transpose(op.Sum(*moved), perm=[0, 2, 1, 3, 4])  # [batch, in, depth, 1, height * width]
+
+
+def _attributes(window: Window, group: int) -> dict:
+    return dict(group=group, strides=list(window.strides), dilations=list(window.dilations))
 
 
 def weight_gradient(op, x: ir.Value, dy: ir.Value, w: ir.Value, window: Window, group: int) -> ir.Value:
@@ -223,9 +277,16 @@ def weight_gradient(op, x: ir.Value, dy: ir.Value, w: ir.Value, window: Window, 
     if window.pointwise and group == 1 and _fits(dy, w):
         return _pointwise_weight_gradient(op, _every(op, x, window.strides), dy, w)
     depthwise = group > 1 and channels == 1
-    if channels is not None and unread is not None and None not in window.kernel and not depthwise:
+    known = channels is not None and unread is not None and None not in window.kernel
+    if known and not depthwise and not _reads_pads_alone(x, window, unread):
         return _interleaved_weight_gradient(op, x, dy, w, window, group, channels, unread)
     return _plain_weight_gradient(op, x, dy, w, window, group)
+
+
+def _reads_pads_alone(x, window, unread) -> bool:
+    """Whether all windows along some axis lie in the pads before x."""
+    sizes_of_x = x.shape.dims[2:]
+    return any(isinstance(n, int) and r - q >= n for n, r, q in zip(sizes_of_x, unread, window.end))
 
 
 def _pointwise_weight_gradient(op, x, dy, w):

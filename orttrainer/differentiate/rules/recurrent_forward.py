@@ -141,5 +141,7 @@ def _products(op: Builder, d, bias: ir.Value | None) -> ir.Value:
     product = product if bias is None else op.Add(product, bias)
     by_time = op.Reshape(product, join(op, op.dim(d.w, 0), op.dim(d.x, 0), -1))
     if d.w.shape is not None and d.x.shape is not None:
-        by_time.shape = ir.Shape([d.w.shape[0], *d.x.shape.dims[:2]])  # which inference does not see if these have names
+        by_time.shape = ir.Shape(
+            [d.w.shape[0], *d.x.shape.dims[:2]]
+        )  # which inference does not see if these have names
     return op.Transpose(by_time, perm=[1, 0, 2])

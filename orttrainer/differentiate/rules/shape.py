@@ -8,6 +8,7 @@ import onnx_ir as ir
 from orttrainer.differentiate.registry import non_differentiable, vjp
 from orttrainer.differentiate.rules.tools import (
     all_static,
+    along,
     attribute,
     axis_of,
     constant,
@@ -17,8 +18,11 @@ from orttrainer.differentiate.rules.tools import (
     rank,
     scatter_along,
     shaped,
+    widened,
 )
 from orttrainer.errors import GradientError
+
+WIDEST_FRAME = 256  # what a padding repeats, and its copies; a wider one is no small product
 
 non_differentiable("Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
 non_differentiable("Shape", "Size", "ConstantOfShape", "EyeLike")
@@ -186,15 +190,37 @@ def _unpad_repeats(op, node: ir.Node, dy: ir.Value) -> ir.Value:
         size = op.dim(x, axis)
         if widths is not None and not widths[[k, k + len(places)]].any():
             continue
-        if widths is not None and constant(size) is not None:
+        if widths is not None and (known := constant(size)) is not None:
             before, after = (int(width) for width in widths[[k, k + len(places)]])
-            origin = op.const(_padded(np.arange(int(constant(size)[0])), before, after, mode))
+            dy = _fold(op, dy, _padded(np.arange(int(known[0])), before, after, mode), before, axis, int(known[0]))
         else:  # CUDA pads floats only
             numbers = op.Cast(positions(op, size), to=int(ir.DataType.DOUBLE))
             padded = op.Pad(numbers, op.Gather(pads, np.array([k, k + len(places)])), mode=mode)
             origin = op.Cast(padded, to=int(ir.DataType.INT64))
-        dy = scatter_along(op, dy, origin, axis, size, unique=False, like=x if len(places) == 1 else None)
+            dy = scatter_along(op, dy, origin, axis, size, unique=False, like=x if len(places) == 1 else None)
     return shaped(dy, x)
+
+
+def _fold(op, dy: ir.Value, origin: np.ndarray, before: int, axis: int, size: int) -> ir.Value:
+    """Add slice i of `dy` to slice origin[i] of zeros with `size` slices along `axis`.
+
+    The slices that were not repeated lie side by side, and are copied; a matrix adds up the others. ScatterElements
+    takes each element by itself, in one thread: 3.3 ms, and this 0.5 (a frame of 1 around 4 x 32 x 64 x 64).
+    """
+    alone = (origin == np.arange(len(origin)) - before) & (np.bincount(origin, minlength=size)[origin] == 1)
+    runs = np.flatnonzero(np.diff(alone, prepend=False, append=False)).reshape(-1, 2)
+    begin, end = max(runs.tolist(), key=lambda run: run[1] - run[0], default=(0, 0))
+    frame = np.delete(origin, slice(begin, end))
+    if begin == end or not 0 < len(frame) <= WIDEST_FRAME:
+        return scatter_along(op, dy, op.const(origin), axis, op.const(np.array([size])), unique=False, like=None)
+    first, kept = begin - before, end - begin
+    matrix = np.zeros((len(frame), size - kept))
+    matrix[np.arange(len(frame)), np.where(frame < first, frame, frame - kept)] = 1
+    (wide,) = widened(op, dy)
+    head, middle, tail = op.node("Split", wide, join(op, begin, kept, len(origin) - end), axis=axis, outputs=3)
+    sums = along(op, op.Concat(head, tail, axis=axis), axis, op.const(matrix, wide.dtype))
+    head, tail = op.node("Split", sums, join(op, first, size - kept - first), axis=axis, outputs=2)
+    return op.cast_as(op.Concat(head, middle, tail, axis=axis), dy)
 
 
 def _unpad_flat(op, node: ir.Node, dy: ir.Value) -> ir.Value:
@@ -220,11 +246,12 @@ def depth_to_space(op, node, dy):
     """Blocks of channels become squares of pixels  ->  the squares of dY become channels again."""
     (x,) = node.inputs
     block = attribute(node, "blocksize", None)
+    squares = op.SpaceToDepth(dy, blocksize=block)
     if attribute(node, "mode", "DCR") == "DCR":
-        return shaped(op.SpaceToDepth(dy, blocksize=block), x)
-    sizes = join(op, op.dim(dy, 0), op.dim(dy, 1), op.dim(x, 2), block, op.dim(x, 3), block)
-    squares = op.Transpose(op.Reshape(dy, sizes, allowzero=1), perm=[0, 1, 3, 5, 2, 4])  # [N, C, block, block, H, W]
-    return op.reshape_as(squares, x)
+        return shaped(squares, x)
+    sizes = join(op, op.dim(dy, 0), block * block, op.dim(dy, 1), op.dim(x, 2), op.dim(x, 3))
+    apart = op.Reshape(squares, sizes, allowzero=1)  # of whole images: the other way each pixel would move by itself
+    return op.reshape_as(op.Transpose(apart, perm=[0, 2, 1, 3, 4]), x)
 
 
 @vjp("SpaceToDepth")

@@ -157,6 +157,18 @@ def scatter_along(
     return shaped(result, like) if like is not None else result
 
 
+def along(op, dy: ir.Value, axis: int, matrix: ir.Value) -> ir.Value:
+    """M^T dY along one axis."""
+    last = len(dy.shape) - 1
+    if axis == last - 1:
+        return op.MatMul(op.Transpose(matrix, perm=[1, 0]), dy)
+    if axis == last:
+        return op.MatMul(dy, matrix)
+    swap = list(range(last + 1))
+    swap[axis], swap[last] = last, axis
+    return op.Transpose(op.MatMul(op.Transpose(dy, perm=swap), matrix), perm=swap)
+
+
 def add_to_zeros(op, x: ir.Value, dy: ir.Value, place: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
     """place(zeros in the shape of `x`, `dy`); in float32 for half precision, which ORT's CPU kernels do not add."""
     (wide,) = widened(op, dy)

@@ -25,6 +25,7 @@ USUAL_SIZE = 8  # of an axis that is only known at run time
 LARGEST_KERNEL = 121  # taps; a larger one, or a wider dilation, belongs to the gradient of a convolution by its kernel
 WIDEST_DILATION = 8
 WIDE_STEM = 64  # weights of an output channel from which few input channels are worth it
+FILLED = 0.75  # of the blocks of a result, from which on the products with zeros cost less than is saved
 
 
 class BlockedConvolutionPass(ir.passes.InPlacePass):
@@ -33,7 +34,8 @@ class BlockedConvolutionPass(ir.passes.InPlacePass):
     A ConvTranspose without strides, which is what the gradient of a Conv by its input is, becomes a Conv with the
     kernel turned round. The weight gradient of a depthwise one becomes a convolution for each image. What two convolutions in a row hand on stays in blocks, with a Relu between them in the first;
     and a Transpose of such a value to channels last is read from the blocks. Convolutions of float32 images
-    in one group, or depthwise, with a kernel larger than 1 x 1 and channels that fill their blocks; the others stay as they are.
+    in one group, or depthwise, with a kernel larger than 1 x 1 and channels that fill their blocks, or nearly so in the
+    result, where zeros fill the last block; the others stay as they are.
 
     Args:
         block: how many channels make a block.
@@ -66,21 +68,23 @@ class BlockedConvolutionPass(ir.passes.InPlacePass):
         """Whether the channels on both sides of a convolution fill their blocks, and the layout pays."""
         if not _is_plain(node):
             return False
-        channels = static_dims(node.inputs[1])[: 1 if _is_depthwise(node) else 2]
-        return not any(c % self.block for c in channels) and not (node.op_type == "ConvTranspose" and _strided(node))
+        if _is_depthwise(node):
+            return static_dims(node.inputs[1])[0] % self.block == 0
+        channels, out = channels_of(node)
+        return channels % self.block == 0 and out >= FILLED * (out + -out % self.block)
 
     def _is_depthwise_gradient(self, node: ir.Node) -> bool:
         operands = nchwc_depthwise.operands(node)
         return operands is not None and operands[0].shape[1] % self.block == 0
 
     def _is_stem(self, node: ir.Node, blocked: Collection[ir.Node]) -> bool:
-        """Whether this is a Conv of a few channels, which its kernel reads as they are, that has much to do or blocks to hand on."""
-        if not _is_plain(node) or node.op_type != "Conv" or _is_depthwise(node):
+        """Whether few channels are convolved, which the kernel reads as they are, that has much to do or blocks to hand on."""
+        if not _is_plain(node) or _is_depthwise(node):
             return False
-        out, channels, *kernel = static_dims(node.inputs[1])
+        channels, out = channels_of(node)
         if out % self.block or channels >= self.block:
             return False
-        if channels * int(np.prod(kernel)) >= WIDE_STEM:
+        if channels * int(np.prod(static_dims(node.inputs[1])[2:])) >= WIDE_STEM:
             return True
         readers = [use.node for use in _activated(node).outputs[0].uses()]
         return any(reader in blocked for reader in readers)
@@ -101,18 +105,21 @@ class _Rewriting:
         y = last.outputs[0]
         attributes = {name: ints(node, name, default) for name, default in (("strides", 1), ("dilations", 1))}
         if node.attributes.get_string("auto_pad", "NOTSET") == "NOTSET":
-            attributes["pads"] = _turned_pads(node, kernel) if turned else ints(node, "pads", 0, 4)
+            attributes["pads"] = turned_pads(node, kernel) if turned else ints(node, "pads", 0, 4)
         else:
             attributes["auto_pad"] = node.attributes.get_string("auto_pad")
         if _is_depthwise(node):
             attributes["group"] = y.shape[1]
             weight = depthwise_weight(op, w, self.block, turned)
         else:
-            weight = (turned_weight if turned else blocked_weight)(op, w, self.block)
+            room = -y.shape[1] % self.block
+            weight = (turned_weight if turned else blocked_weight)(op, _longer(op, w, int(turned), room), self.block)
+            bias = [_longer(op, b, 0, room) for b in bias]
         blocked = op.node(
             "Conv", self._blocks(x), weight, *bias,
             domain=DOMAIN, like=y, kernel_shape=kernel, activation="Relu" if last is not node else None, **attributes,
         )  # fmt: skip
+        blocked.shape = ir.Shape([y.shape[0], y.shape[1] + -y.shape[1] % self.block, *y.shape.dims[2:]])
         new = self.op.node("ReorderOutput", blocked, domain=DOMAIN, like=y, channels=y.shape[1])
         self.blocked[new] = blocked
         self._replace(last, new)
@@ -148,6 +155,13 @@ class _Rewriting:
         node.graph.remove(node, safe=True)
 
 
+def _longer(op: Builder, x: ir.Value, axis: int, zeros: int) -> ir.Value:
+    """`x` with zeros behind it, along an axis."""
+    pads = np.zeros((2, len(x.shape)), np.int64)
+    pads[1, axis] = zeros
+    return op.Pad(x, pads.reshape(-1)) if zeros else x
+
+
 def blocked_weight(op: Builder, w: ir.Value, block: int) -> ir.Value:
     """[out, in, ...] -> [out / block, in / block, taps, block of in, block of out]; few in: [out / block, in, taps, block of out]."""
     out, channels, *kernel = static_dims(w)
@@ -178,10 +192,13 @@ def depthwise_weight(op: Builder, w: ir.Value, block: int, turned: bool) -> ir.V
 
 
 def exchanged_weight(op: Builder, w: ir.Value, block: int) -> ir.Value:
-    """[in, out, ...] of a ConvTranspose as [out / block, in / block, taps, block of in, block of out]."""
+    """[in, out, ...] of a ConvTranspose as [out / block, in / block, taps, block of in, block of out], or [out / block, in, taps, block of out]."""
     channels, out, *kernel = static_dims(w)
-    inner = _inner(op, w, [channels * out // block, block, int(np.prod(kernel)), 1])
-    split = op.Reshape(inner, int64s(channels // block, block, out // block, int(np.prod(kernel)), block))
+    taps = int(np.prod(kernel))
+    inner = _inner(op, w, [channels * out // block, block, taps, 1])
+    if channels < block:
+        return op.Transpose(op.Reshape(inner, int64s(channels, out // block, taps, block)), perm=[1, 0, 2, 3])
+    split = op.Reshape(inner, int64s(channels // block, block, out // block, taps, block))
     return op.Transpose(split, perm=[2, 0, 3, 1, 4])
 
 
@@ -192,7 +209,10 @@ def _inner(op: Builder, w: ir.Value, shape: Sequence[int]) -> ir.Value:
 
 
 def _is_plain(node: ir.Node) -> bool:
-    """Whether this is a convolution of float32 images, in one group or depthwise, with a kernel of known size and some work to do."""
+    """Whether this is a convolution of float32 images, in one group or depthwise, with a kernel of known size and some work to do.
+
+    A ConvTranspose has to be a Conv with its kernel turned round.
+    """
     if node.domain != "" or node.op_type not in ("Conv", "ConvTranspose"):
         return False
     if node.attributes.get_int("group", 1) != 1 and not _is_depthwise(node):
@@ -205,7 +225,13 @@ def _is_plain(node: ir.Node) -> bool:
         return False
     if not all(isinstance(v.shape[1], int) for v in (x, y)) or not 1 < weights[2] * weights[3] <= LARGEST_KERNEL:
         return False
-    return has_many_positions(y)
+    return has_many_positions(y) and not (node.op_type == "ConvTranspose" and strided(node))
+
+
+def channels_of(node: ir.Node) -> tuple[int, int]:
+    """How many channels a convolution in one group reads, and makes."""
+    first, second = static_dims(node.inputs[1])[:2]
+    return (first, second) if node.op_type == "ConvTranspose" else (second, first)
 
 
 def _is_depthwise(node: ir.Node) -> bool:
@@ -219,17 +245,17 @@ def has_many_positions(y: ir.Value) -> bool:
     return int(np.prod(positions)) >= FEWEST_POSITIONS
 
 
-def _strided(node: ir.Node) -> bool:
-    """Whether a ConvTranspose is more than a Conv with its kernel turned round."""
+def strided(node: ir.Node) -> bool:
+    """Whether a convolution is more than the other of Conv and ConvTranspose with its kernel turned round."""
     if any(s != 1 for s in ints(node, "strides", 1)) or any(ints(node, "output_padding", 0)):
         return True
     if "output_shape" in node.attributes or node.attributes.get_string("auto_pad", "NOTSET") != "NOTSET":
         return True
-    return min(_turned_pads(node, static_dims(node.inputs[1])[2:])) < 0
+    return min(turned_pads(node, static_dims(node.inputs[1])[2:])) < 0
 
 
-def _turned_pads(node: ir.Node, kernel: Sequence[int]) -> list[int]:
-    """The pads of the Conv that does the same as a ConvTranspose: what its own leave of the kernel's extent."""
+def turned_pads(node: ir.Node, kernel: Sequence[int]) -> list[int]:
+    """The pads of the Conv that does the same as a ConvTranspose, or the other way: what its own leave of the kernel's extent."""
     reach = [(k - 1) * d for k, d in zip(kernel, ints(node, "dilations", 1))]
     return [r - p for r, p in zip([*reach, *reach], ints(node, "pads", 0, 4))]
 

@@ -96,7 +96,7 @@ class _Region:
         self.centered: dict[tuple[ir.Value, ir.Value], ir.Value] = {}
         self.apart: dict[ir.Value, Interleaved] = {}
         for node in reversed(list(graph)):
-            if _reorders(node, "ReorderOutput"):
+            if _reorders(node, "ReorderOutput") and self._fills_blocks(node.outputs[0]):
                 self.blocked[node.outputs[0]] = node.inputs[0]
             elif _reorders(node, "ReorderInput"):
                 self.reordered[node.inputs[0]] = node.outputs[0]
