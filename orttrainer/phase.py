@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
+from onnx_ir.passes import common
 
 from orttrainer import runtime
 from orttrainer.blocked import block_convolutions
@@ -32,6 +33,7 @@ from orttrainer.graph.passes.speed.tiles import TileUpdatesPass
 from orttrainer.graph.passes.speed.turned import TurnConvolutionPass
 from orttrainer.native.fuse import LEAST_SQUARED, FusePointwisePass
 from orttrainer.native.loops import FuseLoopsPass
+from orttrainer.native.rows import FuseRowsPass
 from orttrainer.native.toolchain import compiled
 from orttrainer.training_graph import Signature
 
@@ -141,6 +143,7 @@ def open_phase(
         EmulateHalfPass(has_cuda_kernel if place.device.type == "cuda" else has_cpu_kernel)(cut)
     if place.allows(GatedAddPass):
         gate_sums(cut, place.providers)
+    common.RemoveUnusedNodesPass()(cut)  # ONNX Runtime runs what nobody reads
     session = _open_session(cut, place.providers, place.configure, part, blocked, library)
     return Phase(session, place.device, free, fetches, bound_in, bound_out, copies)
 
@@ -168,10 +171,10 @@ def _fused(
         if name in inputs and output in outputs and (made := scattered_first(op, inputs[name], outputs[output])):
             first[made[0].name] = place.state[name]
     tiles = _tiled(place, cut, updates, sizes, fuses=True)
-    loops, fuse = FuseLoopsPass(), FusePointwisePass(kept=nodes_written_through(graph, updates))
-    loops(cut)
-    fuse(cut)
-    kernels = [*loops.kernels, *fuse.kernels]
+    passes = FuseLoopsPass(), FuseRowsPass(), FusePointwisePass(kept=nodes_written_through(graph, updates))
+    for fuse in passes:
+        fuse(cut)
+    kernels = [kernel for fuse in passes for kernel in fuse.kernels]
     return tiles, str(compiled(kernels)) if kernels else None, first
 
 

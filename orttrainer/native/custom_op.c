@@ -61,8 +61,9 @@ typedef struct {
    inplace: gives how many outputs may be written over an input that nobody reads later, and lists both.
    run: for the rows first to last, or for the elements where there is one loop, which are chunk number `chunk`; `size`
    holds the lengths of the loops.
-   loop: for an operator that runs a loop over time instead, see loops.c; all above but the types are 0 then. */
-typedef struct {
+   other: what computes an operator of another kind, see loops.c and rows.c; only names and types are given then.
+   loop: of a loop over time. */
+typedef struct Kernel {
   const char *name;
   int inputs, outputs;
   const int *input_types, *output_types;
@@ -72,6 +73,7 @@ typedef struct {
   const int *loop_of;
   size_t (*inplace)(int **inputs, int **outputs);
   void (*run)(const void *const *in, void *const *out, const int64_t *size, int64_t first, int64_t last, size_t chunk);
+  Status *(*other)(const struct Kernel *kernel, Context *context);
   const struct Loop *loop;
 } Kernel;
 
@@ -148,11 +150,9 @@ static void add_up(const void *parts, int64_t count, int type, void *sum) {
   else *(double *)sum = total;
 }
 
-static Status *run_loop(const Kernel *kernel, Context *context);
-
 static Status *compute(void *data, Context *context) {
   const Kernel *kernel = data;
-  if (kernel->loop) return run_loop(kernel, context);
+  if (kernel->other) return kernel->other(kernel, context);
   Run run = {.kernel = kernel, .total = 1};
   const Value *inputs[MOST_TENSORS];
   int64_t shape[MOST_AXES];

@@ -76,7 +76,7 @@ class LoopKernel:
     def entry(self) -> str:
         fields = {"name": f'"{self.name}"', "inputs": self.inputs, "outputs": self.outputs}
         fields |= {key: f"{self.name}_{key}" for key in ("input_types", "output_types")}
-        return initializer({**fields, "loop": f"&{self.name}_loop"}) + ","
+        return initializer({**fields, "other": "run_loop", "loop": f"&{self.name}_loop"}) + ","
 
 
 @dataclass(eq=False)

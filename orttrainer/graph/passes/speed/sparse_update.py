@@ -226,6 +226,7 @@ class _Places:
         shape = op.Shape(updates)
         column = op.Unsqueeze(self.first, list(range(1, rank))) if rank > 1 else self.first
         zeros = op.ConstantOfShape(shape, value=ir.tensor(np.zeros(1, updates.dtype.numpy())))
+        zeros.shape = updates.shape.copy()
         once = op.ScatterElements(zeros, op.Expand(column, shape), updates, axis=0, reduction="add")
         return _Rows(self, once, op.Gather(once, self.first))
 
