@@ -11,7 +11,7 @@ import torch
 from small import assert_same, train_with_torch
 from torch import nn
 
-from orttrainer import IODescription, ModelDescription, ORTTrainer
+from orttrainer import IODescription, ModelDescription, ORTTrainer, phase
 from orttrainer.engine import Engine
 from orttrainer.errors import ExecutionError
 from orttrainer.graph.passes.speed.sparse_update import SparseUpdatePass, written_through
@@ -123,6 +123,20 @@ def test_training_from_rows_equals_torch(optimizer, padding):
     for (name, found), expected in zip(module.named_parameters(), reference.parameters()):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
     assert operators(trainer)["ScatterND"] > 0
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_session_makes_nothing_that_nobody_reads(name, native, monkeypatch):
+    """ONNX Runtime would run it: a product with a whole table that the update from rows had no more use for."""
+    optimizer, attributes, clips = OPTIMIZERS[name]
+    models, open_session = [], phase._open_session
+    monkeypatch.setattr(phase, "_open_session", lambda model, *rest: models.append(model) or open_session(model, *rest))
+    train(engine(Bag(), optimizer, attributes, bool(clips), native_kernels=native), [0])
+    (graph,) = [model.graph for model in models if len(model.graph.outputs) > 2]
+    made = [node for node in graph if not any(y.uses() or y.is_graph_output() for y in node.outputs)]
+    assert not made
+    assert any(y.is_graph_output() for node in graph for y in node.outputs)
 
 
 def test_no_gradient_as_large_as_the_table_is_made():

@@ -279,7 +279,9 @@ def weight_gradient(op, x: ir.Value, dy: ir.Value, w: ir.Value, window: Window, 
     depthwise = group > 1 and channels == 1
     known = channels is not None and unread is not None and None not in window.kernel
     if known and not depthwise and not _reads_pads_alone(x, window, unread):
-        return _interleaved_weight_gradient(op, x, dy, w, window, group, channels, unread)
+        if group == 1 and _has_few_outputs(x, dy, w, window):
+            return shaped(_exchanged_weight_gradient(op, x, dy, w, window), w)
+        return shaped(_interleaved_weight_gradient(op, x, dy, w, window, group, channels, unread), w)
     return _plain_weight_gradient(op, x, dy, w, window, group)
 
 
@@ -348,7 +350,20 @@ def _interleaved_weight_gradient(op, x, dy, w, window, group, channels, unread):
     taps = reshape(op, taps, -1, *window.kernel[:-1], inner_extent, channels)
     if inner_extent > window.kernel[-1]:
         taps = op.Slice(taps, [0], _ints([TO_THE_END]), [dims], _ints([window.dilations[-1]]))
-    return shaped(op.Transpose(taps, perm=[0, dims + 1, *range(1, dims + 1)]), w)
+    return op.Transpose(taps, perm=[0, dims + 1, *range(1, dims + 1)])
+
+
+def _has_few_outputs(x, dy, w, window) -> bool:
+    return False
+
+
+def _exchanged_weight_gradient(op, x, dy, w, window):
+    """X."""
+    begin, end = (tuple(e - 1 - p for e, p in zip(window.extent, pads)) for pads in (window.begin, window.end))
+    turned, dims = replace(window, begin=begin, end=end), len(window.strides)
+    taps = _interleaved_weight_gradient(op, dy, x, w, turned, 1, w.shape[0], (0,) * dims)  # [in, out, reversed taps...]
+    dw = op.Transpose(taps, perm=[1, 0, *range(2, dims + 2)])
+    return op.Slice(dw, _ints([-1] * dims), _ints([-TO_THE_END] * dims), _spatial(dw), _ints([-1] * dims))
 
 
 def _batch_as_channels(op, dy, parts):
