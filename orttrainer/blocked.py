@@ -67,7 +67,7 @@ def _network(block: int) -> ir.Model:
     """Every form that the passes write.
 
     Few channels, a Relu, a stride, two Conv in a row, a ConvTranspose, one of few channels, a last block that is not
-    filled, channels last; vectors of channels, sums over all but these, a matrix as kernel, a ConvTranspose with a stride,
+    filled, two groups, channels last; vectors of channels, sums over all but these, a matrix as kernel, a ConvTranspose with a stride,
     single positions, depthwise both ways.
     """
     shapes = {"x": (2, 3, 11, 13), "v": (block, 3, 3, 3), "w": (2 * block, block, 3, 2), "b": (2 * block,)}
@@ -79,11 +79,12 @@ def _network(block: int) -> ir.Model:
     back = op.ConvTranspose(second, w, pads=[0, 1, 1, 0])
     few = op.Conv(op.ConvTranspose(x, op.Transpose(v, perm=[1, 0, 2, 3])), w)
     unfilled = op.Conv(first, op.Slice(w, [0], [2 * block - block // 4], [0]))
+    grouped = op.ConvTranspose(op.Conv(second, w, group=2), w, group=2)
     scaled = op.Relu(op.Add(op.Mul(op.Sub(first, c), c), c))
     third = op.Conv(op.Mul(op.Conv(scaled, m), scaled), w)
     apart = op.ConvTranspose(op.Mul(third, third), w, strides=[3, 2])
     model.graph.outputs.extend(
-        [first, second, back, few, unfilled, *(op.Transpose(v, perm=[0, 2, 3, 1]) for v in (x, first))]
+        [first, second, back, few, unfilled, grouped, *(op.Transpose(v, perm=[0, 2, 3, 1]) for v in (x, first))]
     )
     model.graph.outputs.extend([op.Conv(apart, w), op.ReduceSum(scaled, [0, 2, 3], keepdims=0)])
     model.graph.outputs.append(op.AveragePool(first, kernel_shape=[1, 1], strides=[2, 2]))

@@ -128,6 +128,21 @@ def test_channels_that_nearly_fill_a_block_are_convolved_in_blocks(op_type, chan
     *(("Conv", attributes) for attributes in CONVOLUTIONS.values()),
     *(("ConvTranspose", attributes) for attributes in TRANSPOSED.values()),
 ], ids=str)  # fmt: skip
+@pytest.mark.parametrize("groups, channels, out", [(2, 1, 2), (3, 2, 1)])
+def test_a_convolution_in_groups_of_whole_blocks_is_the_convolution(op_type, attributes, groups, channels, out):
+    """`channels`, `out`: blocks of each group."""
+    first, second = (channels, out) if op_type == "ConvTranspose" else (out, channels)
+    sizes = {"x": (4, groups * channels * BLOCK, 13, 11), "w": (groups * first * BLOCK, second * BLOCK, 3, 2)}
+    sizes["b"] = (groups * out * BLOCK,)
+    node = helper.make_node(op_type, list(sizes), ["y"], group=groups, **attributes)
+    assert_same(model_of([node], sizes, ["y"]), sizes)
+
+
+@needs_blocks
+@pytest.mark.parametrize("op_type, attributes", [
+    *(("Conv", attributes) for attributes in CONVOLUTIONS.values()),
+    *(("ConvTranspose", attributes) for attributes in TRANSPOSED.values()),
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_depthwise_convolution_in_blocks_is_the_convolution(op_type, attributes, bias):
     names, channels = ["x", "w", "b"][: 2 + bias], 2 * BLOCK
@@ -234,7 +249,8 @@ def test_other_sums_of_convolutions_stay_as_they_are(model):
 
 OTHERS = {
     "one tap": ((4, BLOCK, 8, 8), (BLOCK, BLOCK, 1, 1), {}),
-    "groups": ((4, 2 * BLOCK, 8, 8), (2 * BLOCK, BLOCK, 3, 3), {"group": 2}),
+    "unfilled blocks in groups": ((4, 2 * BLOCK, 8, 8), (2 * BLOCK - 4, BLOCK, 3, 3), {"group": 2}),
+    "unfilled input blocks in groups": ((4, BLOCK, 8, 8), (2 * BLOCK, BLOCK // 2, 3, 3), {"group": 2}),
     "two filters for each channel": ((4, BLOCK, 8, 8), (2 * BLOCK, 1, 3, 3), {"group": BLOCK}),
     "unfilled blocks, depthwise": ((4, BLOCK + 1, 8, 8), (BLOCK + 1, 1, 3, 3), {"group": BLOCK + 1}),
     "unfilled blocks": ((4, BLOCK, 8, 8), (BLOCK + 1, BLOCK, 3, 3), {}),

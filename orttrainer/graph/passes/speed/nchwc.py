@@ -34,8 +34,8 @@ class BlockedConvolutionPass(ir.passes.InPlacePass):
     A ConvTranspose without strides, which is what the gradient of a Conv by its input is, becomes a Conv with the
     kernel turned round. The weight gradient of a depthwise one becomes a convolution for each image. What two convolutions in a row hand on stays in blocks, with a Relu between them in the first;
     and a Transpose of such a value to channels last is read from the blocks. Convolutions of float32 images
-    in one group, or depthwise, with a kernel larger than 1 x 1 and channels that fill their blocks, or nearly so in the
-    result, where zeros fill the last block; the others stay as they are.
+    with a kernel larger than 1 x 1 and channels that fill their blocks, those of each group or all of a depthwise one; or, in
+    one group, nearly so in the result, where zeros fill the last block. The others stay as they are.
 
     Args:
         block: how many channels make a block.
@@ -71,7 +71,8 @@ class BlockedConvolutionPass(ir.passes.InPlacePass):
         if _is_depthwise(node):
             return static_dims(node.inputs[1])[0] % self.block == 0
         channels, out = channels_of(node)
-        return channels % self.block == 0 and out >= FILLED * (out + -out % self.block)
+        filled = 1.0 if _groups(node) > 1 else FILLED
+        return channels % self.block == 0 and out >= filled * (out + -out % self.block)
 
     def _is_depthwise_gradient(self, node: ir.Node) -> bool:
         operands = nchwc_depthwise.operands(node)
@@ -79,7 +80,7 @@ class BlockedConvolutionPass(ir.passes.InPlacePass):
 
     def _is_stem(self, node: ir.Node, blocked: Collection[ir.Node]) -> bool:
         """Whether few channels are convolved, which the kernel reads as they are, that has much to do or blocks to hand on."""
-        if not _is_plain(node) or _is_depthwise(node):
+        if not _is_plain(node) or _groups(node) > 1:
             return False
         channels, out = channels_of(node)
         if out % self.block or channels >= self.block:
@@ -112,8 +113,14 @@ class _Rewriting:
             attributes["group"] = y.shape[1]
             weight = depthwise_weight(op, w, self.block, turned)
         else:
+            attributes["group"] = _groups(node)
             room = -y.shape[1] % self.block
-            weight = (turned_weight if turned else blocked_weight)(op, _longer(op, w, int(turned), room), self.block)
+            longer = _longer(op, w, int(turned), room)
+            weight = (
+                turned_weight(op, longer, self.block, _groups(node))
+                if turned
+                else blocked_weight(op, longer, self.block)
+            )
             bias = [_longer(op, b, 0, room) for b in bias]
         blocked = op.node(
             "Conv", self._blocks(x), weight, *bias,
@@ -173,11 +180,12 @@ def blocked_weight(op: Builder, w: ir.Value, block: int) -> ir.Value:
     return op.Reshape(blocked, int64s(out, channels, *kernel))
 
 
-def turned_weight(op: Builder, w: ir.Value, block: int) -> ir.Value:
+def turned_weight(op: Builder, w: ir.Value, block: int, groups: int = 1) -> ir.Value:
     """[in, out, ...] of a ConvTranspose as `blocked_weight` of the Conv that does the same, with the taps in reverse."""
     channels, out, *kernel = static_dims(w)
     taps = np.arange(int(np.prod(kernel)) - 1, -1, -1, dtype=np.int64)
-    return op.Reshape(op.Gather(exchanged_weight(op, w, block), taps, axis=2), int64s(out, channels, *kernel))
+    backwards = op.Gather(exchanged_weight(op, w, block, groups), taps, axis=2)
+    return op.Reshape(backwards, int64s(out * groups, channels // groups, *kernel))
 
 
 def depthwise_weight(op: Builder, w: ir.Value, block: int, turned: bool) -> ir.Value:
@@ -191,15 +199,17 @@ def depthwise_weight(op: Builder, w: ir.Value, block: int, turned: bool) -> ir.V
     return op.Reshape(inner, int64s(channels, 1, *kernel))
 
 
-def exchanged_weight(op: Builder, w: ir.Value, block: int) -> ir.Value:
+def exchanged_weight(op: Builder, w: ir.Value, block: int, groups: int = 1) -> ir.Value:
     """[in, out, ...] of a ConvTranspose as [out / block, in / block, taps, block of in, block of out], or [out / block, in, taps, block of out]."""
     channels, out, *kernel = static_dims(w)
     taps = int(np.prod(kernel))
     inner = _inner(op, w, [channels * out // block, block, taps, 1])
     if channels < block:
         return op.Transpose(op.Reshape(inner, int64s(channels, out // block, taps, block)), perm=[1, 0, 2, 3])
-    split = op.Reshape(inner, int64s(channels // block, block, out // block, taps, block))
-    return op.Transpose(split, perm=[2, 0, 3, 1, 4])
+    rows, columns = channels // groups // block, out // block
+    split = op.Reshape(inner, int64s(groups, rows, block, columns, taps, block))
+    exchanged = op.Transpose(split, perm=[0, 3, 1, 4, 2, 5])
+    return op.Reshape(exchanged, int64s(groups * columns, rows, taps, block, block))
 
 
 def _inner(op: Builder, w: ir.Value, shape: Sequence[int]) -> ir.Value:
@@ -209,13 +219,11 @@ def _inner(op: Builder, w: ir.Value, shape: Sequence[int]) -> ir.Value:
 
 
 def _is_plain(node: ir.Node) -> bool:
-    """Whether this is a convolution of float32 images, in one group or depthwise, with a kernel of known size and some work to do.
+    """Whether this is a convolution of float32 images with a kernel of known size and some work to do.
 
     A ConvTranspose has to be a Conv with its kernel turned round.
     """
     if node.domain != "" or node.op_type not in ("Conv", "ConvTranspose"):
-        return False
-    if node.attributes.get_int("group", 1) != 1 and not _is_depthwise(node):
         return False
     if max(ints(node, "dilations", 1)) > WIDEST_DILATION:
         return False
@@ -229,14 +237,19 @@ def _is_plain(node: ir.Node) -> bool:
 
 
 def channels_of(node: ir.Node) -> tuple[int, int]:
-    """How many channels a convolution in one group reads, and makes."""
+    """How many channels each group of a convolution reads, and makes."""
     first, second = static_dims(node.inputs[1])[:2]
+    first //= _groups(node)
     return (first, second) if node.op_type == "ConvTranspose" else (second, first)
 
 
+def _groups(node: ir.Node) -> int:
+    return node.attributes.get_int("group", 1)
+
+
 def _is_depthwise(node: ir.Node) -> bool:
-    group, weights = node.attributes.get_int("group", 1), static_dims(node.inputs[1])
-    return group > 1 and weights is not None and weights[:2] == (group, 1)
+    weights = static_dims(node.inputs[1])
+    return _groups(node) > 1 and weights is not None and weights[:2] == (_groups(node), 1)
 
 
 def has_many_positions(y: ir.Value) -> bool:
