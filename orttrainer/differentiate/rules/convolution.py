@@ -15,6 +15,7 @@ from orttrainer.graph.builder import static_dims
 
 LARGE = 8 << 20  # bytes of an intermediate that is no longer worth its speed
 SMALLEST_PLANE = 16  # positions
+FEWER = 4  # times less to unfold, from which on the weight gradient with exchanged roles is faster
 TO_THE_END = np.iinfo(np.int64).max
 
 
@@ -279,7 +280,7 @@ def weight_gradient(op, x: ir.Value, dy: ir.Value, w: ir.Value, window: Window, 
     depthwise = group > 1 and channels == 1
     known = channels is not None and unread is not None and None not in window.kernel
     if known and not depthwise and not _reads_pads_alone(x, window, unread):
-        if group == 1 and _has_few_outputs(x, dy, w, window):
+        if group == 1 and _pays_exchanged(x, dy, w, window):
             return shaped(_exchanged_weight_gradient(op, x, dy, w, window), w)
         return shaped(_interleaved_weight_gradient(op, x, dy, w, window, group, channels, unread), w)
     return _plain_weight_gradient(op, x, dy, w, window, group)
@@ -332,8 +333,10 @@ def _interleaved_weight_gradient(op, x, dy, w, window, group, channels, unread):
     if group == 1:
         last = op.Transpose(x, perm=[0, *range(2, dims + 2), 1])  # [batch, spatial..., channels]
     else:
-        split = reshape(op, x, *sizes(x, 0), group, channels, *sizes(x, *range(2, dims + 2)))
-        last = op.Transpose(split, perm=[1, 0, *range(3, dims + 3), 2])  # [group, batch, spatial..., channels]
+        # Two transposes, of whole images of a group and then within them: as one it takes five times as long.
+        split = reshape(op, x, *sizes(x, 0), group, -1)
+        images = reshape(op, op.Transpose(split, perm=[1, 0, 2]), -1, channels, *sizes(x, *range(2, dims + 2)))
+        last = op.Transpose(images, perm=[0, *range(2, dims + 2), 1])  # [group * batch, spatial..., channels]
     kernel, (batch, *spatial) = _batch_as_channels(op, dy, parts), sizes(x, 0, *range(2, dims + 2))
     strides, dilations, begin = list(window.dilations), list(window.strides), list(window.begin)
     if own_axis:
@@ -353,17 +356,34 @@ def _interleaved_weight_gradient(op, x, dy, w, window, group, channels, unread):
     return op.Transpose(taps, perm=[0, dims + 1, *range(1, dims + 1)])
 
 
-def _has_few_outputs(x, dy, w, window) -> bool:
-    return False
+def _pays_exchanged(x, dy, w, window) -> bool:
+    """Whether the roles of x and dY can be exchanged, and dY has so few channels that it pays.
+
+    The product then is as long as x has positions, not dY, and most of what it adds are pads where x has many more:
+    with a kernel as large as x, half the speed.
+    """
+    (outputs, channels), positions = w.shape[:2], [v.shape.dims[2:] for v in (x, dy)]
+    new_pads = [e - 1 - p for pads in (window.begin, window.end) for e, p in zip(window.extent, pads)]
+    if not isinstance(outputs, int) or any(s > 1 for s in window.strides) or min(new_pads) < 0:
+        return False
+    known = all(isinstance(size, int) for size in (*positions[0], *positions[1]))
+    of_x, of_dy = (int(np.prod(dims)) if known else 1 for dims in positions)
+    return FEWER * outputs * of_x**2 <= channels * of_dy**2
 
 
 def _exchanged_weight_gradient(op, x, dy, w, window):
-    """X."""
+    """The same with the roles exchanged: dY, with as many pads as x leaves of the extent, and x as its kernel.
+
+    dW[o,c,k] = sum over n and j of dY[n,o,j+p-d*k] X[n,c,j]: the taps come out in reverse. The runtime unfolds what
+    stands in the place of x, for one row of a product per channel of the kernel. Where dY has few channels, as at the
+    end of a network that makes images, that is less to unfold and for more rows: 64 -> 3, 7 x 7: 13 to 20 -> 2.1 ms.
+    """
+    dims = len(window.strides)
     begin, end = (tuple(e - 1 - p for e, p in zip(window.extent, pads)) for pads in (window.begin, window.end))
-    turned, dims = replace(window, begin=begin, end=end), len(window.strides)
-    taps = _interleaved_weight_gradient(op, dy, x, w, turned, 1, w.shape[0], (0,) * dims)  # [in, out, reversed taps...]
-    dw = op.Transpose(taps, perm=[1, 0, *range(2, dims + 2)])
-    return op.Slice(dw, _ints([-1] * dims), _ints([-TO_THE_END] * dims), _spatial(dw), _ints([-1] * dims))
+    exchanged = replace(window, begin=begin, end=end)
+    taps = _interleaved_weight_gradient(op, dy, x, w, exchanged, 1, w.shape[0], (0,) * dims)
+    taps = op.Transpose(taps, perm=[1, 0, *range(2, dims + 2)])
+    return op.Slice(taps, _ints([-1] * dims), _ints([-TO_THE_END] * dims), _spatial(taps), _ints([-1] * dims))
 
 
 def _batch_as_channels(op, dy, parts):
