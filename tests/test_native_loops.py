@@ -90,7 +90,13 @@ def exactly(feeds):
     return {name: value.astype(np.float64) for name, value in feeds.items()}
 
 
-@pytest.mark.parametrize("case", [*CASES, *UNKNOWN_TO_PYTORCH], ids=str)
+def _marked(case):
+    """The others look for the same in fewer places."""
+    usual = ("bidirectional", "lengths-bidirectional", "reset-before-lengths", "no-length-reverse", "relu")
+    return case if case.name in usual else pytest.param(case, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("case", map(_marked, [*CASES, *UNKNOWN_TO_PYTORCH]), ids=str)
 def test_a_kernel_computes_what_the_scan_does(case):
     model, feeds = layer(case)
     native, path = fused(model)
@@ -120,8 +126,10 @@ SIZES = [
 SIZES += [(2, 33), (3, 40), (2, 48), (1, 64), (2, 100)]
 
 
-@pytest.mark.parametrize("hidden", [5, 19, 136])
-@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+@pytest.mark.parametrize("kind, hidden", [
+    ("LSTM", 136), ("GRU", 19), *(pytest.param(*each, marks=pytest.mark.slow)
+                                  for each in (("LSTM", 5), ("LSTM", 19), ("GRU", 5), ("GRU", 136))),
+])  # fmt: skip
 def test_one_kernel_is_for_batches_and_lengths_of_every_size(kind, hidden):
     case = recurrent.case(kind, "sizes", shape=(2, 3, 6), hidden=hidden, **recurrent.RESET[kind])
     model, feeds = layer(case, free=True)

@@ -75,13 +75,14 @@ SIZES = [((5, 3), (9, 3)), ((1, 4), (6, 4)), ((700, 64), (900, 64)), ((3000, 2, 
          ((70_001,), (5,)), ((12, 20_000), (3, 20_000)), ((9, 0), (4, 0))]  # fmt: skip
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("zeros", [True, False])
 @pytest.mark.parametrize("table, rows", SIZES, ids=str)
-def test_the_sum_is_that_of_onnx_runtime_bit_by_bit(table, rows, zeros, threads):
+def test_the_sum_is_that_of_onnx_runtime_bit_by_bit(table, rows, zeros):
     model, feeds = graph_of(table, rows, zeros), feeds_of(table, rows, zeros)
     native, path = fused(model)
-    np.testing.assert_array_equal(run(native, feeds, path, threads), run(model, feeds), strict=True)
+    expected = run(model, feeds)
+    for threads in (1, 2, 5):
+        np.testing.assert_array_equal(run(native, feeds, path, threads), expected, strict=True)
 
 
 def test_one_place_may_be_for_all_rows():

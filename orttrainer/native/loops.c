@@ -22,7 +22,8 @@ typedef struct {
   int64_t columns;
 } Frame;
 
-/* run: for the rows first to last of each of its values; a product has chunks of whole blocks of `unit` rows, or is 0. */
+/* run: for the rows first to last.
+   unit: of a product, whose chunks are whole blocks of so many rows; 0: it works element by element. */
 typedef struct {
   void (*run)(const Frame *frame, int64_t first, int64_t last);
   int64_t rows, unit;
@@ -30,10 +31,11 @@ typedef struct {
 
 /* states: the first inputs and outputs; slices: the inputs behind them. The rest of the inputs does not change, the rest
    of the outputs are slices.
-   axes, sizes: of each input, a state or what does not change a matrix at most; 3 sizes of each, from the first on.
-   out_rows: of each output, a matrix at each time.
+   axes, sizes: of each input, at most 3, of which `sizes` has 3 places each.
+   out_rows: of each output, which is a matrix at each time.
    reversed: for each slice of the inputs, then of the outputs, whether it goes from the last time to the first.
-   made_rows: of all that lies between stages; all is of 4 bytes an element at most. */
+   made_rows: of all that lies between stages.
+   multiplications: of a step, for each column. */
 typedef struct Loop {
   int states, slices, made_slices;
   const int *axes;
