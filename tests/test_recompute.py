@@ -42,8 +42,13 @@ TRANSFORMERS = {
 }
 
 
+def usual(names) -> list:
+    """The models of each run; GPT-2, which takes longest and is made of what the others have, is for the long ones."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name == "gpt2" else name for name in names]
+
+
 @pytest.mark.parametrize("selection", EVERYWHERE)
-@pytest.mark.parametrize("name", BUDGETS)
+@pytest.mark.parametrize("name", usual(BUDGETS))
 def test_losses_and_weights_are_those_without_bit_for_bit(name, selection, plans):
     actual = trained(name, EVERYWHERE[selection](name))
     assert plans
@@ -51,7 +56,7 @@ def test_losses_and_weights_are_those_without_bit_for_bit(name, selection, plans
 
 
 @pytest.mark.parametrize("selection", TRANSFORMERS)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", usual(LAYERS))
 def test_the_legacy_selections_change_no_number_either(name, selection, plans):
     actual = trained(name, TRANSFORMERS[selection])
     assert plans
@@ -121,7 +126,7 @@ def copies_of(plans) -> set[str]:
     return {f"recompute/{name}_0" for _, _, nodes in plans for name in nodes}
 
 
-@pytest.mark.parametrize("name", BUDGETS)
+@pytest.mark.parametrize("name", usual(BUDGETS))
 def test_no_backward_node_reads_a_value_that_is_made_again(name, plans):
     trainer = make(name, Recompute(patterns=["*"]))
     graph = trainer.training_graph.graph.graph
