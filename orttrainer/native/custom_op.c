@@ -118,6 +118,16 @@ static void run_chunk(void *data, size_t index) {
   run->kernel->run(run->in, run->out, run->size, first, last < run->total ? last : run->total, index);
 }
 
+/* `sizes` has room for MOST_AXES; of more axes it has none. */
+static Status *sizes_of(const Value *value, size_t *axes, int64_t *sizes) {
+  Shape *shape;
+  TRY(GET_SHAPE(api)(value, &shape));
+  Status *status = GET_RANK(api)(shape, axes);
+  if (!status && *axes <= MOST_AXES) status = GET_SIZES(api)(shape, sizes, *axes);
+  RELEASE_SHAPE(api)(shape);
+  return status;
+}
+
 /* The lengths of the axes of the outputs, from those of the inputs, all of which are looked at: a kernel that believed
    what the graph says of its shapes would read beyond its inputs where a batch is not as the graph says. */
 static Status *find_shape(const Kernel *kernel, const Value *const *inputs, int64_t *shape) {
@@ -125,13 +135,8 @@ static Status *find_shape(const Kernel *kernel, const Value *const *inputs, int6
   for (int i = 0; i < kernel->inputs; ++i) {
     int64_t sizes[MOST_AXES];
     size_t axes = 0;
-    Shape *found;
-    TRY(GET_SHAPE(api)(inputs[i], &found));
-    Status *status = GET_RANK(api)(found, &axes);
-    int fits = !status && axes == (size_t)kernel->input_axes[i];
-    if (fits) status = GET_SIZES(api)(found, sizes, axes);
-    RELEASE_SHAPE(api)(found);
-    if (status) return status;
+    TRY(sizes_of(inputs[i], &axes, sizes));
+    int fits = axes == (size_t)kernel->input_axes[i];
     for (int k = kernel->axes - (int)axes; fits && k < kernel->axes; ++k) {
       int64_t size = sizes[k - (kernel->axes - (int)axes)];
       int is_long = kernel->long_axes[i] >> k & 1;

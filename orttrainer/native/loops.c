@@ -257,13 +257,8 @@ static Status *find_sizes(const Kernel *kernel, const Value *const *inputs, Work
   for (int i = 0; i < kernel->inputs; ++i) {
     int64_t sizes[MOST_AXES];
     size_t axes = 0;
-    Shape *found;
-    TRY(GET_SHAPE(api)(inputs[i], &found));
-    Status *status = GET_RANK(api)(found, &axes);
-    int fits = !status && axes == (size_t)loop->axes[i];
-    if (fits) status = GET_SIZES(api)(found, sizes, axes);
-    RELEASE_SHAPE(api)(found);
-    if (status) return status;
+    TRY(sizes_of(inputs[i], &axes, sizes));
+    int fits = axes == (size_t)loop->axes[i];
     work->in_bytes[i] = bytes_of(kernel->input_types[i]);
     for (int k = 0; fits && k < (int)axes; ++k) {
       int64_t wanted = loop->sizes[3 * i + k];

@@ -31,15 +31,6 @@ static void add_to_chunk(void *data, size_t chunk) {
   }
 }
 
-static Status *sizes_of(const Value *value, size_t *axes, int64_t *sizes) {
-  Shape *shape;
-  TRY(GET_SHAPE(api)(value, &shape));
-  Status *status = GET_RANK(api)(shape, axes);
-  if (!status && *axes <= MOST_AXES) status = GET_SIZES(api)(shape, sizes, *axes);
-  RELEASE_SHAPE(api)(shape);
-  return status;
-}
-
 /* Inputs: the table, or its shape where it is zeros, as int64; places, int64; rows. */
 static Status *add_rows(const Kernel *kernel, Context *context) {
   const Value *inputs[3];
