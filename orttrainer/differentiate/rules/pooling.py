@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from orttrainer.differentiate.registry import vjp
-from orttrainer.differentiate.rules.convolution import Window, ranked, reshape, sizes, sliding, transposed, unpadded
+from orttrainer.differentiate.rules.convolution import sliding, transposed, unpadded
 from orttrainer.differentiate.rules.tools import (
     attribute,
     operand,
@@ -17,6 +17,7 @@ from orttrainer.differentiate.rules.tools import (
     shaped,
     zeros,
 )
+from orttrainer.differentiate.rules.windows import Window, ranked, reshape, sizes
 
 
 @vjp("MaxPool")

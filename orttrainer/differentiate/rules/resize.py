@@ -8,7 +8,6 @@ import numpy as np
 import onnx_ir as ir
 
 from orttrainer.differentiate.registry import vjp
-from orttrainer.differentiate.rules.convolution import reshape, sizes
 from orttrainer.differentiate.rules.tools import (
     add_to_zeros,
     along,
@@ -20,6 +19,7 @@ from orttrainer.differentiate.rules.tools import (
     refuse_gradient_by,
     shaped,
 )
+from orttrainer.differentiate.rules.windows import reshape, sizes
 from orttrainer.errors import GradientError
 
 FLOAT, DOUBLE = ir.DataType.FLOAT, ir.DataType.DOUBLE
