@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -11,17 +11,21 @@ import onnx_ir as ir
 from orttrainer import runtime
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.speed.nchwc import BlockedConvolutionPass
-from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN
+from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN, int64s
 from orttrainer.graph.passes.speed.nchwc_regions import StayInBlocksPass
+from orttrainer.graph.passes.speed.nchwc_sums import SumIntoConvolutionPass
 
 BLOCKS = (8, 16, 32)
 
 
-def block_convolutions(model: ir.Model, providers: Sequence, stay: bool = False) -> bool:
+def block_convolutions(
+    model: ir.Model, providers: Sequence, stay: bool = False, sizes: Mapping[str, int] | None = None
+) -> bool:
     """Let the convolutions of a graph that is about to be run on the CPU work in blocks; whether any does.
 
     Args:
         stay: so does what lies between them. Only for a graph that is not run but with `training_mode`.
+        sizes: of symbolic dimensions, in the batch at hand.
     """
     if list(providers) != ["CPUExecutionProvider"]:
         return False
@@ -29,7 +33,8 @@ def block_convolutions(model: ir.Model, providers: Sequence, stay: bool = False)
         return False
     modified = BlockedConvolutionPass(block, stay)(model).modified
     if modified and stay:
-        StayInBlocksPass(block)(model)
+        StayInBlocksPass(block, sizes)(model)
+        SumIntoConvolutionPass()(model)
     return modified
 
 
@@ -48,7 +53,8 @@ def block_size() -> int | None:
 def _agrees(block: int) -> bool:
     """Whether a small network gives the same with and without blocks."""
     plain, blocked = _network(block), _network(block)
-    if not BlockedConvolutionPass(block)(blocked).modified or not StayInBlocksPass(block)(blocked).modified:
+    passes = BlockedConvolutionPass(block), StayInBlocksPass(block), SumIntoConvolutionPass()
+    if not all(rewrite(blocked).modified for rewrite in passes):
         return False
     rng = np.random.default_rng(0)
     feeds = {v.name: rng.standard_normal(v.shape.numpy(), np.float32) for v in plain.graph.inputs}
@@ -68,11 +74,11 @@ def _network(block: int) -> ir.Model:
 
     Few channels, a Relu, a stride, two Conv in a row, a ConvTranspose, one of few channels, a last block that is not
     filled, two groups, channels last; vectors of channels, sums over all but these, a matrix as kernel, a ConvTranspose with a stride,
-    single positions, depthwise both ways.
+    single positions, depthwise both ways, a product summed up, sums into convolutions.
     """
     shapes = {"x": (2, 3, 11, 13), "v": (block, 3, 3, 3), "w": (2 * block, block, 3, 2), "b": (2 * block,)}
-    shapes |= {"m": (block, block, 1, 1), "c": (1, block, 1, 1), "d": (block, 1, 3, 2)}
-    model, (x, v, w, b, m, c, d) = _model(**shapes)
+    shapes |= {"m": (block, block, 1, 1), "c": (1, block, 1, 1), "d": (block, 1, 3, 2), "e": (2, block, 37, 36)}
+    model, (x, v, w, b, m, c, d, e) = _model(**shapes)
     op = Builder(model.graph)
     first = op.Relu(op.Conv(x, v, pads=[1, 1, 1, 1]))
     second = op.Conv(first, w, b, strides=[2, 1], pads=[1, 0, 0, 1])
@@ -93,6 +99,10 @@ def _network(block: int) -> ir.Model:
     kernel = op.Slice(first, [0, 0], [7, 9], [2, 3])  # the gradient of a depthwise one by its 5 x 5 kernel
     images = op.Reshape(split, [1, 2 * block, 11, 13])
     model.graph.outputs.append(op.Conv(images, op.Transpose(kernel, perm=[1, 0, 2, 3]), group=block))
+    large = op.Conv(e, w)
+    rise = op.Reshape(b, int64s(1, 2 * block, 1, 1))
+    added = op.Relu(op.Sub(op.Add(op.Mul(large, rise), op.Conv(e, w, b)), op.Mul(op.Tanh(large), rise)))
+    model.graph.outputs.extend([op.ReduceSum(op.Mul(large, added), [0, 2, 3], keepdims=0), op.ConvTranspose(added, w)])
     return model
 
 

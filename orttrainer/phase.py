@@ -112,11 +112,11 @@ def open_phase(
     if rows and place.allows(SparseUpdatePass):
         SparseUpdatePass(rows)(cut)
     through = {name: output for name, output in (updates or {}).items() if name in overwritten}
+    sizes = _sizes(cut.graph, shapes or {})
     stay = part in ("train", "backward") and place.allows(StayInBlocksPass)
-    blocked = place.allows(BlockedConvolutionPass) and block_convolutions(cut, place.providers, stay)
+    blocked = place.allows(BlockedConvolutionPass) and block_convolutions(cut, place.providers, stay, sizes)
     if place.allows(TurnConvolutionPass) and list(place.providers) == ["CPUExecutionProvider"]:
         TurnConvolutionPass()(cut)
-    sizes = _sizes(cut.graph, shapes or {})
     if place.native:
         tiles, library, first = _fused(place, cut, through, sizes)
     else:

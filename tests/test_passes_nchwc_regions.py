@@ -374,6 +374,7 @@ VARIANTS = {
     "cumulative statistics": {"make": lambda: Residual(momentum=None)},
     "evaluation in between": {"evaluate": True},
     "odd images": {"side": 13},
+    "larger images": {"side": 48, "batches": (3, 3, 2, 3)},
     "a part of the network that does not train": {"make": frozen},
     "values made again": {"recompute": Recompute(patterns=["*"])},
     "batches that are accumulated": {"accumulation_steps": 2},

@@ -7,6 +7,7 @@ element by element does not see the difference. A vector of channels cannot be b
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from orttrainer.graph.builder import Builder, same_shape, static_dims
 from orttrainer.graph.passes.batch_norm import switched
 from orttrainer.graph.passes.counter_hash import replace
 from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN, int64s
+from orttrainer.graph.passes.speed.nchwc_products import Products, over_pixels
 from orttrainer.graph.passes.speed.nchwc_strided import (
     Interleaved,
     added,
@@ -49,13 +51,14 @@ class StayInBlocksPass(ir.passes.InPlacePass):
 
     Args:
         block: how many channels make a block.
+        sizes: of symbolic dimensions, in the batch at hand; others work as well, if less fast.
     """
 
-    def __init__(self, block: int):
-        self.block = block
+    def __init__(self, block: int, sizes: Mapping[str, int] | None = None):
+        self.block, self.sizes = block, sizes or {}
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        region = _Region(model.graph, self.block)
+        region = _Region(model.graph, self.block, self.sizes)
         if not region.wanted:
             return ir.passes.PassResult(model, modified=False)
         for node in list(model.graph):
@@ -86,8 +89,9 @@ class _Region:
         apart: plain value -> its parts, if it was joined of such.
     """
 
-    def __init__(self, graph: ir.Graph, block: int):
+    def __init__(self, graph: ir.Graph, block: int, sizes: Mapping[str, int]):
         self.op, self.block = Builder(graph, "blocks"), block
+        self.products = Products(self.op, block, sizes)
         self.blocked: dict[ir.Value, ir.Value] = {}
         self.reordered: dict[ir.Value, ir.Value] = {}
         self.wanted: set[ir.Value] = set()
@@ -120,7 +124,7 @@ class _Region:
             if tuple(node.attributes.get_ints("perm", ())) == CHANNELS_LAST:
                 _replace(node, self._reorder_output(self.blocked[x], node.outputs[0], channels_last=1))
         elif x in self.blocked and (over := self._reduced(node)) is not None:
-            reduced = self._sum(getattr(self.op, node.op_type), self.blocked[x], over_batch=0 in over)
+            reduced = self._over_pixels(node, self.blocked[x], over_batch=0 in over)
             _replace(node, self.op.Unsqueeze(reduced, over) if node.attributes.get_int("keepdims", 1) else reduced)
         elif x in self.blocked and self._subsamples(node):
             self._made(node, subsampled(self.op, node, self.blocked[x]))
@@ -240,24 +244,21 @@ class _Region:
         x, gain, bias = norm.inputs[:3]
         y = node.outputs[0]
         tensor = self._in_blocks(x)
-        new_mean = self._mean(tensor)
+        new_mean = over_pixels(op, "ReduceMean", tensor, self.block, over_batch=True)
         centered = self._scale(Scaled(tensor, None, op.Neg(new_mean)), y)
-        new_var = self._mean(op.node("Mul", centered, centered, like=y))
+        new_var = self.products.sum("ReduceMean", centered, centered, over_batch=True)
         deviation = op.Sqrt(op.Add(new_var, norm.attributes.get_float("epsilon", 1e-5)))
         self.centered[tensor, new_mean] = centered
         result = self._scale(Scaled(centered, op.Div(gain, deviation), bias), y)
         self._made(node, result, new_mean, new_var)
 
-    def _mean(self, tensor: ir.Value) -> ir.Value:
-        """Over all but the channels, [channels]."""
-        return self._sum(self.op.ReduceMean, tensor, over_batch=True)
-
-    def _sum(self, reduce, tensor: ir.Value, over_batch: bool) -> ir.Value:
-        """The sum or mean of a tensor in blocks over its pixels, and over the batch."""
-        channels = tensor.shape[1]
-        split = self.op.Reshape(tensor, int64s(0, channels // self.block, -1, self.block))
-        images = self.op.Reshape(reduce(split, [2], keepdims=0), int64s(-1, channels))
-        return reduce(images, [0], keepdims=0) if over_batch else images
+    def _over_pixels(self, node: ir.Node, tensor: ir.Value, over_batch: bool) -> ir.Value:
+        """What `node`, a sum or mean, gives; of a product that nothing else reads, without that product."""
+        (x, *_), product = node.inputs, tensor.producer()
+        alone = len(tensor.uses()) == 1 and all(self._reduced(use.node) is not None for use in x.uses())
+        if alone and product.op_type == "Mul" and not product.domain and same_shape(*product.inputs):
+            return self.products.sum(node.op_type, *product.inputs, over_batch)
+        return over_pixels(self.op, node.op_type, tensor, self.block, over_batch)
 
     def _scale(self, what: Scaled, y: ir.Value, activation: str | None = None) -> ir.Value:
         """x * factor + offset in one pass over memory."""
