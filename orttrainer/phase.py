@@ -13,7 +13,7 @@ import torch
 from onnx_ir.passes import common
 
 from orttrainer import runtime
-from orttrainer.blocked import block_convolutions
+from orttrainer.blocked import block_convolutions, block_size
 from orttrainer.errors import ExecutionError
 from orttrainer.gated import gate_sums
 from orttrainer.graph.builder import Builder
@@ -35,6 +35,7 @@ from orttrainer.native.fuse import LEAST_SQUARED, FusePointwisePass
 from orttrainer.native.loops import FuseLoopsPass
 from orttrainer.native.rows import FuseRowsPass
 from orttrainer.native.toolchain import compiled
+from orttrainer.native.weights import FuseWeightGradientsPass
 from orttrainer.training_graph import Signature
 
 _ELEMENT_TYPES = {
@@ -114,11 +115,14 @@ def open_phase(
     through = {name: output for name, output in (updates or {}).items() if name in overwritten}
     sizes = _sizes(cut.graph, shapes or {})
     stay = part in ("train", "backward") and place.allows(StayInBlocksPass)
-    blocked = place.allows(BlockedConvolutionPass) and block_convolutions(cut, place.providers, stay, sizes)
+    blocked, kernels = False, []
+    if place.allows(BlockedConvolutionPass):
+        kernels = _weight_gradients(place, cut)
+        blocked = block_convolutions(cut, place.providers, stay, sizes) or bool(kernels)
     if place.allows(TurnConvolutionPass) and list(place.providers) == ["CPUExecutionProvider"]:
         TurnConvolutionPass()(cut)
     if place.native:
-        tiles, library, first = _fused(place, cut, through, sizes)
+        tiles, library, first = _fused(place, cut, through, sizes, kernels)
     else:
         if place.allows(ScaledGradientPass) and list(place.providers) == ["CPUExecutionProvider"]:
             ScaledGradientPass()(cut)
@@ -155,10 +159,22 @@ def _sizes(graph: ir.Graph, shapes: Mapping[str, Sequence[int]]) -> dict[str, in
     return {dim.value: size for dim, size in pairs if isinstance(dim, ir.SymbolicDim) and dim.value is not None}
 
 
+def _weight_gradients(place: Place, cut: ir.Model) -> list:
+    """Let kernels in C compute the weight gradients of convolutions that can work in blocks; these kernels."""
+    if not place.native or not any(node.op_type == "Conv" for node in cut.graph) or (block := block_size()) is None:
+        return []
+    fuse = FuseWeightGradientsPass(block)
+    fuse(cut)
+    return fuse.kernels
+
+
 def _fused(
-    place: Place, cut: ir.Model, updates: Mapping[str, str], sizes: Mapping[str, int]
+    place: Place, cut: ir.Model, updates: Mapping[str, str], sizes: Mapping[str, int], kernels: Sequence
 ) -> tuple[TileUpdatesPass, str | None, dict[str, torch.Tensor]]:
     """Let kernels in C compute what works element by element, some of them in tiles that make the gradient too.
+
+    Args:
+        kernels: that the cut has already.
 
     Returns:
         The tiles; the path of the library of kernels, None if there are none; and what some more outputs are to be bound to.
@@ -174,7 +190,7 @@ def _fused(
     passes = FuseLoopsPass(), FuseRowsPass(), FusePointwisePass(kept=nodes_written_through(graph, updates))
     for fuse in passes:
         fuse(cut)
-    kernels = [kernel for fuse in passes for kernel in fuse.kernels]
+    kernels = [*kernels, *(kernel for fuse in passes for kernel in fuse.kernels)]
     return tiles, str(compiled(kernels)) if kernels else None, first
 
 

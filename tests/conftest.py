@@ -35,3 +35,14 @@ def no_launcher(monkeypatch):
     for name in LAUNCH_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
+
+
+@pytest.fixture(scope="session")
+def _kernel_cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture
+def own_kernel_cache(_kernel_cache, monkeypatch):
+    """Kernels in C are compiled in this run, once."""
+    monkeypatch.setenv("ORTTRAINER_CACHE", str(_kernel_cache))

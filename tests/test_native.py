@@ -15,17 +15,8 @@ from orttrainer import IODescription, ModelDescription, ORTTrainer, set_seed
 from orttrainer.native.fuse import FusePointwisePass
 from orttrainer.native.toolchain import DOMAIN, compiled
 
+pytestmark = pytest.mark.usefixtures("own_kernel_cache")
 FLOAT, DOUBLE, BOOL, INT32 = TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.BOOL, TensorProto.INT32
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("kernels")
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(cache, monkeypatch):
-    monkeypatch.setenv("ORTTRAINER_CACHE", str(cache))
 
 
 def node(op_type, inputs, output, **attributes):

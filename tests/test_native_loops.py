@@ -16,14 +16,8 @@ from orttrainer.native.toolchain import compiled
 from orttrainer.testing.check import _model
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("kernels")
-
-
 @pytest.fixture(autouse=True)
-def _own_cache(cache, monkeypatch):
-    monkeypatch.setenv("ORTTRAINER_CACHE", str(cache))
+def _loops_of_any_width(own_kernel_cache, monkeypatch):
     monkeypatch.setattr(recurrent_forward, "NARROWEST", 1)
 
 

@@ -11,17 +11,8 @@ from onnx_ir.passes import common
 from orttrainer.native.rows import FuseRowsPass
 from orttrainer.native.toolchain import compiled
 
+pytestmark = pytest.mark.usefixtures("own_kernel_cache")
 FLOAT, DOUBLE, INT64 = TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.INT64
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("kernels")
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(cache, monkeypatch):
-    monkeypatch.setenv("ORTTRAINER_CACHE", str(cache))
 
 
 def graph_of(table, rows, zeros, dtype=FLOAT, axis=0, reduction="add", sizes=None, column=None):

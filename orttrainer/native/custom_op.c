@@ -61,8 +61,9 @@ typedef struct {
    inplace: gives how many outputs may be written over an input that nobody reads later, and lists both.
    run: for the rows first to last, or for the elements where there is one loop, which are chunk number `chunk`; `size`
    holds the lengths of the loops.
-   other: what computes an operator of another kind, see loops.c and rows.c; only names and types are given then.
-   loop: of a loop over time. */
+   other: what computes an operator of another kind, see loops.c, rows.c, weights.c; only names and types are given then.
+   loop: of a loop over time.
+   window: of a convolution. */
 typedef struct Kernel {
   const char *name;
   int inputs, outputs;
@@ -75,6 +76,7 @@ typedef struct Kernel {
   void (*run)(const void *const *in, void *const *out, const int64_t *size, int64_t first, int64_t last, size_t chunk);
   Status *(*other)(const struct Kernel *kernel, Context *context);
   const struct Loop *loop;
+  const struct Window *window;
 } Kernel;
 
 typedef struct Op {

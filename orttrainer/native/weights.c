@@ -1,0 +1,156 @@
+/* The gradient of a convolution for its weight, from tensors in ONNX Runtime's blocks of channels:
+   [images, channels / B, height, width, B].
+
+   Of a block of inputs and a block of outputs the gradient at a tap is a matrix of B x B, which is summed up in registers
+   over a strip of pixels: for each pixel a vector of B outputs, times B inputs, one after the other. Nothing is unfolded
+   or transposed. The images are cut into parts, by their number and not by that of the threads: the same bits with any
+   number of threads. */
+
+#define STRIP 192            /* pixels, about: with those of x they stay in the first cache while the taps read them */
+#define WEIGHTS_CHUNKS 32    /* that the threads take, about */
+
+typedef struct Window {
+  int block, kernel[2], strides[2], dilations[2], begin[2]; /* begin: pads */
+} Window;
+
+typedef struct {
+  const Window *window;
+  const float *x, *dy;
+  float *parts, *dw;
+  int64_t images, parts_of_images, x_size[2], y_size[2], x_blocks, y_blocks;
+} Weights;
+
+#if defined(__clang__)
+#pragma clang fp contract(fast)
+#else
+#pragma GCC push_options
+#pragma GCC optimize("fp-contract=fast")
+#endif
+
+/* sum[i] += x[i] * dy over a rectangle of pixels; x_row, x_step, dy_row: elements from one to the next. */
+#define TAP(name, VECTOR, B)                                                                            \
+  static void name(const float *x, int64_t x_row, int64_t x_step, const float *dy, int64_t dy_row,      \
+                   int64_t rows, int64_t columns, float *sum) {                                         \
+    VECTOR s[B];                                                                                        \
+    _Pragma("GCC unroll 16") for (int i = 0; i < B; ++i) s[i] = (VECTOR){0};                            \
+    for (int64_t h = 0; h < rows; ++h, x += x_row, dy += dy_row) {                                      \
+      const float *at = x;                                                                              \
+      for (int64_t w = 0; w < columns; ++w, at += x_step) {                                             \
+        const VECTOR d = *(const VECTOR *)(dy + w * B);                                                 \
+        _Pragma("GCC unroll 16") for (int i = 0; i < B; ++i) s[i] += at[i] * d;                         \
+      }                                                                                                 \
+    }                                                                                                   \
+    _Pragma("GCC unroll 16") for (int i = 0; i < B; ++i) *(VECTOR *)(sum + i * B) += s[i];              \
+  }
+
+#if defined(__AVX512F__)
+TAP(tap_16, Vector16, 16)
+#else
+static void tap_16(const float *x, int64_t x_row, int64_t x_step, const float *dy, int64_t dy_row, int64_t rows,
+                   int64_t columns, float *sum) {
+  for (int64_t h = 0; h < rows; ++h)
+    for (int64_t w = 0; w < columns; ++w)
+      for (int i = 0; i < 16; ++i)
+#pragma omp simd
+        for (int o = 0; o < 16; ++o) sum[i * 16 + o] += x[h * x_row + w * x_step + i] * dy[h * dy_row + w * 16 + o];
+}
+#endif
+TAP(tap_8, Vector8, 8)
+
+#if !defined(__clang__)
+#pragma GCC pop_options
+#else
+#pragma clang fp contract(off)
+#endif
+
+/* The positions whose window has its tap inside of x, along one axis: from first to last. */
+static void range_of(const Window *w, int axis, int tap, int64_t x_size, int64_t y_size, int64_t *first, int64_t *last) {
+  const int64_t offset = (int64_t)tap * w->dilations[axis] - w->begin[axis], stride = w->strides[axis];
+  const int64_t end = x_size - offset;
+  *first = offset < 0 ? (-offset + stride - 1) / stride : 0;
+  *last = end > 0 ? (end + stride - 1) / stride : 0;
+  if (*last > y_size) *last = y_size;
+}
+
+/* One pair of blocks, over one part of the images. */
+static void weights_of_pair(void *data, size_t index) {
+  const Weights *g = data;
+  const Window *w = g->window;
+  const int64_t B = w->block, parts = g->parts_of_images, part = index % parts, pair = index / parts;
+  const int64_t in = pair % g->x_blocks, out = pair / g->x_blocks;
+  const int64_t first_image = g->images * part / parts, last_image = g->images * (part + 1) / parts;
+  const int64_t x_plane = g->x_size[0] * g->x_size[1] * B, y_plane = g->y_size[0] * g->y_size[1] * B;
+  const int64_t x_row = g->x_size[1] * B, y_row = g->y_size[1] * B, rows = STRIP / (g->y_size[1] + 1) + 1;
+  float *sums = g->parts + (int64_t)index * w->kernel[0] * w->kernel[1] * B * B;
+  memset(sums, 0, sizeof(float) * w->kernel[0] * w->kernel[1] * B * B);
+  for (int64_t n = first_image; n < last_image; ++n) {
+    const float *x = g->x + (n * g->x_blocks + in) * x_plane, *dy = g->dy + (n * g->y_blocks + out) * y_plane;
+    for (int64_t strip = 0; strip < g->y_size[0]; strip += rows) {
+      float *sum = sums;
+      for (int k = 0; k < w->kernel[0]; ++k) {
+        int64_t top, bottom;
+        range_of(w, 0, k, g->x_size[0], g->y_size[0], &top, &bottom);
+        if (top < strip) top = strip;
+        if (bottom > strip + rows) bottom = strip + rows;
+        for (int l = 0; l < w->kernel[1]; ++l, sum += B * B) {
+          int64_t left, right;
+          range_of(w, 1, l, g->x_size[1], g->y_size[1], &left, &right);
+          if (top >= bottom || left >= right) continue;
+          const int64_t row = top * w->strides[0] - w->begin[0] + (int64_t)k * w->dilations[0];
+          const int64_t column = left * w->strides[1] - w->begin[1] + (int64_t)l * w->dilations[1];
+          (B == 16 ? tap_16 : tap_8)(x + row * x_row + column * B, w->strides[0] * x_row, w->strides[1] * B,
+                                     dy + top * y_row + left * B, y_row, bottom - top, right - left, sum);
+        }
+      }
+    }
+  }
+}
+
+/* The sum over the parts of one pair, as [outputs, inputs, taps]. */
+static void weights_in_order(void *data, size_t pair) {
+  const Weights *g = data;
+  const Window *w = g->window;
+  const int64_t B = w->block, ins = g->x_blocks, taps = w->kernel[0] * w->kernel[1];
+  const int64_t in = pair % ins, out = pair / ins;
+  for (int64_t i = 0; i < B; ++i)
+    for (int64_t tap = 0; tap < taps; ++tap)
+      for (int64_t o = 0; o < B; ++o) {
+        float sum = 0;
+        const float *at = g->parts + pair * g->parts_of_images * taps * B * B + (tap * B + i) * B + o;
+        for (int64_t part = 0; part < g->parts_of_images; ++part, at += taps * B * B) sum += *at;
+        g->dw[((out * B + o) * ins * B + in * B + i) * taps + tap] = sum;
+      }
+}
+
+/* Inputs: x and dy, in blocks. */
+static Status *sum_weights(const Kernel *kernel, Context *context) {
+  const Window *w = kernel->window;
+  const Value *inputs[2];
+  const float *data[2];
+  int64_t sizes[2][MOST_AXES];
+  size_t axes[2];
+  for (int i = 0; i < 2; ++i) {
+    TRY(GET_INPUT(api)(context, i, &inputs[i]));
+    TRY(GET_DATA(api)((Value *)inputs[i], (void **)&data[i]));
+    TRY(sizes_of(inputs[i], &axes[i], sizes[i]));
+  }
+  const int64_t channels = sizes[0][1], outputs = sizes[1][1];
+  if (axes[0] != 4 || axes[1] != 4 || sizes[0][0] != sizes[1][0] || channels % w->block || outputs % w->block)
+    return CREATE_STATUS(api)(INVALID_ARGUMENT, "the sizes of the inputs do not go together");
+  const int64_t shape[] = {outputs, channels, w->kernel[0], w->kernel[1]};
+  Value *output;
+  Weights g = {.window = w, .x = data[0], .dy = data[1], .images = sizes[0][0], .x_size = {sizes[0][2], sizes[0][3]},
+               .y_size = {sizes[1][2], sizes[1][3]}, .x_blocks = channels / w->block, .y_blocks = outputs / w->block};
+  TRY(GET_OUTPUT(api)(context, 0, shape, 4, &output));
+  TRY(GET_DATA(api)(output, (void **)&g.dw));
+  const int64_t pairs = g.y_blocks * g.x_blocks;
+  if (!pairs) return NULL;
+  g.parts_of_images = pairs < WEIGHTS_CHUNKS ? WEIGHTS_CHUNKS / pairs : 1;
+  if (g.parts_of_images > g.images) g.parts_of_images = g.images > 0 ? g.images : 1;
+  const size_t bytes = sizeof(float) * pairs * g.parts_of_images * shape[2] * shape[3] * w->block * w->block;
+  if (!(g.parts = aligned_alloc(64, (bytes + 63) / 64 * 64))) return CREATE_STATUS(api)(FAIL, "out of memory");
+  Status *status = PARALLEL_FOR(api)(context, weights_of_pair, pairs * g.parts_of_images, 0, &g);
+  if (!status) status = PARALLEL_FOR(api)(context, weights_in_order, pairs, 0, &g);
+  free(g.parts);
+  return status;
+}
