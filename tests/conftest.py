@@ -1,7 +1,11 @@
+import os
 import pathlib
 import sys
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # threads of several workers spin while they wait for each other's cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
@@ -20,6 +24,23 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     forms.choose(config.getoption("--forms"))
+
+
+# What takes long in these, such as a run of two ranks, is done once for all tests of the file.
+ON_ONE_WORKER = ("test_data_parallel.py", "test_data_parallel_steps.py", "test_export_child.py")
+
+
+@pytest.hookimpl(optionalhook=True)  # without pytest-xdist there is no such hook
+def pytest_xdist_make_scheduler(config, log):
+    """By file, as pytest-xdist 3.8 finds none of its own marks where pytest is 9.2."""
+    from xdist.scheduler import LoadGroupScheduling
+
+    class Scheduling(LoadGroupScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0]
+            return file if file.endswith(ON_ONE_WORKER) else super()._split_scope(nodeid)
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ import warnings
 import onnx
 import pytest
 import torch
+from launched import LAUNCHERS
 from reference_optimizers import SGD, AdamBefore, ClippedOptimizer, Lamb
-from test_data_parallel import LAUNCHERS
 
 import orttrainer
 from orttrainer import compat

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -85,13 +86,13 @@ print("loaded" if {"onnxscript", "sympy.core"} & set(sys.modules) else "not load
 @linux
 @pytest.mark.parametrize("switch, loaded", [("", "not loaded"), ("here", "loaded")])
 def test_training_is_the_same_and_the_switch_says_where_the_export_is(switch, loaded):
-    lines = _trained({child.SWITCH: switch})
-    assert lines == [*_trained({child.SWITCH: "here"})[:-1], loaded]
+    assert _trained(switch) == [*_trained("here")[:-1], loaded]
 
 
-def _trained(environment):
+@functools.cache
+def _trained(switch):
     command = [sys.executable, "-W", "ignore", "-c", TRAINED]
-    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, child.SWITCH: switch})
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert lines[0] == "held back"  # and not once more, from the child

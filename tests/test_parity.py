@@ -86,6 +86,23 @@ def test_losses_and_parameters_are_those_of_pytorch(name, optimizer):
     assert_equal_state(module.state_dict(), expected_module.state_dict())
 
 
+@pytest.fixture
+def two_threads():
+    """Users have them; `conftest.py` gives each worker of the tests one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", models.SETUPS)
+def test_two_threads_train_like_pytorch_too(name, two_threads):
+    expected, expected_module = train_in_pytorch(name, "adam", steps=3)
+    setup, module, trainer = make_trainer(name, "adam")
+    assert train(setup, trainer, "adam", range(3)) == pytest.approx(expected, rel=1e-5)
+    assert_equal_state(module.state_dict(), expected_module.state_dict())
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "lamb"])
 def test_an_onnx_model_with_its_loss_inside_trains_like_the_module_it_came_from(optimizer, tmp_path):
     setup, _module, source = make_trainer("mlp", optimizer)

@@ -6,6 +6,7 @@ import math
 import os
 import random
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -328,15 +329,26 @@ def test_train_reads_a_folder(tmp_path):
         (["--epochs", "0"], "argument --epochs: '0' is not a whole number above 0"),
         (["--bptt", "many"], "argument --bptt: 'many' is not a whole number above 0"),
         (["--optimizer", "lamb"], "argument --optimizer: invalid choice: 'lamb'"),
-        (["--device", "cuda"], "--device cuda: PyTorch"),
         (["--save-graph", "x.onnx"], "unrecognized arguments: --save-graph"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_train_cannot_do_is_said_in_one_line(arguments, message):
-    done = train(*arguments, env={"CUDA_VISIBLE_DEVICES": ""})
+def test_what_train_cannot_do_is_said_in_one_line(arguments, message, monkeypatch, capsys):
+    """In this process, which has imported torch; one that ends so prints the code of the exit where that is a text."""
+    monkeypatch.setattr(sys, "argv", [str(SAMPLE / "train.py"), *arguments])
+    monkeypatch.syspath_prepend(SAMPLE)
+    with pytest.raises(SystemExit) as ended, torch.random.fork_rng():
+        runpy.run_path(str(SAMPLE / "train.py"), run_name="__main__")
+    assert ended.value.code not in (None, 0)
+    said = f"{capsys.readouterr().err}{ended.value.code}"
+    assert message in said
+    assert "Traceback" not in said
+
+
+def test_what_the_system_lacks_is_said_in_one_line():
+    done = train("--device", "cuda", env={"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode != 0
-    assert message in done.stderr
+    assert "--device cuda: PyTorch" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -18,6 +18,13 @@ from orttrainer.graph.fence import unordered_readers
 from orttrainer.run import Runner
 from orttrainer.training_graph import TrainingGraph
 
+# Every model, with one optimizer, and every optimizer, with one model; `make test-slow` has all the others.
+EACH_MODEL_AND_OPTIMIZER = [
+    pytest.param(name, optimizer, marks=() if name == "transformer" or optimizer == "adam" else pytest.mark.slow)
+    for name in models.SETUPS
+    for optimizer in OPTIMIZERS
+]
+
 
 def compiled(name: str, optimizer: str):
     """A trainer that has compiled and not yet trained."""
@@ -59,8 +66,7 @@ def test_saved_file_passes_the_checker_and_trains_from_a_bare_session(name, opti
     assert losses == pytest.approx(train(setup, trainer, optimizer, range(5)), rel=1e-6)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", models.SETUPS)
+@pytest.mark.parametrize("name, optimizer", EACH_MODEL_AND_OPTIMIZER)
 def test_training_in_place_equals_double_buffering_bit_for_bit(name, optimizer, request):
     setup, _, trainer = compiled(name, optimizer)
     apart = {key: tensor.clone() for key, tensor in trainer._engine._runner.state.items()}
@@ -81,8 +87,7 @@ def test_training_in_place_equals_double_buffering_bit_for_bit(name, optimizer, 
         same(tensor, double.state[key])
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", models.SETUPS)
+@pytest.mark.parametrize("name, optimizer", EACH_MODEL_AND_OPTIMIZER)
 def test_every_reader_of_a_state_runs_before_it_is_overwritten(name, optimizer):
     _, _, trainer = compiled(name, optimizer)
     graph = trainer.training_graph.graph.graph

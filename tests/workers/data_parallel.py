@@ -15,6 +15,7 @@ from torch import nn
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 import models
+from fast_export import share_operator_table
 from test_parity import OPTIMIZERS
 
 from orttrainer import IODescription, ModelDescription, ORTTrainer, set_seed
@@ -25,6 +26,7 @@ STEPS = 20
 
 
 def main(folder: str) -> None:
+    share_operator_table()
     collective = find_collective()
     rank, size = collective.rank, collective.size
     results = {"rank": rank, "size": size}

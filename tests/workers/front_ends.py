@@ -14,6 +14,7 @@ from torch import nn
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 import small
+from fast_export import share_operator_table
 
 from orttrainer import LossScaler, errors, training
 from orttrainer.distributed import find_collective
@@ -28,6 +29,7 @@ DESCRIPTION = {
 
 
 def main(folder: str) -> None:
+    share_operator_table()
     collective = find_collective()
     rank, size = collective.rank, collective.size
     results = {}
