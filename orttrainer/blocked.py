@@ -34,7 +34,6 @@ def block_convolutions(
     modified = BlockedConvolutionPass(block, stay)(model).modified
     if modified and stay:
         StayInBlocksPass(block, sizes)(model)
-        SumIntoConvolutionPass()(model)
     return modified
 
 

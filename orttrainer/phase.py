@@ -22,6 +22,7 @@ from orttrainer.graph.passes.speed.gated_add import GatedAddPass
 from orttrainer.graph.passes.speed.late_norm import let_norm_be_late
 from orttrainer.graph.passes.speed.nchwc import BlockedConvolutionPass
 from orttrainer.graph.passes.speed.nchwc_regions import StayInBlocksPass
+from orttrainer.graph.passes.speed.nchwc_sums import SumIntoConvolutionPass
 from orttrainer.graph.passes.speed.scaled_gradient import ScaledGradientPass
 from orttrainer.graph.passes.speed.sparse_update import (
     SparseUpdatePass,
@@ -119,6 +120,8 @@ def open_phase(
     if place.allows(BlockedConvolutionPass):
         kernels = _weight_gradients(place, cut)
         blocked = block_convolutions(cut, place.providers, stay, sizes) or bool(kernels)
+        if blocked and stay and place.allows(SumIntoConvolutionPass):
+            SumIntoConvolutionPass()(cut)
     if place.allows(TurnConvolutionPass) and list(place.providers) == ["CPUExecutionProvider"]:
         TurnConvolutionPass()(cut)
     if place.native:

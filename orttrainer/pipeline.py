@@ -23,6 +23,7 @@ from orttrainer.graph.passes.speed.gelu import ExpandGeluPass, FuseGeluPass
 from orttrainer.graph.passes.speed.layout import WideLinearLayoutPass
 from orttrainer.graph.passes.speed.nchwc import BlockedConvolutionPass
 from orttrainer.graph.passes.speed.nchwc_regions import StayInBlocksPass
+from orttrainer.graph.passes.speed.nchwc_sums import SumIntoConvolutionPass
 from orttrainer.graph.passes.speed.pads import JoinPadsPass
 from orttrainer.graph.passes.speed.products import (
     CancelReshapePairsPass,
@@ -63,6 +64,7 @@ SPEED_PASSES = (
     GatedAddPass,  # of the sessions on a CPU
     BlockedConvolutionPass,  # of the sessions on a CPU
     StayInBlocksPass,  # of those that train, behind it
+    SumIntoConvolutionPass,  # of the same, behind both
     TurnConvolutionPass,  # of the sessions on a CPU
     KeepActivationsPass,
     JoinPadsPass,

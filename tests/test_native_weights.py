@@ -13,6 +13,7 @@ from orttrainer import phase
 from orttrainer.differentiate.rules.convolution_weights import weight_gradient
 from orttrainer.differentiate.rules.windows import Window
 from orttrainer.graph.builder import Builder
+from orttrainer.graph.passes.speed.nchwc import BlockedConvolutionPass
 from orttrainer.native.toolchain import DOMAIN, compiled
 from orttrainer.native.weights import FuseWeightGradientsPass
 
@@ -115,6 +116,17 @@ def test_images_that_do_not_go_together_are_an_error():
     feeds = {"x": np.ones((2, BLOCK, 6, 6), np.float32), "dy": np.ones((1, BLOCK, 6, 6), np.float32)}
     with pytest.raises(Exception, match="sizes of the inputs do not go together"):
         run(model, feeds, fused(model))
+
+
+def test_what_both_read_is_brought_into_blocks_once():
+    """dY by the weight gradient, and by the convolution that is the gradient of the input."""
+    model, _ = gradient_of((9, BLOCK, 6, 6), (BLOCK, BLOCK, 3, 3), SQUARE)
+    op = Builder(model.graph)
+    weight = op.const(np.ones((BLOCK, BLOCK, 3, 3), np.float32))
+    model.graph.outputs.append(op.ConvTranspose(model.graph.inputs[1], weight, pads=[1, 1, 1, 1]))
+    fused(model)
+    BlockedConvolutionPass(BLOCK)(model)
+    assert sum(node.op_type == "ReorderInput" and node.inputs[0] is model.graph.inputs[1] for node in model.graph) == 1
 
 
 SQUARE = Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1))

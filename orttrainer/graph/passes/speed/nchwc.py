@@ -96,7 +96,11 @@ class _Rewriting:
 
     def __init__(self, op: Builder, block: int):
         self.op, self.block = op, block
-        self.blocked: dict[ir.Value, ir.Value] = {}
+        self.blocked: dict[ir.Value, ir.Value] = {
+            node.inputs[0]: node.outputs[0]
+            for node in op.graph
+            if (node.domain, node.op_type) == (DOMAIN, "ReorderInput")
+        }
 
     def convolution(self, node: ir.Node) -> None:
         op, (x, w, *bias) = self.op, node.inputs
