@@ -223,6 +223,20 @@ def test_a_transposed_convolution_with_strides_is_made_of_convolutions(strides, 
     assert (("", "ConvTranspose") in assert_same(model, sizes)) == only_bias
 
 
+@pytest.mark.parametrize("batch", [6, "batch"])
+@pytest.mark.parametrize("strides, attributes, kernel", STRIDED.values(), ids=STRIDED)
+def test_a_depthwise_transposed_convolution_with_strides_is_made_of_convolutions(strides, attributes, kernel, batch):
+    nodes = [
+        node("Conv", "x", "w", to="h", pads=[1, 1, 1, 1]),
+        node("ConvTranspose", "h", "v", to="t", group=BLOCK, strides=strides, **attributes),
+        node("Conv", "t", "w", to="out"),
+    ]
+    sizes = {"x": SIZES["x"], "w": SIZES["w"], "v": (BLOCK, 1, *kernel)}
+    model = model_of(nodes, sizes | {"x": (batch, *SIZES["x"][1:])}, ["out"])
+    found = assert_same(model, sizes)
+    assert ("", "ConvTranspose") not in found and reorders(found) == (4, 1)
+
+
 OTHERS = {
     "a size that the stride does not divide": {"strides": [2, 2]},
     "groups": {"strides": [2, 2], "group": 2, "output_padding": [1, 1]},

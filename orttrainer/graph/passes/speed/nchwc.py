@@ -68,7 +68,7 @@ class BlockedConvolutionPass(ir.passes.InPlacePass):
         """Whether the channels on both sides of a convolution fill their blocks, and the layout pays."""
         if not _is_plain(node):
             return False
-        if _is_depthwise(node):
+        if is_depthwise(node):
             return static_dims(node.inputs[1])[0] % self.block == 0
         channels, out = channels_of(node)
         filled = 1.0 if _groups(node) > 1 else FILLED
@@ -113,7 +113,7 @@ class _Rewriting:
             attributes["pads"] = turned_pads(node, kernel) if turned else ints(node, "pads", 0, 4)
         else:
             attributes["auto_pad"] = node.attributes.get_string("auto_pad")
-        if _is_depthwise(node):
+        if is_depthwise(node):
             attributes["group"] = y.shape[1]
             weight = depthwise_weight(op, w, self.block, turned)
         else:
@@ -251,7 +251,8 @@ def _groups(node: ir.Node) -> int:
     return node.attributes.get_int("group", 1)
 
 
-def _is_depthwise(node: ir.Node) -> bool:
+def is_depthwise(node: ir.Node) -> bool:
+    """Whether each channel is convolved by itself, to one."""
     weights = static_dims(node.inputs[1])
     return _groups(node) > 1 and weights is not None and weights[:2] == (_groups(node), 1)
 

@@ -9,7 +9,13 @@ import numpy as np
 import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder, static_dims
-from orttrainer.graph.passes.speed.nchwc import blocked_weight, exchanged_weight, has_many_positions
+from orttrainer.graph.passes.speed.nchwc import (
+    blocked_weight,
+    depthwise_weight,
+    exchanged_weight,
+    has_many_positions,
+    is_depthwise,
+)
 from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN, int64s, ints
 
 
@@ -69,7 +75,7 @@ def phases(node: ir.Node) -> list[list[Phase]] | None:
     Row y of the result is the sum of w[t] * x[u] over all t and u with stride * u + t = y + pad. So rows that are one
     stride apart have the same taps, from neighbouring u: they are a convolution with every so many-th tap, turned round.
     """
-    if node.op_type != "ConvTranspose" or node.attributes.get_int("group", 1) != 1:
+    if node.op_type != "ConvTranspose" or (node.attributes.get_int("group", 1) != 1 and not is_depthwise(node)):
         return None
     if not _explicit(node) or "output_shape" in node.attributes or max(ints(node, "dilations", 1)) > 1:
         return None
@@ -98,19 +104,25 @@ def _phase(place: int, size: int, results: int, kernel: int, stride: int, pad: i
 def transposed(op: Builder, node: ir.Node, axes: list[list[Phase]], x: ir.Value, block: int) -> Interleaved:
     """A ConvTranspose of `x` in blocks, by its `phases`."""
     (w, *bias), y = node.inputs[1:], node.outputs[0]
-    channels, out, _, width = static_dims(w)
-    exchanged, parts = exchanged_weight(op, w, block), {}
-    strides = tuple(ints(node, "strides", 1))
+    channels, out, height, width = static_dims(w)
+    strides, parts = tuple(ints(node, "strides", 1)), {}
+    if alone := is_depthwise(node):
+        by_tap = op.Reshape(
+            depthwise_weight(op, w, block, turned=False), int64s(channels // block, height * width, block)
+        )
+        channels, out = 1, channels
+    else:
+        by_tap = exchanged_weight(op, w, block)
     for i, row in enumerate(axes[0]):
         for j, column in enumerate(axes[1]):
             if not row.taps or not column.taps:
                 continue
             kernel = [len(row.taps), len(column.taps)]
             taps = np.array([t * width + u for t in row.taps for u in column.taps], np.int64)
+            some = op.Reshape(op.Gather(by_tap, taps, axis=1 if alone else 2), int64s(out, channels, *kernel))
             part = op.node(
-                "Conv", x, op.Reshape(op.Gather(exchanged, taps, axis=2), int64s(out, channels, *kernel)), *bias, domain=DOMAIN,
-                like=y, kernel_shape=kernel, strides=[1, 1], dilations=[1, 1],
-                pads=[row.begin, column.begin, row.end, column.end],
+                "Conv", x, some, *bias, domain=DOMAIN, like=y, kernel_shape=kernel, strides=[1, 1], dilations=[1, 1],
+                pads=[row.begin, column.begin, row.end, column.end], group=out if alone else 1,
             )  # fmt: skip
             part.shape = ir.Shape([*y.shape.dims[:2], *(size // s for size, s in zip(y.shape.dims[2:], strides))])
             parts[i, j] = part
