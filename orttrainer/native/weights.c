@@ -6,8 +6,8 @@
    or transposed. The images are cut into parts, by their number and not by that of the threads: the same bits with any
    number of threads. */
 
-#define STRIP 192            /* pixels, about: with those of x they stay in the first cache while the taps read them */
-#define WEIGHTS_CHUNKS 32    /* that the threads take, about */
+#define STRIP 192         /* pixels, about: with those of x they stay in the first cache while the taps read them */
+#define WEIGHTS_CHUNKS 32 /* that the threads take, about */
 
 typedef struct Window {
   int block, kernel[2], strides[2], dilations[2], begin[2]; /* begin: pads */
@@ -148,7 +148,7 @@ static Status *sum_weights(const Kernel *kernel, Context *context) {
   g.parts_of_images = pairs < WEIGHTS_CHUNKS ? WEIGHTS_CHUNKS / pairs : 1;
   if (g.parts_of_images > g.images) g.parts_of_images = g.images > 0 ? g.images : 1;
   const size_t bytes = sizeof(float) * pairs * g.parts_of_images * shape[2] * shape[3] * w->block * w->block;
-  if (!(g.parts = aligned_alloc(64, (bytes + 63) / 64 * 64))) return CREATE_STATUS(api)(FAIL, "out of memory");
+  if (!(g.parts = malloc(bytes))) return CREATE_STATUS(api)(FAIL, "out of memory");
   Status *status = PARALLEL_FOR(api)(context, weights_of_pair, pairs * g.parts_of_images, 0, &g);
   if (!status) status = PARALLEL_FOR(api)(context, weights_in_order, pairs, 0, &g);
   free(g.parts);

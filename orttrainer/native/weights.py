@@ -13,6 +13,7 @@ from orttrainer.native.kernel import initializer
 from orttrainer.native.toolchain import DOMAIN
 
 FLOAT = ir.DataType.FLOAT
+BLOCKS = (8, 16)  # that weights.c has
 
 
 class FuseWeightGradientsPass(ir.passes.InPlacePass):
@@ -37,7 +38,8 @@ class FuseWeightGradientsPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
         op = Builder(graph, "weights")
-        found = [(node, gradient) for node in graph if (gradient := _Gradient.of(node, self.block)) is not None]
+        nodes = list(graph) if self.block in BLOCKS else []
+        found = [(node, gradient) for node in nodes if (gradient := _Gradient.of(node, self.block)) is not None]
         blocked: dict[ir.Value, ir.Value] = {}
         for node, gradient in found:
             (y,) = node.outputs
