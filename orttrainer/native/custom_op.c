@@ -44,6 +44,15 @@ typedef struct {
 #define RELEASE_SHAPE(api) CALL(api, 99, void, (Shape *))
 #define PARALLEL_FOR(api) CALL(api, 274, Status *, (const Context *, void (*)(void *, size_t), size_t, size_t, void *))
 
+/* Between these a product is added without rounding it first. */
+#if defined(__clang__)
+#define BEGIN_CONTRACTED _Pragma("clang fp contract(fast)")
+#define END_CONTRACTED _Pragma("clang fp contract(off)")
+#else
+#define BEGIN_CONTRACTED _Pragma("GCC push_options") _Pragma("GCC optimize(\"fp-contract=fast\")")
+#define END_CONTRACTED _Pragma("GCC pop_options")
+#endif
+
 #define TRY(expression)            \
   do {                             \
     Status *status = (expression); \

@@ -58,12 +58,7 @@ static int64_t bytes_of(int type) {
 
    Blocks of rows and columns are summed up in registers, and w is read as it lies: once a step, in one run a row. The
    product is added without rounding it first. */
-#if defined(__clang__)
-#pragma clang fp contract(fast)
-#else
-#pragma GCC push_options
-#pragma GCC optimize("fp-contract=fast")
-#endif
+BEGIN_CONTRACTED
 
 typedef float Vector4 __attribute__((vector_size(16), aligned(4), may_alias));
 typedef float Vector8 __attribute__((vector_size(32), aligned(4), may_alias));
@@ -137,11 +132,7 @@ static void column_of_product(const Product *p, int64_t column, int64_t first, i
   }
 }
 
-#if defined(__clang__)
-#pragma clang fp contract(off)
-#else
-#pragma GCC pop_options
-#endif
+END_CONTRACTED
 
 typedef void Block(const Product *p, int64_t row, int64_t column);
 

@@ -20,12 +20,7 @@ typedef struct {
   int64_t images, parts_of_images, x_size[2], y_size[2], x_blocks, y_blocks;
 } Weights;
 
-#if defined(__clang__)
-#pragma clang fp contract(fast)
-#else
-#pragma GCC push_options
-#pragma GCC optimize("fp-contract=fast")
-#endif
+BEGIN_CONTRACTED
 
 /* sum[i] += x[i] * dy over a rectangle of pixels; x_row, x_step, dy_row: elements from one to the next. */
 #define TAP(name, VECTOR, B)                                                                            \
@@ -57,11 +52,7 @@ static void tap_16(const float *x, int64_t x_row, int64_t x_step, const float *d
 #endif
 TAP(tap_8, Vector8, 8)
 
-#if !defined(__clang__)
-#pragma GCC pop_options
-#else
-#pragma clang fp contract(off)
-#endif
+END_CONTRACTED
 
 /* The positions whose window has its tap inside of x, along one axis: from first to last. */
 static void range_of(const Window *w, int axis, int tap, int64_t x_size, int64_t y_size, int64_t *first, int64_t *last) {
