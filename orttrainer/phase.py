@@ -18,6 +18,7 @@ from orttrainer.errors import ExecutionError
 from orttrainer.gated import gate_sums
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.half_kernels import EmulateHalfPass, has_cpu_kernel, has_cuda_kernel
+from orttrainer.graph.passes.speed import nchwc_nodes
 from orttrainer.graph.passes.speed.gated_add import GatedAddPass
 from orttrainer.graph.passes.speed.late_norm import let_norm_be_late
 from orttrainer.graph.passes.speed.nchwc import BlockedConvolutionPass
@@ -34,6 +35,7 @@ from orttrainer.graph.passes.speed.tiles import TileUpdatesPass
 from orttrainer.graph.passes.speed.turned import TurnConvolutionPass
 from orttrainer.native.fuse import LEAST_SQUARED, FusePointwisePass
 from orttrainer.native.loops import FuseLoopsPass
+from orttrainer.native.pools import FusePoolGradientsPass
 from orttrainer.native.rows import FuseRowsPass
 from orttrainer.native.toolchain import compiled
 from orttrainer.native.weights import FuseWeightGradientsPass
@@ -116,10 +118,9 @@ def open_phase(
     through = {name: output for name, output in (updates or {}).items() if name in overwritten}
     sizes = _sizes(cut.graph, shapes or {})
     stay = part in ("train", "backward") and place.allows(StayInBlocksPass)
-    blocked, kernels = False, []
+    blocked, kernels = False, _gradients_of_windows(place, cut) if place.native else []
     if place.allows(BlockedConvolutionPass):
-        kernels = _weight_gradients(place, cut)
-        blocked = block_convolutions(cut, place.providers, stay, sizes) or bool(kernels)
+        blocked = block_convolutions(cut, place.providers, stay, sizes) or nchwc_nodes.DOMAIN in cut.graph.opset_imports
         if blocked and stay and place.allows(SumIntoConvolutionPass):
             SumIntoConvolutionPass()(cut)
     if place.allows(TurnConvolutionPass) and list(place.providers) == ["CPUExecutionProvider"]:
@@ -162,13 +163,14 @@ def _sizes(graph: ir.Graph, shapes: Mapping[str, Sequence[int]]) -> dict[str, in
     return {dim.value: size for dim, size in pairs if isinstance(dim, ir.SymbolicDim) and dim.value is not None}
 
 
-def _weight_gradients(place: Place, cut: ir.Model) -> list:
-    """Let kernels in C compute the weight gradients of convolutions that can work in blocks; these kernels."""
-    if not place.native or not any(node.op_type == "Conv" for node in cut.graph) or (block := block_size()) is None:
-        return []
-    fuse = FuseWeightGradientsPass(block)
-    fuse(cut)
-    return fuse.kernels
+def _gradients_of_windows(place: Place, cut: ir.Model) -> list:
+    """Let kernels in C compute the gradients of max pooling, and for the weights of convolutions in blocks; these kernels."""
+    convolutions = place.allows(BlockedConvolutionPass) and any(node.op_type == "Conv" for node in cut.graph)
+    block = block_size() if convolutions else None
+    passes = [FusePoolGradientsPass(block)] + ([FuseWeightGradientsPass(block)] if block is not None else [])
+    for fuse in passes:
+        fuse(cut)
+    return [kernel for fuse in passes for kernel in fuse.kernels]
 
 
 def _fused(

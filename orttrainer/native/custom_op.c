@@ -59,6 +59,11 @@ typedef struct {
     if (status) return status;     \
   } while (0)
 
+/* How a kernel slides over images; sizes along the axes, `begin` are pads. block: of channels. */
+typedef struct Window {
+  int block, kernel[3], strides[3], dilations[3], begin[3];
+} Window;
+
 /* One kernel: what it computes is a loop over the axes of its outputs, which all have one shape but for sums.
 
    input_types, output_types: ONNX's numbers of the dtypes.
@@ -70,7 +75,7 @@ typedef struct {
    inplace: gives how many outputs may be written over an input that nobody reads later, and lists both.
    run: for the rows first to last, or for the elements where there is one loop, which are chunk number `chunk`; `size`
    holds the lengths of the loops.
-   other: what computes an operator of another kind, see loops.c, rows.c, weights.c; only names and types are given then.
+   other: what computes an operator of another kind, see loops.c, rows.c, weights.c, pools.c; only names and types are given then.
    loop: of a loop over time.
    window: of a convolution. */
 typedef struct Kernel {
@@ -85,7 +90,7 @@ typedef struct Kernel {
   void (*run)(const void *const *in, void *const *out, const int64_t *size, int64_t first, int64_t last, size_t chunk);
   Status *(*other)(const struct Kernel *kernel, Context *context);
   const struct Loop *loop;
-  const struct Window *window;
+  const Window *window;
 } Kernel;
 
 typedef struct Op {

@@ -34,7 +34,7 @@ _FLAGS = (
     "-x",
     "c",
 )
-_BEFORE = ("custom_op.c", "functions.c", "loops.c", "rows.c", "weights.c")
+_BEFORE = ("custom_op.c", "functions.c", "loops.c", "rows.c", "weights.c", "pools.c")
 _REGISTER = """
 static const Kernel KERNELS[] = {{
 {entries}

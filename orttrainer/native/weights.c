@@ -9,10 +9,6 @@
 #define STRIP 192         /* pixels, about: with those of x they stay in the first cache while the taps read them */
 #define WEIGHTS_CHUNKS 32 /* that the threads take, about */
 
-typedef struct Window {
-  int block, kernel[2], strides[2], dilations[2], begin[2]; /* begin: pads */
-} Window;
-
 typedef struct {
   const Window *window;
   const float *x, *dy;

@@ -40,7 +40,7 @@ class FuseWeightGradientsPass(ir.passes.InPlacePass):
         op = Builder(graph, "weights")
         nodes = list(graph) if self.block in BLOCKS else []
         found = [(node, gradient) for node in nodes if (gradient := _Gradient.of(node, self.block)) is not None]
-        blocked: dict[ir.Value, ir.Value] = {}
+        blocked = nchwc_nodes.reordered(graph)
         for node, gradient in found:
             (y,) = node.outputs
             operands = gradient.x, gradient.dy

@@ -18,7 +18,7 @@ from onnx_ir.passes import common
 from orttrainer.graph.builder import Builder, static_dims
 from orttrainer.graph.passes.batch_norm import switched
 from orttrainer.graph.passes.speed import nchwc_depthwise
-from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN, int64s, ints
+from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN, int64s, ints, is_reordering, reordered
 
 FEWEST_POSITIONS = 128  # of all images together; below, the weights take as long to bring into blocks as is saved
 USUAL_SIZE = 8  # of an axis that is only known at run time
@@ -47,14 +47,12 @@ class BlockedConvolutionPass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
-        chosen = dict.fromkeys(node for node in graph if self._fits(node))
-        norms = [norm for node in graph if self.stay and (norm := switched(node)) is not None]
-        stems = [node for node in graph if self._is_stem(node, {*chosen, *norms})]
+        chosen = self.chosen(graph, [node for node in graph if is_reordering(node, "ReorderInput")])
         gradients = [node for node in graph if self._is_depthwise_gradient(node)]
-        if not chosen and not stems and not gradients:
+        if not chosen and not gradients:
             return ir.passes.PassResult(model, modified=False)
         rewriting = _Rewriting(Builder(graph, "nchwc"), self.block)
-        for node in [node for node in graph if node in chosen or node in stems]:
+        for node in chosen:
             rewriting.convolution(node)
         for node in gradients:
             rewriting.depthwise_gradient(node)
@@ -63,6 +61,13 @@ class BlockedConvolutionPass(ir.passes.InPlacePass):
         graph.sort()
         common.RemoveUnusedNodesPass()(model)
         return ir.passes.PassResult(model, modified=True)
+
+    def chosen(self, graph: ir.Graph, readers: Collection[ir.Node] = ()) -> list[ir.Node]:
+        """The convolutions of the graph that are to work in blocks; `readers`: other nodes that read blocks."""
+        filled = {node for node in graph if self._fits(node)}
+        norms = {norm for node in graph if self.stay and (norm := switched(node)) is not None}
+        blocked = {*filled, *norms, *readers}
+        return [node for node in graph if node in filled or self._is_stem(node, blocked)]
 
     def _fits(self, node: ir.Node) -> bool:
         """Whether the channels on both sides of a convolution fill their blocks, and the layout pays."""
@@ -96,11 +101,7 @@ class _Rewriting:
 
     def __init__(self, op: Builder, block: int):
         self.op, self.block = op, block
-        self.blocked: dict[ir.Value, ir.Value] = {
-            node.inputs[0]: node.outputs[0]
-            for node in op.graph
-            if (node.domain, node.op_type) == (DOMAIN, "ReorderInput")
-        }
+        self.blocked = reordered(op.graph)
 
     def convolution(self, node: ir.Node) -> None:
         op, (x, w, *bias) = self.op, node.inputs

@@ -17,7 +17,7 @@ from onnx_ir.passes import common
 from orttrainer.graph.builder import Builder, same_shape, static_dims
 from orttrainer.graph.passes.batch_norm import switched
 from orttrainer.graph.passes.counter_hash import replace
-from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN, int64s
+from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN, int64s, is_reordering
 from orttrainer.graph.passes.speed.nchwc_products import Products, over_pixels
 from orttrainer.graph.passes.speed.nchwc_strided import (
     Interleaved,
@@ -100,9 +100,9 @@ class _Region:
         self.centered: dict[tuple[ir.Value, ir.Value], ir.Value] = {}
         self.apart: dict[ir.Value, Interleaved] = {}
         for node in reversed(list(graph)):
-            if _reorders(node, "ReorderOutput") and self._fills_blocks(node.outputs[0]):
+            if is_reordering(node, "ReorderOutput") and self._fills_blocks(node.outputs[0]):
                 self.blocked[node.outputs[0]] = node.inputs[0]
-            elif _reorders(node, "ReorderInput"):
+            elif is_reordering(node, "ReorderInput"):
                 self.reordered[node.inputs[0]] = node.outputs[0]
                 self.wanted.add(node.inputs[0])
             elif self._reduced(node) is not None or self._subsamples(node):
@@ -117,7 +117,7 @@ class _Region:
     def convert(self, node: ir.Node) -> None:
         """Let `node` work in blocks if it can, and a tensor that it reads is in blocks, and one that it makes is read so."""
         x = node.inputs[0] if node.inputs else None
-        if _reorders(node, "ReorderInput"):
+        if is_reordering(node, "ReorderInput"):
             if x in self.blocked:
                 _replace(node, self.blocked[x])
         elif node.op_type == "Transpose" and x in self.blocked:
@@ -310,12 +310,6 @@ class _Region:
         self.blocked[plain] = tensor
         _replace(node, plain, *others)
         return plain
-
-
-def _reorders(node: ir.Node, op_type: str) -> bool:
-    """Whether `node` brings a tensor with channels first into blocks, or out of them."""
-    last = node.attributes.get_int("channels_last", 0)
-    return node.domain == DOMAIN and node.op_type == op_type and not last
 
 
 def _source(vector: ir.Value) -> ir.Value:

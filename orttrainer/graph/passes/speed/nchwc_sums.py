@@ -33,7 +33,7 @@ class _Convolved(NamedTuple):
 
     Attributes:
         node: the convolution; nothing else reads its result.
-        view: the Reshape behind it, if any.
+        view: the Reshape behind it, if any; then one is before it too, to images of the size of the result.
     """
 
     node: ir.Node
@@ -46,6 +46,8 @@ class _Convolved(NamedTuple):
         y = x if view is None else view.inputs[0]
         node = y.producer()
         if node is None or (node.domain, node.op_type) != (DOMAIN, "Conv") or not all(map(_is_read_once, (x, y))):
+            return None
+        if view is not None and not _is_reshaped(node.inputs[0], y):
             return None
         plain = len(node.inputs) <= 3 and node.attributes.get_string("activation", None) is None
         return cls(node, view) if plain else None
@@ -96,6 +98,11 @@ def _viewed(op: Builder, x: ir.Value, conv: ir.Node) -> ir.Value:
     if back is not None and back.op_type == "Reshape" and same_shape(back.inputs[0], conv.outputs[0]):
         return back.inputs[0]
     return op.node("Reshape", x, image.producer().inputs[1], like=conv.outputs[0])
+
+
+def _is_reshaped(image: ir.Value, y: ir.Value) -> bool:
+    """Whether a Reshape makes `image`, in the shape of `y`."""
+    return image.producer() is not None and image.producer().op_type == "Reshape" and same_shape(image, y)
 
 
 def _relu_behind(y: ir.Value) -> ir.Node | None:
