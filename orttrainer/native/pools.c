@@ -98,39 +98,54 @@ INLINE int tile(const Window *w, const Pool *g) {
 POOL_OF_BLOCKS(8, Vector8, Mask8)
 POOL_OF_BLOCKS(16, Vector16, Mask16)
 
-/* The windows of one plane that is not in blocks, some of a row at a time: tap by tap, where the largest is so far. */
-INLINE void plane_1(const Window *w, const Pool *g, const float *x, const float *dy, float *dx) {
-  const int64_t row = g->x_size[2], plane = row * g->x_size[1];
-  memset(dx, 0, plane * g->x_size[0] * sizeof(float));
-  for (int64_t p = 0; p < g->y_size[0]; ++p)
-    for (int64_t q = 0; q < g->y_size[1]; ++q) {
-      const Taps a = taps_of(w, 0, p, g->x_size[0]), b = taps_of(w, 1, q, g->x_size[1]);
-      for (int64_t r = 0; r < g->y_size[2]; r += ROW_OF_WINDOWS) {
-        const int64_t count = g->y_size[2] - r < ROW_OF_WINDOWS ? g->y_size[2] - r : ROW_OF_WINDOWS;
-        float best[ROW_OF_WINDOWS];
-        int32_t where[ROW_OF_WINDOWS];
-        for (int64_t i = 0; i < count; ++i) best[i] = -INFINITY, where[i] = -1;
-        for (int k = a.first; k < a.last; ++k)
-          for (int l = b.first; l < b.last; ++l)
-            for (int m = 0; m < w->kernel[2]; ++m) {
-              const int64_t column = m * (int64_t)w->dilations[2] - w->begin[2], stride = w->strides[2];
-              int64_t i = column + r * stride < 0 ? (stride - 1 - column) / stride - r : 0, last = count;
-              while (last > i && column + (r + last - 1) * stride >= row) --last;
-              const int64_t at = (a.begin + k * (int64_t)w->dilations[0]) * plane +
-                                 (b.begin + l * (int64_t)w->dilations[1]) * row + column + r * stride;
+/* Some windows of a row that is not in blocks, which all have these taps: tap by tap, where the largest is so far. */
+INLINE void windows_1(const Window *w, const float *x, const float *dy, float *dx, const int64_t *steps, int64_t count,
+                      Taps a, Taps b, Taps c) {
+  const int64_t stride = w->strides[2];
+  float best[ROW_OF_WINDOWS];
+  int64_t where[ROW_OF_WINDOWS];
+  for (int64_t j = 0; j < count; ++j) best[j] = -INFINITY;
+  for (int64_t j = 0; j < count; ++j) where[j] = a.first * steps[0] + b.first * steps[1] + c.first * steps[2] + j * stride;
+  FOR_EACH_TAP {
+    const int64_t tap = TAP_OFFSET;
 #pragma omp simd
-              for (int64_t j = i; j < last; ++j) {
-                const float v = x[at + j * stride];
-                const int more = (v > best[j]) | (v != v) | (where[j] < 0);
-                best[j] = more ? v : best[j];
-                where[j] = more ? (int32_t)(at + j * stride) : where[j];
-              }
-            }
-        for (int64_t i = 0; i < count; ++i)
-          if (where[i] >= 0) dx[where[i]] += dy[i];
-        dy += count;
+    for (int64_t j = 0; j < count; ++j) {
+      const float v = x[tap + j * stride];
+      const int more = (v > best[j]) | (v != v);
+      best[j] = more ? v : best[j];
+      where[j] = more ? tap + j * stride : where[j];
+    }
+  }
+  for (int64_t j = 0; j < count; ++j) dx[where[j]] += dy[j];
+}
+
+INLINE void plane_1(const Window *w, const Pool *g, const float *x, const float *dy, float *dx) {
+  const int64_t row = g->x_size[2], plane = row * g->x_size[1], stride = w->strides[2];
+  const int64_t steps[] = {plane * w->dilations[0], row * w->dilations[1], w->dilations[2]};
+  const int64_t room = row - 1 - (w->kernel[2] - 1) * steps[2] + w->begin[2];
+  const int64_t first = (w->begin[2] + stride - 1) / stride, end = room < 0 ? 0 : room / stride + 1; /* of those that are whole */
+  memset(dx, 0, plane * g->x_size[0] * sizeof(float));
+  for (int64_t p = 0; p < g->y_size[0]; ++p) {
+    const Taps a = taps_of(w, 0, p, g->x_size[0]);
+    for (int64_t q = 0; q < g->y_size[1]; ++q) {
+      const Taps b = taps_of(w, 1, q, g->x_size[1]);
+      if (a.first == a.last || b.first == b.last) {
+        dy += g->y_size[2];
+        continue;
+      }
+      const int whole = a.last - a.first == w->kernel[0] && b.last - b.first == w->kernel[1];
+      for (int64_t r = 0, count; r < g->y_size[2]; r += count, dy += count) {
+        const int inside = r >= first && r < end;
+        count = !inside ? 1 : end - r < ROW_OF_WINDOWS ? end - r : ROW_OF_WINDOWS;
+        if (count > g->y_size[2] - r) count = g->y_size[2] - r;
+        const Taps c = taps_of(w, 2, r, row);
+        const int64_t at = a.begin * plane + b.begin * row + c.begin;
+        if (inside && whole) windows_1(w, x + at, dy, dx + at, steps, count, WHOLE(0), WHOLE(1), WHOLE(2));
+        else if (inside) windows_1(w, x + at, dy, dx + at, steps, count, a, b, WHOLE(2));
+        else if (c.first < c.last) windows_1(w, x + at, dy, dx + at, steps, 1, a, b, c);
       }
     }
+  }
 }
 
 static void pool_chunk(void *data, size_t chunk) {
