@@ -68,7 +68,7 @@ WINDOWS = {
     "dilations of rows, strides": ((2, 12, 12), Window((3, 2), (2, 1), (3, 1), (3, 1), (3, 0))),
     "one row": ((4, 1, 300), Window((1, 5), (1, 1), (1, 1), (0, 2), (0, 2))),
     "one column": ((4, 300, 1), Window((5, 1), (1, 1), (1, 1), (2, 0), (2, 0))),
-    "a kernel as large as the image": ((5, 4, 4), Window((4, 4), (1, 1), (1, 1), (0, 0), (0, 0))),
+    "a kernel as high as the image": ((5, 4, 5), Window((4, 4), (1, 1), (1, 1), (0, 0), (0, 0))),
     "many images": ((70, 5, 5), Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1))),
 }
 
@@ -88,6 +88,18 @@ def test_the_gradient_is_that_of_pytorch(size, window, blocks, images):
     found = run(model, feeds, path)
     assert found.shape == tuple(w)
     np.testing.assert_allclose(found, right, rtol=0, atol=2e-6 * np.abs(right).max())  # sums of thousands in float32
+
+
+@pytest.mark.parametrize("kernel", [3, 12], ids=["weights of a pair on the stack", "weights of a pair on the heap"])
+def test_so_many_blocks_that_all_images_are_one_part(kernel):
+    pads = ((kernel - 1) // 2,) * 2
+    window = Window((kernel, kernel), (1, 1), (1, 1), pads, pads)
+    x, w = (5, 8 * BLOCK, 6, 5), (4 * BLOCK, 8 * BLOCK, kernel, kernel)
+    model, dy = gradient_of(x, w, window)
+    rng = np.random.default_rng(0)
+    feeds = {"x": rng.standard_normal(x, np.float32), "dy": rng.standard_normal(dy, np.float32)}
+    right = expected(feeds["x"], feeds["dy"], w, window)
+    np.testing.assert_allclose(run(model, feeds, fused(model)), right, rtol=0, atol=2e-6 * np.abs(right).max())
 
 
 def test_the_bits_do_not_depend_on_the_number_of_threads():
@@ -134,6 +146,7 @@ OTHERS = {
     "channels that fill no block": ((2, BLOCK // 2, 6, 6), (BLOCK, BLOCK // 2, 3, 3), SQUARE, {}),
     "outputs that fill no block": ((2, BLOCK, 6, 6), (BLOCK + 1, BLOCK, 3, 3), SQUARE, {}),
     "groups": ((2, 2 * BLOCK, 6, 6), (2 * BLOCK, BLOCK, 3, 3), SQUARE, {"group": 2}),
+    "a window as large as the image": ((2, BLOCK, 3, 3), (BLOCK, BLOCK, 3, 3), Window((3, 3), (1, 1), (1, 1), (0, 0), (0, 0)), {}),
     "a matrix": ((2, BLOCK, 6, 6), (BLOCK, BLOCK, 1, 1), Window((1, 1), (1, 1), (1, 1), (0, 0), (0, 0)), {}),
     "float64": ((2, BLOCK, 6, 6), (BLOCK, BLOCK, 3, 3), SQUARE, {"dtype": ir.DataType.DOUBLE}),
     "one axis": ((2, BLOCK, 6), (BLOCK, BLOCK, 3), SQUARE[:1], {}),

@@ -8,42 +8,52 @@
 
 #define STRIP 192         /* pixels, about: with those of x they stay in the first cache while the taps read them */
 #define WEIGHTS_CHUNKS 32 /* that the threads take, about */
+#define MOST_OWN 32768    /* weights of a pair that a thread has on its stack */
 
 typedef struct {
   const Window *window;
   const float *x, *dy;
-  float *parts, *dw;
+  float *parts, *dw; /* parts: none where each pair has one, and it is put where it belongs at once */
   int64_t images, parts_of_images, x_size[2], y_size[2], x_blocks, y_blocks;
 } Weights;
 
 BEGIN_CONTRACTED
 
-/* sum[i] += x[i] * dy over a rectangle of pixels; x_row, x_step, dy_row: elements from one to the next. */
+/* Pixels: of some images a rectangle each; the steps are elements from one to the next, of x and of dy. */
+typedef struct {
+  int64_t images, rows, columns, x_image, x_row, x_step, dy_image, dy_row;
+} Pixels;
+
+/* sum[i] += x[i] * dy over the pixels. */
 #define TAP(name, VECTOR, B)                                                                            \
-  static void name(const float *x, int64_t x_row, int64_t x_step, const float *dy, int64_t dy_row,      \
-                   int64_t rows, int64_t columns, float *sum) {                                         \
+  static void name(const float *x, const float *dy, const Pixels *p, float *sum) {                      \
     VECTOR s[B];                                                                                        \
     _Pragma("GCC unroll 16") for (int i = 0; i < B; ++i) s[i] = (VECTOR){0};                            \
-    for (int64_t h = 0; h < rows; ++h, x += x_row, dy += dy_row) {                                      \
-      const float *at = x;                                                                              \
-      for (int64_t w = 0; w < columns; ++w, at += x_step) {                                             \
-        const VECTOR d = *(const VECTOR *)(dy + w * B);                                                 \
-        _Pragma("GCC unroll 16") for (int i = 0; i < B; ++i) s[i] += at[i] * d;                         \
+    for (int64_t n = 0; n < p->images; ++n)                                                             \
+      for (int64_t h = 0; h < p->rows; ++h) {                                                           \
+        const float *at = x + n * p->x_image + h * p->x_row, *d = dy + n * p->dy_image + h * p->dy_row; \
+        const int64_t columns = p->columns, step = p->x_step;                                           \
+        for (int64_t w = 0; w < columns; ++w, at += step) {                                             \
+          const VECTOR y = *(const VECTOR *)(d + w * B);                                                \
+          _Pragma("GCC unroll 16") for (int i = 0; i < B; ++i) s[i] += at[i] * y;                       \
+        }                                                                                               \
       }                                                                                                 \
-    }                                                                                                   \
     _Pragma("GCC unroll 16") for (int i = 0; i < B; ++i) *(VECTOR *)(sum + i * B) += s[i];              \
   }
 
 #if defined(__AVX512F__)
 TAP(tap_16, Vector16, 16)
 #else
-static void tap_16(const float *x, int64_t x_row, int64_t x_step, const float *dy, int64_t dy_row, int64_t rows,
-                   int64_t columns, float *sum) {
-  for (int64_t h = 0; h < rows; ++h)
-    for (int64_t w = 0; w < columns; ++w)
-      for (int i = 0; i < 16; ++i)
+static void tap_16(const float *x, const float *dy, const Pixels *p, float *sum) {
+  for (int64_t n = 0; n < p->images; ++n)
+    for (int64_t h = 0; h < p->rows; ++h)
+      for (int64_t w = 0; w < p->columns; ++w) {
+        const float *at = x + n * p->x_image + h * p->x_row + w * p->x_step;
+        const float *d = dy + n * p->dy_image + h * p->dy_row + w * 16;
+        for (int i = 0; i < 16; ++i)
 #pragma omp simd
-        for (int o = 0; o < 16; ++o) sum[i * 16 + o] += x[h * x_row + w * x_step + i] * dy[h * dy_row + w * 16 + o];
+          for (int o = 0; o < 16; ++o) sum[i * 16 + o] += at[i] * d[o];
+      }
 }
 #endif
 TAP(tap_8, Vector8, 8)
@@ -59,19 +69,44 @@ static void range_of(const Window *w, int axis, int tap, int64_t x_size, int64_t
   if (*last > y_size) *last = y_size;
 }
 
-/* One pair of blocks, over one part of the images. */
+/* The weights of one pair, as [outputs, inputs, taps]: the sums over parts of images, each [taps, B of in, B of out]. */
+static void put_weights(const Weights *g, int64_t pair, const float *sums) {
+  const Window *w = g->window;
+  const int64_t B = w->block, ins = g->x_blocks, taps = w->kernel[0] * w->kernel[1];
+  for (int64_t o = 0; o < B; ++o) { /* of each output the weights side by side, as they are to lie in memory */
+    float *dw = g->dw + ((pair / ins * B + o) * ins + pair % ins) * B * taps;
+    for (int64_t i = 0; i < B; ++i)
+      for (int64_t tap = 0; tap < taps; ++tap) {
+        float sum = 0;
+        for (int64_t part = 0; part < g->parts_of_images; ++part) sum += sums[((part * taps + tap) * B + i) * B + o];
+        *dw++ = sum;
+      }
+  }
+}
+
+static void put_pair(void *data, size_t pair) {
+  const Weights *g = data;
+  const Window *w = g->window;
+  put_weights(g, pair, g->parts + pair * g->parts_of_images * w->kernel[0] * w->kernel[1] * w->block * w->block);
+}
+
+/* One pair of blocks, over one part of the images. Small images go through the taps together. */
 static void weights_of_pair(void *data, size_t index) {
   const Weights *g = data;
   const Window *w = g->window;
   const int64_t B = w->block, parts = g->parts_of_images, part = index % parts, pair = index / parts;
-  const int64_t in = pair % g->x_blocks, out = pair / g->x_blocks;
-  const int64_t first_image = g->images * part / parts, last_image = g->images * (part + 1) / parts;
+  const int64_t in = pair % g->x_blocks, out = pair / g->x_blocks, weights = w->kernel[0] * w->kernel[1] * B * B;
+  const int64_t last_image = g->images * (part + 1) / parts;
   const int64_t x_plane = g->x_size[0] * g->x_size[1] * B, y_plane = g->y_size[0] * g->y_size[1] * B;
   const int64_t x_row = g->x_size[1] * B, y_row = g->y_size[1] * B, rows = STRIP / (g->y_size[1] + 1) + 1;
-  float *sums = g->parts + (int64_t)index * w->kernel[0] * w->kernel[1] * B * B;
-  memset(sums, 0, sizeof(float) * w->kernel[0] * w->kernel[1] * B * B);
-  for (int64_t n = first_image; n < last_image; ++n) {
+  const int64_t together = rows < g->y_size[0] ? 1 : STRIP * B / (y_plane + B) + 1;
+  float own[g->parts ? 1 : weights], *sums = g->parts ? g->parts + (int64_t)index * weights : own;
+  memset(sums, 0, sizeof(float) * weights);
+  for (int64_t n = g->images * part / parts; n < last_image; n += together) {
     const float *x = g->x + (n * g->x_blocks + in) * x_plane, *dy = g->dy + (n * g->y_blocks + out) * y_plane;
+    Pixels p = {.images = last_image - n < together ? last_image - n : together, .x_image = g->x_blocks * x_plane,
+                .x_row = w->strides[0] * x_row, .x_step = w->strides[1] * B, .dy_image = g->y_blocks * y_plane,
+                .dy_row = y_row};
     for (int64_t strip = 0; strip < g->y_size[0]; strip += rows) {
       float *sum = sums;
       for (int k = 0; k < w->kernel[0]; ++k) {
@@ -85,28 +120,13 @@ static void weights_of_pair(void *data, size_t index) {
           if (top >= bottom || left >= right) continue;
           const int64_t row = top * w->strides[0] - w->begin[0] + (int64_t)k * w->dilations[0];
           const int64_t column = left * w->strides[1] - w->begin[1] + (int64_t)l * w->dilations[1];
-          (B == 16 ? tap_16 : tap_8)(x + row * x_row + column * B, w->strides[0] * x_row, w->strides[1] * B,
-                                     dy + top * y_row + left * B, y_row, bottom - top, right - left, sum);
+          p.rows = bottom - top, p.columns = right - left;
+          (B == 16 ? tap_16 : tap_8)(x + row * x_row + column * B, dy + top * y_row + left * B, &p, sum);
         }
       }
     }
   }
-}
-
-/* The sum over the parts of one pair, as [outputs, inputs, taps]. */
-static void weights_in_order(void *data, size_t pair) {
-  const Weights *g = data;
-  const Window *w = g->window;
-  const int64_t B = w->block, ins = g->x_blocks, taps = w->kernel[0] * w->kernel[1];
-  const int64_t in = pair % ins, out = pair / ins;
-  for (int64_t i = 0; i < B; ++i)
-    for (int64_t tap = 0; tap < taps; ++tap)
-      for (int64_t o = 0; o < B; ++o) {
-        float sum = 0;
-        const float *at = g->parts + pair * g->parts_of_images * taps * B * B + (tap * B + i) * B + o;
-        for (int64_t part = 0; part < g->parts_of_images; ++part, at += taps * B * B) sum += *at;
-        g->dw[((out * B + o) * ins * B + in * B + i) * taps + tap] = sum;
-      }
+  if (!g->parts) put_weights(g, pair, own);
 }
 
 /* Inputs: x and dy, in blocks. */
@@ -134,10 +154,11 @@ static Status *sum_weights(const Kernel *kernel, Context *context) {
   if (!pairs) return NULL;
   g.parts_of_images = pairs < WEIGHTS_CHUNKS ? WEIGHTS_CHUNKS / pairs : 1;
   if (g.parts_of_images > g.images) g.parts_of_images = g.images > 0 ? g.images : 1;
-  const size_t bytes = sizeof(float) * pairs * g.parts_of_images * shape[2] * shape[3] * w->block * w->block;
-  if (!(g.parts = malloc(bytes))) return CREATE_STATUS(api)(FAIL, "out of memory");
+  const int64_t weights = shape[2] * shape[3] * w->block * w->block;
+  if (g.parts_of_images == 1 && weights <= MOST_OWN) return PARALLEL_FOR(api)(context, weights_of_pair, pairs, 0, &g);
+  if (!(g.parts = malloc(sizeof(float) * pairs * g.parts_of_images * weights))) return CREATE_STATUS(api)(FAIL, "out of memory");
   Status *status = PARALLEL_FOR(api)(context, weights_of_pair, pairs * g.parts_of_images, 0, &g);
-  if (!status) status = PARALLEL_FOR(api)(context, weights_in_order, pairs, 0, &g);
+  if (!status) status = PARALLEL_FOR(api)(context, put_pair, pairs, 0, &g);
   free(g.parts);
   return status;
 }

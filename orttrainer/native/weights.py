@@ -119,8 +119,8 @@ class _Gradient:
         kernel = _through(conv.inputs[1], "Unsqueeze") or conv.inputs[1]
         dy = _through(kernel, "Transpose", (1, 0, 2, 3)) if parts == 1 else _cut_into_parts(kernel)
         outputs, channels, *sizes = dims
-        if not _are_images(x, channels, block) or not _are_images(dy, outputs, block):
-            return None
+        if not _are_images(x, channels, block) or not _are_images(dy, outputs, block) or dy.shape.dims[2:] == (1, 1):
+            return None  # of single pixels it is a product
         strides, dilations, pads = (
             list(conv.attributes.get_ints(name, ())) for name in ("strides", "dilations", "pads")
         )
