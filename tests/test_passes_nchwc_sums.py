@@ -1,6 +1,7 @@
 """Sums in blocks of channels: of products over pixels, and those that a convolution makes itself."""
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 from test_passes_nchwc import BLOCK, model_of, needs_blocks, operators, results
@@ -85,6 +86,22 @@ def test_a_product_that_others_read_is_made():
         node("Mul", "h", "h", to="z"), node("ReduceSum", "z", "axes", to="s"), leaves=("s",), batch=500, axes=[0, 2, 3]
     )
     assert ("", "Mul") in operators(rewritten(model))
+
+
+def test_what_is_added_to_a_sum_of_products_stays_outside_of_its_convolution():
+    model = multiplied("ReduceSum", [2, 3], 0, 6)
+    inputs = {"x": (6, BLOCK, *SIZE), "y": (6, BLOCK, *SIZE), "w": SIZES["w"], "v": (6, BLOCK)}
+    nodes = [*model.graph.node, node("Tanh", "v", to="t"), node("Add", "s", "t", to="a")]
+    axes, model = model.graph.initializer[0], model_of(nodes, inputs, ["a"])
+    model.graph.initializer.append(axes)
+    model = onnx.shape_inference.infer_shapes(model)
+    found = ir.from_proto(model)
+    for rewrite in BlockedConvolutionPass(BLOCK), StayInBlocksPass(BLOCK), SumIntoConvolutionPass():
+        rewrite(found)
+    rng = np.random.default_rng(0)
+    feeds = {name: rng.standard_normal(shape, np.float32) for name, shape in inputs.items()}
+    (plain,), (blocked,) = results(model, feeds), results(found, feeds)
+    np.testing.assert_allclose(blocked, plain, rtol=1e-4, atol=1e-5 * np.abs(plain).max(), strict=True)
 
 
 SUMS = {

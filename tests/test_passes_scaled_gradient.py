@@ -72,6 +72,11 @@ def test_moments_and_norm_are_the_same(between, shape):
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
 
 
+def test_a_product_that_is_split_as_well_stays_as_it_is():
+    model = model_of("g = Identity(p)", more="s, t = Split <axis = 0, num_outputs = 2> (g)")
+    assert not ScaledGradientPass()(model).modified
+
+
 def test_squares_are_multiplied_once_they_are_summed():
     """So that the rows of a wide gradient may be summed in the tiles of its update."""
     plain, changed = (model_of("g = Identity(p)", rows=True) for _ in range(2))

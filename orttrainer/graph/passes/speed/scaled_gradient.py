@@ -88,6 +88,8 @@ def _readers(op: Builder, g: ir.Value, node: ir.Node):
     for reader in dict.fromkeys(reader for reader, _ in g.uses()):
         if reader is node:
             continue
+        if len(reader.outputs) != 1:
+            return None
         (y,) = reader.outputs
         if sums_squares(reader) and not y.is_graph_output():
             sums += [y] if not y.shape else [adds.outputs[0] for adds, _ in y.uses()]
