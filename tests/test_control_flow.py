@@ -363,7 +363,24 @@ class Recurrence(torch.nn.Module):
         return ((self.out(hs) - y) ** 2).mean()
 
 
-@pytest.mark.parametrize("kind", [Conditional, Recurrence])
+class RecurrenceOfABatch(torch.nn.Module):
+    """A recurrence over the columns of x, whose step makes a tensor of a symbolic size."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.out = torch.nn.Linear(1, 4), torch.nn.Linear(4, 1)
+
+    def forward(self, x, y):
+        def step(h, xt):
+            h = torch.tanh(torch.stack([h, xt, torch.ones_like(xt)]).sum(0))
+            return h, h * 1.0
+
+        inputs = self.cell(x.T.unsqueeze(-1))  # [time, batch, 4]
+        h, _ = scan(step, torch.zeros_like(inputs[0]), inputs)
+        return ((self.out(h) - y) ** 2).mean()
+
+
+@pytest.mark.parametrize("kind", [Conditional, Recurrence, RecurrenceOfABatch])
 def test_control_flow_of_pytorch_trains_like_pytorch(kind):
     torch.manual_seed(0)
     model = kind()

@@ -124,6 +124,67 @@ def test_connectionist_temporal_classification_trains_as_in_pytorch(case):
         torch.testing.assert_close(trained.detach(), parameter.detach() - RATE * gradient, rtol=1e-4, atol=1e-5)
 
 
+def test_connectionist_temporal_classification_takes_batches_of_any_size():
+    class Speech(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 5)
+
+        def forward(self, x, targets):
+            lengths, target_lengths = targets[:, 0] * 0 + x.shape[0], (targets > 0).sum(1)
+            return F.ctc_loss(self.linear(x).log_softmax(-1), targets, lengths, target_lengths)
+
+    torch.manual_seed(0)
+    module = Speech()
+    twin = copy.deepcopy(module)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=RATE)
+    description = ModelDescription(
+        [IODescription("x", [12, "batch", 6], torch.float32), IODescription("targets", ["batch", 4], torch.int64)],
+        [IODescription("loss", [])],
+    )
+    trainer = make(module, loss_fn=None, desc=description)
+    for step, targets in enumerate((TARGETS, TARGETS[:1], TARGETS[[1, 0, 1, 0]])):
+        x = random(12, len(targets), 6, seed=step)
+        loss = twin(x, targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(trainer.train_step(x, targets, RATE), loss.detach(), rtol=1e-5, atol=1e-5)
+
+
+LOSSES_OF_EACH = {
+    "cross entropy": lambda x, t: F.cross_entropy(x, t, reduction="none"),
+    "cross entropy, smoothed": lambda x, t: F.cross_entropy(x, t, reduction="none", label_smoothing=0.1),
+    "log-likelihood": lambda x, t: F.nll_loss(F.log_softmax(x, 1), t, reduction="none"),
+}
+
+
+@pytest.mark.parametrize("which", ["all", "the larger of each pair"])
+@pytest.mark.parametrize("name", LOSSES_OF_EACH)
+def test_losses_of_each_sample_have_the_size_of_any_batch(name, which):
+    torch.manual_seed(0)
+    module = nn.Linear(6, 5)
+    twin = copy.deepcopy(module)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=RATE)
+    description = ModelDescription(
+        [IODescription("x", ["batch", 6], torch.float32), IODescription("label", ["batch"], torch.int64)],
+        [IODescription("loss", [])],
+    )
+
+    def loss_fn(scores, labels):
+        losses = LOSSES_OF_EACH[name](scores, labels)
+        return losses.mean() if which == "all" else losses.view(-1, 2).amax(1).mean()
+
+    trainer = make(module, loss_fn=loss_fn, desc=description)
+    for step, batch in enumerate((4, 2, 6)):
+        x, labels = random(batch, 6, seed=step), torch.arange(batch) % 5
+        loss = loss_fn(twin(x), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(trainer.train_step(x, labels, RATE), loss.detach(), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("loss_fn", [F.cross_entropy, lambda x, t, **o: F.nll_loss(F.log_softmax(x, 0), t, **o)])
 def test_a_loss_takes_one_sample_without_a_batch(loss_fn, reduction):
@@ -137,6 +198,25 @@ def test_a_loss_takes_one_sample_without_a_batch(loss_fn, reduction):
         x, label, RATE
     )
     torch.testing.assert_close(loss, expected)
+
+
+def test_unique_values_choose_and_count():
+    """torch.unique is a pair of functions that a flag chooses from, as those of torch.nn.functional are."""
+    model = nn.Linear(6, 5)
+    description = ModelDescription(
+        [IODescription("x", ["batch", 6], torch.float32), IODescription("label", ["batch"], torch.int64)],
+        [IODescription("loss", [])],
+    )
+
+    def loss_fn(y, labels):
+        found, places = torch.unique(labels, return_inverse=True)
+        return y[places].square().mean() * found.numel() + torch.unique_consecutive(labels).sum()
+
+    trainer = make(model, loss_fn=loss_fn, desc=description)
+    for labels in (torch.tensor([4, 0, 0, 2]), torch.tensor([1, 1, 1])):
+        x = random(len(labels), 6)
+        expected = loss_fn(model(x), labels).detach()
+        torch.testing.assert_close(trainer.train_step(x, labels, RATE), expected)
 
 
 def test_a_function_inside_a_function_is_seen():

@@ -60,3 +60,18 @@ def test_the_gradient_of_a_slice_behind_a_transpose_is_a_pad_of_all_axes():
     x = np.random.default_rng(0).standard_normal((2, 3, 4, 5)).astype(np.float32)
     gradient = _session(build_gradient(ir.to_proto(ir.from_onnx_text(text)))).run(["x_grad"], {"x": x})[0]
     np.testing.assert_allclose(gradient, np.where(np.arange(5) >= 2, 2 * x, 0), rtol=1e-6)
+
+
+def test_what_is_made_in_a_body_has_a_name_that_nothing_around_it_has():
+    text = """<ir_version: 8, opset_import: ["" : 18]>
+    g (float[2, 3] x, int64[2] computed) => (float[A, B] y) <float one = {1.0}> {
+      val_0 = Add(x, one)
+      y = Scan <num_scan_inputs = 1, body = b (float[3] row) => (float[C] wide) <int64[1] axes = {0}> {
+        wide = Pad(row, computed, , axes)
+      }> (val_0)
+    }"""
+    model = ir.from_onnx_text(text)
+    AllAxesPass()(prepare(model))
+    feeds = {"x": np.arange(6, dtype=np.float32).reshape(2, 3), "computed": np.array([1, 2])}
+    found = _session(ir.to_proto(model)).run(["y"], feeds)[0]
+    np.testing.assert_array_equal(found, np.pad(feeds["x"] + 1, ((0, 0), (1, 2))))

@@ -38,7 +38,7 @@ def capture_dynamo(wrapper, inputs, symbols, opset) -> ir.Model:
         load_exporter()
         with faithful(wrapper):
             program = _exported_program(wrapper, inputs, symbols)
-        with _late_signatures():
+        with _late_signatures(), torch.no_grad():  # with gradients a Scan would give the sizes that its backward reads
             onnx_program = torch.onnx.export(
                 program,
                 opset_version=opset,

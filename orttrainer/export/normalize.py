@@ -138,6 +138,7 @@ def optimize(model) -> None:
     """
     output_names = [value.name for value in model.graph.outputs]
     common.InlinePass()(model)
+    _shape_losses(model)
     ReduceScalarPass()(model)
     # For every node this one rule goes through the whole graph, and torch's exporter writes no halves that it would join.
     no_slices_split = mock.patch.object(rules.slice_split_rule, "try_rewrite", lambda *_, **__: None)
@@ -152,6 +153,15 @@ def optimize(model) -> None:
         value.name = name  # an output that is an input, or two outputs, got an Identity
     common.TopologicalSortPass()(model)
     _infer_missing_shapes(model)
+
+
+def _shape_losses(model):
+    """A loss without reduction has the shape of its labels; torch's exporter may say that it is a scalar."""
+    for node in model.graph.all_nodes():
+        if node.op_type in ("NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss") and not node.domain:
+            labels = node.inputs[1].shape
+            if node.attributes.get_string("reduction", "mean") == "none" and labels is not None:
+                node.outputs[0].shape = ir.Shape(labels.dims)
 
 
 def _may_fold(node):

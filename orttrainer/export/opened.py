@@ -18,9 +18,10 @@ __all__ = ["opened"]
 
 def opened(func):
     """`func` so that a mode sees the calls that it makes; None for no Python function of `torch.nn.functional`."""
-    if inspect.isfunction(func) and (func.__globals__ is vars(F) or func in boolean_dispatched):
-        return _opened(func)
-    return None
+    if not inspect.isfunction(func):
+        return None
+    chosen = boolean_dispatched[func]["if_true"] if func in boolean_dispatched else func  # of torch.unique, too
+    return _opened(func) if chosen.__globals__ is vars(F) else None
 
 
 @functools.cache

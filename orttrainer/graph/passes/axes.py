@@ -29,7 +29,7 @@ class _Complete:
     """Makes one number for each axis out of one for some axes."""
 
     def __init__(self, builder: Builder):
-        self.constant = builder.const
+        self.constant, self._new_name = builder.const, builder.new_name
 
     def __call__(self, node: ir.Node, index: int, base: np.ndarray | None, places: ir.Value | np.ndarray) -> None:
         """Write input `index` of `node` into `base` (None: the shape of x) at `places`."""
@@ -45,7 +45,8 @@ class _Complete:
         node.replace_input_with(index, self.add(node, "ScatterElements", start, places, given))
 
     def add(self, before: ir.Node, op_type: str, *inputs: ir.Value, dtype=None, **attributes) -> ir.Value:
-        new = ir.node(op_type, inputs, attributes)
+        new = ir.node(op_type, inputs, attributes, name=self._new_name(op_type))
+        new.outputs[0].name = new.name  # else a body numbers it by itself, as the graph around it does
         before.graph.insert_before(before, new)
         new.outputs[0].type = ir.TensorType(dtype or (ir.DataType.INT64 if op_type == "Shape" else inputs[0].dtype))
         return new.outputs[0]
