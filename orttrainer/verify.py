@@ -109,6 +109,8 @@ def gradient_errors(
             found = op.Sub(found, given)
         relative = op.Div(found, op.scalar(scales[x.name], x))  # before it is squared: tiny squares would vanish
         outputs[x.name] = op.ReduceSumSquare(relative, keepdims=0)
+    if not outputs:
+        return errors
     graph.outputs[:] = list(outputs.values())
     for rewrite in (
         ExpandSoftmaxCrossEntropyPass(),  # as it trains: the logits may be the largest tensor, and are there fewer times
@@ -170,7 +172,7 @@ def _allowed(module, loss_fn, description, batch, expected, errors: Mapping[str,
     """
     generator = torch.Generator().manual_seed(0)
     try:
-        twin, loss_fn = copy.deepcopy(module).double(), copy.deepcopy(loss_fn)
+        twin, loss_fn = _in_double(module), copy.deepcopy(loss_fn)
         arguments = [tensor.double() if tensor.is_floating_point() else tensor for tensor in batch]
         exact = export.observe_gradients(twin, loss_fn, description, arguments)
         _, scales = _lengths_and_scales(exact, list(errors))
@@ -187,6 +189,15 @@ def _allowed(module, loss_fn, description, batch, expected, errors: Mapping[str,
     except Exception:  # whatever the user's code or a copy of it raises
         return dict.fromkeys(errors, _FLIP)
     return allowed
+
+
+def _in_double(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy in float64, with the hooks on the gradients of its parameters, which a copy leaves out."""
+    twin = copy.deepcopy(module).double()
+    for parameter, copied in zip(module.parameters(), twin.parameters()):
+        for hook in (parameter._backward_hooks or {}).values():
+            copied.register_hook(hook)
+    return twin
 
 
 @contextlib.contextmanager

@@ -135,6 +135,18 @@ def test_a_backward_of_its_own_is_refused_by_the_name_of_the_parameter():
     make_trainer(module, check_export=False).train_step(torch.randn(3, 4), 0.01)
 
 
+def test_a_hook_that_changes_a_gradient_is_refused_and_one_that_looks_at_it_is_not():
+    torch.manual_seed(0)
+    module = Detach()
+    seen = []
+    module.linear.weight.register_hook(lambda gradient: seen.append(gradient.norm()))
+    make_trainer(module).train_step(torch.randn(3, 4), 0.01)
+    assert seen
+    module.linear.weight.register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(ExportMismatchError, match=r"gradient of parameter 'linear\.weight' differs.*a hook"):
+        make_trainer(module).train_step(torch.randn(3, 4), 0.01)
+
+
 def test_the_check_leaves_the_module_as_it_was():
     module = NoGrad()
     module.linear.weight.grad = torch.ones(4, 4)

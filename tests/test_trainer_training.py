@@ -118,9 +118,38 @@ def test_parameters_without_a_path_to_the_loss_are_named_in_one_warning_and_keep
     assert not torch.equal(module.used.weight, before.used.weight)
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_parameter_without_elements_changes_nothing(optimizer):
+    class WithEmpty(nn.Sequential):
+        def __init__(self, *layers):
+            super().__init__(*layers)
+            self.empty = nn.Parameter(torch.zeros(0, 4))
+
+        def forward(self, x):
+            return super().forward(x) + self.empty.sum()
+
+    plain = net()
+    other = WithEmpty(*net())
+    trainers = make(plain, optimizer), make(other, optimizer)
+    for step in range(3):
+        losses = [trainer.train_step(*batch(step), LR)[0] for trainer in trainers]
+        torch.testing.assert_close(*losses)
+    assert all(torch.equal(other.state_dict()[name], tensor) for name, tensor in plain.state_dict().items())
+    assert trainers[1].state_dict()["empty"].shape == (0, 4)
+
+
 def test_a_model_with_nothing_to_train_is_an_error():
     with pytest.raises(ModelError, match=r"nothing to train"):
         make(frozen_weights=[name for name, _ in net().named_parameters()]).train_step(*batch(), LR)
+
+
+def test_a_loss_without_a_gradient_is_an_error_and_no_warning_besides(caplog):
+    def detached(y, label):
+        return nn.functional.cross_entropy(y, label).detach()
+
+    with pytest.raises(ModelError, match=r"nothing to train"):
+        make(loss_fn=detached).train_step(*batch(), LR)
+    assert not caplog.records
 
 
 # -- gradient norm and clipping ----------------------------------------------------------------

@@ -86,7 +86,8 @@ def _forward_graph(job, model, updated, exporter):
 
 
 def _is_trainable(tensor):
-    return isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad and tensor.is_floating_point()
+    trains = isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad and tensor.is_floating_point()
+    return trains and tensor.numel() > 0  # no elements, nothing to update, and no memory to bind
 
 
 def _ir_tensors(job):
