@@ -316,8 +316,14 @@ def _open_session(
             disabled_optimizers=disabled,
         )  # fmt: skip
     except Exception as error:  # ONNX Runtime raises a dozen classes without a common base
+        text, hint = _first_line(error), ""
+        if "Could not find an implementation" in text:
+            hint = (
+                " It has this operator for other types only: let forward compute in float32, without torch.autocast, and "
+                "ask the trainer for mixed precision."
+            )
         raise ExecutionError(
-            f"ONNX Runtime {onnxruntime.__version__} cannot load the training graph: {_first_line(error)}"
+            f"ONNX Runtime {onnxruntime.__version__} cannot load the training graph: {text}.{hint}"
         ) from error
     runtime.check_providers(providers, session.get_providers())
     return session
