@@ -219,6 +219,34 @@ def test_unique_values_choose_and_count():
         torch.testing.assert_close(trainer.train_step(x, labels, RATE), expected)
 
 
+@pytest.mark.parametrize("rows", [4, "batch"])
+def test_what_is_mapped_over_the_batch_trains_as_in_pytorch(rows):
+    class Mapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 5)
+
+        def forward(self, x, y):
+            return torch.func.vmap(lambda a, b: F.mse_loss(self.linear(a), b))(x, y).mean()
+
+    torch.manual_seed(0)
+    module = Mapped()
+    twin = copy.deepcopy(module)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=RATE)
+    description = ModelDescription(
+        [IODescription("x", [rows, 6], torch.float32), IODescription("y", [rows, 5], torch.float32)],
+        [IODescription("loss", [])],
+    )
+    trainer = make(module, loss_fn=None, desc=description)
+    for step, batch in enumerate((4, 4, 4 if rows == 4 else 7)):
+        x, y = random(batch, 6, seed=step), random(batch, 5, seed=step + 9)
+        loss = twin(x, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(trainer.train_step(x, y, RATE), loss.detach(), rtol=1e-5, atol=1e-5)
+
+
 def test_a_function_inside_a_function_is_seen():
     """F.linear_cross_entropy calls F.cross_entropy, whose label smoothing the exporters forget."""
     model = nn.LinearCrossEntropyLoss(6, 5, label_smoothing=0.2) if hasattr(nn, "LinearCrossEntropyLoss") else None

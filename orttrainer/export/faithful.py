@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import sys
 from unittest import mock
 
 import torch
@@ -52,6 +53,7 @@ def faithful(wrapper):
             # Its checks of arguments decide by the values of tensors.
             mock.patch.object(torch.distributions.Distribution, "_validate_args", False),
             _symbolic_len(wrapper),
+            _snapshots_apart(),
             _Rewrites() as rewrites,
             mock.patch.object(torch.autograd.Function, "apply", rewrites.apply_function()),
         ):
@@ -72,6 +74,23 @@ def _split_projection(q, k, v, w, b=None):
     if q is not k or k is not v:
         return _packed_projection(q, k, v, w, b)
     return tuple(part.contiguous() for part in F.linear(q, w, b).chunk(3, dim=-1))
+
+
+@contextlib.contextmanager
+def _snapshots_apart():
+    """Under `vmap` torch's tracer detaches what it takes note of in sight of modes: no `detach` of the model's."""
+    tracer = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    snapshot = getattr(tracer, "snapshot_fake", None)
+    if snapshot is None:  # not loaded, or another torch
+        yield
+        return
+
+    def apart(*args, **kwargs):
+        with torch._C.DisableTorchFunction():
+            return snapshot(*args, **kwargs)
+
+    with mock.patch.object(tracer, "snapshot_fake", apart):
+        yield
 
 
 @contextlib.contextmanager
