@@ -48,37 +48,16 @@ class FusePoolGradientsPass(ir.passes.InPlacePass):
         found = [(node, gradient) for node in graph if (gradient := _Gradient.of(node)) is not None]
         if not found:
             return ir.passes.PassResult(model, modified=False)
-        op, pools = Builder(graph, "pools"), dict.fromkeys(gradient.pool for _, gradient in found)
-        in_blocks, blocked = self._in_blocks(graph, pools), nchwc_nodes.reordered(graph)
-        made: dict[ir.Value, ir.Value] = {}  # of a pool behind another one, dY of that
-
-        def operand(x: ir.Value, pool: ir.Node) -> ir.Value:
-            if pool in in_blocks and x not in blocked:
-                blocked[x] = op.node("ReorderInput", x, domain=nchwc_nodes.DOMAIN, like=x)
-            return blocked[x] if pool in in_blocks else x
-
-        def put(new: ir.Value, node: ir.Node, pool: ir.Node) -> None:
-            (y, *_), kernel = node.outputs, new.producer()
-            kernel.metadata_props.update(node.metadata_props)
-            if pool in in_blocks:
-                new = op.node("ReorderOutput", new, domain=nchwc_nodes.DOMAIN, like=y, channels=y.shape[1])
-            new.name, y.name, made[y] = y.name, f"{y.name}/plain", new
-            y.replace_all_uses_with(new, replace_graph_outputs=True)
-            graph.remove(node, safe=True)
-
+        pools = dict.fromkeys(gradient.pool for _, gradient in found)
+        rewriting = _Rewriting(Builder(graph, "pools"), self._in_blocks(graph, pools))
         for node, gradient in found:
-            pool, dy = gradient.pool, made.get(gradient.dy, gradient.dy)
-            dy = dy if len(dy.shape) == len(pool.inputs[0].shape) else op.reshape_as(dy, pool.outputs[0])
-            self.kernels.append(PoolKernel(self.block if pool in in_blocks else 1, *_window(pool)))
-            operands = operand(pool.inputs[0], pool), operand(dy, pool)
-            put(op.node(self.kernels[-1].name, *operands, domain=DOMAIN, like=pool.inputs[0]), node, pool)
+            block = self.block if gradient.pool in rewriting.in_blocks else 1
+            self.kernels.append(PoolKernel(block, *_window(gradient.pool)))
+            rewriting.gradient(node, gradient, self.kernels[-1].name)
         common.RemoveUnusedNodesPass()(model)  # the Indices that only the gradient has read, among others
         for pool in pools:
-            if pool.graph is None or any(y.uses() or y.is_graph_output() for y in pool.outputs[1:]):
-                continue
-            y, given = pool.outputs[0], {k: v.value for k, v in pool.attributes.items() if k != "storage_order"}
-            domain = nchwc_nodes.DOMAIN if pool in in_blocks else ""
-            put(op.node("MaxPool", operand(pool.inputs[0], pool), domain=domain, like=y, **given), pool, pool)
+            if pool.graph is not None and not any(y.uses() or y.is_graph_output() for y in pool.outputs[1:]):
+                rewriting.pool(pool)
         graph.sort()
         return ir.passes.PassResult(model, modified=True)
 
@@ -120,6 +99,52 @@ class PoolKernel:
         types = f"{self.name}_types"
         fields = {"name": f'"{self.name}"', "inputs": 2, "outputs": 1, "input_types": types, "output_types": types}
         return initializer({**fields, "other": f"{self.name}_gradient"}) + ","
+
+
+class _Rewriting:
+    """One graph while its pools change.
+
+    Attributes:
+        in_blocks: the pools that work in blocks.
+        blocked: plain value -> the same in blocks.
+        made: value -> what stands for it now.
+    """
+
+    def __init__(self, op: Builder, in_blocks: Container[ir.Node]):
+        self.op, self.in_blocks = op, in_blocks
+        self.blocked = nchwc_nodes.reordered(op.graph)
+        self.made: dict[ir.Value, ir.Value] = {}
+
+    def gradient(self, node: ir.Node, gradient: _Gradient, kernel: str) -> None:
+        pool, dy = gradient.pool, self.made.get(gradient.dy, gradient.dy)  # dY may be of a pool behind this one
+        x = pool.inputs[0]
+        if len(dy.shape) != len(x.shape):
+            dy = self.op.reshape_as(dy, pool.outputs[0])
+        operands = self._operand(x, pool), self._operand(dy, pool)
+        self._put(self.op.node(kernel, *operands, domain=DOMAIN, like=x), node, pool)
+
+    def pool(self, pool: ir.Node) -> None:
+        """MaxPool without Indices."""
+        attributes = {name: given.value for name, given in pool.attributes.items() if name != "storage_order"}
+        domain, x = nchwc_nodes.DOMAIN if pool in self.in_blocks else "", self._operand(pool.inputs[0], pool)
+        self._put(self.op.node("MaxPool", x, domain=domain, like=pool.outputs[0], **attributes), pool, pool)
+
+    def _operand(self, x: ir.Value, pool: ir.Node) -> ir.Value:
+        if pool not in self.in_blocks:
+            return x
+        if x not in self.blocked:
+            self.blocked[x] = self.op.node("ReorderInput", x, domain=nchwc_nodes.DOMAIN, like=x)
+        return self.blocked[x]
+
+    def _put(self, new: ir.Value, node: ir.Node, pool: ir.Node) -> None:
+        """Let `new` stand for the first result of `node`, in the plain order."""
+        y = node.outputs[0]
+        new.producer().metadata_props.update(node.metadata_props)
+        if pool in self.in_blocks:
+            new = self.op.node("ReorderOutput", new, domain=nchwc_nodes.DOMAIN, like=y, channels=y.shape[1])
+        new.name, y.name, self.made[y] = y.name, f"{y.name}/plain", new
+        y.replace_all_uses_with(new, replace_graph_outputs=True)
+        node.graph.remove(node, safe=True)
 
 
 @dataclass(frozen=True)
