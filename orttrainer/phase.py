@@ -26,6 +26,7 @@ from orttrainer.graph.passes.speed.nchwc import BlockedConvolutionPass
 from orttrainer.graph.passes.speed.nchwc_regions import StayInBlocksPass
 from orttrainer.graph.passes.speed.nchwc_sums import SumIntoConvolutionPass
 from orttrainer.graph.passes.speed.scaled_gradient import ScaledGradientPass
+from orttrainer.graph.passes.speed.small_images import SmallImagesPass
 from orttrainer.graph.passes.speed.sparse_update import (
     SparseUpdatePass,
     nodes_written_through,
@@ -122,16 +123,19 @@ def open_phase(
     sizes = _sizes(cut.graph, shapes or {})
     stay = part in ("train", "backward") and place.allows(StayInBlocksPass)
     blocked, kernels = False, _gradients_of_windows(place, cut) if place.native else []
+    on_cpu = list(place.providers) == ["CPUExecutionProvider"]
+    if place.allows(SmallImagesPass) and on_cpu:
+        SmallImagesPass(sizes)(cut)
     if place.allows(BlockedConvolutionPass):
         blocked = block_convolutions(cut, place.providers, stay, sizes) or nchwc_nodes.DOMAIN in cut.graph.opset_imports
         if blocked and stay and place.allows(SumIntoConvolutionPass):
             SumIntoConvolutionPass()(cut)
-    if place.allows(TurnConvolutionPass) and list(place.providers) == ["CPUExecutionProvider"]:
+    if place.allows(TurnConvolutionPass) and on_cpu:
         TurnConvolutionPass()(cut)
     if place.native:
         tiles, library, first = _fused(place, cut, through, sizes, kernels)
     else:
-        if place.allows(ScaledGradientPass) and list(place.providers) == ["CPUExecutionProvider"]:
+        if place.allows(ScaledGradientPass) and on_cpu:
             ScaledGradientPass()(cut)
         tiles, library, first = _tiled(place, cut, through, sizes), None, {}
     made = list(written_through(cut.graph, through))

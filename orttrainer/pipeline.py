@@ -33,6 +33,7 @@ from orttrainer.graph.passes.speed.products import (
 from orttrainer.graph.passes.speed.recurrent import KeepActivationsPass
 from orttrainer.graph.passes.speed.scalar_rank import ScalarRankPass
 from orttrainer.graph.passes.speed.scaled_gradient import ScaledGradientPass
+from orttrainer.graph.passes.speed.small_images import SmallImagesPass
 from orttrainer.graph.passes.speed.sparse_update import SparseUpdatePass
 from orttrainer.graph.passes.speed.thresholds import ThresholdPass
 from orttrainer.graph.passes.speed.tiles import TileUpdatesPass
@@ -62,7 +63,8 @@ SPEED_PASSES = (
     ScaledGradientPass,  # of the sessions on a CPU that make and use gradients
     TileUpdatesPass,  # of the sessions on a CPU that update
     GatedAddPass,  # of the sessions on a CPU
-    BlockedConvolutionPass,  # of the sessions on a CPU
+    SmallImagesPass,  # of the sessions on a CPU
+    BlockedConvolutionPass,  # of the same, behind it
     StayInBlocksPass,  # of those that train, behind it
     SumIntoConvolutionPass,  # of the same, behind both
     TurnConvolutionPass,  # of the sessions on a CPU

@@ -91,6 +91,7 @@ def test_the_loss_scale_does_not_change_the_update(scale):
     torch.testing.assert_close(trainer.state_dict(False), twin.state_dict(False), rtol=2e-2, atol=2e-3)
 
 
+@pytest.mark.slow  # test_sample_training.py runs the sample itself so
 @pytest.mark.parametrize("dtype", PRECISIONS)
 def test_the_transformer_of_the_sample_reaches_the_loss_of_float32_within_2_percent(dtype):
     def trained(**options):

@@ -15,7 +15,7 @@ from suites.training import CountedDropouts, Job, dropouts_of, failed
 
 TITLE = "Hugging Face models"
 TARGET = "every architecture trains step for step like PyTorch (10 steps of Adam), with every dropout that it has"
-SLICE = 2
+SLICE = 1
 # What cannot be exported is listed as such, and no fault: Switch loops over the experts that were hit, Wav2Vec2 selects
 # its CTC labels by value. A state-space model loops over the length in Python, so that it has one length here.
 EXCEPTIONS: dict[str, str] = {}
