@@ -7,6 +7,8 @@ import linecache
 import logging
 import subprocess
 import sys
+import threading
+import time
 import weakref
 
 import onnx_ir as ir
@@ -275,6 +277,23 @@ def test_torch_puts_nothing_into_words_while_it_is_silenced():
     with silence():
         assert not trace.handlers
     assert trace.handlers == before
+
+
+def test_two_threads_that_are_silenced_at_once_leave_the_streams_as_they_were():
+    streams, started = (sys.stdout, sys.stderr), threading.Event()
+
+    def export(seconds):
+        with silence():
+            started.set()
+            time.sleep(seconds)
+
+    threads = [threading.Thread(target=export, args=(seconds,)) for seconds in (0.1, 0.3)]
+    threads[0].start()
+    started.wait()
+    threads[1].start()
+    for thread in threads:
+        thread.join()
+    assert (sys.stdout, sys.stderr) == streams
 
 
 class Cycle:

@@ -1,5 +1,7 @@
 """Kernels in C: what ONNX Runtime's own operators give, and where they may stand."""
 
+import ctypes
+
 import models
 import numpy as np
 import onnx
@@ -12,7 +14,7 @@ from onnx import TensorProto, helper
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription, ORTTrainer, set_seed
-from orttrainer.native.fuse import FusePointwisePass
+from orttrainer.native.fuse import MOST_TENSORS, FusePointwisePass
 from orttrainer.native.toolchain import DOMAIN, compiled
 
 pytestmark = pytest.mark.usefixtures("own_kernel_cache")
@@ -262,6 +264,44 @@ def test_what_is_cheap_to_make_again_is_not_kept():
     rng = np.random.default_rng(0)
     feeds = {name: rng.standard_normal(shape).astype(np.float32) for name, (_, shape) in inputs.items()}
     np.testing.assert_array_equal(run(found, feeds, path)[0], run(model, feeds)[0])
+
+
+@pytest.mark.parametrize("tensors", [MOST_TENSORS - 2, MOST_TENSORS + 5], ids=["as many as fit", "too many"])
+def test_a_group_of_too_many_tensors_stays_and_reads_what_it_was_to_make_again(tensors):
+    """The gradient of a dropout before many layers: the sum of theirs, times the mask."""
+    parts = [f"p{k}" for k in range(tensors)]
+    nodes = [
+        node("Neg", "given", "row"), node("Greater", "row zero", "g"), node("Cast", "g", "mask", to=FLOAT),
+        node("Mul", "x mask", "y"), *(node("MatMul", "y w", part) for part in parts), node("Add", "p0 p1", "t2"),
+        *(node("Add", f"t{k} p{k}", f"t{k + 1}") for k in range(2, tensors)), node("Mul", f"t{tensors} mask", "d"),
+    ]  # fmt: skip
+    zeros = onnx.numpy_helper.from_array(np.zeros((6, 1), np.float32), "zero")  # of which the mask has the shape of x
+    model = graph_of(nodes, {"given": (FLOAT, [6]), "x": (FLOAT, [6, 6]), "w": (FLOAT, [6, 6])}, ["d"], [zeros])
+    found, _ = fused(model)
+    assert ("Add" in {n.op_type for n in found.graph}) == (tensors > MOST_TENSORS)
+    rng = np.random.default_rng(0)
+    shapes = {"given": 6, "x": (6, 6), "w": (6, 6)}
+    assert_identical(model, {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()})
+
+
+def test_to_register_a_library_again_writes_nothing_that_other_sessions_read():
+    """Another trainer of the same model, in another thread: ONNX Runtime reads the operators at each call."""
+    _, path = fused(graph_of([node("Mul", "a a", "t"), node("Sub", "t a", "y")], {"a": (FLOAT, [11])}, ["y"]))
+    seen, pointer = [], ctypes.c_void_p
+    function = ctypes.CFUNCTYPE(pointer, pointer, pointer)
+    nothing, add = function(lambda *_: None), function(lambda _, op: seen.append(op))
+    api = (pointer * 275)()
+    for index, called in ((26, nothing), (27, add), (28, nothing)):  # as in custom_op.c
+        api[index] = ctypes.cast(called, pointer)
+    get_api = ctypes.CFUNCTYPE(pointer, ctypes.c_uint32)(lambda _: ctypes.addressof(api))
+    base = (pointer * 2)(ctypes.cast(get_api, pointer))
+    library = ctypes.CDLL(str(path))
+    library.RegisterCustomOps(None, base)
+    version = ctypes.c_uint32.from_address(seen[0])
+    assert version.value == 18
+    version.value = 17
+    library.RegisterCustomOps(None, base)
+    assert seen[0] == seen[1] and version.value == 17
 
 
 def test_an_input_of_the_graph_is_not_read_again_for_it_may_be_overwritten_by_then():

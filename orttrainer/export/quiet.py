@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 import warnings
 from unittest import mock
 
@@ -19,13 +20,17 @@ _CHATTY = (
     *("onnx_ir", "onnxscript", "onnxscript.optimizer", "onnxscript.version_converter"),
 )
 
+# What is silenced belongs to the process: of two threads, who ends second would bring back what the first one set.
+_TURN = threading.RLock()
+
 
 @contextlib.contextmanager
 def silence():
-    """Drop warnings, log lines and prints within the block."""
+    """Drop warnings, log lines and prints within the block, in which there is one thread at a time."""
     loggers = [logging.getLogger(name) for name in _CHATTY]
     levels = [logger.level for logger in loggers]
     with (
+        _TURN,
         warnings.catch_warnings(),
         open(os.devnull, "w") as null,
         # In torch 2.13 this one prints whole graphs past Python's streams, asked for or not.

@@ -224,13 +224,10 @@ static Status *create(const Op *op, const Api *api, const void *info, void **ker
   return NULL;
 }
 
-/* Add an operator for each kernel to the options of a session. ONNX Runtime keeps pointers into `ops`. */
-static Status *register_ops(void *options, const ApiBase *base, const char *domain, const Kernel *kernels, Op *ops,
-                            int count) {
-  void *handle;
-  api = base->get_api(API_VERSION);
-  TRY(CREATE_DOMAIN(api)(domain, &handle));
-  for (int i = 0; i < count; ++i) {
+/* What the operators are, once for the library: ONNX Runtime keeps pointers to them and reads them at each call, in the
+   threads of other sessions too, so that nothing is written here when a session is opened. */
+static void fill_ops(const Kernel *kernels, Op *ops, int count) {
+  for (int i = 0; i < count; ++i)
     ops[i] = (Op){.version = API_VERSION,
                   .get_name = get_name,
                   .get_provider = get_provider,
@@ -250,7 +247,13 @@ static Status *register_ops(void *options, const ApiBase *base, const char *doma
                   .get_inplace = kernels[i].inplace,
                   .release_inplace = release_inplace,
                   .kernel = &kernels[i]};
-    TRY(ADD_TO_DOMAIN(api)(handle, &ops[i]));
-  }
+}
+
+/* Add an operator for each kernel to the options of a session. */
+static Status *register_ops(void *options, const ApiBase *base, const char *domain, const Op *ops, int count) {
+  void *handle;
+  api = base->get_api(API_VERSION);
+  TRY(CREATE_DOMAIN(api)(domain, &handle));
+  for (int i = 0; i < count; ++i) TRY(ADD_TO_DOMAIN(api)(handle, &ops[i]));
   return ADD_DOMAIN(api)(options, handle);
 }

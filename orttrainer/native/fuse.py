@@ -58,13 +58,10 @@ class FusePointwisePass(ir.passes.InPlacePass):
         groups = _groups(order, self._is_pointwise)
         _make_again(groups)
         _sum_squares(groups, order)
-        read = _read_by_others(graph, groups)
-        groups = [(group, group.outputs(read)) for group in groups]
-        groups = [(group, made) for group, made in groups if made and group.tensors(made) <= MOST_TENSORS]
-        replaced: dict[ir.Value, ir.Value] = {}
-        for group, made in groups:
+        fitting, replaced = _that_fit(graph, groups), {}
+        for group, made in fitting:
             self.kernels.append(_insert(graph, group, made, replaced))
-        gone = [node for group, _ in reversed(groups) for node in (*group.absorbed, *reversed(group.nodes))]
+        gone = [node for group, _ in reversed(fitting) for node in (*group.absorbed, *reversed(group.nodes))]
         graph.remove(gone, safe=True)
 
     def _is_pointwise(self, node: ir.Node) -> bool:
@@ -126,6 +123,20 @@ def _insert(graph: ir.Graph, group: _Group, made: Sequence[ir.Value], replaced: 
         y.name, new.name = None, name
         replaced[y] = new
     return kernel
+
+
+def _that_fit(graph: ir.Graph, groups: Sequence[_Group]) -> list[tuple[_Group, list[ir.Value]]]:
+    """Groups and their outputs, but for those that nobody reads or of too many tensors: their nodes stay.
+
+    These then read what they were to make again, and have no place in a sum: more outputs of the groups that are left.
+    """
+    while True:
+        read = _read_by_others(graph, groups)
+        found = [(group, group.outputs(read)) for group in groups]
+        fitting = [(group, made) for group, made in found if made and group.tensors(made) <= MOST_TENSORS]
+        if len(fitting) == len(found):
+            return fitting
+        groups = [group for group, _ in fitting]
 
 
 def _read_by_others(graph: ir.Graph, groups: Sequence[_Group]) -> set[ir.Value]:

@@ -42,8 +42,10 @@ static const Kernel KERNELS[] = {{
 enum {{ COUNT = sizeof(KERNELS) / sizeof(KERNELS[0]) }};
 static Op ops[COUNT];
 
+__attribute__((constructor)) static void fill(void) {{ fill_ops(KERNELS, ops, COUNT); }}
+
 Status *RegisterCustomOps(void *options, const ApiBase *base) {{
-  return register_ops(options, base, "{domain}", KERNELS, ops, COUNT);
+  return register_ops(options, base, "{domain}", ops, COUNT);
 }}
 """
 

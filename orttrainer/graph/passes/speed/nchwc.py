@@ -238,7 +238,8 @@ def _is_plain(node: ir.Node) -> bool:
         return False
     if not all(isinstance(v.shape[1], int) for v in (x, y)) or not 1 < weights[2] * weights[3] <= LARGEST_KERNEL:
         return False
-    return has_many_positions(y) and not (node.op_type == "ConvTranspose" and strided(node))
+    worth_it = has_many_positions(y) or is_depthwise(node)  # whose weights are few
+    return worth_it and not (node.op_type == "ConvTranspose" and strided(node))
 
 
 def channels_of(node: ir.Node) -> tuple[int, int]:

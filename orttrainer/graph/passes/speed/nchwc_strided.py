@@ -82,7 +82,9 @@ def phases(node: ir.Node) -> list[list[Phase]] | None:
     w = static_dims(node.inputs[1])
     y = node.outputs[0].shape
     sizes = None if node.inputs[0].shape is None else list(node.inputs[0].shape.dims[2:])
-    if w is None or len(w) != 4 or sizes is None or y is None or len(y) != 4 or not has_many_positions(node.inputs[0]):
+    if w is None or len(w) != 4 or sizes is None or y is None or len(y) != 4:
+        return None
+    if not is_depthwise(node) and not has_many_positions(node.inputs[0]):
         return None
     strides, pads = ints(node, "strides", 1), ints(node, "pads", 0, 4)
     axes = []
