@@ -152,6 +152,15 @@ def test_a_depthwise_convolution_in_blocks_is_the_convolution(op_type, attribute
 
 
 @needs_blocks
+@pytest.mark.parametrize("op_type", ["Conv", "ConvTranspose"])
+def test_depthwise_convolutions_of_small_images_are_worth_blocks(op_type):
+    sizes = {"x": (2, BLOCK, 2, 3), "w": (BLOCK, 1, 3, 3)}
+    assert_same(
+        model_of([helper.make_node(op_type, ["x", "w"], ["y"], group=BLOCK, pads=[1, 1, 1, 1])], sizes, ["y"]), sizes
+    )
+
+
+@needs_blocks
 def test_a_batch_and_an_image_of_any_size_convolve_in_blocks():
     node = helper.make_node("Conv", ["x", "w"], ["y"], pads=[1, 1, 1, 1])
     model = model_of([node], {"x": ("batch", BLOCK, "height", "width"), "w": (BLOCK, BLOCK, 3, 3)}, ["y"])

@@ -169,6 +169,22 @@ def resnet_stem():
     return nn.Sequential(*first, block, *head(64, 10)), F.cross_entropy, images(8, 3, 112, 10)
 
 
+@family
+def small_images():
+    """The last stages of a ResNet-18 that is given 64 x 64 pixels: 8 x 8 to 2 x 2, with most of its weights."""
+
+    def stage(inputs, outputs):
+        again = Residual(nn.Conv2d(outputs, outputs, 3, padding=1, bias=False), *_norm_relu(outputs))
+        return [nn.Conv2d(inputs, outputs, 3, 2, 1, bias=False), *_norm_relu(outputs), again]
+
+    stem = [nn.Conv2d(3, 128, 8, 8, bias=False), *_norm_relu(128)]
+    return (
+        nn.Sequential(*stem, *stage(128, 256), *stage(256, 512), *head(512, 10)),
+        F.cross_entropy,
+        images(16, 3, 64, 10),
+    )
+
+
 class UNet(nn.Module):
     def __init__(self):
         super().__init__()

@@ -14,7 +14,7 @@ from orttrainer.graph.passes.speed.nchwc import LARGEST_KERNEL, has_many_positio
 from orttrainer.graph.passes.speed.nchwc_nodes import int64s, ints
 from orttrainer.graph.passes.speed.weight_gradients import WeightGradient, Window
 
-LARGE = 1 << 17  # weights that the cache next to a core does not keep from one image to the next
+FEWEST_WEIGHTS = 1 << 13  # below, the operators around a product take as long
 MOST_PIXELS = 16  # of an image, up to which reading the weights for it takes longer than its product
 MOST_UNFOLDED = 4  # of an image whose pixels are unfolded here, which takes the runtime less time
 
@@ -71,12 +71,12 @@ class SmallImagesPass(ir.passes.InPlacePass):
         return None
 
     def _pays(self, images: ir.Value, w: ir.Value, most: int = MOST_PIXELS) -> bool:
-        """Whether several images of few pixels meet many weights, and of more than one pixel few images."""
+        """Whether several images of few pixels meet a few weights at least; of more than one pixel each only few images."""
         batch, _, *size = images.shape.dims
         if (self.sizes.get(batch.value) if isinstance(batch, ir.SymbolicDim) else batch) == 1:
             return False
         few = np.prod(size) == 1 or (np.prod(size) <= most and not has_many_positions(images))
-        return bool(few) and np.prod(static_dims(w)) >= LARGE
+        return bool(few) and np.prod(static_dims(w)) >= FEWEST_WEIGHTS
 
 
 class _Products:
