@@ -19,13 +19,14 @@ from orttrainer.settings import OptimizerChoice, Settings
 CHANNELS, OUT = 160, 128
 
 
-def convolution(op_type, kernel=(3, 3), size=(2, 2), batch=3, bias=False, dtype=TensorProto.FLOAT, **attributes):
-    """A model of one convolution, and the sizes of its inputs; the batch is of any size."""
+def convolution(op_type, kernel=(3, 3), size=(2, 2), batch=3, bias=None, dtype=TensorProto.FLOAT, **attributes):
+    """A model of one convolution, and the sizes of its inputs; the batch is of any size. `bias`: False is an input left open."""
     group = attributes.get("group", 1)
     weights = (CHANNELS, OUT // group) if op_type == "ConvTranspose" else (OUT, CHANNELS // group)
     sizes = {"x": (batch, CHANNELS, *size), "w": (*weights, *kernel), "b": (OUT,)}
-    names = ["x", "w", "b"][: 2 + bias]
-    shapes = {name: sizes[name] for name in names} | {"x": ("n", CHANNELS, *size)}
+    names = ["x", "w", {True: "b", False: "", None: None}[bias]]
+    names = [name for name in names if name is not None]
+    shapes = {name: sizes[name] for name in names if name} | {"x": ("n", CHANNELS, *size)}
     return model_of([helper.make_node(op_type, names, ["y"], **attributes)], shapes, ["y"], dtype), sizes
 
 
@@ -50,7 +51,7 @@ CONVOLUTIONS = {
 }
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bias", [None, False, True])
 @pytest.mark.parametrize("options", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
 def test_a_product_is_the_convolution(options, bias, monkeypatch):
     monkeypatch.setattr("orttrainer.graph.passes.speed.small_images.FEWEST_WEIGHTS", 1)
@@ -69,7 +70,7 @@ TRANSPOSED = {
 }
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bias", [None, False, True])
 @pytest.mark.parametrize("options", TRANSPOSED.values(), ids=TRANSPOSED)
 def test_a_product_added_up_is_the_transposed_convolution(options, bias, monkeypatch):
     monkeypatch.setattr("orttrainer.graph.passes.speed.small_images.FEWEST_WEIGHTS", 1)

@@ -87,7 +87,7 @@ class _Products:
         self.gathered: dict[tuple, ir.Value] = {}
 
     def convolution(self, node: ir.Node, window: Window) -> ir.Value | None:
-        op, (x, w, *bias), size = self.op, node.inputs, node.outputs[0].shape.dims[2:]
+        op, (x, w, *bias), size = self.op, _given(node), node.outputs[0].shape.dims[2:]
         if (read := _taps_read(window, x, size)) is None:
             return None
         window, taps = read
@@ -97,7 +97,7 @@ class _Products:
         return op.Reshape(op.Transpose(last, perm=[0, 2, 1]), int64s(-1, out, *size))
 
     def input_gradient(self, node: ir.Node, window: Window) -> ir.Value | None:
-        op, (dy, w, *bias), y = self.op, node.inputs, node.outputs[0]
+        op, (dy, w, *bias), y = self.op, _given(node), node.outputs[0]
         size, image = dy.shape.dims[2:], y.shape.dims[2:]
         if (read := _taps_read(window, y, size)) is None:
             return None
@@ -178,6 +178,10 @@ def _window(node: ir.Node) -> Window | None:
         return None
     strides, dilations = (tuple(ints(node, name, 1)) for name in ("strides", "dilations"))
     return Window(weights[2:], strides, dilations, tuple(ints(node, "pads", 0, 4)[:2]))
+
+
+def _given(node: ir.Node) -> list[ir.Value]:
+    return [x for x in node.inputs if x is not None]
 
 
 def _are_known(*images: ir.Value) -> bool:
