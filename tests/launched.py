@@ -49,6 +49,8 @@ def torchrun() -> list[str]:
 
 
 LAUNCHERS = {"mpiexec": mpiexec, "torchrun": torchrun}
+# A launch takes a quarter of a minute of both cores; `test_data_parallel.py` has both launchers always.
+ONE_LAUNCHER = ["mpiexec", pytest.param("torchrun", marks=pytest.mark.slow)]
 
 
 def launch(launcher: str, worker: str, *arguments: str, timeout: float = TIMEOUT) -> subprocess.CompletedProcess:

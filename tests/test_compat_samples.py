@@ -15,7 +15,7 @@ import warnings
 import onnx
 import pytest
 import torch
-from launched import LAUNCHERS
+from launched import LAUNCHERS, ONE_LAUNCHER
 from reference_optimizers import SGD, AdamBefore, ClippedOptimizer, Lamb
 
 import orttrainer
@@ -316,7 +316,7 @@ def test_gpt2_of_rc3_in_fp16_accumulates_and_skips_what_overflows(tmp_path):
 # -- several ranks -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ONE_LAUNCHER)
 def test_two_ranks_train_as_one_process_with_both_batches(launcher):
     torch.manual_seed(1)
     model = torch.nn.Linear(3, 2)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from launched import LAUNCHERS, WORKERS, launch, results
+from launched import ONE_LAUNCHER, WORKERS, launch, results
 from small import batch
 
 sys.path.insert(0, str(WORKERS))
@@ -15,7 +15,7 @@ sys.path.insert(0, str(WORKERS))
 import front_ends as worker
 
 
-@pytest.fixture(scope="module", params=LAUNCHERS)
+@pytest.fixture(scope="module", params=ONE_LAUNCHER)
 def ranks(request, tmp_path_factory) -> list[dict]:
     """What each of two ranks gave."""
     return results(request.param, "front_ends.py", tmp_path_factory.mktemp(request.param))
@@ -152,7 +152,7 @@ ENDED = {
 }
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ONE_LAUNCHER)
 def test_a_rank_that_ends_before_the_others_ends_the_run_with_an_error(launcher):
     result = launch(launcher, "early_end.py", timeout=120)
     assert result.returncode != 0

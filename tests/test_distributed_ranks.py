@@ -183,7 +183,7 @@ def test_ranks_average_broadcast_and_gather(launch):
     assert passed(launch(3, textwrap.dedent(source) + OK), 3)
 
 
-def test_a_second_trainer_finds_the_same_ranks(launch):
+def test_a_second_trainer_finds_the_same_ranks_and_warns_where_the_legacy_arguments_say_otherwise(launch):
     source = """
         again = find_collective()
         assert type(again) is type(collective) and (again.rank, again.size) == (rank, size)
@@ -193,14 +193,7 @@ def test_a_second_trainer_finds_the_same_ranks(launch):
         expected = {"mpi": "MpiCollective", "torch": "TorchCollective"}["KIND"]
         assert type(collective).__name__ == expected
         assert ("mpi4py" in sys.modules) == ("KIND" == "mpi")
-    """.replace("KIND", launch.kind)
-    result = launch(2, textwrap.dedent(source) + OK)
-    assert passed(result, 2)
-    assert "Warning" not in result.stderr and "WARN" not in result.stderr, result.stderr
 
-
-def test_launcher_overrides_the_legacy_arguments_with_a_warning(launch):
-    source = """
         def caught(**world):
             with warnings.catch_warnings(record=True) as seen:
                 warnings.simplefilter("always")
@@ -213,11 +206,15 @@ def test_launcher_overrides_the_legacy_arguments_with_a_warning(launch):
         assert caught(world_rank=0, world_size=size) == []
         assert caught(world_rank=3, world_size=4) == ["world_rank=3", "world_size=4"]
         assert caught(world_size=8) == ["world_size=8"]
-    """
-    assert passed(launch(2, textwrap.dedent(source) + OK), 2)
+    """.replace("KIND", launch.kind)
+    result = launch(2, textwrap.dedent(source) + OK)
+    assert passed(result, 2)
+    assert "Warning" not in result.stderr and "WARN" not in result.stderr, result.stderr
 
 
-@pytest.mark.parametrize("error", ["ValueError('broken batch')", "KeyboardInterrupt()"])
+@pytest.mark.parametrize(
+    "error", ["ValueError('broken batch')", pytest.param("KeyboardInterrupt()", marks=pytest.mark.slow)]
+)
 def test_rank_that_dies_ends_the_others(launch, error):
     source = f"""
         if rank == 1:

@@ -38,6 +38,15 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
+def each(names, optimizers, usual) -> list:
+    """Every model, with Adam, and every optimizer, with the `usual` models; `make test-slow` has all the others."""
+    return [
+        pytest.param(name, optimizer, marks=() if name in usual or optimizer == "adam" else pytest.mark.slow)
+        for name in names
+        for optimizer in optimizers
+    ]
+
+
 def train_in_pytorch(name: str, optimizer: str, steps: int = STEPS):
     """Losses and the trained module."""
     setup, module = models.make(name)
@@ -76,8 +85,7 @@ def assert_equal_state(actual: dict, expected: dict) -> None:
         assert error <= 1e-5 * max(scale, 1e-2), f"{name} is off by {error} at scale {scale}"
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", models.SETUPS)
+@pytest.mark.parametrize("name, optimizer", each(models.SETUPS, OPTIMIZERS, usual=("mlp", "cnn", "transformer")))
 def test_losses_and_parameters_are_those_of_pytorch(name, optimizer):
     expected, expected_module = train_in_pytorch(name, optimizer)
     setup, module, trainer = make_trainer(name, optimizer)

@@ -7,7 +7,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
-from test_passes_sparse_update import OPTIMIZERS, Bag, engine, train
+from test_passes_sparse_update import EACH, OPTIMIZERS, Bag, engine, train
 
 from orttrainer import gated, runtime
 from orttrainer.graph.passes.speed import gated_add
@@ -86,7 +86,7 @@ def test_a_scalar_is_made_a_gate_once():
 
 
 @needs_operator
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", EACH)
 def test_training_with_it_is_the_same_to_the_last_bit(name):
     optimizer, attributes, clip = OPTIMIZERS[name]
     found, expected = (

@@ -90,7 +90,12 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+# Each of them is made of what some of these have; `make test-slow` has the others.
+USUAL = ("SGD, momentum", "Adam, clipped", "Adam, no first moment", "AdamW", "LAMB")
+EACH = [pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in OPTIMIZERS]
+
+
+@pytest.mark.parametrize("name", EACH)
 def test_the_update_from_rows_is_that_from_the_whole_gradient(name):
     optimizer, attributes, clip = OPTIMIZERS[name]
     rows, whole = (

@@ -7,7 +7,19 @@ import onnx_ir as ir
 import pytest
 import torch
 from small import train_with_torch
-from test_passes_sparse_update import OPTIMIZERS, RATE, ROWS, STEPS, WIDTH, Bag, assert_close, batch, engine, train
+from test_passes_sparse_update import (
+    EACH,
+    OPTIMIZERS,
+    RATE,
+    ROWS,
+    STEPS,
+    WIDTH,
+    Bag,
+    assert_close,
+    batch,
+    engine,
+    train,
+)
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription
@@ -19,7 +31,7 @@ from orttrainer.settings import OptimizerChoice, Settings
 
 PASS = TileUpdatesPass.__name__
 DENSE = "SparseUpdatePass"
-ELEMENTWISE = [name for name in OPTIMIZERS if name != "LAMB"]
+ELEMENTWISE = [each for each in EACH if each.values != ("LAMB",)]
 
 
 @pytest.fixture(autouse=True)

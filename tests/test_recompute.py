@@ -55,8 +55,10 @@ def test_losses_and_weights_are_those_without_bit_for_bit(name, selection, plans
     assert_equal(actual, without(name))
 
 
-@pytest.mark.parametrize("selection", TRANSFORMERS)
-@pytest.mark.parametrize("name", usual(LAYERS))
+@pytest.mark.parametrize("name, selection", [
+    pytest.param(name, selection, marks=() if name == "transformer" or (name, selection) == ("bert", "all of them") else pytest.mark.slow)
+    for name in LAYERS for selection in TRANSFORMERS
+])  # fmt: skip
 def test_the_legacy_selections_change_no_number_either(name, selection, plans):
     actual = trained(name, TRANSFORMERS[selection])
     assert plans

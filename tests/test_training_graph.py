@@ -11,21 +11,12 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from test_parity import OPTIMIZERS, make_trainer, train
+from test_parity import OPTIMIZERS, each, make_trainer, train
 
 from orttrainer import set_seed
 from orttrainer.graph.fence import unordered_readers
 from orttrainer.run import Runner
 from orttrainer.training_graph import TrainingGraph
-
-
-def each(names, optimizers, usual: str) -> list:
-    """Every model, with Adam, and every optimizer, with the `usual` model; `make test-slow` has all the others."""
-    return [
-        pytest.param(name, optimizer, marks=() if name == usual or optimizer == "adam" else pytest.mark.slow)
-        for name in names
-        for optimizer in optimizers
-    ]
 
 
 def compiled(name: str, optimizer: str):
@@ -57,7 +48,7 @@ def train_from_file(path: str, setup: models.Setup, rate: float, steps: int) -> 
 
 
 @pytest.mark.legacy_runtime
-@pytest.mark.parametrize("name, optimizer", each(["mlp", "cnn", "transformer"], ["sgd", "adam", "lamb"], usual="mlp"))
+@pytest.mark.parametrize("name, optimizer", each(["mlp", "cnn", "transformer"], ["sgd", "adam", "lamb"], usual=["mlp"]))
 def test_saved_file_passes_the_checker_and_trains_from_a_bare_session(name, optimizer, tmp_path):
     setup, _, trainer = compiled(name, optimizer)
     path = str(tmp_path / "training.onnx")
@@ -67,7 +58,7 @@ def test_saved_file_passes_the_checker_and_trains_from_a_bare_session(name, opti
     assert losses == pytest.approx(train(setup, trainer, optimizer, range(5)), rel=1e-6)
 
 
-@pytest.mark.parametrize("name, optimizer", each(models.SETUPS, OPTIMIZERS, usual="tied"))
+@pytest.mark.parametrize("name, optimizer", each(models.SETUPS, OPTIMIZERS, usual=["tied"]))
 def test_training_in_place_equals_double_buffering_bit_for_bit(name, optimizer, request):
     """And every reader of a state runs before it is overwritten, by the order of the graph: five steps may be lucky."""
     setup, _, trainer = compiled(name, optimizer)
