@@ -93,6 +93,7 @@ def test_a_list_that_a_loop_appends_to(axis):
     seeds = [rng.standard_normal(y.shape) for y in outputs]
     gradient = build_gradient(parsed(body), of=["y", "s"], wrt=["s0", "w"])
     found = _run_onnxruntime(gradient, feeds | {"y_cotangent": seeds[0], "s_cotangent": seeds[1]})
-    np.testing.assert_allclose(found["y"], outputs[0].detach(), rtol=1e-12)
+    # Sums of numbers near 1, in the order that either runtime likes: near 0 the last bits of these are left.
+    np.testing.assert_allclose(found["y"], outputs[0].detach(), rtol=1e-12, atol=1e-15)
     for name, expected in zip(("s0", "w"), torch.autograd.grad(outputs, given, [torch.tensor(s) for s in seeds])):
         np.testing.assert_allclose(found[f"{name}_grad"], expected, rtol=1e-10)
