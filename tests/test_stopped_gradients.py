@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription, ORTTrainer
-from orttrainer.errors import ExportMismatchError
+from orttrainer.errors import ExportMismatchError, UnsupportedModelError
 
 
 class Detach(nn.Module):
@@ -145,6 +145,17 @@ def test_a_hook_that_changes_a_gradient_is_refused_and_one_that_looks_at_it_is_n
     module.linear.weight.register_hook(lambda gradient: 2 * gradient)
     with pytest.raises(ExportMismatchError, match=r"gradient of parameter 'linear\.weight' differs.*a hook"):
         make_trainer(module).train_step(torch.randn(3, 4), 0.01)
+
+
+def test_a_hook_for_an_accumulated_gradient_is_refused_since_there_is_none():
+    module = Detach()
+    handle = module.linear.weight.register_post_accumulate_grad_hook(lambda weight: weight.grad.clamp_(-0.1, 0.1))
+    with pytest.raises(
+        UnsupportedModelError, match=r"'linear\.weight' has a hook .*register_post_accumulate_grad_hook"
+    ):
+        make_trainer(module).train_step(torch.randn(3, 4), 0.01)
+    handle.remove()
+    make_trainer(module).train_step(torch.randn(3, 4), 0.01)
 
 
 def test_the_check_leaves_the_module_as_it_was():

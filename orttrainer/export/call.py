@@ -135,6 +135,12 @@ def check_layers(module: nn.Module) -> None:
                 f"{name!r} is {tensor.dtype}, and ONNX Runtime has no complex tensors. Keep it as real numbers "
                 f"(torch.view_as_real) and make it complex in forward (torch.view_as_complex)."
             )
+        if getattr(tensor, "_post_accumulate_grad_hooks", None):
+            raise UnsupportedModelError(
+                f"{name!r} has a hook for when its gradient is accumulated (register_post_accumulate_grad_hook), which would "
+                "never be called: gradients stay in the training graph, and `.grad` stays None. Remove the hook; clipping, "
+                "weight decay and the like are arguments of the optimizer."
+            )
     for name, layer in module.named_modules():
         if any(
             isinstance(p, UninitializedTensorMixin) for p in [*layer._parameters.values(), *layer._buffers.values()]
