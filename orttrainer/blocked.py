@@ -73,7 +73,7 @@ def _network(block: int) -> ir.Model:
 
     Few channels, a Relu, a stride, two Conv in a row, a ConvTranspose, one of few channels, a last block that is not
     filled, two groups, channels last; vectors of channels, sums over all but these, a matrix as kernel, a ConvTranspose with a stride,
-    single positions, depthwise both ways, a product summed up, sums into convolutions.
+    single positions, depthwise both ways, one of few channels, a product summed up, sums into convolutions.
     """
     shapes = {"x": (2, 3, 11, 13), "v": (block, 3, 3, 3), "w": (2 * block, block, 3, 2), "b": (2 * block,)}
     shapes |= {"m": (block, block, 1, 1), "c": (1, block, 1, 1), "d": (block, 1, 3, 2), "e": (2, block, 37, 36)}
@@ -94,6 +94,8 @@ def _network(block: int) -> ir.Model:
     model.graph.outputs.extend([op.Conv(apart, w), op.ReduceSum(scaled, [0, 2, 3], keepdims=0)])
     model.graph.outputs.append(op.AveragePool(first, kernel_shape=[1, 1], strides=[2, 2]))
     model.graph.outputs.append(op.ConvTranspose(op.Conv(first, d, group=block, strides=[2, 1]), d, group=block))
+    some, alone = (op.Slice(value, [0], [4], [axis]) for value, axis in ((first, 1), (d, 0)))
+    model.graph.outputs.append(op.Conv(some, alone, group=4))
     split = op.Transpose(op.Unsqueeze(first, [2]), perm=[2, 1, 0, 3, 4])
     kernel = op.Slice(first, [0, 0], [7, 9], [2, 3])  # the gradient of a depthwise one by its 5 x 5 kernel
     images = op.Reshape(split, [1, 2 * block, 11, 13])

@@ -110,6 +110,9 @@ UNFILLED = {  # channels of x and of y
 }
 
 
+DEPTHWISE = {"full blocks": 2 * BLOCK, "a last block of four": BLOCK + 4, "four channels": 4}
+
+
 @needs_blocks
 @pytest.mark.parametrize("channels, out", UNFILLED.values(), ids=UNFILLED)
 @pytest.mark.parametrize("op_type", ["Conv", "ConvTranspose"])
@@ -144,11 +147,40 @@ def test_a_convolution_in_groups_of_whole_blocks_is_the_convolution(op_type, att
     *(("ConvTranspose", attributes) for attributes in TRANSPOSED.values()),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_depthwise_convolution_in_blocks_is_the_convolution(op_type, attributes, bias):
-    names, channels = ["x", "w", "b"][: 2 + bias], 2 * BLOCK
+@pytest.mark.parametrize("channels", DEPTHWISE.values(), ids=DEPTHWISE)
+def test_a_depthwise_convolution_in_blocks_is_the_convolution(op_type, attributes, bias, channels):
+    names = ["x", "w", "b"][: 2 + bias]
     sizes = {"x": (4, channels, 13, 11), "w": (channels, 1, 3, 2), "b": (channels,)}
     node = helper.make_node(op_type, names, ["y"], group=channels, **attributes)
     assert_same(model_of([node], {name: sizes[name] for name in names}, ["y"]), sizes)
+
+
+@needs_blocks
+@pytest.mark.parametrize("channels", DEPTHWISE.values(), ids=DEPTHWISE)
+def test_what_depthwise_convolutions_hand_on_stays_in_blocks(channels):
+    sizes = {"x": (2, channels, 9, 9), "w": (channels, 1, 3, 3), "v": (BLOCK, channels, 3, 3)}
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["h"], group=channels, pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["h"], ["r"]),
+        helper.make_node("ConvTranspose", ["r", "w"], ["s"], group=channels),
+        helper.make_node("Transpose", ["s"], ["last"], perm=[0, 2, 3, 1]),
+        helper.make_node("Shape", ["s"], ["shape"]),
+        helper.make_node("ReduceSum", ["r"], ["sum"]),
+    ]
+    found = assert_same(model_of(nodes, {name: sizes[name] for name in "xw"}, ["s", "last", "shape", "sum"]), sizes)
+    assert found.count((DOMAIN, "ReorderInput")) == 1 + 2  # and both weights
+    assert ("", "Relu") not in found
+
+
+@needs_blocks
+def test_a_stem_and_a_depthwise_convolution_read_the_same_few_channels():
+    sizes = {"x": (2, 4, 15, 15), "w": (4, 1, 3, 3), "v": (BLOCK, 4, 5, 5)}
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["y"], group=4),
+        helper.make_node("Conv", ["x", "v"], ["z"]),
+        helper.make_node("Conv", ["y", "v"], ["u"]),
+    ]
+    assert_same(model_of(nodes, sizes, ["y", "z", "u"]), sizes)
 
 
 @needs_blocks
@@ -229,11 +261,11 @@ GRADIENTS = {
 
 @needs_blocks
 @pytest.mark.parametrize("sizes, result, attributes", GRADIENTS.values(), ids=GRADIENTS)
-@pytest.mark.parametrize("batch", [1, 3])
-def test_a_depthwise_weight_gradient_in_blocks_is_the_gradient(sizes, result, attributes, batch):
-    model = depthwise_gradient(2 * BLOCK, sizes, result, **attributes)
+@pytest.mark.parametrize("batch, channels", [(1, 2 * BLOCK), (3, 2 * BLOCK), (3, BLOCK + 4), (2, 12)])
+def test_a_depthwise_weight_gradient_in_blocks_is_the_gradient(sizes, result, attributes, batch, channels):
+    model = depthwise_gradient(channels, sizes, result, **attributes)
     rng = np.random.default_rng(0)
-    feeds = {"x": (batch, 2 * BLOCK, *sizes), "dy": (batch, 2 * BLOCK, *result)}
+    feeds = {"x": (batch, channels, *sizes), "dy": (batch, channels, *result)}
     feeds = {name: rng.standard_normal(shape, np.float32) for name, shape in feeds.items()}
     after = rewritten(model)
     found = operators(after)
@@ -246,7 +278,7 @@ def test_a_depthwise_weight_gradient_in_blocks_is_the_gradient(sizes, result, at
 @pytest.mark.parametrize(
     "model",
     [
-        depthwise_gradient(BLOCK + 1, (20, 20), (18, 18)),
+        depthwise_gradient(BLOCK + 2, (20, 20), (18, 18)),
         depthwise_gradient(BLOCK, (6, 6), (4, 4)),
         depthwise_gradient(BLOCK, (BLOCK, 20), (BLOCK - 2, 18), perm=(2, 3, 0, 1, 4)),
     ],
@@ -262,6 +294,7 @@ OTHERS = {
     "unfilled input blocks in groups": ((4, BLOCK, 8, 8), (2 * BLOCK, BLOCK // 2, 3, 3), {"group": 2}),
     "two filters for each channel": ((4, BLOCK, 8, 8), (2 * BLOCK, 1, 3, 3), {"group": BLOCK}),
     "unfilled blocks, depthwise": ((4, BLOCK + 1, 8, 8), (BLOCK + 1, 1, 3, 3), {"group": BLOCK + 1}),
+    "two channels left over, depthwise": ((4, BLOCK + 2, 8, 8), (BLOCK + 2, 1, 3, 3), {"group": BLOCK + 2}),
     "unfilled blocks": ((4, BLOCK, 8, 8), (BLOCK + 1, BLOCK, 3, 3), {}),
     "unfilled input blocks": ((4, BLOCK + 1, 8, 8), (BLOCK, BLOCK + 1, 3, 3), {}),
     "a stem with little to do": ((4, 1, 8, 8), (BLOCK, 1, 3, 3), {}),
@@ -306,11 +339,13 @@ class Network(nn.Module):
         self.first, self.norm = nn.Conv2d(16, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32)
         self.second = nn.Conv2d(32, 32, 3, stride=2, padding=1)
         self.depthwise = nn.Conv2d(32, 32, 3, padding=1, groups=32)
-        self.third, self.head = nn.Conv2d(32, 16, (1, 3)), nn.Linear(16, 4)
+        self.narrow, self.few = nn.Conv2d(32, 20, 1), nn.Conv2d(20, 20, 3, padding=1, groups=20)
+        self.third, self.head = nn.Conv2d(20, 16, (1, 3)), nn.Linear(16, 4)
 
     def forward(self, x):
         x = nn.functional.softplus(self.norm(self.depthwise(self.first(self.stem(x)))))
-        return self.head(self.third(nn.functional.softplus(self.second(x))).mean((2, 3)))
+        x = self.few(self.narrow(nn.functional.softplus(self.second(x))))
+        return self.head(self.third(x).mean((2, 3)))
 
 
 def trained(disabled=(), batches=(4, 4, 4)):

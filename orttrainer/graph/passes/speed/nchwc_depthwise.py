@@ -46,7 +46,7 @@ def convolved(op: Builder, node: ir.Node, x: ir.Value, dy: ir.Value) -> ir.Value
     transposed or unfolded: 0.2 ms where Conv takes 2.1 (16 images of 32 x 32, 32 channels; the blocks are made in that time).
     """
     (y,) = node.outputs
-    name, channels = f"{y.name}/scan", y.shape[1]
+    name, channels = f"{y.name}/scan", x.shape[1]
     body = ir.Graph([], [], nodes=[], opset_imports=op.graph.opset_imports, name=name)
     for value in (x, dy):
         body.inputs.append(ir.Value(name=f"{name}/{value.name}", type=value.type, shape=ir.Shape(value.shape.dims[1:])))
@@ -62,7 +62,7 @@ def convolved(op: Builder, node: ir.Node, x: ir.Value, dy: ir.Value) -> ir.Value
     scan = ir.Node("", "Scan", [x, dy], attributes, name=name)
     op.graph.append(scan)
     (stacked,) = scan.outputs
-    stacked.name, stacked.type, stacked.shape = name, y.type, ir.Shape([x.shape[0], *y.shape.dims])
+    stacked.name, stacked.type, stacked.shape = name, y.type, ir.Shape([x.shape[0], 1, channels, *y.shape.dims[2:]])
     return op.ReduceSum(stacked, [0], keepdims=0)
 
 
