@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import models
 import pytest
 import torch
@@ -156,6 +158,40 @@ def test_a_hook_for_an_accumulated_gradient_is_refused_since_there_is_none():
         make_trainer(module).train_step(torch.randn(3, 4), 0.01)
     handle.remove()
     make_trainer(module).train_step(torch.randn(3, 4), 0.01)
+
+
+class Patches(nn.Module):
+    """A normalization of a single image, whose gradient lies channels last."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.conv, self.norm, self.linear = nn.Conv2d(3, 4, 2, stride=2), norm(4, affine=True), nn.Linear(4, 4)
+
+    def forward(self, x, hooked=lambda h: h):
+        tokens = hooked(self.norm(self.conv(x))).flatten(2).transpose(1, 2)
+        return self.linear(tokens[:, 0]).tanh().mean()
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.InstanceNorm2d])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_single_image_trains_by_its_gradient_which_pytorch_gets_wrong(norm, batch):
+    torch.manual_seed(0)
+    module = Patches(norm)
+    twin, x = copy.deepcopy(module), torch.randn(batch, 3, 8, 8)
+
+    def hooked(h):  # without which PyTorch 2.13 is not what finite differences are, for one image
+        h.register_hook(torch.Tensor.contiguous)
+        return h
+
+    schema = ModelDescription([IODescription("x", [batch, 3, 8, 8], torch.float32)], [IODescription("loss", [])])
+    trainer = ORTTrainer(
+        module, None, schema, "SGDOptimizer", None, models.LEARNING_RATE, "cpu", enable_grad_norm_clip=False
+    )
+    trainer.train_step(x, 0.1)
+    twin(x, hooked).backward()
+    torch.optim.SGD(twin.parameters(), 0.1).step()
+    for (name, found), expected in zip(module.named_parameters(), twin.parameters()):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_the_check_leaves_the_module_as_it_was():

@@ -155,7 +155,7 @@ def observe_gradients(module, loss_fn, description, inputs) -> dict[str, torch.T
     public = state_names(wrapper)
     parameters = {public[n]: p for n, p in wrapper.named_parameters() if p.requires_grad and p.is_floating_point()}
     with unchanged(wrapper), in_train_mode(wrapper.module), torch.enable_grad():
-        with MutedDropout(), without_checkpoints(), drawn_from(inputs) as drawn:
+        with _ContiguousGradients(), without_checkpoints(), drawn_from(inputs) as drawn:
             loss = wrapper.described_outputs(inputs)[0]
         if drawn():
             return None
@@ -163,3 +163,19 @@ def observe_gradients(module, loss_fn, description, inputs) -> dict[str, torch.T
             return {}
         found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     return {name: gradient.to_dense() for name, gradient in zip(parameters, found) if gradient is not None}
+
+
+class _ContiguousGradients(MutedDropout):
+    """Lets the gradients that normalizations of a single image are given be contiguous, too.
+
+    PyTorch 2.13 on the CPU takes one that lies channels last, as behind `flatten(2).transpose(1, 2)`, for one that does not:
+    of a single image the strides can be read either way. What it then computes is not the gradient, in float64 neither.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func not in (torch.batch_norm, torch.instance_norm):
+            return super().__torch_function__(func, types, args, kwargs)
+        result = func(args[0].contiguous(), *args[1:], **(kwargs or {}))
+        if result.requires_grad:
+            result.register_hook(torch.Tensor.contiguous)
+        return result
