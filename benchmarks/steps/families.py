@@ -170,6 +170,25 @@ def resnet_stem():
 
 
 @family
+def inverted_residuals():
+    """The middle of a MobileNetV3: kernels of 5 x 5 on 72 and 120 channels, which fill no blocks of 16, and excitation."""
+
+    def block(inputs, middle, outputs, stride):
+        rise = [nn.Conv2d(inputs, middle, 1, bias=False), nn.BatchNorm2d(middle), nn.Hardswish()]
+        along = [
+            nn.Conv2d(middle, middle, 5, stride, 2, groups=middle, bias=False),
+            nn.BatchNorm2d(middle),
+            nn.Hardswish(),
+        ]
+        fall = [Excited(middle), nn.Conv2d(middle, outputs, 1, bias=False), nn.BatchNorm2d(outputs)]
+        return (nn.Sequential if stride > 1 else Residual)(*rise, *along, *fall)
+
+    stem = [nn.Conv2d(3, 24, 4, 4, bias=False), *_norm_relu(24)]
+    blocks = [block(24, 72, 40, 2), block(40, 120, 40, 1), block(40, 120, 40, 1)]
+    return nn.Sequential(*stem, *blocks, *head(40, 10)), F.cross_entropy, images(8, 3, 160, 10)
+
+
+@family
 def small_images():
     """The last stages of a ResNet-18 that is given 64 x 64 pixels: 8 x 8 to 2 x 2, with most of its weights."""
 
