@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -80,9 +81,14 @@ def float_tensors(values: Iterable[onnx.ValueInfoProto]) -> list[str]:
 # -- what can vary ----------------------------------------------------------------------------
 
 
+@functools.cache
+def _states() -> dict[str, str]:
+    return {row.op_type: row.state for row in coverage.coverage() if not row.domain}
+
+
 def varies(test: NodeTest) -> bool:
     """Whether a float output can vary with a float input, by the registry and the schemas of the operators between."""
-    states = {row.op_type: row.state for row in coverage.coverage() if not row.domain}
+    states = _states()
     model = onnx.shape_inference.infer_shapes(test.model)
     kinds = {v.name: v.type for v in [*model.graph.value_info, *model.graph.output]}
     reached = set(test.wrt)
