@@ -173,7 +173,7 @@ class _ContiguousGradients(MutedDropout):
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func not in (torch.batch_norm, torch.instance_norm):
+        if func not in (torch.batch_norm, torch.instance_norm) or not args:  # none: all by keyword
             return super().__torch_function__(func, types, args, kwargs)
         result = func(args[0].contiguous(), *args[1:], **(kwargs or {}))
         if result.requires_grad:
