@@ -34,7 +34,7 @@ def whole(first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("clip", [True, False], ids=["clip", "no clip"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("steps", [3, 7])
+@pytest.mark.parametrize("steps", [3, pytest.param(7, marks=pytest.mark.slow)])
 def test_an_update_of_several_batches_is_that_of_one_batch_of_all_of_them(steps, optimizer, clip):
     apart = make(optimizer=optimizer, gradient_accumulation_steps=steps, enable_grad_norm_clip=clip)
     together = make(optimizer=optimizer, enable_grad_norm_clip=clip)
