@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
-from cases import convolution, pooling, resize
+from cases import convolution, convolution_transposed, pooling, resize
 
 from orttrainer.testing.check import _model, _run_onnxruntime, evaluate
 
-CASES = [case for module in (convolution, pooling, resize) for case in module.CASES if case.runtime]
+CASES = [
+    case for module in (convolution, convolution_transposed, pooling, resize) for case in module.CASES if case.runtime
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -11,6 +11,7 @@ from torch import nn
 
 from orttrainer import IODescription, ModelDescription, ORTTrainer
 from orttrainer.errors import ExportMismatchError, UnsupportedModelError
+from orttrainer.export import observe_gradients
 
 
 class Detach(nn.Module):
@@ -188,10 +189,39 @@ def test_a_single_image_trains_by_its_gradient_which_pytorch_gets_wrong(norm, ba
         module, None, schema, "SGDOptimizer", None, models.LEARNING_RATE, "cpu", enable_grad_norm_clip=False
     )
     trainer.train_step(x, 0.1)
+    double = copy.deepcopy(twin).double()
+    assert torch.autograd.gradcheck(  # finite differences
+        lambda x: double(x, hooked), x.double().requires_grad_(), check_undefined_grad=False
+    )
     twin(x, hooked).backward()
     torch.optim.SGD(twin.parameters(), 0.1).step()
     for (name, found), expected in zip(module.named_parameters(), twin.parameters()):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=name)
+
+
+class NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+def test_a_normalization_without_a_gradient_behind_it_is_observed():
+    class Undefined(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.linear = nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return (NoBackward.apply(self.norm(x)) + self.linear(x)).sum()
+
+    module, x = Undefined(), torch.randn(3, 4)
+    found = observe_gradients(module, None, description(), [x])
+    module(x).backward()
+    assert all(torch.equal(found[f"linear.{name}"], p.grad) for name, p in module.linear.named_parameters())
 
 
 def test_the_check_leaves_the_module_as_it_was():

@@ -5,7 +5,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
-from cases import convolution, pooling, resize
+from cases import convolution, convolution_transposed, pooling, resize
 
 from orttrainer import blocked
 from orttrainer.differentiate import build_gradient
@@ -14,7 +14,12 @@ from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN
 from orttrainer.testing import check_gradient, evaluate
 from orttrainer.testing.check import _compare, _gradients, _model, _run_onnxruntime
 
-CASES = [case for module in (convolution, pooling) for case in module.CASES if case.op_type != "MaxUnpool"]
+CASES = [
+    case
+    for module in (convolution, convolution_transposed, pooling)
+    for case in module.CASES
+    if case.op_type != "MaxUnpool"
+]
 
 
 def with_symbolic_axes(case, axes, dtype=np.float64):

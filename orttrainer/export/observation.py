@@ -177,5 +177,9 @@ class _ContiguousGradients(MutedDropout):
             return super().__torch_function__(func, types, args, kwargs)
         result = func(args[0].contiguous(), *args[1:], **(kwargs or {}))
         if result.requires_grad:
-            result.register_hook(torch.Tensor.contiguous)
+            result.register_hook(_contiguous)
         return result
+
+
+def _contiguous(gradient):
+    return None if gradient is None else gradient.contiguous()  # None: nothing behind it has a gradient

@@ -26,7 +26,7 @@ LARGEST_KERNEL = 121  # taps; a larger one, or a wider dilation, belongs to the 
 WIDEST_DILATION = 8
 WIDE_STEM = 64  # weights of an output channel from which few input channels are worth it
 FILLED = 0.75  # of the blocks of a result, from which on the products with zeros cost less than is saved
-SMALLEST_GROUP = 4  # channels that ONNX Runtime brings into blocks at a time
+CHANNELS_AT_ONCE = 4  # that ONNX Runtime brings into blocks: their number is a multiple
 
 
 class BlockedConvolutionPass(ir.passes.InPlacePass):
@@ -76,14 +76,14 @@ class BlockedConvolutionPass(ir.passes.InPlacePass):
         if not _is_plain(node):
             return False
         if is_depthwise(node):
-            return static_dims(node.inputs[1])[0] % SMALLEST_GROUP == 0
+            return static_dims(node.inputs[1])[0] % CHANNELS_AT_ONCE == 0
         channels, out = channels_of(node)
         filled = 1.0 if _groups(node) > 1 else FILLED
         return channels % self.block == 0 and out >= filled * (out + -out % self.block)
 
     def _is_depthwise_gradient(self, node: ir.Node) -> bool:
         operands = nchwc_depthwise.operands(node)
-        return operands is not None and operands[0].shape[1] % SMALLEST_GROUP == 0
+        return operands is not None and operands[0].shape[1] % CHANNELS_AT_ONCE == 0
 
     def _is_stem(self, node: ir.Node, blocked: Collection[ir.Node]) -> bool:
         """Whether few channels are convolved, which the kernel reads as they are, that has much to do or blocks to hand on."""

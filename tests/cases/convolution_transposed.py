@@ -1,0 +1,130 @@
+import torch.nn.functional as F
+
+from orttrainer.testing import Case
+
+
+def torch_conv_transpose(**options):
+    return lambda x, w, b=None: (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[x.ndim - 3](
+        x, w, b, **options
+    )
+
+
+CASES = [
+    Case("ConvTranspose", (2, 3, 5), (3, 4, 3), (4,), name="1d", torch=torch_conv_transpose()),
+    Case("ConvTranspose", (2, 3, 3, 4), (3, 2, 3, 2), (2,), name="2d", torch=torch_conv_transpose()),
+    Case(
+        "ConvTranspose",
+        (1, 2, 2, 3, 2),
+        (2, 2, 2, 2, 3),
+        name="3d",
+        strides=[2, 1, 2],
+        torch=torch_conv_transpose(stride=(2, 1, 2)),
+    ),
+    Case(
+        "ConvTranspose",
+        (2, 3, 3, 4),
+        (3, 2, 3, 3),
+        name="strided",
+        strides=[2, 3],
+        torch=torch_conv_transpose(stride=(2, 3)),
+    ),
+    Case(
+        "ConvTranspose",
+        (2, 3, 3, 4),
+        (3, 2, 3, 3),
+        (2,),
+        name="output_padding",
+        strides=[2, 3],
+        pads=[1, 1, 1, 1],
+        output_padding=[1, 2],
+        torch=torch_conv_transpose(stride=(2, 3), padding=1, output_padding=(1, 2)),
+    ),
+    Case(
+        "ConvTranspose",
+        (2, 3, 3, 4),
+        (3, 2, 2, 2),
+        name="output_padding_beyond_stride",
+        dilations=[3, 3],
+        strides=[1, 2],
+        output_padding=[2, 2],
+        runtime=False,
+        torch=torch_conv_transpose(stride=(1, 2), dilation=3, output_padding=2),
+    ),
+    Case("ConvTranspose", (2, 3, 3, 4), (3, 2, 3, 3), name="asymmetric", strides=[2, 2], pads=[0, 1, 2, 0]),
+    Case(
+        "ConvTranspose",
+        (2, 3, 4, 4),
+        (3, 2, 2, 3),
+        name="dilated",
+        dilations=[2, 2],
+        pads=[1, 1, 1, 1],
+        torch=torch_conv_transpose(dilation=2, padding=1),
+    ),
+    Case(
+        "ConvTranspose",
+        (2, 2, 5, 6),
+        (2, 8, 2, 3),
+        (8,),
+        name="few_inputs",
+        dilations=[2, 1],
+        pads=[1, 0, 1, 2],
+    ),
+    Case(
+        "ConvTranspose",
+        (2, 4, 3, 3),
+        (4, 3, 3, 2),
+        (6,),
+        name="grouped",
+        group=2,
+        strides=[2, 1],
+        torch=torch_conv_transpose(groups=2, stride=(2, 1)),
+    ),
+    Case(
+        "ConvTranspose",
+        (2, 3, 3, 3),
+        (3, 1, 3, 3),
+        name="depthwise",
+        group=3,
+        strides=[2, 2],
+        pads=[1] * 4,
+        torch=torch_conv_transpose(groups=3, stride=2, padding=1),
+    ),
+    Case("ConvTranspose", (2, 3, 3, 3), (3, 2, 1, 1), name="pointwise", torch=torch_conv_transpose()),
+    Case(
+        "ConvTranspose",
+        (2, 3, 3, 4),
+        (3, 2, 3, 3),
+        name="same_upper",
+        auto_pad="SAME_UPPER",
+        strides=[2, 2],
+        kernel_shape=[3, 3],
+    ),
+    Case(
+        "ConvTranspose",
+        (2, 3, 3, 4),
+        (3, 2, 3, 3),
+        name="same_lower",
+        auto_pad="SAME_LOWER",
+        strides=[2, 2],
+        kernel_shape=[3, 3],
+    ),
+    Case(
+        "ConvTranspose",
+        (2, 3, 3, 4),
+        (3, 2, 3, 3),
+        name="output_shape",
+        strides=[2, 3],
+        output_shape=[6, 10],
+        symbolic=False,
+    ),
+    Case(
+        "ConvTranspose",
+        (2, 3, 3, 4),
+        (3, 2, 3, 3),
+        name="output_shape_larger",
+        strides=[4, 3],
+        output_shape=[12, 9],
+        symbolic=False,
+    ),
+    Case("ConvTranspose", (2, 3, 3), (3, 2, 3), name="opset_22", opset=22, strides=[2]),
+]
