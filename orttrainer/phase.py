@@ -41,6 +41,7 @@ from orttrainer.native.pools import FusePoolGradientsPass
 from orttrainer.native.rows import FuseRowsPass
 from orttrainer.native.toolchain import compiled
 from orttrainer.native.weights import FuseWeightGradientsPass
+from orttrainer.native.winograd import FuseWinogradPass
 from orttrainer.training_graph import Signature
 
 _ELEMENT_TYPES = {
@@ -133,6 +134,7 @@ def open_phase(
     if place.allows(TurnConvolutionPass) and on_cpu:
         TurnConvolutionPass()(cut)
     if place.native:
+        kernels += _by_winograd(place, cut, sizes) if blocked else []
         tiles, library, first = _fused(place, cut, through, sizes, kernels)
     else:
         if place.allows(ScaledGradientPass) and on_cpu:
@@ -178,6 +180,15 @@ def _gradients_of_windows(place: Place, cut: ir.Model) -> list:
     for fuse in passes:
         fuse(cut)
     return [kernel for fuse in passes for kernel in fuse.kernels]
+
+
+def _by_winograd(place: Place, cut: ir.Model, sizes: Mapping[str, int]) -> list:
+    """Let kernels in C compute what convolutions in blocks they are faster at; these kernels."""
+    if not place.allows(FuseWinogradPass) or (block := block_size()) is None:
+        return []
+    fuse = FuseWinogradPass(block, sizes)
+    fuse(cut)
+    return fuse.kernels
 
 
 def _fused(

@@ -4,6 +4,7 @@
    ever grows at its end: the functions of OrtApi by their place in it, and OrtCustomOp as of version 18. */
 
 #include <math.h>
+#include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -59,9 +60,12 @@ typedef struct {
     if (status) return status;     \
   } while (0)
 
-/* How a kernel slides over images; sizes along the axes, `begin` are pads. block: of channels. */
+/* How a kernel slides over images; sizes along the axes, `begin` and `end` are pads. block: of channels.
+   has_bias, has_sum, relu: what a convolution adds, and whether it activates.
+   by_tiles: sums up weights as winograd.c does, where the window is one that it can. */
 typedef struct Window {
-  int block, kernel[3], strides[3], dilations[3], begin[3];
+  int block, kernel[3], strides[3], dilations[3], begin[3], end[3], has_bias, has_sum, relu;
+  void (*by_tiles)(void *data, size_t index);
 } Window;
 
 /* One kernel: what it computes is a loop over the axes of its outputs, which all have one shape but for sums.
@@ -75,7 +79,7 @@ typedef struct Window {
    inplace: gives how many outputs may be written over an input that nobody reads later, and lists both.
    run: for the rows first to last, or for the elements where there is one loop, which are chunk number `chunk`; `size`
    holds the lengths of the loops.
-   other: what computes an operator of another kind, see loops.c, rows.c, weights.c, pools.c; only names and types are given then.
+   other: what computes an operator of another kind, see loops.c, rows.c, weights.c, winograd.c, pools.c; only names and types are given then.
    loop: of a loop over time.
    window: of a convolution. */
 typedef struct Kernel {
@@ -127,6 +131,36 @@ typedef struct {
 } Run;
 
 static const Api *api;
+
+/* Memory of threads for the time of a chunk. It is kept for the next one: malloc gives what is this large back to the system,
+   to get it anew, page by page, at the next call. */
+#define KEPT_SCRATCH 64 /* threads that it is kept for */
+#define ALIGNMENT 64    /* bytes */
+
+static _Atomic(int64_t *) scratch[KEPT_SCRATCH]; /* the size stands before each */
+
+static float *take_scratch(int64_t floats) {
+  const int64_t bytes = (floats * (int64_t)sizeof(float) + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+  int64_t *found = NULL;
+  for (int i = 0; i < KEPT_SCRATCH && !found; ++i)
+    if (scratch[i]) found = atomic_exchange(&scratch[i], NULL);
+  if (found && *found < bytes) free(found), found = NULL;
+  if (!found && (found = aligned_alloc(ALIGNMENT, ALIGNMENT + bytes))) *found = bytes;
+  return found ? (float *)((char *)found + ALIGNMENT) : NULL;
+}
+
+static void give_scratch(float *taken) {
+  int64_t *const given = (int64_t *)((char *)taken - ALIGNMENT);
+  for (int i = 0; i < KEPT_SCRATCH; ++i) {
+    int64_t *none = NULL;
+    if (atomic_compare_exchange_strong(&scratch[i], &none, given)) return;
+  }
+  free(given);
+}
+
+__attribute__((destructor)) static void free_scratch(void) {
+  for (int i = 0; i < KEPT_SCRATCH; ++i) free(atomic_exchange(&scratch[i], NULL));
+}
 
 static void run_chunk(void *data, size_t index) {
   const Run *run = data;

@@ -5,7 +5,6 @@
    that another one is working on. So the same threads stay through all steps, with weights in their own caches. */
 
 #include <sched.h>
-#include <stdatomic.h>
 #include <string.h>
 
 #define CHUNKS 16            /* of a stage, at most */

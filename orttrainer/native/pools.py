@@ -15,8 +15,7 @@ from orttrainer.graph.passes.speed import nchwc_nodes
 from orttrainer.graph.passes.speed.nchwc import BlockedConvolutionPass
 from orttrainer.graph.passes.speed.nchwc_regions import ELEMENTWISE
 from orttrainer.native.kernel import initializer
-from orttrainer.native.toolchain import DOMAIN
-from orttrainer.native.weights import BLOCKS
+from orttrainer.native.toolchain import BLOCKS, DOMAIN
 
 FLOAT = ir.DataType.FLOAT
 MOST_AXES = 3  # of a window, as in pools.c

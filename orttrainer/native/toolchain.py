@@ -18,6 +18,7 @@ from orttrainer.errors import InvalidArgumentError, RuntimeNotFoundError
 from orttrainer.native.kernel import Kernel
 
 DOMAIN = "orttrainer.native"
+BLOCKS = (8, 16)  # of channels, that there are kernels for
 SWITCH = "ORTTRAINER_NATIVE_KERNELS"
 _CPU = "CPUExecutionProvider"
 
@@ -35,6 +36,7 @@ _FLAGS = (
     "c",
 )
 _BEFORE = ("custom_op.c", "functions.c", "loops.c", "rows.c", "weights.c", "pools.c")
+_FOR_EACH_BLOCK = "winograd.c"  # of so many channels
 _REGISTER = """
 static const Kernel KERNELS[] = {{
 {entries}
@@ -57,7 +59,8 @@ def compiled(kernels: Sequence[Kernel]) -> pathlib.Path:
         RuntimeNotFoundError: there is no C compiler, or it fails; or no folder for the result.
     """
     unique = sorted({kernel.name: kernel for kernel in kernels}.values(), key=lambda kernel: kernel.name)
-    source = "\n".join(pathlib.Path(__file__).with_name(name).read_text() for name in _BEFORE)
+    source = "\n".join(map(_text, _BEFORE))
+    source += "".join(f"#define B {block}\n{_text(_FOR_EACH_BLOCK)}#undef B\n" for block in BLOCKS)
     source += "\n".join(kernel.declaration() for kernel in unique)
     source += _REGISTER.format(entries="\n".join(kernel.entry() for kernel in unique), domain=DOMAIN)
     command = _compiler()
@@ -72,6 +75,10 @@ def compiled(kernels: Sequence[Kernel]) -> pathlib.Path:
             "Set ORTTRAINER_CACHE to one that can, or leave native_kernels off."
         ) from error
     return path
+
+
+def _text(name: str) -> str:
+    return pathlib.Path(__file__).with_name(name).read_text()
 
 
 def is_wanted(native_kernels: bool | None, device: str, providers: Sequence | None) -> bool:

@@ -11,10 +11,9 @@ from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.speed import nchwc_nodes
 from orttrainer.graph.passes.speed.weight_gradients import WeightGradient, Window
 from orttrainer.native.kernel import initializer
-from orttrainer.native.toolchain import DOMAIN
+from orttrainer.native.toolchain import BLOCKS, DOMAIN
 
 FLOAT = ir.DataType.FLOAT
-BLOCKS = (8, 16)  # that weights.c has
 
 
 class FuseWeightGradientsPass(ir.passes.InPlacePass):
@@ -49,7 +48,8 @@ class FuseWeightGradientsPass(ir.passes.InPlacePass):
                 if v not in blocked:
                     blocked[v] = op.node("ReorderInput", v, domain=nchwc_nodes.DOMAIN, like=v)
             self.kernels.append(WeightsKernel(self.block, gradient.window))
-            new = op.node(self.kernels[-1].name, *(blocked[v] for v in operands), domain=DOMAIN, like=y)
+            name, inputs = self.kernels[-1].name, [blocked[v] for v in operands]
+            new, _ = op.node(name, *inputs, domain=DOMAIN, outputs=2, like=y)
             new.producer().metadata_props.update(node.metadata_props)
             new.name, y.name = y.name, f"{y.name}/plain"
             y.replace_all_uses_with(new, replace_graph_outputs=True)
@@ -81,6 +81,8 @@ class WeightsKernel:
     def declaration(self) -> str:
         sizes = {key: f"{{{', '.join(map(str, pair))}}}" for key, pair in asdict(self.window).items()}
         window = {"block": self.block, **sizes}
+        if (self.window.kernel, self.window.strides, self.window.dilations) == ((3, 3), (1, 1), (1, 1)):
+            window["by_tiles"] = f"weights_by_tiles_{self.block}"
         return (
             f"static const int {self.name}_types[] = {{{int(FLOAT)}, {int(FLOAT)}}};\n"
             f"static const Window {self.name}_window = {initializer(window)};\n"
@@ -88,5 +90,5 @@ class WeightsKernel:
 
     def entry(self) -> str:
         types = f"{self.name}_types"
-        fields = {"name": f'"{self.name}"', "inputs": 2, "outputs": 1, "input_types": types, "output_types": types}
+        fields = {"name": f'"{self.name}"', "inputs": 2, "outputs": 2, "input_types": types, "output_types": types}
         return initializer({**fields, "other": "sum_weights", "window": f"&{self.name}_window"}) + ","
