@@ -14,7 +14,7 @@ from small import LR, assert_same, batch, forward_model, make, net, snapshot
 from torch import nn
 
 import orttrainer
-from orttrainer import profiling
+from orttrainer import IODescription, ModelDescription, profiling
 from orttrainer.errors import InvalidArgumentError, SchemaError, StateError
 from orttrainer.graph.activations import ancestors
 
@@ -102,6 +102,32 @@ def test_nearly_all_time_is_attributed_also_where_nodes_are_merged(native_kernel
     assert measured.phases["other"] < 0.05 * sum(measured.phases.values())
     fused = {event.place.module for event in measured._events if event.operator == "FusedGemm"}
     assert fused == {"0"}
+
+
+@pytest.mark.parametrize("native_kernels", [False, True])
+def test_what_works_in_blocks_of_channels_belongs_to_the_layers_that_it_was(native_kernels):
+    layers = [
+        nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
+        nn.Conv2d(16, 16, 3, stride=2, padding=1), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3, padding=1, groups=2),
+        nn.Conv2d(32, 32, 3, padding=1, groups=32), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 3),
+    ]  # fmt: skip
+    description = ModelDescription(
+        [IODescription("x", [8, 3, 24, 24], torch.float32), IODescription("y", [8], torch.int64)],
+        [IODescription("loss", [], torch.float32), IODescription("output", [8, 3], torch.float32)],
+    )
+    trainer = make(nn.Sequential(*layers), desc=description, native_kernels=native_kernels)
+    images = torch.randn(8, 3, 24, 24), torch.randint(0, 3, (8,))
+    trainer.train_step(*images, LR)
+    measured = trainer.profile(steps=2, batch=list(images))
+    convolutions = {str(k) for k, layer in enumerate(layers) if isinstance(layer, nn.Conv2d)}
+    for phase in ("forward", "backward"):
+        made_by = {
+            event.place.module
+            for event in measured._events
+            if event.place.phase == phase and event.operator.startswith(("Conv", "Winograd", "Weights"))
+        }
+        # Scale and offset of a BatchNormalization, a Relu and its mask are convolutions too.
+        assert convolutions <= made_by <= convolutions | {"1", "3", "4"}, phase
 
 
 def test_operators_phases_and_modules_share_out_one_time():

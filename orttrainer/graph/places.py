@@ -118,11 +118,13 @@ class Places:
         return None
 
     def _cut_short(self, name: str) -> Place | None:
-        """The place of the node that a name begins with, which ONNX Runtime makes longer."""
+        """The place of the node that a name begins with, which ONNX Runtime makes longer; behind names of passes, if any."""
         while name:
-            if name in self._by_node_name:
-                return self._by_node_name[name]
-            name = name[: max(name.rfind("/"), name.rfind("_"), 0)]
+            start, _, name = name, *name.partition("/")[1:]
+            while start:
+                if start in self._by_node_name:
+                    return self._by_node_name[start]
+                start = start[: max(start.rfind("/"), start.rfind("_"), 0)]
         return None
 
 

@@ -52,11 +52,13 @@ class FusePoolGradientsPass(ir.passes.InPlacePass):
         for node, gradient in found:
             block = self.block if gradient.pool in rewriting.in_blocks else 1
             self.kernels.append(PoolKernel(block, *_window(gradient.pool)))
-            rewriting.gradient(node, gradient, self.kernels[-1].name)
+            with rewriting.op.scope(node.name):
+                rewriting.gradient(node, gradient, self.kernels[-1].name)
         common.RemoveUnusedNodesPass()(model)  # the Indices that only the gradient has read, among others
         for pool in pools:
             if pool.graph is not None and not any(y.uses() or y.is_graph_output() for y in pool.outputs[1:]):
-                rewriting.pool(pool)
+                with rewriting.op.scope(pool.name):
+                    rewriting.pool(pool)
         graph.sort()
         return ir.passes.PassResult(model, modified=True)
 

@@ -44,12 +44,13 @@ class FuseWeightGradientsPass(ir.passes.InPlacePass):
         for node, gradient in found:
             (y,) = node.outputs
             operands = gradient.x, gradient.dy
-            for v in operands:
-                if v not in blocked:
-                    blocked[v] = op.node("ReorderInput", v, domain=nchwc_nodes.DOMAIN, like=v)
             self.kernels.append(WeightsKernel(self.block, gradient.window))
-            name, inputs = self.kernels[-1].name, [blocked[v] for v in operands]
-            new, _ = op.node(name, *inputs, domain=DOMAIN, outputs=2, like=y)
+            with op.scope(node.name):
+                for v in operands:
+                    if v not in blocked:
+                        blocked[v] = op.node("ReorderInput", v, domain=nchwc_nodes.DOMAIN, like=v)
+                inputs = [blocked[v] for v in operands]
+                new, _ = op.node(self.kernels[-1].name, *inputs, domain=DOMAIN, outputs=2, like=y)
             new.producer().metadata_props.update(node.metadata_props)
             new.name, y.name = y.name, f"{y.name}/plain"
             y.replace_all_uses_with(new, replace_graph_outputs=True)

@@ -49,6 +49,7 @@ class FuseWinogradPass(ir.passes.InPlacePass):
             name, inputs = self.kernels[-1].name, [v for v in inputs if v is not None]
             new, _ = op.node(name, *inputs, domain=DOMAIN, outputs=2, like=y)
             new.producer().metadata_props.update(node.metadata_props)
+            new.producer().name, node.name = node.name, None
             new.name, y.name = y.name, f"{y.name}/taps"
             y.replace_all_uses_with(new, replace_graph_outputs=True)
             graph.remove(node, safe=True)

@@ -54,12 +54,15 @@ class BlockedConvolutionPass(ir.passes.InPlacePass):
         if not chosen and not gradients:
             return ir.passes.PassResult(model, modified=False)
         rewriting = _Rewriting(Builder(graph, "nchwc"), self.block)
-        for node in chosen:
-            rewriting.convolution(node)
-        for node in gradients:
-            rewriting.depthwise_gradient(node)
-        for node in [node for node in graph if node.op_type == "Transpose"]:
-            rewriting.channels_last(node)
+        transposes = [node for node in graph if node.op_type == "Transpose"]
+        for rewrite, nodes in (
+            (rewriting.convolution, chosen),
+            (rewriting.depthwise_gradient, gradients),
+            (rewriting.channels_last, transposes),
+        ):
+            for node in nodes:
+                with rewriting.op.scope(node.name):
+                    rewrite(node)
         graph.sort()
         common.RemoveUnusedNodesPass()(model)
         return ir.passes.PassResult(model, modified=True)

@@ -62,7 +62,8 @@ class StayInBlocksPass(ir.passes.InPlacePass):
         if not region.wanted:
             return ir.passes.PassResult(model, modified=False)
         for node in list(model.graph):
-            region.convert(node)
+            with region.op.scope(node.name):
+                region.convert(node)
         model.graph.sort()
         common.RemoveUnusedNodesPass()(model)
         return ir.passes.PassResult(model, modified=True)

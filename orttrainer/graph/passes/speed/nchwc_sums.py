@@ -22,7 +22,8 @@ class SumIntoConvolutionPass(ir.passes.InPlacePass):
         graph = model.graph
         op, modified = Builder(graph, "sums"), False
         for node in [node for node in graph if node.op_type in ("Add", "Sub") and not node.domain]:
-            modified |= _sum_into(op, node)
+            with op.scope(node.name):
+                modified |= _sum_into(op, node)
         if modified:
             graph.sort()
         return ir.passes.PassResult(model, modified)
@@ -76,10 +77,10 @@ def _sum_into(op: Builder, node: ir.Node) -> bool:
             inputs[1:] = [v if v is None else op.Neg(v) for v in inputs[1:]]
         attributes = [*conv.attributes.values(), *([ir.AttrString("activation", "Relu")] if relu is not None else [])]
         new = ir.Node(
-            DOMAIN, "Conv", [*inputs, other if view is None else _viewed(op, other, conv)], attributes, name=op.new_name("Conv")
+            DOMAIN, "Conv", [*inputs, other if view is None else _viewed(op, other, conv)], attributes, name=conv.name
         )  # fmt: skip
         (made,), (before,) = new.outputs, conv.outputs
-        made.name, made.type, made.shape = new.name, before.type, before.shape
+        made.name, made.type, made.shape = op.new_name("Conv"), before.type, before.shape
         op.graph.insert_before(node, new)
         if view is not None:
             made = op.node("Reshape", made, view.inputs[1], like=y)

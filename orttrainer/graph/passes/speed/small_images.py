@@ -42,7 +42,8 @@ class SmallImagesPass(ir.passes.InPlacePass):
         products = _Products(Builder(graph, "small_images"))
         modified = False
         for node in list(graph) if products.op.opset >= 18 else ():  # Col2Im's first
-            new = self._product(products, node)
+            with products.op.scope(node.name):
+                new = self._product(products, node)
             if new is None:
                 continue
             (y,) = node.outputs

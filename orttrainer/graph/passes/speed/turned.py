@@ -26,12 +26,13 @@ class TurnConvolutionPass(ir.passes.InPlacePass):
         op = Builder(graph, "turned") if nodes else None
         for node in nodes:
             (x, w, *bias), (old,) = node.inputs, node.outputs
-            backwards = op.Slice(w, [-1, -1], [-(2**62)] * 2, [2, 3], [-1, -1])
-            new = op.node(
-                "Conv" if node.op_type == "ConvTranspose" else "ConvTranspose",
-                x, op.Transpose(backwards, perm=[1, 0, 2, 3]), *bias, like=old, kernel_shape=list(static_dims(w)[2:]),
-                dilations=ints(node, "dilations", 1), pads=turned_pads(node, static_dims(w)[2:]),
-            )  # fmt: skip
+            with op.scope(node.name):
+                backwards = op.Slice(w, [-1, -1], [-(2**62)] * 2, [2, 3], [-1, -1])
+                new = op.node(
+                    "Conv" if node.op_type == "ConvTranspose" else "ConvTranspose",
+                    x, op.Transpose(backwards, perm=[1, 0, 2, 3]), *bias, like=old, kernel_shape=list(static_dims(w)[2:]),
+                    dilations=ints(node, "dilations", 1), pads=turned_pads(node, static_dims(w)[2:]),
+                )  # fmt: skip
             new.name, old.name = old.name, f"{old.name}/turned"
             old.replace_all_uses_with(new, replace_graph_outputs=True)
             graph.remove(node, safe=True)
