@@ -212,11 +212,12 @@ static void OF(convolve_chunk)(void *data, size_t chunk) {
   const int64_t channels = g->in.blocks * B, element = TILES * channels + GAP, m_element = TILES * WIDEST * B + GAP;
   const int64_t begin = (int64_t)chunk * g->tiles_of_chunk;
   const int64_t end = begin + g->tiles_of_chunk < g->tiles ? begin + g->tiles_of_chunk : g->tiles;
-  float *u = take_scratch(ELEMENTS * (element + m_element)), *m = u + ELEMENTS * element;
+  float *const u = take_scratch(ELEMENTS * (element + m_element));
   if (!u) {
     g->failed = 1;
     return;
   }
+  float *const m = u + ELEMENTS * element;
   for (int64_t first = begin; first < end; first += TILES) {
     const int64_t count = end - first < TILES ? end - first : TILES, rounded = (count + ROUNDED - 1) / ROUNDED * ROUNDED;
     for (int64_t t = 0; t < rounded; ++t) { /* those that are too many are the last one once more, and nobody reads them */
@@ -318,7 +319,8 @@ INLINE void OF(put_taps)(const float *m, int64_t element, float *taps) {
 static void OF(weights_by_tiles)(void *data, size_t index) {
   Weights *g = data;
   const OF(Images) in = {g->x_size[0], g->x_size[1], g->x_blocks}, out = {g->y_size[0], g->y_size[1], g->y_blocks};
-  const int64_t parts = g->parts_of_images, part = index % parts, group = BLOCKS_OF_GROUP(B), groups = (in.blocks + group - 1) / group;
+  const int64_t parts = g->parts_of_images, part = index % parts;
+  const int64_t group = BLOCKS_OF_GROUP(B), groups = (in.blocks + group - 1) / group;
   const int64_t first_in = index / parts % groups * group, first_out = index / parts / groups * group;
   const int64_t ins = in.blocks - first_in < group ? in.blocks - first_in : group;
   const int64_t outs = out.blocks - first_out < group ? out.blocks - first_out : group;
@@ -326,12 +328,12 @@ static void OF(weights_by_tiles)(void *data, size_t index) {
   const int64_t begin = g->images * part / parts * tiles, end = g->images * (part + 1) / parts * tiles;
   const int64_t element = TILES_OF_WEIGHTS * B * ins + GAP, d_element = TILES_OF_WEIGHTS * B * outs + GAP;
   const int64_t sums = ELEMENTS * ins * outs * B * B;
-  float *u = take_scratch(ELEMENTS * (element + d_element) + sums + 9 * B * B);
+  float *const u = take_scratch(ELEMENTS * (element + d_element) + sums + 9 * B * B);
   if (!u) {
     g->failed = 1;
     return;
   }
-  float *d = u + ELEMENTS * element, *m = d + ELEMENTS * d_element, *taps = m + sums;
+  float *const d = u + ELEMENTS * element, *const m = d + ELEMENTS * d_element, *const taps = m + sums;
   memset(m, 0, sums * sizeof(float));
   for (int64_t first = begin; first < end; first += TILES_OF_WEIGHTS) {
     const int64_t count = end - first < TILES_OF_WEIGHTS ? end - first : TILES_OF_WEIGHTS;
