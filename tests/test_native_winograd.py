@@ -8,10 +8,9 @@ import pytest
 import torch
 from test_native_weights import run
 from test_passes_nchwc import BLOCK, model_of, needs_blocks
-from test_passes_nchwc_regions import VARIANTS, assert_trained, node, trained
+from test_passes_nchwc_regions import node
 from torch.nn import functional as F
 
-from orttrainer import phase
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.speed.nchwc import BlockedConvolutionPass
 from orttrainer.graph.passes.speed.nchwc_regions import StayInBlocksPass
@@ -249,13 +248,3 @@ LEFT = {
 def test_other_convolutions_are_left_to_onnx_runtime(shapes, attributes):
     found, path = rewritten(model_of([node("Conv", "x", "w", **attributes)], shapes, ["z"]))
     assert path is None and any(n.op_type == "Conv" for n in found.graph)
-
-
-@needs_blocks
-@pytest.mark.parametrize("name", ["as it is", "larger images", "odd images", "values made again"])
-def test_a_residual_network_with_tiles_trains_as_in_pytorch(name, monkeypatch):
-    opened = []
-    original = phase._open_session
-    monkeypatch.setattr(phase, "_open_session", lambda model, *rest: opened.append(model) or original(model, *rest))
-    assert_trained(*trained(**VARIANTS[name], native_kernels=True))
-    assert any(n.op_type.startswith("Winograd") for model in opened for n in model.graph)

@@ -42,7 +42,7 @@ def test_the_sample_learns_with_dropout_and_writes_its_graph(tmp_path):
 
 @pytest.mark.parametrize("precision", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_the_sample_in_mixed_precision_reaches_the_loss_of_float32_within_2_percent(precision):
-    arguments = ["--max-steps", "50", "--lr", "0.1"]
+    arguments = ["--max-steps", "25", "--lr", "0.1", "--log-interval", "5"]
     full = losses(run("train_ort.py", *arguments))
     half = losses(run("train_ort.py", *arguments, "--precision", precision))
     assert half == pytest.approx(full, rel=0.02)

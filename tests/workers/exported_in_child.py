@@ -1,6 +1,6 @@
 """Export models in children and then in this process, and print what both have given, as JSON.
 
-python exported_in_child.py
+python exported_in_child.py NAME [NAME ...]
 """
 
 from __future__ import annotations
@@ -130,16 +130,17 @@ def exported(case) -> dict:
     }  # fmt: skip
 
 
-def main() -> None:
-    child._CHILDREN = 2 * len(CASES)
-    by_child = {name: exported(case) for name, case in CASES.items()}
+def main(names: list[str]) -> None:
+    cases = {name: CASES[name] for name in names}
+    child._CHILDREN = 2 * len(cases)
+    by_child = {name: exported(case) for name, case in cases.items()}
     loaded = sorted({"onnxscript", child._EXPORTER} & set(sys.modules))
     forked = child._forked
     os.environ[child.SWITCH] = "here"
-    here = {name: exported(case) for name, case in CASES.items()}
-    found = {name: {key: (by_child[name][key], here[name][key]) for key in here[name]} for name in CASES}
+    here = {name: exported(case) for name, case in cases.items()}
+    found = {name: {key: (by_child[name][key], here[name][key]) for key in here[name]} for name in cases}
     print(json.dumps({"loaded": loaded, "forked": forked, "found": found, "refused": refused()}))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
