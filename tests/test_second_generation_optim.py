@@ -335,9 +335,7 @@ def test_the_base_scaler_says_what_to_implement():
     scaler.input_name = "scale"
     assert (scaler.loss_scale, scaler.input_name) == (16.0, "scale")
     for call in (scaler.reset, lambda: scaler.update(None)):
-        with pytest.raises(
-            NotImplementedError, match=r"does not implement .* Use DynamicLossScaler"
-        ):  # abstract, as legacy
+        with pytest.raises(NotImplementedError, match=r"does not implement .* Use DynamicLossScaler"):  # abstract
             call()
 
 

@@ -9,7 +9,7 @@
 #define STRIP 192         /* pixels, about: with those of x they stay in the first cache while the taps read them */
 #define WEIGHTS_CHUNKS 16 /* that the threads take, about */
 #define MOST_OWN 32768    /* weights of a pair that a thread has on its stack */
-#define FEWEST_TILES 128   /* that are worth to be transformed, for each part of the images; see winograd.c */
+#define FEWEST_TILES 128  /* that are worth to be transformed, for each part of the images; see winograd.c */
 #define BLOCKS_OF_GROUP(B) (64 / (B)) /* that are summed up by tiles together, on both sides */
 
 typedef struct {
