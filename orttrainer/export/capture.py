@@ -19,6 +19,7 @@ import torch
 from orttrainer import runtime
 from orttrainer.export import stop_gradient
 from orttrainer.export.batch_norm import TRANSLATIONS
+from orttrainer.export.decompose import node_by_node
 from orttrainer.export.faithful import faithful
 from orttrainer.export.initializers import state_tensor
 from orttrainer.export.quiet import silence
@@ -38,7 +39,8 @@ def capture_dynamo(wrapper, inputs, symbols, opset) -> ir.Model:
         load_exporter()
         with faithful(wrapper):
             program = _exported_program(wrapper, inputs, symbols)
-        with _late_signatures(), torch.no_grad():  # with gradients a Scan would give the sizes that its backward reads
+        # With gradients a Scan would give the sizes that its backward reads.
+        with _late_signatures(), node_by_node(), torch.no_grad():
             onnx_program = torch.onnx.export(
                 program,
                 opset_version=opset,

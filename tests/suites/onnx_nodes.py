@@ -30,7 +30,7 @@ from suites.outcome import Outcome, State
 
 TITLE = "ONNX's node tests"
 TARGET = "every test case in which a float output varies with a float input"
-SLICE = 24
+SLICE = 12
 OPTIMIZER = "an optimizer's update (ai.onnx.preview.training): nothing is differentiated through it, nor does ONNX Runtime run it"
 CLASSICAL = "ai.onnx.ml: models that are trained by other means"
 GENERATOR = "each runtime draws its own mask"

@@ -1,0 +1,153 @@
+"""What torch.onnx cannot translate becomes what it can, node by node, and as torch itself would do it.
+
+Expected graphs come from torch's own decomposition, which traces everything anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from exported import Model, describe, onnx_outputs
+from models import make
+from torch import nn
+from torch.onnx._internal.exporter import _fx_passes
+
+from orttrainer.export import capture, decompose, export_module
+from orttrainer.graph.scopes import SCOPE
+
+SIZES = {"Add", "Concat", "Gather", "Mul", "Reshape", "Shape", "Slice", "Squeeze", "Sub", "Unsqueeze"}  # or what computes them
+
+
+@pytest.fixture
+def whole(monkeypatch):
+    """How often torch has decomposed a whole graph."""
+    calls, real = [], _fx_passes.decompose_with_registry
+    monkeypatch.setattr(_fx_passes, "decompose_with_registry", lambda *args: (calls.append(args), real(*args))[1])
+    return calls
+
+
+def described(forward):
+    """Its nodes without what computes sizes: operators, attributes, modules."""
+    return Counter(
+        (node.op_type, str({name: str(value.value) for name, value in node.attributes.items()}), node.metadata_props.get(SCOPE))
+        for node in forward.model.graph
+        if node.op_type not in SIZES
+    )
+
+
+def both(monkeypatch, module, loss_fn, description, batch):
+    """The forward graph node by node, and as torch decomposes it."""
+    by_nodes = export_module(module, loss_fn, description, batch)
+    with monkeypatch.context() as patch:
+        patch.setattr(capture, "node_by_node", contextlib.nullcontext)
+        return by_nodes, export_module(module, loss_fn, description, batch)
+
+
+def assert_equal(by_nodes, expected, *batches):
+    assert described(by_nodes) == described(expected)
+    for batch in batches:
+        got, want = onnx_outputs(by_nodes, batch), onnx_outputs(expected, batch)
+        assert all(np.array_equal(got[output], want[output]) for output in want)
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied", "transformer", "bert", "gpt2"])
+def test_models_become_what_torch_makes_of_them(name, whole, monkeypatch):
+    setup, module = make(name)
+    batches = [setup.batch(0), setup.batch(1)]
+    by_nodes, expected = both(monkeypatch, module, setup.loss_fn, setup.description(), batches[0])
+    assert len(whole) == 1  # the second
+    assert_equal(by_nodes, expected, *batches)
+
+
+def both_halves(m, x):
+    first, second = x.chunk(2, dim=-1)
+    rest, *_ = torch.unbind(x.reshape(-1, 3, 2), dim=-1)
+    return first * second.contiguous() + rest.tanh()
+
+
+OPERATORS = {
+    "results of one operator": both_halves,
+    "what changes nothing": lambda m, x: x.to(torch.float32).contiguous().reshape(x.shape).type_as(x)[:, :3],
+    "numbers of one kind": lambda m, x: (F.celu(x, 1.0) + F.celu(x, 2.0) + F.celu(x, 1))[:, :3],
+    "sizes": lambda m, x: x.flatten().view(x.shape[0] * 2, -1).reshape(x.shape[0], 6)[:, :3] / x.shape[0],
+    "logic of masks": lambda m, x: torch.where((x > 0) & ~(x > 1) | (x < -1), x, x.new_zeros(())).narrow(1, 0, 3),
+    "linear within another": lambda m, x: torch.baddbmm(x[:, None, :3], x[:, None], m.weight.T.expand(4, 6, 3))[:, 0]
+    if x.shape[0] == 4
+    else x[:, :3],
+}
+
+
+@pytest.mark.parametrize("function", OPERATORS.values(), ids=OPERATORS)
+def test_operators_become_what_torch_makes_of_them(function, whole, monkeypatch):
+    torch.manual_seed(0)
+    module = Model(function, weight=nn.Parameter(torch.randn(3, 6)))
+    batch = [torch.randn(4, 6), torch.randn(4, 3)]
+    described_batch = describe([("x", (4, 6)), ("y", (4, 3))])
+    by_nodes, expected = both(monkeypatch, module, nn.MSELoss(), described_batch, batch)
+    assert len(whole) == 1
+    assert_equal(by_nodes, expected, batch)
+
+
+def test_an_output_may_be_what_a_decomposed_operator_returns(whole, monkeypatch):
+    module = Model(lambda m, x, y: ((m.linear(x) - y).square().mean().reshape(()), *x.chunk(2, dim=1)), linear=nn.Linear(6, 6))
+    batch = [torch.randn(4, 6), torch.randn(4, 6)]
+    inputs = [("x", ("batch", 6)), ("y", ("batch", 6))]
+    outputs = [("loss", ()), ("left", ("batch", 3)), ("right", ("batch", 3))]
+    by_nodes, expected = both(monkeypatch, module, None, describe(inputs, outputs), batch)
+    assert len(whole) == 1
+    assert_equal(by_nodes, expected, batch, [tensor[:3] for tensor in batch])
+
+
+def test_layers_of_one_kind_share_a_trace_and_draw_apart(whole, monkeypatch):
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)) for _ in range(3)))
+    traced, real = [], decompose.make_fx
+    monkeypatch.setattr(decompose, "make_fx", lambda *args, **kwargs: (traced.append(args), real(*args, **kwargs))[1])
+    batch = [torch.randn(4, 6), torch.randn(4, 6)]
+    forward = export_module(layers, nn.MSELoss(), describe([("x", ("batch", 6)), ("y", ("batch", 6))]), batch)
+    dropouts = [node for node in forward.model.graph if node.op_type == "Dropout"]
+    assert (len(traced), len(dropouts), len(whole)) == (2, 3, 0)  # a dropout, and how the loss broadcasts
+    assert [node.metadata_props[SCOPE] for node in dropouts] == ["0.1", "1.1", "2.1"]
+
+
+def add_in_place(m, x):
+    y = m.linear(x)
+    y += x
+    return y
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        add_in_place,
+        lambda m, x: m.norm(x),
+        lambda m, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (m.linear(x),)),
+    ],
+    ids=["in place", "running statistics", "a branch"],
+)
+def test_torch_decomposes_what_changes_values_or_branches(function, whole):
+    module = Model(function, linear=nn.Linear(6, 6), norm=nn.BatchNorm1d(6))
+    batch = [torch.randn(4, 6), torch.randn(4, 6)]
+    export_module(module, nn.MSELoss(), describe([("x", ("batch", 6)), ("y", ("batch", 6))]), batch)
+    assert len(whole) == 1
+
+
+def test_torch_decomposes_what_cannot_be_traced_alone(whole, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(decompose, "make_fx", fail)
+    batch = [torch.randn(4, 6), torch.randn(4, 6)]
+    export_module(nn.Dropout(0.5), nn.MSELoss(), describe([("x", ("batch", 6)), ("y", ("batch", 6))]), batch)
+    assert len(whole) == 1
+
+
+def test_without_torchs_private_names_torch_decomposes(whole, monkeypatch):
+    monkeypatch.setattr(decompose, "_fx_passes", None)
+    batch = [torch.randn(4, 6), torch.randn(4, 6)]
+    export_module(nn.Dropout(0.5), nn.MSELoss(), describe([("x", ("batch", 6)), ("y", ("batch", 6))]), batch)
+    assert len(whole) == 1
