@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from exported import Model, describe, onnx_outputs
+from exported import CLASSES, IMAGE, IMAGES, ConvNet, Model, describe, onnx_outputs
 from models import make
 from torch import nn
 from torch.onnx._internal.exporter import _fx_passes
@@ -20,7 +20,8 @@ from torch.onnx._internal.exporter import _fx_passes
 from orttrainer.export import capture, decompose, export_module
 from orttrainer.graph.scopes import SCOPE
 
-SIZES = {"Add", "Concat", "Gather", "Mul", "Reshape", "Shape", "Slice", "Squeeze", "Sub", "Unsqueeze"}  # or what computes them
+# Sizes, or what computes them
+SIZES = {"Add", "Concat", "Gather", "Mul", "Reshape", "Shape", "Slice", "Squeeze", "Sub", "Unsqueeze"}
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def whole(monkeypatch):
 def described(forward):
     """Its nodes without what computes sizes: operators, attributes, modules."""
     return Counter(
-        (node.op_type, str({name: str(value.value) for name, value in node.attributes.items()}), node.metadata_props.get(SCOPE))
+        (node.op_type, str({name: str(a.value) for name, a in node.attributes.items()}), node.metadata_props.get(SCOPE))
         for node in forward.model.graph
         if node.op_type not in SIZES
     )
@@ -76,9 +77,7 @@ OPERATORS = {
     "numbers of one kind": lambda m, x: (F.celu(x, 1.0) + F.celu(x, 2.0) + F.celu(x, 1))[:, :3],
     "sizes": lambda m, x: x.flatten().view(x.shape[0] * 2, -1).reshape(x.shape[0], 6)[:, :3] / x.shape[0],
     "logic of masks": lambda m, x: torch.where((x > 0) & ~(x > 1) | (x < -1), x, x.new_zeros(())).narrow(1, 0, 3),
-    "linear within another": lambda m, x: torch.baddbmm(x[:, None, :3], x[:, None], m.weight.T.expand(4, 6, 3))[:, 0]
-    if x.shape[0] == 4
-    else x[:, :3],
+    "products": lambda m, x: torch.baddbmm(x[:, None, :3], x[:, None], m.weight.T.expand(4, 6, 3))[:, 0],
 }
 
 
@@ -94,7 +93,9 @@ def test_operators_become_what_torch_makes_of_them(function, whole, monkeypatch)
 
 
 def test_an_output_may_be_what_a_decomposed_operator_returns(whole, monkeypatch):
-    module = Model(lambda m, x, y: ((m.linear(x) - y).square().mean().reshape(()), *x.chunk(2, dim=1)), linear=nn.Linear(6, 6))
+    module = Model(
+        lambda m, x, y: ((m.linear(x) - y).square().mean().reshape(()), *x.chunk(2, 1)), linear=nn.Linear(6, 6)
+    )
     batch = [torch.randn(4, 6), torch.randn(4, 6)]
     inputs = [("x", ("batch", 6)), ("y", ("batch", 6))]
     outputs = [("loss", ()), ("left", ("batch", 3)), ("right", ("batch", 3))]
@@ -114,26 +115,103 @@ def test_layers_of_one_kind_share_a_trace_and_draw_apart(whole, monkeypatch):
     assert [node.metadata_props[SCOPE] for node in dropouts] == ["0.1", "1.1", "2.1"]
 
 
-def add_in_place(m, x):
+# ---------------------------------------------------------------- what changes in place
+
+
+class Changing(nn.Module):
+    """A module whose forward changes tensors; `function(self, x)`, with a layer, a norm and a buffer to do it with."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.linear, self.norm = function, nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.register_buffer("count", torch.zeros(6))
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def sum_in_place(m, x):
     y = m.linear(x)
+    z = y.tanh()
     y += x
+    y.mul_(z).relu_()
+    return y + z + y.view(-1).reshape(x.shape)
+
+
+def buffer_in_place(m, x):
+    before = m.count * 2
+    m.count.add_(x.mean(dim=0).detach())
+    middle = m.count.clone()
+    m.count.mul_(0.5).clamp_(-1.0, 1.0)
+    return m.linear(x) * before + middle + m.count
+
+
+def filled(m, x):
+    y = m.linear(x)
+    y.masked_fill_(x > 0, 1.0)
+    z = torch.zeros_like(y)
+    z.copy_(x)
+    return y.clamp_(min=-1.0) * z.fill_(2.0) + z
+
+
+CHANGES = {
+    "a sum, a product, a Relu": sum_in_place,
+    "a buffer": buffer_in_place,
+    "a mask, a copy, a number": filled,
+    "running statistics": lambda m, x: m.norm(m.linear(x)),
+    "running statistics, twice": lambda m, x: m.norm(m.linear(m.norm(x).relu_())) + m.norm.running_mean,
+}
+
+
+def slice_in_place(m, x):
+    y = m.linear(x)
+    y[:, :2] += 1.0
     return y
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        add_in_place,
-        lambda m, x: m.norm(x),
-        lambda m, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (m.linear(x),)),
-    ],
-    ids=["in place", "running statistics", "a branch"],
-)
-def test_torch_decomposes_what_changes_values_or_branches(function, whole):
-    module = Model(function, linear=nn.Linear(6, 6), norm=nn.BatchNorm1d(6))
-    batch = [torch.randn(4, 6), torch.randn(4, 6)]
-    export_module(module, nn.MSELoss(), describe([("x", ("batch", 6)), ("y", ("batch", 6))]), batch)
+def seen_through_a_view(m, x):
+    y = m.linear(x)
+    view = y.view(-1)
+    y += x
+    return view.reshape(x.shape) * y
+
+
+def other_results(m, x):
+    values, _ = m.linear(x).topk(6)
+    values += x
+    return values
+
+
+LEFT_TO_TORCH = {
+    "a slice": slice_in_place,
+    "a view from before": seen_through_a_view,
+    "one of several results": other_results,
+    "a branch": lambda m, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (m.linear(x),)),
+    "statistics that are fixed": lambda m, x: F.batch_norm(x, m.norm.running_mean, m.norm.running_var, m.norm.weight),
+}
+
+
+@pytest.mark.parametrize("name", [*CHANGES, *LEFT_TO_TORCH])
+def test_what_changes_in_place_becomes_what_torch_makes_of_it(name, whole, monkeypatch):
+    torch.manual_seed(0)
+    module = Changing({**CHANGES, **LEFT_TO_TORCH}[name])
+    batches = [[torch.randn(rows, 6), torch.randn(rows, 6)] for rows in (4, 3)]
+    description = describe([("x", ("batch", 6)), ("y", ("batch", 6))])
+    by_nodes, expected = both(monkeypatch, module, nn.MSELoss(), description, batches[0])
+    assert len(whole) == (2 if name in LEFT_TO_TORCH else 1)
+    assert by_nodes.updates == expected.updates
+    assert_equal(by_nodes, expected, *batches)
+
+
+def test_convolution_networks_become_what_torch_makes_of_them(whole, monkeypatch):
+    module, batch = ConvNet(), [IMAGES, CLASSES]
+    by_nodes, expected = both(monkeypatch, module, nn.CrossEntropyLoss(), IMAGE, batch)
     assert len(whole) == 1
+    assert len(by_nodes.updates) == 3
+    assert_equal(by_nodes, expected, batch)
+
+
+# ---------------------------------------------------------------- what is left to torch
 
 
 def test_torch_decomposes_what_cannot_be_traced_alone(whole, monkeypatch):

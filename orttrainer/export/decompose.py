@@ -1,15 +1,17 @@
 """Decompose an exported program where it stands: only the nodes that torch.onnx does not translate as they are.
 
-torch traces the whole graph anew for it, up to a fifth of the time to the first step. What that does besides, it makes
-mutation explicit, a graph without any does not need; one with some is left to torch, as is one with branches or loops.
+torch traces the whole graph anew for it, up to a fifth of the time to the first step. As there, what is changed in place
+becomes a new value, which later readers read. torch still decomposes graphs with branches or loops, and those that change
+a tensor of which there are views by then.
 """
 
 from __future__ import annotations
 
 import contextlib
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -30,8 +32,7 @@ except ImportError:  # private names: other torch versions may lack them
 
 __all__ = ["node_by_node"]
 
-_DROPOUT = torch.ops.aten.dropout.default  # torch counts it among those that may change what they read
-_SIZE = torch.ops.aten.sym_size.int
+aten = torch.ops.aten
 
 
 @contextlib.contextmanager
@@ -58,17 +59,118 @@ class _NotByNodes(Exception):
     """This graph is for torch to decompose. Raised before anything is changed."""
 
 
-# ---------------------------------------------------------------- what nodes become
+# ---------------------------------------------------------------- what nodes compute
 
 
-def _expansions(program, registry) -> dict[torch.fx.Node, torch.fx.Graph]:
-    """What the nodes become that torch would not leave as they are."""
-    nodes = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
-    if not all(map(_makes_new_values, nodes)):
+class _Form(NamedTuple):
+    """What a node computes, as a function without effects.
+
+    Attributes:
+        function: of the node's arguments; returns its result and, if it changes some, behind that what becomes of these.
+        changed: the arguments that the node changes.
+    """
+
+    function: Callable
+    changed: tuple[torch.fx.Node, ...] = ()
+
+
+def _form(node: torch.fx.Node) -> _Form:
+    """The node as a function.
+
+    Raises:
+        _NotByNodes: it has graphs of its own, or effects that are not known here.
+    """
+    target = node.target
+    if node.op != "call_function" or isinstance(target, torch._ops.HigherOrderOperator):
         raise _NotByNodes
+    if not isinstance(target, torch._ops.OpOverload) or target is aten.dropout.default:
+        return _Form(target)  # a function of Python's, on sizes; dropout torch only takes for one with effects
+    if target is aten.batch_norm.default and _updates_statistics(*node.args):
+        return _Form(_batch_norm_in_training, node.args[3:5])
+    if target._schema.is_mutable and (function := _out_of_place(target)) is not None:
+        return _Form(lambda *args, **kwargs: (function(*args, **kwargs),) * 2, node.args[:1])
+    if target._schema.is_mutable or torch.Tag.maybe_aliasing_or_mutating in target.tags:
+        raise _NotByNodes
+    return _Form(target)
+
+
+def _updates_statistics(x, weight, bias, mean, variance, training, *_) -> bool:
+    return training is True and isinstance(mean, torch.fx.Node) and isinstance(variance, torch.fx.Node)
+
+
+def _batch_norm_in_training(x, weight, bias, mean, variance, training, momentum, eps, cudnn_enabled):
+    y, _, _, mean, variance = aten._native_batch_norm_legit_functional.default(
+        x, weight, bias, mean, variance, training, momentum, eps
+    )
+    return y, mean, variance
+
+
+def _out_of_place(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """`aten::add_` -> `aten::add`: what returns a new tensor where `target` changes its first argument."""
+    schema = target._schema
+    namespace, _, name = schema.name.partition("::")
+    if namespace != "aten" or not name.endswith("_") or name.endswith("__"):
+        return None
+    function = getattr(getattr(aten, name[:-1], None), schema.overload_name or "default", None)
+    if function is None or function._schema.is_mutable:
+        return None
+    same = [a.name for a in function._schema.arguments] == [a.name for a in schema.arguments]
+    return function if same and [a.is_write for a in schema.arguments].index(True) == 0 else None
+
+
+def _check_changes(program, forms: dict[torch.fx.Node, _Form]) -> None:
+    """Let what is changed be a buffer, or made by a node of this graph, and let nothing else show it before its last change.
+
+    The exporter's tensors hold no numbers, but two that would share memory do.
+
+    Raises:
+        _NotByNodes: it is otherwise.
+    """
+    places = {node: place for place, node in enumerate(program.graph.nodes)}
+    last = {_memory(argument): places[node] for node, form in forms.items() for argument in form.changed}
+    seen: set[int] = set()
+    for node, place in places.items() if last else ():
+        changed = set(map(_memory, forms[node].changed)) if node in forms else ()
+        for memory in last.keys() & set(map(_memory, pytree.tree_leaves(node.meta.get("val")))):
+            if memory not in seen:
+                buffer = node.op != "placeholder" or node.target in program.graph_signature.inputs_to_buffers
+                allowed = buffer and isinstance(node.meta["val"], torch.Tensor)
+            else:
+                allowed = memory in changed or place > last[memory]
+            if not allowed:
+                raise _NotByNodes
+            seen.add(memory)
+
+
+def _memory(value) -> int | None:
+    value = value.meta.get("val") if isinstance(value, torch.fx.Node) else value
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+# ---------------------------------------------------------------- what they become
+
+
+class _Expansion(NamedTuple):
+    """What a node becomes.
+
+    Attributes:
+        graph: its inputs are the nodes among the arguments, in their order.
+        results: the part of it that is the node's result, or a list of parts for readers that take one each.
+        changed: argument that the node changes -> the part that stands for it from then on.
+    """
+
+    graph: torch.fx.Graph
+    results: Any
+    changed: dict[torch.fx.Node, torch.fx.Node]
+
+
+def _expansions(program, registry) -> dict[torch.fx.Node, _Expansion]:
+    """What the nodes become that torch would not leave as they are."""
+    forms = {node: _form(node) for node in program.graph.nodes if node.op not in ("placeholder", "output")}
+    _check_changes(program, forms)
     table = _decomp.create_onnx_friendly_decomposition_table(set(_decomp.get_onnx_implemented_overloads(registry)))
-    nodes = [node for node in nodes if _decomposes(node.target, table)]
-    if not nodes:
+    forms = {node: form for node, form in forms.items() if form.changed or _decomposes(node.target, table)}
+    if not forms:
         return {}
     fake_mode = detect_fake_mode([node.meta.get("val") for node in program.graph.nodes])
     if fake_mode is None:
@@ -77,17 +179,7 @@ def _expansions(program, registry) -> dict[torch.fx.Node, torch.fx.Graph]:
     traced: dict[Any, torch.fx.Graph] = {}
     # As torch does it: what is composite and has a translation of its own stays whole within an expansion, too.
     with fake_mode, enable_python_dispatcher(), _override_composite_implicit_decomp(composite):
-        return {node: _expansion(node, others, traced) for node in nodes}
-
-
-def _makes_new_values(node: torch.fx.Node) -> bool:
-    """Whether a node calls something that neither changes what it reads nor has graphs of its own."""
-    if node.op != "call_function" or isinstance(node.target, torch._ops.HigherOrderOperator):
-        return False
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return True  # a function of Python's, on sizes
-    unclear = torch.Tag.maybe_aliasing_or_mutating in node.target.tags and node.target is not _DROPOUT
-    return not (node.target._schema.is_mutable or unclear)
+        return {node: _expansion(node, form, others, traced) for node, form in forms.items()}
 
 
 def _decomposes(target, table: dict[Any, Callable]) -> bool:
@@ -95,11 +187,13 @@ def _decomposes(target, table: dict[Any, Callable]) -> bool:
     return target in table or (composite and not _check_valid_to_preserve(target))
 
 
-def _expansion(node: torch.fx.Node, table: dict[Any, Callable], traced: dict[Any, torch.fx.Graph]) -> torch.fx.Graph:
-    """The graph of `node` alone; its inputs are the nodes among the arguments, in their order.
+def _expansion(
+    node: torch.fx.Node, form: _Form, table: dict[Any, Callable], traced: dict[Any, torch.fx.Graph]
+) -> _Expansion:
+    """The node alone, traced.
 
     Args:
-        traced: the expansions so far: layers of one kind have the same ones.
+        traced: the graphs so far: layers of one kind have the same ones.
     """
     leaves, structure = pytree.tree_flatten((node.args, node.kwargs))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.fx.Node)]
@@ -110,7 +204,7 @@ def _expansion(node: torch.fx.Node, table: dict[Any, Callable], traced: dict[Any
         for place, value in zip(places, inputs):
             given[place] = value
         args, kwargs = pytree.tree_unflatten(given, structure)
-        return node.target(*args, **kwargs)
+        return form.function(*args, **kwargs)
 
     fixed = [None if isinstance(leaf, torch.fx.Node) else repr(leaf) for leaf in leaves]
     key = (node.target, str(structure), *fixed, *map(_layout, values))
@@ -120,16 +214,22 @@ def _expansion(node: torch.fx.Node, table: dict[Any, Callable], traced: dict[Any
         except Exception as error:  # torch fails as well then, and says so
             raise _NotByNodes from error
     graph = traced[key]
-    made = pytree.tree_map_only(torch.fx.Node, lambda part: part.meta["val"], _results(graph))
-    pure = all(part.op in ("placeholder", "output") or _makes_new_values(part) for part in graph.nodes)
-    readable = isinstance(made, torch.Tensor) or all(user.target is operator.getitem for user in node.users)
-    if not (pure and readable and _described(made) == _described(node.meta["val"])):
+    for part in graph.nodes:
+        if part.op not in ("placeholder", "output") and _form(part).changed:
+            raise _NotByNodes
+    results, changed = graph.output_node().args[0], ()
+    if form.changed:
+        results, *changed = results
+    expected = [node.meta["val"], *(argument.meta["val"] for argument in form.changed)]
+    if _described([_values(results), *map(_values, changed)]) != _described(expected):
         raise _NotByNodes
-    return graph
+    if not isinstance(results, torch.fx.Node) and any(user.target is not operator.getitem for user in node.users):
+        raise _NotByNodes
+    return _Expansion(graph, results, dict(zip(form.changed, changed)))
 
 
-def _results(graph: torch.fx.Graph):
-    return graph.output_node().args[0]
+def _values(results):
+    return pytree.tree_map_only(torch.fx.Node, lambda part: part.meta["val"], results)
 
 
 def _described(value) -> str:
@@ -150,27 +250,41 @@ def _layout(value) -> str:
 # ---------------------------------------------------------------- in their places
 
 
-def _inline(program, expansions: dict[torch.fx.Node, torch.fx.Graph]) -> None:
+def _inline(program, expansions: dict[torch.fx.Node, _Expansion]) -> None:
     """Put the expansions in the places of their nodes."""
-    graph = program.graph
-    sizes = _Sizes(graph)
+    graph, sizes = program.graph, _Sizes(program.graph)
+    now: dict[torch.fx.Node, torch.fx.Node] = {}  # node -> what its readers read from here on
+
+    def read(node: torch.fx.Node) -> torch.fx.Node:
+        return now.get(node, node)
+
+    showing = defaultdict(list)  # memory -> the nodes up to here that show it
+    replaced: set[torch.fx.Node] = set()
     for node in list(graph.nodes):
+        showing[_memory(node)].append(node)
         if node not in expansions:
+            node.args, node.kwargs = torch.fx.map_arg((node.args, node.kwargs), read)
             sizes.note(node)
             continue
         expansion = expansions[node]
         inputs = [leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, torch.fx.Node)]
-        here = dict(zip(expansion.find_nodes(op="placeholder"), inputs))
-        for part in (part for part in expansion.nodes if part.op == "call_function"):
+        here = dict(zip(expansion.graph.find_nodes(op="placeholder"), map(read, inputs)))
+        for part in (part for part in expansion.graph.nodes if part.op == "call_function"):
             here[part] = sizes.known(part) or _copied(part, node, here)
             sizes.note(here[part])
-        results = _results(expansion)
-        if isinstance(results, torch.fx.Node):
-            _replace(program, node, here[results])
+        replaced.add(node)
+        if isinstance(expansion.results, torch.fx.Node):
+            now[node] = here[expansion.results]
         else:
-            for user in list(node.users):
-                _replace(program, user, here[results[user.args[1]]])
-            graph.erase_node(node)
+            replaced.update(node.users)
+            now.update({user: here[expansion.results[user.args[1]]] for user in node.users})
+        for argument, part in expansion.changed.items():
+            now.update(dict.fromkeys(showing[_memory(argument)], here[part]))
+    for node in [node for node in reversed(graph.nodes) if node in replaced]:
+        graph.erase_node(node)
+    for spec, output in zip(program.graph_signature.output_specs, graph.output_node().args[0]):
+        if isinstance(output, torch.fx.Node):
+            spec.arg.name = output.name
     graph.eliminate_dead_code()
 
 
@@ -180,12 +294,6 @@ def _copied(part: torch.fx.Node, node: torch.fx.Node, here: dict[torch.fx.Node, 
         copy = node.graph.node_copy(part, here.__getitem__)
     copy.meta = node.meta | {name: part.meta[name] for name in ("val", "tensor_meta") if name in part.meta}
     return copy
-
-
-def _replace(program, node: torch.fx.Node, new: torch.fx.Node) -> None:
-    node.replace_all_uses_with(new)
-    program.graph_signature.replace_all_uses(node.name, new.name)
-    node.graph.erase_node(node)
 
 
 class _Sizes:
@@ -213,6 +321,6 @@ class _Sizes:
             placeholder, axis = self._axes[expression]
             last = placeholder.graph.find_nodes(op="placeholder")[-1]
             with placeholder.graph.inserting_after(last):
-                self._nodes[expression] = placeholder.graph.call_function(_SIZE, (placeholder, axis))
+                self._nodes[expression] = placeholder.graph.call_function(aten.sym_size.int, (placeholder, axis))
             self._nodes[expression].meta = {"val": value}
         return self._nodes.get(expression)
