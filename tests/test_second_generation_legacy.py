@@ -158,7 +158,7 @@ def test_the_transformer_trains_under_a_schedule_and_its_onnx_model_is_as_descri
     "flags",
     [
         {"transformer_layer_recompute": True, "number_recompute_layers": 1},
-        {"gelu_recompute": True, "transformer_layer_recompute": True},
+        pytest.param({"gelu_recompute": True, "transformer_layer_recompute": True}, marks=pytest.mark.slow),
     ],
 )
 def test_recomputation_changes_no_loss(flags):

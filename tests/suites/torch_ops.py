@@ -33,7 +33,7 @@ from suites.outcome import Outcome, State
 
 TITLE = "PyTorch's operators (OpInfo)"
 TARGET = "99 % of the samples that export have PyTorch's gradient"
-SLICE = 12
+SLICE = 8
 DYNAMO = 12  # samples of an entry that dynamo is asked first
 PATIENCE = 5  # samples after which an exporter that has taken none is not asked again
 OPSET = 18
