@@ -25,8 +25,9 @@ from orttrainer.export import child, export_module
 from orttrainer.export import module as export_stage
 
 WORKER = pathlib.Path(__file__).parent / "workers" / "exported_in_child.py"
+# Each export takes seconds, in a child and here.
 NAMES = "bert", "LSTM", "buffers and a cached mask"
-OTHERS = "BatchNorm", "stop_gradient", "a loss with parameters", "a batch of one", "named outputs"  # each export takes seconds, in a child and here
+OTHERS = "BatchNorm", "stop_gradient", "a loss with parameters", "a batch of one", "named outputs"
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is no child")
 

@@ -318,7 +318,7 @@ def test_what_the_caller_froze_stays_frozen():
     gc.freeze()
     try:
         runtime.collect_new()
-        assert all(found is not frozen for found in gc.get_objects())  # of the three generations, without what is frozen
+        assert all(found is not frozen for found in gc.get_objects())  # which are those of the three generations
     finally:
         gc.unfreeze()
     assert any(found is frozen for found in gc.get_objects())
