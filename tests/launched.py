@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import torch
+from marks import slow
 
 ROOT = pathlib.Path(__file__).parent.parent
 WORKERS = ROOT / "tests" / "workers"
@@ -50,7 +51,7 @@ def torchrun() -> list[str]:
 
 LAUNCHERS = {"mpiexec": mpiexec, "torchrun": torchrun}
 # A launch takes a quarter of a minute of both cores; `test_data_parallel.py` has both launchers always.
-ONE_LAUNCHER = ["mpiexec", pytest.param("torchrun", marks=pytest.mark.slow)]
+ONE_LAUNCHER = ["mpiexec", slow("torchrun")]
 
 
 def launch(launcher: str, worker: str, *arguments: str, timeout: float = TIMEOUT) -> subprocess.CompletedProcess:

@@ -6,6 +6,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from marks import slow
 from small import OPTIMIZERS, assert_same, batch, forward_model, make, net, snapshot
 from torch import nn
 
@@ -34,7 +35,7 @@ def whole(first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("clip", [True, False], ids=["clip", "no clip"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("steps", [3, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [3, slow(7)])
 def test_an_update_of_several_batches_is_that_of_one_batch_of_all_of_them(steps, optimizer, clip):
     apart = make(optimizer=optimizer, gradient_accumulation_steps=steps, enable_grad_norm_clip=clip)
     together = make(optimizer=optimizer, enable_grad_norm_clip=clip)

@@ -146,6 +146,7 @@ def test_getting_started_trains_like_pytorch_without_dropout(generation, languag
     assert falls(losses(output))
 
 
+@pytest.mark.slow
 def test_getting_started_learns_with_its_dropout(language_model, wikitext):
     output = command("getting_started_3.py", "--data", wikitext, "--steps", 12)
     assert falls(losses(output)) and number("validation loss", output) < losses(output)[0]

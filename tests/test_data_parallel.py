@@ -7,13 +7,13 @@ import math
 import models
 import pytest
 import torch
-from launched import LAUNCH_VARIABLES, LAUNCHERS, results
+from launched import LAUNCH_VARIABLES, ONE_LAUNCHER, results
 from test_parity import OPTIMIZERS, make_trainer
 
 STEPS = 20
 
 
-@pytest.fixture(scope="module", params=LAUNCHERS)
+@pytest.fixture(scope="module", params=ONE_LAUNCHER)
 def ranks(request, tmp_path_factory) -> list[dict]:
     """What each of two ranks gave."""
     return results(request.param, "data_parallel.py", tmp_path_factory.mktemp(request.param))

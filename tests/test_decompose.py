@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from exported import CLASSES, IMAGE, IMAGES, ConvNet, Model, describe, onnx_outputs
+from marks import slow
 from models import make
 from torch import nn
 from torch.onnx._internal.exporter import _fx_passes
@@ -32,31 +33,33 @@ def whole(monkeypatch):
     return calls
 
 
-def described(forward):
+def described(forward, modules=True):
     """Its nodes without what computes sizes: operators, attributes, modules."""
     return Counter(
-        (node.op_type, str({name: str(a.value) for name, a in node.attributes.items()}), node.metadata_props.get(SCOPE))
+        (node.op_type, str({name: str(a.value) for name, a in node.attributes.items()}))
+        + ((node.metadata_props.get(SCOPE),) if modules else ())
         for node in forward.model.graph
         if node.op_type not in SIZES
     )
 
 
 def both(monkeypatch, module, loss_fn, description, batch):
-    """The forward graph node by node, and as torch decomposes it."""
+    """The forward graph node by node, and as torch makes it."""
     by_nodes = export_module(module, loss_fn, description, batch)
     with monkeypatch.context() as patch:
         patch.setattr(capture, "node_by_node", contextlib.nullcontext)
+        patch.setattr(capture, "_values_known", contextlib.nullcontext)
         return by_nodes, export_module(module, loss_fn, description, batch)
 
 
-def assert_equal(by_nodes, expected, *batches):
-    assert described(by_nodes) == described(expected)
+def assert_equal(by_nodes, expected, *batches, modules=True):
+    assert described(by_nodes, modules) == described(expected, modules)
     for batch in batches:
         got, want = onnx_outputs(by_nodes, batch), onnx_outputs(expected, batch)
         assert all(np.array_equal(got[output], want[output]) for output in want)
 
 
-@pytest.mark.parametrize("name", ["mlp", "tied", "transformer", "bert", "gpt2"])
+@pytest.mark.parametrize("name", ["mlp", "tied", "transformer", *(slow(name) for name in ("bert", "gpt2"))])
 def test_models_become_what_torch_makes_of_them(name, whole, monkeypatch):
     setup, module = make(name)
     batches = [setup.batch(0), setup.batch(1)]
@@ -77,6 +80,7 @@ OPERATORS = {
     "numbers of one kind": lambda m, x: (F.celu(x, 1.0) + F.celu(x, 2.0) + F.celu(x, 1))[:, :3],
     "sizes": lambda m, x: x.flatten().view(x.shape[0] * 2, -1).reshape(x.shape[0], 6)[:, :3] / x.shape[0],
     "logic of masks": lambda m, x: torch.where((x > 0) & ~(x > 1) | (x < -1), x, x.new_zeros(())).narrow(1, 0, 3),
+    "kinds of numbers": lambda m, x: (x[:, :3] * torch.arange(3) + (x[:, :3] > 0)) / (torch.arange(1, 4) / 2).half(),
     "products": lambda m, x: torch.baddbmm(x[:, None, :3], x[:, None], m.weight.T.expand(4, 6, 3))[:, 0],
 }
 
@@ -154,7 +158,16 @@ def filled(m, x):
     return y.clamp_(min=-1.0) * z.fill_(2.0) + z
 
 
+def without_grad(m, x):
+    with torch.no_grad():
+        scale, shift = m.linear(x).abs().mean(), x.flatten().mean()
+        with torch.enable_grad():
+            y = m.linear(x).relu_()
+    return y * scale + shift
+
+
 CHANGES = {
+    "grad modes": without_grad,
     "a sum, a product, a Relu": sum_in_place,
     "a buffer": buffer_in_place,
     "a mask, a copy, a number": filled,
@@ -200,7 +213,15 @@ def test_what_changes_in_place_becomes_what_torch_makes_of_it(name, whole, monke
     by_nodes, expected = both(monkeypatch, module, nn.MSELoss(), description, batches[0])
     assert len(whole) == (2 if name in LEFT_TO_TORCH else 1)
     assert by_nodes.updates == expected.updates
-    assert_equal(by_nodes, expected, *batches)
+    assert_equal(by_nodes, expected, *batches, modules=name != "grad modes")
+
+
+def test_what_is_computed_under_no_grad_keeps_its_module():
+    """torch's decomposition gives it that of the call as a whole."""
+    batch = [torch.randn(4, 6), torch.randn(4, 6)]
+    description = describe([("x", ("batch", 6)), ("y", ("batch", 6))])
+    forward = export_module(Changing(without_grad), nn.MSELoss(), description, batch)
+    assert {node.metadata_props[SCOPE] for node in forward.model.graph if node.op_type == "Gemm"} == {"linear"}
 
 
 def test_convolution_networks_become_what_torch_makes_of_them(whole, monkeypatch):

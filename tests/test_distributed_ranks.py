@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from launched import LAUNCH_VARIABLES
+from marks import slow
 
 from orttrainer import distributed
 from orttrainer.distributed import (
@@ -212,9 +213,7 @@ def test_a_second_trainer_finds_the_same_ranks_and_warns_where_the_legacy_argume
     assert "Warning" not in result.stderr and "WARN" not in result.stderr, result.stderr
 
 
-@pytest.mark.parametrize(
-    "error", ["ValueError('broken batch')", pytest.param("KeyboardInterrupt()", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("error", ["ValueError('broken batch')", slow("KeyboardInterrupt()")])
 def test_rank_that_dies_ends_the_others(launch, error):
     source = f"""
         if rank == 1:

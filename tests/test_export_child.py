@@ -18,6 +18,7 @@ import warnings
 import pytest
 import torch
 from exported import XY, X, Y
+from marks import slow
 from torch import nn
 
 from orttrainer.errors import ExportError
@@ -26,8 +27,8 @@ from orttrainer.export import module as export_stage
 
 WORKER = pathlib.Path(__file__).parent / "workers" / "exported_in_child.py"
 # Each export takes seconds, in a child and here.
-NAMES = "bert", "LSTM", "buffers and a cached mask"
-OTHERS = "BatchNorm", "stop_gradient", "a loss with parameters", "a batch of one", "named outputs"
+NAMES = "bert", "buffers and a cached mask"
+OTHERS = "LSTM", "BatchNorm", "stop_gradient", "a loss with parameters", "a batch of one", "named outputs"
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is no child")
 
@@ -50,7 +51,7 @@ def worker():
 
 
 @linux
-@pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+@pytest.mark.parametrize("name", [*NAMES, *(slow(name) for name in OTHERS)])
 def test_a_child_exports_what_this_process_exports(worker, name):
     """The bytes, the numbers that the bytes round, the names, the shared memory, buffers and random numbers afterwards."""
     found = (worker if name in NAMES else exported(*OTHERS))["found"][name]

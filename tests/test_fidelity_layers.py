@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from exported import Model
+from marks import slow
 from small import make
 from test_fidelity import Loss, described
 from torch import nn
@@ -50,7 +51,7 @@ LAYERS = {
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
-@pytest.mark.parametrize("case", LAYERS)
+@pytest.mark.parametrize("case", [slow(name) if name == "projected LSTM" else name for name in LAYERS])
 def test_the_form_has_the_value_and_the_gradient_of_the_original(case):
     function, shape = LAYERS[case]
     parts = {
@@ -94,7 +95,7 @@ CTC = {
 }
 
 
-@pytest.mark.parametrize("case", CTC)
+@pytest.mark.parametrize("case", [name if name in ("mean", "targets in a row") else slow(name) for name in CTC])
 def test_connectionist_temporal_classification_trains_as_in_pytorch(case):
     options, targets = CTC[case]
     lengths = torch.tensor([5, 9, 12]) if case == "not enough time" else LENGTHS

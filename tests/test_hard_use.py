@@ -17,6 +17,7 @@ import time
 import pytest
 import torch
 from launched import ROOT, WORKERS
+from marks import slow
 from small import OPTIMIZERS, RATE, batch, make, net, torch_step
 from torch import nn
 
@@ -73,7 +74,7 @@ def check_resumes(folder: pathlib.Path) -> None:
         assert worker.loss_of_second(second, own_step + index) == expected_loss("second", own_step + index)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])  # kills take seconds
+@pytest.mark.parametrize("seed", [0, slow(1)])  # kills take seconds
 def test_the_newest_checkpoint_of_a_killed_process_loads_and_goes_on_exactly(seed, tmp_path):
     killed_after(random.Random(seed).uniform(0.0, 0.5), tmp_path)
     check_resumes(tmp_path)

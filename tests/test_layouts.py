@@ -9,6 +9,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from marks import slow
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription, ORTTrainer
@@ -281,7 +282,7 @@ def assert_same_training(one, two, reference):
 @pytest.mark.usefixtures("any_table")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("bias", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("bias", [True, slow(False)])
 def test_a_table_that_scores_are_made_with_is_held_so(optimizer, accumulate, bias):
     module = Tied(bias)
     one, two, reference = look_ups_trained(module, optimizer, accumulation_steps=accumulate)

@@ -6,6 +6,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 from cases import recurrent
+from marks import slow
 from onnx import TensorProto, helper
 from recurrent_scans import CASES, UNKNOWN_TO_PYTORCH, with_gradients
 
@@ -87,7 +88,7 @@ def exactly(feeds):
 def _marked(case):
     """The others look for the same in fewer places."""
     usual = ("bidirectional", "lengths-bidirectional", "reset-before-lengths", "no-length-reverse", "relu")
-    return case if case.name in usual else pytest.param(case, marks=pytest.mark.slow)
+    return case if case.name in usual else slow(case)
 
 
 @pytest.mark.parametrize("case", map(_marked, [*CASES, *UNKNOWN_TO_PYTORCH]), ids=str)
@@ -121,7 +122,7 @@ SIZES += [(2, 33), (3, 40), (2, 48), (1, 64), (2, 100)]
 
 
 @pytest.mark.parametrize("kind, hidden", [
-    ("LSTM", 136), ("GRU", 19), *(pytest.param(*each, marks=pytest.mark.slow)
+    ("LSTM", 136), ("GRU", 19), *(slow(*each)
                                   for each in (("LSTM", 5), ("LSTM", 19), ("GRU", 5), ("GRU", 136))),
 ])  # fmt: skip
 def test_one_kernel_is_for_batches_and_lengths_of_every_size(kind, hidden):

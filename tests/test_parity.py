@@ -7,6 +7,7 @@ import onnx
 import pytest
 import reference_optimizers as reference
 import torch
+from marks import slow
 
 from orttrainer import ORTTrainer
 
@@ -103,7 +104,7 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", models.SETUPS)
+@pytest.mark.parametrize("name", [slow(name) if name == "gpt2" else name for name in models.SETUPS])
 def test_two_threads_train_like_pytorch_too(name, two_threads):
     expected, expected_module = train_in_pytorch(name, "adam", steps=3)
     setup, module, trainer = make_trainer(name, "adam")

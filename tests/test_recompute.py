@@ -12,6 +12,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
+from marks import slow
 from recomputed import BUDGETS, LAYERS, SIZES, assert_equal, make, recorded_plans, trained, with_dropout, without
 
 from orttrainer import ORTTrainer, Recompute
@@ -43,8 +44,8 @@ TRANSFORMERS = {
 
 
 def usual(names) -> list:
-    """The models of each run; GPT-2, which takes longest and is made of what the others have, is for the long ones."""
-    return [pytest.param(name, marks=pytest.mark.slow) if name == "gpt2" else name for name in names]
+    """The models of each run; those that take longest and are made of what the others have are for the long ones."""
+    return [slow(name) if name in ("bert", "gpt2") else name for name in names]
 
 
 @pytest.mark.parametrize("selection", EVERYWHERE)
@@ -56,7 +57,7 @@ def test_losses_and_weights_are_those_without_bit_for_bit(name, selection, plans
 
 
 @pytest.mark.parametrize("name, selection", [
-    pytest.param(name, selection, marks=() if name == "transformer" or (name, selection) == ("bert", "all of them") else pytest.mark.slow)
+    pytest.param(name, selection, marks=() if name == "transformer" else pytest.mark.slow)
     for name in LAYERS for selection in TRANSFORMERS
 ])  # fmt: skip
 def test_the_legacy_selections_change_no_number_either(name, selection, plans):

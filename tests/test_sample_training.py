@@ -9,6 +9,7 @@ import sys
 
 import onnx
 import pytest
+from marks import slow
 
 SAMPLE = pathlib.Path(__file__).parent.parent / "samples" / "getting_started"
 
@@ -26,7 +27,7 @@ def losses(output: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adam", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("optimizer", ["sgd", slow("adam")])
 def test_the_two_scripts_print_the_same_losses_without_dropout(optimizer):
     arguments = ["--dropout", "0", "--max-steps", "40", "--optimizer", optimizer]
     # 4 digits; the last printed one may round either way
@@ -40,7 +41,7 @@ def test_the_sample_learns_with_dropout_and_writes_its_graph(tmp_path):
     onnx.checker.check_model(str(path), full_check=True)
 
 
-@pytest.mark.parametrize("precision", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", ["float16", slow("bfloat16")])
 def test_the_sample_in_mixed_precision_reaches_the_loss_of_float32_within_2_percent(precision):
     arguments = ["--max-steps", "25", "--lr", "0.1", "--log-interval", "5"]
     full = losses(run("train_ort.py", *arguments))

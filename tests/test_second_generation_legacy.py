@@ -7,6 +7,7 @@ import pytest
 import second_generation as second
 import small
 import torch
+from marks import slow
 from second_generation import CONFIGS, batch, make, net, options, train
 
 from orttrainer import LossScaler
@@ -158,7 +159,7 @@ def test_the_transformer_trains_under_a_schedule_and_its_onnx_model_is_as_descri
     "flags",
     [
         {"transformer_layer_recompute": True, "number_recompute_layers": 1},
-        pytest.param({"gelu_recompute": True, "transformer_layer_recompute": True}, marks=pytest.mark.slow),
+        slow({"gelu_recompute": True, "transformer_layer_recompute": True}),
     ],
 )
 def test_recomputation_changes_no_loss(flags):

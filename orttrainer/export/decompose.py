@@ -1,6 +1,6 @@
 """Decompose an exported program where it stands: only the nodes that torch.onnx does not translate as they are.
 
-torch traces the whole graph anew for it, up to a fifth of the time to the first step. As there, what is changed in place
+torch traces the whole graph anew for it, up to a quarter of the time to the first step. As there, what is changed in place
 becomes a new value, which later readers read. torch still decomposes graphs with branches or loops, and those that change
 a tensor of which there are views by then.
 """
@@ -44,6 +44,8 @@ def node_by_node() -> Iterator[None]:
     whole = _fx_passes.decompose_with_registry
 
     def decompose(program, registry):
+        _inline_grad_modes(program.graph_module)
+        _name_outputs(program)
         try:
             expansions = _expansions(program, registry)
         except _NotByNodes:
@@ -60,6 +62,44 @@ class _NotByNodes(Exception):
 
 
 # ---------------------------------------------------------------- what nodes compute
+
+
+def _inline_grad_modes(module: torch.fx.GraphModule) -> None:
+    """Put what forward computes under `no_grad` among the rest, as torch's decomposition does, too.
+
+    What that means for gradients stands in the graph by then, as nodes.
+    """
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.wrap_with_set_grad_enabled):
+        _, part, *inputs = node.args
+        inner = getattr(module, part.target)
+        _inline_grad_modes(inner)
+        calls = [call for call in inner.graph.nodes if call.op not in ("placeholder", "output")]
+        if any(call.op != "call_function" for call in calls) or not _taken_apart(node):
+            continue  # a branch in it, which names a part of `inner`
+        here = dict(zip(inner.graph.find_nodes(op="placeholder"), inputs))
+        for call in calls:
+            with module.graph.inserting_before(node):
+                here[call] = module.graph.node_copy(call, here.__getitem__)
+        results = inner.graph.output_node().args[0]
+        for user in list(node.users):
+            user.replace_all_uses_with(here[results[user.args[1]]])
+            module.graph.erase_node(user)
+        module.graph.erase_node(node)
+        module.graph.erase_node(part)
+    module.delete_all_unused_submodules()
+    module.recompile()
+
+
+def _taken_apart(node: torch.fx.Node) -> bool:
+    """Whether all readers of several results take one of them each."""
+    return all(user.target is operator.getitem for user in node.users)
+
+
+def _name_outputs(program) -> None:
+    """Let the signature of the program name the nodes that are its outputs now."""
+    for spec, output in zip(program.graph_signature.output_specs, program.graph.output_node().args[0]):
+        if isinstance(output, torch.fx.Node):
+            spec.arg.name = output.name
 
 
 class _Form(NamedTuple):
@@ -223,7 +263,7 @@ def _expansion(
     expected = [node.meta["val"], *(argument.meta["val"] for argument in form.changed)]
     if _described([_values(results), *map(_values, changed)]) != _described(expected):
         raise _NotByNodes
-    if not isinstance(results, torch.fx.Node) and any(user.target is not operator.getitem for user in node.users):
+    if not isinstance(results, torch.fx.Node) and not _taken_apart(node):
         raise _NotByNodes
     return _Expansion(graph, results, dict(zip(form.changed, changed)))
 
@@ -282,10 +322,8 @@ def _inline(program, expansions: dict[torch.fx.Node, _Expansion]) -> None:
             now.update(dict.fromkeys(showing[_memory(argument)], here[part]))
     for node in [node for node in reversed(graph.nodes) if node in replaced]:
         graph.erase_node(node)
-    for spec, output in zip(program.graph_signature.output_specs, graph.output_node().args[0]):
-        if isinstance(output, torch.fx.Node):
-            spec.arg.name = output.name
     graph.eliminate_dead_code()
+    _name_outputs(program)
 
 
 def _copied(part: torch.fx.Node, node: torch.fx.Node, here: dict[torch.fx.Node, torch.fx.Node]) -> torch.fx.Node:
