@@ -8,6 +8,7 @@ a tensor of which there are views by then.
 from __future__ import annotations
 
 import contextlib
+import logging
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -27,12 +28,15 @@ try:
     )
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.onnx._internal.exporter import _decomp, _fx_passes
-except ImportError:  # private names: other torch versions may lack them
+
+    _WITH_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
+except (ImportError, AttributeError):  # private names: other torch versions may lack them
     _fx_passes = None
 
 __all__ = ["node_by_node"]
 
 aten = torch.ops.aten
+log = logging.getLogger("orttrainer")
 
 
 @contextlib.contextmanager
@@ -48,7 +52,8 @@ def node_by_node() -> Iterator[None]:
         _name_outputs(program)
         try:
             expansions = _expansions(program, registry)
-        except _NotByNodes:
+        except Exception as reason:  # also what cannot be traced: torch says of it what our errors repeat
+            log.info("torch decomposes the whole graph: %r", reason)
             return whole(program, registry)
         _inline(program, expansions)
         return program
@@ -69,7 +74,7 @@ def _inline_grad_modes(module: torch.fx.GraphModule) -> None:
 
     What that means for gradients stands in the graph by then, as nodes.
     """
-    for node in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.wrap_with_set_grad_enabled):
+    for node in module.graph.find_nodes(op="call_function", target=_WITH_GRAD):
         _, part, *inputs = node.args
         inner = getattr(module, part.target)
         _inline_grad_modes(inner)
@@ -122,15 +127,15 @@ def _form(node: torch.fx.Node) -> _Form:
     """
     target = node.target
     if node.op != "call_function" or isinstance(target, torch._ops.HigherOrderOperator):
-        raise _NotByNodes
+        raise _NotByNodes(f"{node} has a graph of its own")
     if not isinstance(target, torch._ops.OpOverload) or target is aten.dropout.default:
         return _Form(target)  # a function of Python's, on sizes; dropout torch only takes for one with effects
     if target is aten.batch_norm.default and _updates_statistics(*node.args):
         return _Form(_batch_norm_in_training, node.args[3:5])
-    if target._schema.is_mutable and (function := _out_of_place(target)) is not None:
+    if (function := _out_of_place(target)) is not None and isinstance(node.args[0], torch.fx.Node):
         return _Form(lambda *args, **kwargs: (function(*args, **kwargs),) * 2, node.args[:1])
     if target._schema.is_mutable or torch.Tag.maybe_aliasing_or_mutating in target.tags:
-        raise _NotByNodes
+        raise _NotByNodes(f"{target} may change what it reads")
     return _Form(target)
 
 
@@ -155,7 +160,8 @@ def _out_of_place(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None
     if function is None or function._schema.is_mutable:
         return None
     same = [a.name for a in function._schema.arguments] == [a.name for a in schema.arguments]
-    return function if same and [a.is_write for a in schema.arguments].index(True) == 0 else None
+    first, *others = (a.is_write for a in schema.arguments)
+    return function if same and first and not any(others) else None
 
 
 def _check_changes(program, forms: dict[torch.fx.Node, _Form]) -> None:
@@ -178,7 +184,7 @@ def _check_changes(program, forms: dict[torch.fx.Node, _Form]) -> None:
             else:
                 allowed = memory in changed or place > last[memory]
             if not allowed:
-                raise _NotByNodes
+                raise _NotByNodes(f"{node} shows what is changed later")
             seen.add(memory)
 
 
@@ -214,7 +220,7 @@ def _expansions(program, registry) -> dict[torch.fx.Node, _Expansion]:
         return {}
     fake_mode = detect_fake_mode([node.meta.get("val") for node in program.graph.nodes])
     if fake_mode is None:
-        raise _NotByNodes
+        raise _NotByNodes("no tensors")
     composite, others = _split_decomp_table_to_cia_and_python_decomp(table)
     traced: dict[Any, torch.fx.Graph] = {}
     # As torch does it: what is composite and has a translation of its own stays whole within an expansion, too.
@@ -249,22 +255,19 @@ def _expansion(
     fixed = [None if isinstance(leaf, torch.fx.Node) else repr(leaf) for leaf in leaves]
     key = (node.target, str(structure), *fixed, *map(_layout, values))
     if key not in traced:
-        try:
-            traced[key] = make_fx(call, decomposition_table=table)(*values).graph
-        except Exception as error:  # torch fails as well then, and says so
-            raise _NotByNodes from error
+        traced[key] = make_fx(call, decomposition_table=table)(*values).graph
     graph = traced[key]
     for part in graph.nodes:
         if part.op not in ("placeholder", "output") and _form(part).changed:
-            raise _NotByNodes
+            raise _NotByNodes(f"{node.target} becomes {part.target}")
     results, changed = graph.output_node().args[0], ()
     if form.changed:
         results, *changed = results
     expected = [node.meta["val"], *(argument.meta["val"] for argument in form.changed)]
     if _described([_values(results), *map(_values, changed)]) != _described(expected):
-        raise _NotByNodes
+        raise _NotByNodes(f"{node.target} becomes something else")
     if not isinstance(results, torch.fx.Node) and not _taken_apart(node):
-        raise _NotByNodes
+        raise _NotByNodes(f"not all readers of {node} take one result each")
     return _Expansion(graph, results, dict(zip(form.changed, changed)))
 
 
