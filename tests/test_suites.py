@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 
 import pytest
@@ -18,8 +17,6 @@ SAMPLES = 2  # of an entry
 @pytest.fixture(scope="module", autouse=True)
 def _warm():
     warm_up()
-    yield
-    gc.unfreeze()  # each compilation counts what is frozen, one by one: 0.1 s nine times a trainer, in all tests behind these
 
 
 @pytest.mark.parametrize("name", SUITES)

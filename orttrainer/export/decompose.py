@@ -8,6 +8,7 @@ a tensor of which there are views by then.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import operator
 from collections import defaultdict
@@ -20,12 +21,10 @@ from torch.utils import _pytree as pytree
 
 try:
     from torch._dispatch.python import enable_python_dispatcher
+    from torch._export import utils as _utils
     from torch._export.utils import _check_valid_to_preserve, _is_cia_op
     from torch._guards import detect_fake_mode
-    from torch.export.exported_program import (
-        _override_composite_implicit_decomp,
-        _split_decomp_table_to_cia_and_python_decomp,
-    )
+    from torch.export import exported_program
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.onnx._internal.exporter import _decomp, _fx_passes
 
@@ -214,18 +213,42 @@ def _expansions(program, registry) -> dict[torch.fx.Node, _Expansion]:
     """What the nodes become that torch would not leave as they are."""
     forms = {node: _form(node) for node in program.graph.nodes if node.op not in ("placeholder", "output")}
     _check_changes(program, forms)
-    table = _decomp.create_onnx_friendly_decomposition_table(set(_decomp.get_onnx_implemented_overloads(registry)))
-    forms = {node: form for node, form in forms.items() if form.changed or _decomposes(node.target, table)}
-    if not forms:
-        return {}
+    with _operators_found_once():
+        table = _decomp.create_onnx_friendly_decomposition_table(set(_decomp.get_onnx_implemented_overloads(registry)))
+        forms = {node: form for node, form in forms.items() if form.changed or _decomposes(node.target, table)}
+        if not forms:
+            return {}
+        composite, others = exported_program._split_decomp_table_to_cia_and_python_decomp(table)
     fake_mode = detect_fake_mode([node.meta.get("val") for node in program.graph.nodes])
     if fake_mode is None:
         raise _NotByNodes("no tensors")
-    composite, others = _split_decomp_table_to_cia_and_python_decomp(table)
     traced: dict[Any, torch.fx.Graph] = {}
-    # As torch does it: what is composite and has a translation of its own stays whole within an expansion, too.
-    with fake_mode, enable_python_dispatcher(), _override_composite_implicit_decomp(composite):
+    with fake_mode, enable_python_dispatcher(), _kept_whole(composite):
         return {node: _expansion(node, form, others, traced) for node, form in forms.items()}
+
+
+@contextlib.contextmanager
+def _operators_found_once() -> Iterator[None]:
+    """Within the block torch asks its dispatcher for all composite operators once, not for each namespace anew."""
+    find = functools.cache(_utils._materialize_cpp_cia_ops)
+    with mock.patch.object(_utils, "_materialize_cpp_cia_ops", find):
+        yield
+
+
+@contextlib.contextmanager
+def _kept_whole(composite: dict[Any, Callable]) -> Iterator[None]:
+    """What is composite and has a translation of its own stays whole within an expansion, as torch does it.
+
+    torch says so for each of 21 kinds of device; those that tensors of an export are on are three.
+    """
+    keys = torch._C.DispatchKey
+    autograd, backends = [keys.AutogradCPU, keys.AutogradCUDA, keys.AutogradMeta], [keys.CPU, keys.CUDA, keys.Meta]
+    with (
+        mock.patch.object(exported_program, "_AUTOGRAD_ALIAS_BACKEND_KEYS_TO_OVERRIDE", autograd),
+        mock.patch.object(exported_program, "_BACKEND_KEYS_TO_OVERRIDE", backends),
+        exported_program._override_composite_implicit_decomp(composite),
+    ):
+        yield
 
 
 def _decomposes(target, table: dict[Any, Callable]) -> bool:
