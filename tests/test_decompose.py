@@ -47,7 +47,7 @@ def both(monkeypatch, module, loss_fn, description, batch):
     """The forward graph node by node, and as torch makes it."""
     by_nodes = export_module(module, loss_fn, description, batch)
     with monkeypatch.context() as patch:
-        patch.setattr(capture, "node_by_node", contextlib.nullcontext)
+        patch.setattr(capture, "node_by_node", lambda done: contextlib.nullcontext())
         patch.setattr(capture, "_values_known", contextlib.nullcontext)
         return by_nodes, export_module(module, loss_fn, description, batch)
 
@@ -251,3 +251,30 @@ def test_without_torchs_private_names_torch_decomposes(whole, monkeypatch):
     batch = [torch.randn(4, 6), torch.randn(4, 6)]
     export_module(nn.Dropout(0.5), nn.MSELoss(), describe([("x", ("batch", 6)), ("y", ("batch", 6))]), batch)
     assert len(whole) == 1
+
+
+def broken(program, expansions):
+    next(iter(program.graph.nodes)).graph.erase_node(next(iter(expansions)))
+
+
+def wrong(program, expansions):
+    inline(program, expansions)
+    for node in program.graph.nodes:
+        if node.target is torch.ops.aten.tanh.default:
+            node.target = torch.ops.aten.sigmoid.default
+
+
+inline = decompose._inline
+
+
+@pytest.mark.parametrize("inlined", [broken, wrong])
+def test_torch_decomposes_anew_what_came_out_wrong(inlined, whole, monkeypatch, caplog):
+    monkeypatch.setattr(decompose, "_inline", inlined)
+    batch = [torch.randn(4, 6), torch.randn(4, 6)]
+    net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.5))
+    with caplog.at_level("INFO", "orttrainer"):
+        forward = export_module(net, nn.MSELoss(), describe([("x", ("batch", 6)), ("y", ("batch", 6))]), batch)
+    assert forward.exporter == "dynamo"
+    assert len(whole) == 1
+    assert "the dynamo exporter failed" in caplog.text
+    assert [node.op_type for node in forward.model.graph if node.op_type in ("Tanh", "Sigmoid")] == ["Tanh"]

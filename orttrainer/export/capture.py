@@ -29,18 +29,20 @@ __all__ = ["capture_dynamo", "capture_torchscript", "load_exporter"]
 _TORCHSCRIPT_MAX_OPSET = 20
 
 
-def capture_dynamo(wrapper, inputs, symbols, opset) -> ir.Model:
+def capture_dynamo(wrapper, inputs, symbols, opset, by_nodes: list[bool] | None) -> ir.Model:
     """Export through `torch.export`.
 
     Args:
         symbols: per input, the axes that vary: {axis: symbol}.
+        by_nodes: decompose node by node where that can be done, and append True if it was; None: let torch do it.
     """
+    decomposing = contextlib.nullcontext() if by_nodes is None else node_by_node(by_nodes)
     with silence(), _sources_forgotten(), _no_stack_traces():
         load_exporter()
         with faithful(wrapper):
             program = _exported_program(wrapper, inputs, symbols)
         # With gradients a Scan would give the sizes that its backward reads.
-        with _late_signatures(), node_by_node(), _values_known(), torch.no_grad():
+        with _late_signatures(), decomposing, _values_known(), torch.no_grad():
             onnx_program = torch.onnx.export(
                 program,
                 opset_version=opset,

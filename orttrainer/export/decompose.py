@@ -39,8 +39,12 @@ log = logging.getLogger("orttrainer")
 
 
 @contextlib.contextmanager
-def node_by_node() -> Iterator[None]:
-    """Within the block torch.onnx decomposes node by node what can be decomposed so."""
+def node_by_node(done: list[bool]) -> Iterator[None]:
+    """Within the block torch.onnx decomposes node by node what can be decomposed so.
+
+    Args:
+        done: True is appended for each program that is.
+    """
     if _fx_passes is None:
         yield
         return
@@ -54,6 +58,7 @@ def node_by_node() -> Iterator[None]:
         except Exception as reason:  # also what cannot be traced: torch says of it what our errors repeat
             log.info("torch decomposes the whole graph: %r", reason)
             return whole(program, registry)
+        done.append(True)
         _inline(program, expansions)
         return program
 

@@ -83,6 +83,7 @@ class _Job:
             {axis: dim for axis, dim in enumerate(spec.shape) if isinstance(dim, str)} for spec in schema.specs
         ]
         self.public = state_names(wrapper)
+        self.by_nodes = []  # True for each graph that was decomposed so
         self.tensors = {}
         for name, tensor in [*wrapper.named_parameters(), *wrapper.named_buffers()]:
             self.tensors.setdefault(self.public[name], tensor)
@@ -103,7 +104,10 @@ class _Job:
     def exported(self) -> ForwardGraph:
         """The graph of the first exporter whose graph does what the module does."""
         module, failures = self.wrapper.module, {}
-        for exporter, forget_cached in itertools.product(("dynamo", "torchscript"), self._cache_choices()):
+        exporters = ("dynamo", "dynamo_whole", "torchscript")
+        for exporter, forget_cached in itertools.product(exporters, self._cache_choices()):
+            if exporter == "dynamo_whole" and not self.by_nodes:
+                continue
             try:
                 forward = getattr(self, exporter)(forget_cached)
                 self._check(forward)
@@ -120,7 +124,11 @@ class _Job:
         raise _failure(module, failures)
 
     def dynamo(self, forget_cached=False):
-        return _exporters().by_dynamo(self, forget_cached)
+        return _exporters().by_dynamo(self, forget_cached, self.by_nodes)
+
+    def dynamo_whole(self, forget_cached=False):
+        """Should our decomposition, node by node, be what was wrong."""
+        return _exporters().by_dynamo(self, forget_cached, None)
 
     def torchscript(self, forget_cached=False):
         return _exporters().by_torchscript(self, forget_cached)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from orttrainer import runtime
@@ -15,16 +17,17 @@ from orttrainer.export.initializers import add_initializer, state_as_inputs, sta
 __all__ = ["by_dynamo", "by_torchscript", "load_exporter"]
 
 
-def by_dynamo(job, forget_cached: bool) -> ForwardGraph:
+def by_dynamo(job, forget_cached: bool, by_nodes: list[bool] | None) -> ForwardGraph:
     """The forward graph that torch's newer exporter makes.
 
     Args:
         job: the `_Job` of `module.py`.
         forget_cached: forward forgets the tensors that it keeps as attributes.
+        by_nodes: see `capture_dynamo`.
     """
     job.wrapper.updated = job.updated
     try:
-        model = _captured(job, capture_dynamo, forget_cached)
+        model = _captured(job, functools.partial(capture_dynamo, by_nodes=by_nodes), forget_cached)
     finally:
         job.wrapper.updated = ()
     normalize.name_state(model, job.public, _ir_tensors(job))
@@ -32,7 +35,7 @@ def by_dynamo(job, forget_cached: bool) -> ForwardGraph:
 
 
 def by_torchscript(job, forget_cached: bool) -> ForwardGraph:
-    """The forward graph that torch's older exporter makes; arguments as above.
+    """The forward graph that torch's older exporter makes; the first arguments as above.
 
     Raises:
         UnsupportedModelError: forward changes buffers of another kind than those of BatchNorm.

@@ -220,7 +220,7 @@ class _Exporter:
 
 
 def _exported(function: _Function, exporter: str, outputs: int) -> onnx.ModelProto:
-    capture = {"dynamo": capture_dynamo, "torchscript": capture_torchscript}[exporter]
+    capture = {"dynamo": functools.partial(capture_dynamo, by_nodes=[]), "torchscript": capture_torchscript}[exporter]
     symbols = [{} for _ in function.inputs]
     with torch.random.fork_rng(), torch.enable_grad():
         model = capture(function, tuple(function.inputs), symbols, OPSET)
