@@ -91,7 +91,66 @@ class Average(nn.Linear):
         return super().forward(x) * self.steps / (1 + self.steps) + self.average
 
 
+class CopiedInto(nn.Linear):
+    """Copies what has fewer dimensions into a buffer, whole and in part, and into a new tensor."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.register_buffer("mean", torch.zeros(1, 6))
+        self.register_buffer("queue", torch.zeros(5, 6))
+
+    def forward(self, x):
+        y = super().forward(x)
+        result = y - self.mean + self.queue.sum(0)
+        copied = torch.empty_like(y)
+        copied.copy_(y.mean(0))
+        with torch.no_grad():
+            self.mean.copy_(y.mean(0))
+            self.queue[1:3] = y.mean(0)
+            self.queue[4].copy_(y.sum())
+        return result * copied
+
+
+class Reversed(torch.autograd.Function):
+    """x + f(x), whose backward runs f again and calls autograd itself, as reversible networks do."""
+
+    @staticmethod
+    def forward(ctx, x, f):
+        ctx.x, ctx.f = x.detach(), f
+        with torch.no_grad():
+            return x + f(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x = ctx.x.requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.f(x), dy)
+        return dy + x.grad, None
+
+
+def reversible():
+    inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    return Model(lambda m, x: Reversed.apply(m.linear(x), m.inner), linear=nn.Linear(6, 6), inner=inner)
+
+
+class Fixed(dict):
+    """A configuration that nobody may change, as diffusers' models have."""
+
+    def _refuse(self, *args, **kwargs):
+        raise TypeError("fixed")
+
+    __setitem__ = __delitem__ = update = clear = pop = popitem = setdefault = _refuse
+
+
+def configured():
+    layer = nn.Linear(6, 6)
+    layer.config = Fixed(width=6)
+    return layer
+
+
 CASES = {
+    "a backward that calls autograd": (reversible, vectors),
+    "a dictionary that refuses changes": (configured, vectors),
     "batch norm": (lambda: batch_norm(), vectors),
     "batch norm, cumulative average": (lambda: batch_norm(momentum=None), vectors),
     "batch norm without affine": (lambda: batch_norm(affine=False), vectors),
@@ -107,6 +166,7 @@ CASES = {
 }
 # What these do in forward they do in evaluation too, which a training graph has no other form for.
 ONLY_TRAINING = {
+    "copies of fewer dimensions": (CopiedInto, vectors),
     "buffers that forward changes": (Average, vectors),
     "functional batch norm, always training": (lambda: functional_batch_norm(training=True), vectors),
     "spectral norm, a hook": (lambda: spectral_norm(nn.Linear(6, 6)), vectors),
@@ -145,6 +205,29 @@ def test_trains_as_in_pytorch(case):
             torch.testing.assert_close(
                 trainer.eval_step(*batch(9))[1], module.eval()(*batch(9))[1], rtol=1e-4, atol=1e-5
             )
+
+
+# Constants next to those with which an operation does nothing: a rewrite that takes one for the other changes little in
+# most batches, and everything where the rest is 0.
+NEXT_TO_NOTHING = {
+    "x + 1e-8": lambda x: x / (x.sum(1, keepdim=True) + 1e-8),
+    "1e-12 + x": lambda x: x / (1e-12 + x.sum(1, keepdim=True)),
+    "x - 1e-8": lambda x: x / (x.sum(1, keepdim=True) - 1e-8),
+    "x * 1.000005": lambda x: (x * 1.000005 - x) * 1e5,
+    "x / 1.000005": lambda x: (x / 1.000005 - x) * 1e5,
+}
+
+
+@pytest.mark.parametrize("name", NEXT_TO_NOTHING)
+def test_a_constant_that_is_nearly_nothing_is_something(name):
+    def call(m, x):
+        return m.linear(x) * NEXT_TO_NOTHING[name](x.relu())
+
+    batch = [torch.cat([torch.full((1, 6), -1.0), *vectors(0)])]
+    module = rebuilt(lambda: Model(call, linear=nn.Linear(6, 6)))
+    expected, _ = module(*batch)
+    found, _ = make(module, loss_fn=None, desc=described(batch)).train_step(*batch, RATE)
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-6)
 
 
 EVALUATION = "does more in eval mode than to switch dropout off"

@@ -230,13 +230,14 @@ def without_checkpoints():
 
 def _copied(attributes):
     """A copy two levels deep: hooks, parameters and buffers live in dicts of the module."""
-    return {k: (v, v.copy() if isinstance(v, dict) else None) for k, v in attributes.items()}
+    return {k: (v, dict(v) if isinstance(v, dict) else None) for k, v in attributes.items()}
 
 
 def _restore(attributes, saved):
     attributes.clear()
     for key, (value, content) in saved.items():
-        if content is not None:
+        # Only what was changed: there are dictionaries that refuse it, such as the configurations of diffusers' models.
+        if content is not None and [(k, id(v)) for k, v in value.items()] != [(k, id(v)) for k, v in content.items()]:
             value.clear()
             value.update(content)
         attributes[key] = value

@@ -136,6 +136,8 @@ class _Rewrites(TorchFunctionMode):
         in_place = any(result is argument for argument in args)
         if torch.is_grad_enabled() or self._custom_functions or in_place or func in _PLUMBING:
             return result
+        if _shows(result, args):  # what is written there is written to a buffer
+            return result
         return stop_gradient.stopped(result)
 
     def apply_function(self):
@@ -150,6 +152,17 @@ class _Rewrites(TorchFunctionMode):
                 self._custom_functions -= 1
 
         return classmethod(apply)
+
+
+def _shows(result, args):
+    """Whether `result` is a view of an argument that has no gradient."""
+    memory = _memory(result)
+    return memory is not None and any(_memory(x) == memory and not x.requires_grad for x in args)
+
+
+def _memory(value):
+    strided = isinstance(value, torch.Tensor) and value.layout == torch.strided
+    return value.untyped_storage()._cdata if strided else None
 
 
 # ---------------------------------------------------------------- faithful forms
@@ -195,6 +208,11 @@ def _bias_of(mask, dtype):
     return torch.where(mask, zero, torch.finfo(dtype).min)
 
 
+def _copy(self, src, non_blocking=False):
+    """x.copy_(src) of a source that has x's shape: the exporters forget to expand it."""
+    return self.copy_(src.expand_as(self) if isinstance(src, torch.Tensor) else src)
+
+
 def _feature_dropout(input, p, train):
     """Drop whole channels: one dropout per sample and channel, spread over the rest."""
     if not train or p == 0.0:
@@ -224,6 +242,7 @@ _REWRITES = {
     **normalization.REWRITES,
     **pooling.REWRITES,
     **spelled_out.REWRITES,
+    torch.Tensor.copy_: _copy,
     torch.dropout_: _in_place_dropout(torch.dropout),
     torch.feature_dropout: _feature_dropout,
     torch.feature_dropout_: _in_place_dropout(_feature_dropout),

@@ -161,8 +161,13 @@ def observe_gradients(module, loss_fn, description, inputs) -> dict[str, torch.T
             return None
         if not loss.requires_grad:
             return {}
-        found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    return {name: gradient.to_dense() for name, gradient in zip(parameters, found) if gradient is not None}
+        for parameter in parameters.values():
+            parameter.grad = None
+        found = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)))
+        for name, parameter in parameters.items():  # the backward of a reversible network calls autograd itself
+            if (more := parameter.grad) is not None:
+                found[name] = more if found[name] is None else found[name] + more
+    return {name: gradient.to_dense() for name, gradient in found.items() if gradient is not None}
 
 
 class _ContiguousGradients(MutedDropout):
