@@ -142,6 +142,20 @@ class Fixed(dict):
     __setitem__ = __delitem__ = update = clear = pop = popitem = setdefault = _refuse
 
 
+def masked(make_mask):
+    return lambda: Model(lambda m, x: m.linear(x) * make_mask(x > 0), linear=nn.Linear(6, 6))
+
+
+MASKS = {
+    "filled": lambda mask: mask.masked_fill(mask.roll(1, 1), True),
+    "chosen": lambda mask: torch.where(mask.roll(1, 1), mask, mask.roll(2, 1)),
+    "any of two": lambda mask: mask.reshape(-1, 3, 2).amax(-1).repeat(1, 2),
+    "largest of two": lambda mask: mask.reshape(-1, 3, 2).max(-1).values.repeat(1, 2),
+    "all of two": lambda mask: mask.reshape(-1, 3, 2).amin(-1).repeat(1, 2),
+    "any": lambda mask: mask.max(),
+}
+
+
 def configured():
     layer = nn.Linear(6, 6)
     layer.config = Fixed(width=6)
@@ -151,6 +165,7 @@ def configured():
 CASES = {
     "a backward that calls autograd": (reversible, vectors),
     "a dictionary that refuses changes": (configured, vectors),
+    **{f"mask, {name}": (masked(make_mask), vectors) for name, make_mask in MASKS.items()},
     "batch norm": (lambda: batch_norm(), vectors),
     "batch norm, cumulative average": (lambda: batch_norm(momentum=None), vectors),
     "batch norm without affine": (lambda: batch_norm(affine=False), vectors),

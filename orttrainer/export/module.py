@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
+import sysconfig
+import traceback
 from collections.abc import Callable, Sequence
 
 import torch
@@ -274,10 +277,21 @@ def _refuse_frozen_decision(module, error):
     cause = _root(error)
     if "DataDependent" in type(cause).__name__ or "data-dependent" in str(cause)[:500]:
         raise UnsupportedModelError(
-            f"{type(module).__name__}.forward decides by the value of a tensor (if, int(), .item()); "
+            f"{type(module).__name__}.forward decides by the value of a tensor (if, int(), .item()){_place(cause)}; "
             f"a graph would repeat the first batch's decision for ever: {_condensed(error)}\n"
             f"Use torch.where or masks instead."
         ) from error
+
+
+def _place(error):
+    """Where the last line stands that led to the error and is neither torch's, ours nor Python's own."""
+    paths = sysconfig.get_paths()
+    passed = torch.__path__[0], os.path.dirname(os.path.dirname(__file__))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(passed)]
+    frames = [
+        f for f in frames if f.filename.startswith(paths["purelib"]) or not f.filename.startswith(paths["stdlib"])
+    ]
+    return f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
 
 
 def _root(error):

@@ -21,6 +21,7 @@ from orttrainer.errors import ExportError
 from orttrainer.export.batch_norm import copy_of, unbiased_running_var
 from orttrainer.export.initializers import add_initializer
 from orttrainer.export.quiet import silence
+from orttrainer.graph.passes.bools import BoolOperatorsPass
 from orttrainer.graph.passes.random import RANDOM_OPS, random_nodes_apart
 from orttrainer.graph.passes.scalar_axes import ReduceScalarPass
 from orttrainer.graph.scopes import keep_scopes
@@ -142,6 +143,7 @@ def optimize(model) -> None:
     common.InlinePass()(model)
     _shape_losses(model)
     ReduceScalarPass()(model)
+    BoolOperatorsPass()(model)
     # For every node this one rule goes through the whole graph, and torch's exporter writes no halves that it would join.
     no_slices_split = mock.patch.object(rules.slice_split_rule, "try_rewrite", lambda *_, **__: None)
     # A pattern's constant is met with a tolerance: x + 1e-8 would be x, and so would x * 1.000005.
