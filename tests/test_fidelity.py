@@ -142,6 +142,80 @@ class Fixed(dict):
     __setitem__ = __delitem__ = update = clear = pop = popitem = setdefault = _refuse
 
 
+class Positions(nn.Linear):
+    """The first call computes a table and notes in an attribute that it is there."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.register_buffer("table", torch.zeros(9, 6), persistent=False)
+        self.filled = 0
+
+    def positions(self, width):
+        if self.filled >= width:
+            return self.table[0, :width]
+        self.table[:, :width] = torch.arange(1.0, width + 1)
+        self.filled = width
+        return self.table[0, :width]
+
+    def forward(self, x):
+        return super().forward(x) * self.positions(x.shape[1]).cos()
+
+
+class Changed(nn.Linear):
+    """Changes a buffer through something that shows its memory."""
+
+    def __init__(self, change, grad):
+        super().__init__(6, 6)
+        self.register_buffer("mean", torch.ones(3, 6))
+        self.change, self.grad = change, grad
+
+    def forward(self, x):
+        y = super().forward(x)
+        result = y * self.mean.clone()[1]
+        with torch.set_grad_enabled(self.grad):
+            self.change(self.mean, y.detach())
+        return result
+
+
+CHANGES = {
+    "a row": lambda mean, y: mean[1].copy_(y.mean(0)),
+    "a row, step by step": lambda mean, y: mean[1].mul_(0.9).add_(y.mean(0)),
+    "rows": lambda mean, y: mean.narrow(0, 1, 2).add_(y.mean(0)),
+    "all in a row": lambda mean, y: mean.view(-1).add_(y.mean()),
+    "transposed": lambda mean, y: mean.t().mul_(0.5),
+    "detached": lambda mean, y: mean.detach().copy_(mean * 0.5 + y.mean(0)),
+    "data": lambda mean, y: mean.data.mul_(0.9).add_(y.mean(0), alpha=0.1),
+    "a row of data": lambda mean, y: mean.data[1].copy_(y[0]),
+}
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+class UnderTwoNames(nn.Module):
+    """A network with running statistics that the module and a wrapper in it have, and a center that moves."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+        self.encoder = Wrapped(self.inner)
+        self.register_buffer("center", torch.zeros(6))
+
+    def forward(self, x):
+        y = self.encoder(x)
+        result = y - self.center
+        if self.training:
+            with torch.no_grad():
+                self.center.mul_(0.9).add_(y.mean(0) * 0.1 + 0.01)
+        return result
+
+
 def masked(make_mask):
     return lambda: Model(lambda m, x: m.linear(x) * make_mask(x > 0), linear=nn.Linear(6, 6))
 
@@ -165,6 +239,7 @@ def configured():
 CASES = {
     "a backward that calls autograd": (reversible, vectors),
     "a dictionary that refuses changes": (configured, vectors),
+    "a network under two names": (UnderTwoNames, vectors),
     **{f"mask, {name}": (masked(make_mask), vectors) for name, make_mask in MASKS.items()},
     "batch norm": (lambda: batch_norm(), vectors),
     "batch norm, cumulative average": (lambda: batch_norm(momentum=None), vectors),
@@ -182,6 +257,12 @@ CASES = {
 # What these do in forward they do in evaluation too, which a training graph has no other form for.
 ONLY_TRAINING = {
     "copies of fewer dimensions": (CopiedInto, vectors),
+    "a table that the first call fills": (Positions, vectors),
+    **{
+        f"a buffer by {name}{', under no_grad' * (not grad)}": (lambda f=f, grad=grad: Changed(f, grad), vectors)
+        for name, f in CHANGES.items()
+        for grad in (True, False)
+    },
     "buffers that forward changes": (Average, vectors),
     "functional batch norm, always training": (lambda: functional_batch_norm(training=True), vectors),
     "spectral norm, a hook": (lambda: spectral_norm(nn.Linear(6, 6)), vectors),
@@ -355,6 +436,21 @@ class Counted(Scaled):
         return F.linear(x, self.weight, self.bias)
 
 
+class ScaledByTheFirst(nn.Linear):
+    """Takes its scale from the first batch, as the activation normalization of a flow does."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.register_buffer("scale", torch.ones(()))
+        self.ready = False
+
+    def forward(self, x):
+        if not self.ready:
+            self.scale.copy_(x.std())
+            self.ready = True
+        return super().forward(x) / self.scale
+
+
 REFUSED = {
     "max_norm": (
         lambda: nn.Sequential(nn.Embedding(6, 3, max_norm=1.0)), [TOKENS], "'layer.0' has max_norm.*Leave max_norm out",
@@ -369,6 +465,7 @@ REFUSED = {
     ),
     "a lazy module": (lambda: nn.LazyLinear(6), vectors(0), "LazyLinear 'layer' has no parameters yet. Run one batch"),
     "hidden state": (Scaled, vectors(0), "changes 'layer.calls' and computes with it.*register_buffer"),
+    "a scale from the first batch": (ScaledByTheFirst, vectors(0), "changes 'layer.ready' and computes with it"),
 }  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -39,6 +41,13 @@ def test_an_error_of_a_percent_is_refused_where_rounding_does_nothing_to_the_gra
 
 def test_an_error_of_a_percent_passes_where_the_sign_under_a_relu_flips_by_rounding(monkeypatch):
     _check(monkeypatch, Sum(torch.relu, [0.5, 0.9, 1.0, 2.0]), 1e-2)
+
+
+def test_errors_are_numbers_where_pytorch_has_no_gradient_at_all():
+    """As of a student that equals its teacher: what the graph has then is of rounding."""
+    forward = export_module(Sum(torch.square, [1.0] * 4), None, DESCRIPTION, [torch.full([4], 1 + 1e-6)])
+    (error,) = verify.gradient_errors(forward, {"weight": torch.zeros(4)}, [torch.full([4], 1 + 1e-6)]).values()
+    assert 0 < error < math.inf
 
 
 class Normalized(nn.Module):

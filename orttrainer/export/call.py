@@ -219,6 +219,21 @@ def in_train_mode(module):
             owner.training = training
 
 
+def register_once(module):
+    """Let a submodule that is registered under several names be so under the first; the others are plain attributes.
+
+    torch.export takes each name for a module of its own, and gives up where such a module changes its buffers. Call it
+    within `unchanged`. Names in a container, such as a Sequential, which goes by what is registered, stay.
+    """
+    first = {id(found): path for path, found in module.named_modules()}
+    for path, owner in list(module.named_modules()):
+        for name, held in list(owner._modules.items()):
+            again = held is not None and first[id(held)] != f"{path}.{name}".lstrip(".")
+            if again and not isinstance(owner, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+                del owner._modules[name]
+                vars(owner)[name] = held
+
+
 @contextlib.contextmanager
 def without_checkpoints():
     """Run reentrant checkpoints as plain calls: they refuse `autograd.grad`, and compute under `no_grad`."""

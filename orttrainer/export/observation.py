@@ -35,14 +35,19 @@ def observe(wrapper, inputs, hidden_state: bool = True) -> Observation:
     buffers = dict(wrapper.named_buffers())
     before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
     versions = {name: p._version for name, p in wrapper.named_parameters()}
-    attributes = _plain_attributes(wrapper)
+    attributes, remembers = _plain_attributes(wrapper), []
     with unchanged(wrapper), in_train_mode(wrapper.module), torch.no_grad():
         with mute, drawn_from(inputs) as drawn:
             outputs = _first_outputs(wrapper, inputs)
         outputs = own(outputs, wrapper, inputs)
         after = {name: b.detach().clone() for name, b in wrapper.named_buffers()}
         if hidden_state and not drawn():
-            _check_no_hidden_state(wrapper, inputs, attributes, before, outputs)
+            remembers = _hidden_state(wrapper, inputs, attributes, before, outputs)
+    if remembers and not _only_caches(wrapper, inputs, outputs):
+        raise UnsupportedModelError(
+            f"forward changes {', '.join(map(repr, remembers))} and computes with it in the next call, which a graph "
+            f"cannot repeat. Keep it in a buffer (register_buffer), and change that."
+        )
     for name, parameter in wrapper.named_parameters():
         if parameter._version != versions[name]:
             raise UnsupportedModelError(
@@ -94,8 +99,8 @@ def _plain_attributes(wrapper):
     }
 
 
-def _check_no_hidden_state(wrapper, inputs, before, buffers, outputs):
-    """Refuse a forward whose next result depends on attributes that this call changed: a graph has but buffers.
+def _hidden_state(wrapper, inputs, before, buffers, outputs):
+    """The attributes that this call changed, if the next one computes something else with them: a graph has but buffers.
 
     A cached mask or a counter that is only counted is fine.
     """
@@ -105,17 +110,43 @@ def _check_no_hidden_state(wrapper, inputs, before, buffers, outputs):
         if (name, key) in before and not _unchanged(before[name, key], value)
     ]
     if not changed:
-        return
+        return []
     for name, buffer in wrapper.named_buffers():
         if name in buffers:
             buffer.copy_(buffers[name])
     with MutedDropout():
         again = _first_outputs(wrapper, inputs)
-    if not all(_same(a, b) or torch.allclose(a, b, equal_nan=True) for a, b in zip(again, outputs)):
-        raise UnsupportedModelError(
-            f"forward changes {', '.join(map(repr, changed))} and computes with it in the next call, which a graph "
-            f"cannot repeat. Keep it in a buffer (register_buffer), and change that."
-        )
+    return [] if _alike(again, outputs) else changed
+
+
+def _only_caches(wrapper, inputs, outputs):
+    """Whether what the first call left in attributes and buffers is what it computes with anyway, whatever the values.
+
+    Such as tables of positions, which the next call reads: it gives the same, and for other values what a first call on
+    them does. A layer that takes its scale from the first batch does not.
+    """
+    others = [_other_values(x) for x in inputs]
+    if all(map(_same, inputs, others)):
+        return False
+
+    def called(*batches):
+        with unchanged(wrapper), in_train_mode(wrapper.module), torch.no_grad(), MutedDropout():
+            return [own(_first_outputs(wrapper, batch), wrapper, batch) for batch in batches]
+
+    try:
+        (new,), (_, again, later) = called(others), called(inputs, inputs, others)
+    except Exception:  # the module's own, whatever it is: values that it does not take
+        return False
+    return _alike(again, outputs) and _alike(later, new)
+
+
+def _other_values(x):
+    moved = x.flatten().roll(1).reshape(x.shape)
+    return 0.75 * moved + 0.125 if x.is_floating_point() else moved
+
+
+def _alike(found, expected):
+    return all(_same(a, b) or torch.allclose(a, b, equal_nan=True) for a, b in zip(found, expected))
 
 
 def _unchanged(a, b):

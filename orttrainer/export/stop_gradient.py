@@ -44,8 +44,13 @@ def stopped(result):
     return result
 
 
+def _detached(x):
+    """`x.detach()`, which shows the memory of `x`: a buffer may be changed through it."""
+    return stopped(x) if x.requires_grad else x.detach()
+
+
 REWRITES = {
-    torch.Tensor.detach: stopped,
-    torch.detach: stopped,
-    torch.Tensor.data.__get__: stopped,
+    torch.Tensor.detach: _detached,
+    torch.detach: _detached,
+    torch.Tensor.data.__get__: _detached,
 }

@@ -9,7 +9,7 @@ import torch
 from orttrainer import runtime
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export import normalize
-from orttrainer.export.call import in_train_mode, unchanged
+from orttrainer.export.call import in_train_mode, register_once, unchanged
 from orttrainer.export.capture import capture_dynamo, capture_torchscript, load_exporter
 from orttrainer.export.forward_graph import ForwardGraph
 from orttrainer.export.initializers import add_initializer, state_as_inputs, state_tensor
@@ -56,6 +56,7 @@ def _captured(job, exporter, forget_cached):
     with unchanged(job.wrapper), in_train_mode(job.wrapper.module):
         for owner, name in job.cached_tensors() if forget_cached else ():
             setattr(owner, name, None)
+        register_once(job.wrapper)
         # With gradients on: what forward itself computes under no_grad is then told apart.
         with torch.enable_grad():
             model = exporter(job.wrapper, job.example, job.symbols, job.opset)
