@@ -451,6 +451,46 @@ class ScaledByTheFirst(nn.Linear):
         return super().forward(x) / self.scale
 
 
+class Moved(nn.Module):
+    """Changes a parameter in forward, as momentum encoders and codebooks do."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.linear, self.code = nn.Linear(6, 6), nn.Parameter(torch.ones(6), requires_grad=False)
+        self.change = change
+
+    def forward(self, x):
+        y = self.linear(x)
+        with torch.no_grad():
+            self.change(self.code, y.mean(0))
+        return y * self.code
+
+
+MOVES = {
+    "data assigned": lambda code, y: setattr(code, "data", code.data * 0.999 + y * 0.001),
+    "data changed": lambda code, y: code.data.mul_(0.999).add_(y, alpha=0.001),
+    "in place": lambda code, y: code.lerp_(y, 0.001),
+    "several": lambda code, y: torch._foreach_mul_([code], 0.999),
+    "elements": lambda code, y: code.data.__setitem__(0, 2.0),
+    "by an operator": lambda code, y: code.data.__iadd__(y),
+}
+
+
+@pytest.mark.parametrize("change", MOVES.values(), ids=MOVES)
+def test_a_parameter_that_forward_changes_is_refused_and_not_changed(change):
+    layer = Moved(change)
+    with pytest.raises(UnsupportedModelError, match=r"changes the parameter 'layer\.code' in place.*Make it a buffer"):
+        make(Loss(layer), loss_fn=None, desc=described(vectors(0))).train_step(*vectors(0), RATE)
+    assert torch.equal(layer.code, torch.ones(6))
+
+
+def test_a_parameter_that_is_given_its_own_data_is_no_hindrance():
+    layer = Moved(lambda code, y: setattr(code, "data", code.data.to(y.dtype)))
+    expected = Loss(layer)(*vectors(0))[0].detach()
+    found, _ = make(Loss(layer), loss_fn=None, desc=described(vectors(0))).train_step(*vectors(0), RATE)
+    torch.testing.assert_close(found, expected)
+
+
 REFUSED = {
     "max_norm": (
         lambda: nn.Sequential(nn.Embedding(6, 3, max_norm=1.0)), [TOKENS], "'layer.0' has max_norm.*Leave max_norm out",

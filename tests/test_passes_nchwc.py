@@ -1,5 +1,6 @@
 """Convolutions in blocks of channels: the same numbers, only where they can be, and only if the runtime agrees."""
 
+import copy
 import pathlib
 
 import numpy as np
@@ -448,3 +449,20 @@ def test_the_probe_notices_wrong_numbers(monkeypatch):
         assert blocked.block_size() is None
     finally:
         blocked.block_size.cache_clear()
+
+
+@needs_blocks
+@pytest.mark.parametrize("rows", [1, 2])
+def test_networks_for_a_fixed_number_of_images_train_as_in_pytorch(rows):
+    """Of one image the weight gradient of a depthwise convolution is a depthwise convolution itself."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(32, 32, 1), nn.Conv2d(32, 32, 3, padding=1, groups=32), nn.Conv2d(32, 32, 1))
+    reference, x, target = copy.deepcopy(module), torch.randn(rows, 32, 8, 8), torch.randn(rows, 32, 8, 8)
+    description = ModelDescription(
+        [IODescription(name, list(x.shape), torch.float32) for name in ("x", "target")], [IODescription("loss", [])]
+    )
+    engine = Engine(module, nn.functional.mse_loss, description, OptimizerChoice("SGDOptimizer"), Settings())
+    engine.train_step({"x": x, "target": target}, 0.1)
+    nn.functional.mse_loss(reference(x), target).backward()
+    for found, expected in zip(module.parameters(), reference.parameters()):
+        torch.testing.assert_close(found, expected.detach() - 0.1 * expected.grad, rtol=1e-4, atol=1e-6)

@@ -6,6 +6,7 @@ import contextlib
 from dataclasses import dataclass
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from orttrainer.errors import OrtTrainerError, UnsupportedModelError
 from orttrainer.export.call import LossModule, in_train_mode, state_names, unchanged, without_checkpoints
@@ -37,7 +38,7 @@ def observe(wrapper, inputs, hidden_state: bool = True) -> Observation:
     versions = {name: p._version for name, p in wrapper.named_parameters()}
     attributes, remembers = _plain_attributes(wrapper), []
     with unchanged(wrapper), in_train_mode(wrapper.module), torch.no_grad():
-        with mute, drawn_from(inputs) as drawn:
+        with mute, _ParametersKept(wrapper), drawn_from(inputs) as drawn:
             outputs = _first_outputs(wrapper, inputs)
         outputs = own(outputs, wrapper, inputs)
         after = {name: b.detach().clone() for name, b in wrapper.named_buffers()}
@@ -50,11 +51,7 @@ def observe(wrapper, inputs, hidden_state: bool = True) -> Observation:
         )
     for name, parameter in wrapper.named_parameters():
         if parameter._version != versions[name]:
-            raise UnsupportedModelError(
-                f"forward changes the parameter {name.split('.', 1)[1]!r} in place, which an "
-                f"optimizer's update would overwrite (an embedding with max_norm does). Make it a buffer, or leave "
-                f"that out."
-            )
+            raise _changes_a_parameter(name)
     for name in after.keys() & before.keys():
         if after[name].shape != before[name].shape:
             raise UnsupportedModelError(
@@ -64,6 +61,45 @@ def observe(wrapper, inputs, hidden_state: bool = True) -> Observation:
             )
     updated = {n: v for n, v in after.items() if n in before and not _same(before[n], v)}
     return Observation(outputs, tuple(sorted(mute.rates)), drawn(), updated, before)
+
+
+def _changes_a_parameter(name):
+    return UnsupportedModelError(
+        f"forward changes the parameter {name.split('.', 1)[1]!r} in place, which an optimizer's update would overwrite (an "
+        f"embedding with max_norm does). Make it a buffer, or leave that out."
+    )
+
+
+class _ParametersKept(TorchFunctionMode):
+    """Raises before a parameter's memory is written to, or replaced: through `.data`, which counts no versions."""
+
+    def __init__(self, wrapper):
+        super().__init__()
+        self._names = {_memory(parameter): name for name, parameter in wrapper.named_parameters()}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if _writes(func):
+            written = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+            for name in (self._names.get(_memory(x)) for x in written if isinstance(x, torch.Tensor)):
+                if name is not None and not (func == _SET_DATA and _memory(args[1]) == _memory(args[0])):
+                    raise _changes_a_parameter(name)
+        return func(*args, **(kwargs or {}))
+
+
+_SET_DATA = torch.Tensor.data.__set__
+_ONLY_FLAGS = {"requires_grad_", "detach_", "share_memory_", "rename_"}
+
+
+def _writes(func):
+    """Whether `func` changes its first argument."""
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.startswith("__") and name not in _ONLY_FLAGS
+    return (
+        in_place or name == "__setitem__" or (name.startswith("__i") and name not in _NOT_IN_PLACE) or func == _SET_DATA
+    )
+
+
+_NOT_IN_PLACE = {"__int__", "__index__", "__invert__", "__init__", "__iter__"}
 
 
 def own(outputs, wrapper, inputs):

@@ -50,7 +50,8 @@ class BlockedConvolutionPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
         chosen = self.chosen(graph, [node for node in graph if is_reordering(node, "ReorderInput")])
-        gradients = [node for node in graph if self._is_depthwise_gradient(node)]
+        # Of a single image such a gradient may be chosen as the depthwise convolution that it is.
+        gradients = [node for node in graph if self._is_depthwise_gradient(node) and node not in set(chosen)]
         if not chosen and not gradients:
             return ir.passes.PassResult(model, modified=False)
         rewriting = _Rewriting(Builder(graph, "nchwc"), self.block)
