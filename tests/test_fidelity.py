@@ -216,6 +216,13 @@ class UnderTwoNames(nn.Module):
         return result
 
 
+def summed_over_listed_axes():
+    """As the Dice losses of MONAI find the axes of an image."""
+    return Model(
+        lambda m, x: m.linear(x) * x.sum(torch.arange(1, x.dim()).tolist(), keepdim=True), linear=nn.Linear(6, 6)
+    )
+
+
 def masked(make_mask):
     return lambda: Model(lambda m, x: m.linear(x) * make_mask(x > 0), linear=nn.Linear(6, 6))
 
@@ -239,6 +246,7 @@ def configured():
 CASES = {
     "a backward that calls autograd": (reversible, vectors),
     "a dictionary that refuses changes": (configured, vectors),
+    "axes listed by arange": (summed_over_listed_axes, vectors),
     "a network under two names": (UnderTwoNames, vectors),
     **{f"mask, {name}": (masked(make_mask), vectors) for name, make_mask in MASKS.items()},
     "batch norm": (lambda: batch_norm(), vectors),

@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from orttrainer.errors import UnsupportedModelError
@@ -48,6 +49,7 @@ def faithful(wrapper):
             # It compares the mask's values, which no exporter can trace.
             mock.patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", _declared_is_causal),
             mock.patch.object(F, "_in_projection_packed", _split_projection),
+            mock.patch.object(FakeTensor, "tolist", _listed),  # no mode sees it
             normalization.cumulative_averages(),
             without_checkpoints(),
             # Its checks of arguments decide by the values of tensors.
@@ -213,6 +215,22 @@ def _copy(self, src, non_blocking=False):
     return self.copy_(src.expand_as(self) if isinstance(src, torch.Tensor) else src)
 
 
+def _arange(*args, **kwargs):
+    """torch.arange that knows its numbers, where these are Python's: an exporter's tensors hold none."""
+    result = torch.arange(*args, **kwargs)
+    if result.dtype == torch.int64 and args and all(type(number) is int for number in args):
+        result.listed = list(range(*args)), result._version
+    return result
+
+
+def _listed(self):
+    listed, version = getattr(self, "listed", (None, None))
+    return _TOLIST(self) if listed is None or version != self._version else list(listed)
+
+
+_TOLIST = FakeTensor.tolist
+
+
 def _feature_dropout(input, p, train):
     """Drop whole channels: one dropout per sample and channel, spread over the rest."""
     if not train or p == 0.0:
@@ -243,6 +261,7 @@ _REWRITES = {
     **pooling.REWRITES,
     **spelled_out.REWRITES,
     torch.Tensor.copy_: _copy,
+    torch.arange: _arange,
     torch.dropout_: _in_place_dropout(torch.dropout),
     torch.feature_dropout: _feature_dropout,
     torch.feature_dropout_: _in_place_dropout(_feature_dropout),
