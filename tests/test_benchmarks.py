@@ -262,6 +262,7 @@ def _trained(disabled: tuple[str, ...]):
     return found, sorted(node.op_type for node in engine.training_graph.graph.graph)
 
 
+@pytest.mark.slow
 def test_a_graph_without_one_of_its_speed_passes_trains_the_same(pytestconfig):
     expected, complete = _trained(())
     others = {chosen.__name__: _trained((chosen.__name__,)) for chosen in SPEED_PASSES}

@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from marks import slow
 from torch._higher_order_ops.scan import scan
 
 from orttrainer import IODescription, ModelDescription, ORTTrainer, build_gradient
@@ -380,7 +381,7 @@ class RecurrenceOfABatch(torch.nn.Module):
         return ((self.out(h) - y) ** 2).mean()
 
 
-@pytest.mark.parametrize("kind", [Conditional, Recurrence, RecurrenceOfABatch])
+@pytest.mark.parametrize("kind", [Conditional, Recurrence, slow(RecurrenceOfABatch)])
 def test_control_flow_of_pytorch_trains_like_pytorch(kind):
     torch.manual_seed(0)
     model = kind()

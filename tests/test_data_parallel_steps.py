@@ -152,6 +152,7 @@ ENDED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ONE_LAUNCHER)
 def test_a_rank_that_ends_before_the_others_ends_the_run_with_an_error(launcher):
     result = launch(launcher, "early_end.py", timeout=120)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from exported import Model
+from fidelity import RATE, Loss, assert_trains_as_in_pytorch, described, rebuilt, vectors
 from small import make
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
@@ -15,33 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from orttrainer import IODescription, ModelDescription
 from orttrainer.errors import UnsupportedModelError
-
-RATE = 0.05
-
-
-class Loss(nn.Module):
-    """loss = mean((layer(x) - 1)^2 + sin(layer(x)))."""
-
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, *inputs):
-        y = self.layer(*inputs)
-        return ((y - 1).square() + y.sin()).mean(), y
-
-
-def described(inputs) -> ModelDescription:
-    shapes = [["batch", *x.shape[1:]] for x in inputs]
-    return ModelDescription(
-        [IODescription(f"x{i}", shape, x.dtype) for i, (x, shape) in enumerate(zip(inputs, shapes))],
-        [IODescription("loss", []), IODescription("y", [])],
-    )
-
-
-def vectors(step: int) -> list[torch.Tensor]:
-    """Another batch size at each step."""
-    return [torch.randn(8 + step, 6, generator=torch.Generator().manual_seed(step))]
 
 
 def sequences(step: int) -> list[torch.Tensor]:
@@ -76,41 +50,6 @@ def checkpointed(reentrant):
     return Model(call, before=nn.Linear(6, 6), first=first, second=nn.Linear(6, 6))
 
 
-class Average(nn.Linear):
-    """Keeps a moving average and a counter in buffers, and computes with both."""
-
-    def __init__(self):
-        super().__init__(6, 6)
-        self.register_buffer("steps", torch.tensor(0.0))
-        self.register_buffer("average", torch.zeros(6))
-
-    def forward(self, x):
-        if self.training:
-            self.steps += 1
-            self.average.mul_(0.9).add_(0.1 * x.detach().mean(0))
-        return super().forward(x) * self.steps / (1 + self.steps) + self.average
-
-
-class CopiedInto(nn.Linear):
-    """Copies what has fewer dimensions into a buffer, whole and in part, and into a new tensor."""
-
-    def __init__(self):
-        super().__init__(6, 6)
-        self.register_buffer("mean", torch.zeros(1, 6))
-        self.register_buffer("queue", torch.zeros(5, 6))
-
-    def forward(self, x):
-        y = super().forward(x)
-        result = y - self.mean + self.queue.sum(0)
-        copied = torch.empty_like(y)
-        copied.copy_(y.mean(0))
-        with torch.no_grad():
-            self.mean.copy_(y.mean(0))
-            self.queue[1:3] = y.mean(0)
-            self.queue[4].copy_(y.sum())
-        return result * copied
-
-
 class Reversed(torch.autograd.Function):
     """x + f(x), whose backward runs f again and calls autograd itself, as reversible networks do."""
 
@@ -140,80 +79,6 @@ class Fixed(dict):
         raise TypeError("fixed")
 
     __setitem__ = __delitem__ = update = clear = pop = popitem = setdefault = _refuse
-
-
-class Positions(nn.Linear):
-    """The first call computes a table and notes in an attribute that it is there."""
-
-    def __init__(self):
-        super().__init__(6, 6)
-        self.register_buffer("table", torch.zeros(9, 6), persistent=False)
-        self.filled = 0
-
-    def positions(self, width):
-        if self.filled >= width:
-            return self.table[0, :width]
-        self.table[:, :width] = torch.arange(1.0, width + 1)
-        self.filled = width
-        return self.table[0, :width]
-
-    def forward(self, x):
-        return super().forward(x) * self.positions(x.shape[1]).cos()
-
-
-class Changed(nn.Linear):
-    """Changes a buffer through something that shows its memory."""
-
-    def __init__(self, change, grad):
-        super().__init__(6, 6)
-        self.register_buffer("mean", torch.ones(3, 6))
-        self.change, self.grad = change, grad
-
-    def forward(self, x):
-        y = super().forward(x)
-        result = y * self.mean.clone()[1]
-        with torch.set_grad_enabled(self.grad):
-            self.change(self.mean, y.detach())
-        return result
-
-
-CHANGES = {
-    "a row": lambda mean, y: mean[1].copy_(y.mean(0)),
-    "a row, step by step": lambda mean, y: mean[1].mul_(0.9).add_(y.mean(0)),
-    "rows": lambda mean, y: mean.narrow(0, 1, 2).add_(y.mean(0)),
-    "all in a row": lambda mean, y: mean.view(-1).add_(y.mean()),
-    "transposed": lambda mean, y: mean.t().mul_(0.5),
-    "detached": lambda mean, y: mean.detach().copy_(mean * 0.5 + y.mean(0)),
-    "data": lambda mean, y: mean.data.mul_(0.9).add_(y.mean(0), alpha=0.1),
-    "a row of data": lambda mean, y: mean.data[1].copy_(y[0]),
-}
-
-
-class Wrapped(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x)
-
-
-class UnderTwoNames(nn.Module):
-    """A network with running statistics that the module and a wrapper in it have, and a center that moves."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
-        self.encoder = Wrapped(self.inner)
-        self.register_buffer("center", torch.zeros(6))
-
-    def forward(self, x):
-        y = self.encoder(x)
-        result = y - self.center
-        if self.training:
-            with torch.no_grad():
-                self.center.mul_(0.9).add_(y.mean(0) * 0.1 + 0.01)
-        return result
 
 
 def summed_over_listed_axes():
@@ -247,7 +112,6 @@ CASES = {
     "a backward that calls autograd": (reversible, vectors),
     "a dictionary that refuses changes": (configured, vectors),
     "axes listed by arange": (summed_over_listed_axes, vectors),
-    "a network under two names": (UnderTwoNames, vectors),
     **{f"mask, {name}": (masked(make_mask), vectors) for name, make_mask in MASKS.items()},
     "batch norm": (lambda: batch_norm(), vectors),
     "batch norm, cumulative average": (lambda: batch_norm(momentum=None), vectors),
@@ -264,51 +128,17 @@ CASES = {
 }
 # What these do in forward they do in evaluation too, which a training graph has no other form for.
 ONLY_TRAINING = {
-    "copies of fewer dimensions": (CopiedInto, vectors),
-    "a table that the first call fills": (Positions, vectors),
-    **{
-        f"a buffer by {name}{', under no_grad' * (not grad)}": (lambda f=f, grad=grad: Changed(f, grad), vectors)
-        for name, f in CHANGES.items()
-        for grad in (True, False)
-    },
-    "buffers that forward changes": (Average, vectors),
     "functional batch norm, always training": (lambda: functional_batch_norm(training=True), vectors),
     "spectral norm, a hook": (lambda: spectral_norm(nn.Linear(6, 6)), vectors),
     "spectral norm, a parametrization": (lambda: parametrizations.spectral_norm(nn.Linear(6, 6)), vectors),
 }
 
 
-def rebuilt(make_layer) -> nn.Module:
-    """Not a copy: a tensor that a hook computes cannot be copied."""
-    torch.manual_seed(0)
-    return Loss(make_layer())
-
-
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("case", [*CASES, *ONLY_TRAINING])
 def test_trains_as_in_pytorch(case):
     make_layer, batch = (CASES | ONLY_TRAINING)[case]
-    module, ours = rebuilt(make_layer), rebuilt(make_layer)
-    trainer = make(ours, loss_fn=None, desc=described(batch(0)))
-    for step in range(3):
-        loss, y = module.train()(*batch(step))
-        found_loss, found_y = trainer.train_step(*batch(step), RATE)
-        torch.testing.assert_close(found_loss, loss.detach(), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(found_y, y.detach(), rtol=1e-4, atol=1e-5)
-        module.zero_grad()
-        loss.backward()
-        for parameter in module.parameters():
-            parameter.data.sub_(RATE * parameter.grad)
-    state = ours.state_dict()
-    for name, value in module.state_dict().items():
-        torch.testing.assert_close(
-            state[name], value, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
-        )
-    if case in CASES:
-        with torch.no_grad():
-            torch.testing.assert_close(
-                trainer.eval_step(*batch(9))[1], module.eval()(*batch(9))[1], rtol=1e-4, atol=1e-5
-            )
+    assert_trains_as_in_pytorch(make_layer, batch, evaluates=case in CASES)
 
 
 # Constants next to those with which an operation does nothing: a rewrite that takes one for the other changes little in
@@ -424,81 +254,6 @@ def test_embeddings_train_as_in_pytorch(case):
 # ---------------------------------------------------------------- refused by name
 
 
-class Scaled(nn.Linear):
-    """Computes with a Python number that each call changes."""
-
-    def __init__(self):
-        super().__init__(6, 6)
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return super().forward(x) * self.calls
-
-
-class Counted(Scaled):
-    """Only counts its calls."""
-
-    def forward(self, x):
-        self.calls += 1
-        return F.linear(x, self.weight, self.bias)
-
-
-class ScaledByTheFirst(nn.Linear):
-    """Takes its scale from the first batch, as the activation normalization of a flow does."""
-
-    def __init__(self):
-        super().__init__(6, 6)
-        self.register_buffer("scale", torch.ones(()))
-        self.ready = False
-
-    def forward(self, x):
-        if not self.ready:
-            self.scale.copy_(x.std())
-            self.ready = True
-        return super().forward(x) / self.scale
-
-
-class Moved(nn.Module):
-    """Changes a parameter in forward, as momentum encoders and codebooks do."""
-
-    def __init__(self, change):
-        super().__init__()
-        self.linear, self.code = nn.Linear(6, 6), nn.Parameter(torch.ones(6), requires_grad=False)
-        self.change = change
-
-    def forward(self, x):
-        y = self.linear(x)
-        with torch.no_grad():
-            self.change(self.code, y.mean(0))
-        return y * self.code
-
-
-MOVES = {
-    "data assigned": lambda code, y: setattr(code, "data", code.data * 0.999 + y * 0.001),
-    "data changed": lambda code, y: code.data.mul_(0.999).add_(y, alpha=0.001),
-    "in place": lambda code, y: code.lerp_(y, 0.001),
-    "several": lambda code, y: torch._foreach_mul_([code], 0.999),
-    "elements": lambda code, y: code.data.__setitem__(0, 2.0),
-    "by an operator": lambda code, y: code.data.__iadd__(y),
-}
-
-
-@pytest.mark.parametrize("change", MOVES.values(), ids=MOVES)
-def test_a_parameter_that_forward_changes_is_refused_and_not_changed(change):
-    layer = Moved(change)
-    with pytest.raises(UnsupportedModelError, match=r"changes the parameter 'layer\.code' in place.*Make it a buffer"):
-        make(Loss(layer), loss_fn=None, desc=described(vectors(0))).train_step(*vectors(0), RATE)
-    assert torch.equal(layer.code, torch.ones(6))
-
-
-def test_a_parameter_that_is_given_its_own_data_is_no_hindrance():
-    layer = Moved(lambda code, y: setattr(code, "data", code.data.to(y.dtype)))
-    expected = Loss(layer)(*vectors(0))[0].detach()
-    found, _ = make(Loss(layer), loss_fn=None, desc=described(vectors(0))).train_step(*vectors(0), RATE)
-    torch.testing.assert_close(found, expected)
-
-
 REFUSED = {
     "max_norm": (
         lambda: nn.Sequential(nn.Embedding(6, 3, max_norm=1.0)), [TOKENS], "'layer.0' has max_norm.*Leave max_norm out",
@@ -512,8 +267,6 @@ REFUSED = {
         [TOKENS], r"changes the parameter 'layer.weight' in place.*\(an embedding with max_norm does\)",
     ),
     "a lazy module": (lambda: nn.LazyLinear(6), vectors(0), "LazyLinear 'layer' has no parameters yet. Run one batch"),
-    "hidden state": (Scaled, vectors(0), "changes 'layer.calls' and computes with it.*register_buffer"),
-    "a scale from the first batch": (ScaledByTheFirst, vectors(0), "changes 'layer.ready' and computes with it"),
 }  # fmt: skip
 
 
@@ -522,10 +275,3 @@ def test_what_has_no_faithful_form_is_refused_by_name(case):
     make_layer, inputs, text = REFUSED[case]
     with pytest.raises(UnsupportedModelError, match=text):
         make(Loss(make_layer()), loss_fn=None, desc=described(inputs)).train_step(*inputs, RATE)
-
-
-def test_a_number_that_forward_changes_but_does_not_use_is_no_hindrance():
-    module = Loss(Counted())
-    trainer = make(module, loss_fn=None, desc=described(vectors(0)))
-    expected = module(*vectors(0))[0].detach()
-    torch.testing.assert_close(trainer.train_step(*vectors(0), RATE)[0], expected)

@@ -293,6 +293,7 @@ def test_train_learns_and_reports():
     assert perplexity < unigram
 
 
+@pytest.mark.slow
 def test_train_repeats_itself_with_a_seed_and_differs_with_another():
     def losses(seed):
         out = train("--max-steps", 3, "--log-interval", 1, "--seed", seed).stdout

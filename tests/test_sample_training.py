@@ -41,7 +41,7 @@ def test_the_sample_learns_with_dropout_and_writes_its_graph(tmp_path):
     onnx.checker.check_model(str(path), full_check=True)
 
 
-@pytest.mark.parametrize("precision", ["float16", slow("bfloat16")])
+@pytest.mark.parametrize("precision", [slow("float16"), slow("bfloat16")])
 def test_the_sample_in_mixed_precision_reaches_the_loss_of_float32_within_2_percent(precision):
     arguments = ["--max-steps", "25", "--lr", "0.1", "--log-interval", "5"]
     full = losses(run("train_ort.py", *arguments))

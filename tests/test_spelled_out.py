@@ -8,6 +8,7 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
+from marks import slow
 from torch import nn
 
 from orttrainer import ORTTrainer, build_gradient
@@ -135,7 +136,7 @@ FUNCTIONS = {
 DYNAMO_ALONE = {"a window that would start in the padding", "places in a padded plane", "pdist"}
 
 
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("exporter", [slow("dynamo"), "torchscript"])
 def test_spelled_out_function_is_the_original(monkeypatch, exporter):
     def fail(job, forget_cached=False):
         raise RuntimeError("dynamo is off")

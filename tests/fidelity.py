@@ -1,0 +1,67 @@
+"""Layers train on the graph as in PyTorch: what the tests of fidelity share."""
+
+from __future__ import annotations
+
+import torch
+from small import make
+from torch import nn
+
+from orttrainer import IODescription, ModelDescription
+
+RATE = 0.05
+
+
+class Loss(nn.Module):
+    """loss = mean((layer(x) - 1)^2 + sin(layer(x)))."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *inputs):
+        y = self.layer(*inputs)
+        return ((y - 1).square() + y.sin()).mean(), y
+
+
+def described(inputs) -> ModelDescription:
+    shapes = [["batch", *x.shape[1:]] for x in inputs]
+    return ModelDescription(
+        [IODescription(f"x{i}", shape, x.dtype) for i, (x, shape) in enumerate(zip(inputs, shapes))],
+        [IODescription("loss", []), IODescription("y", [])],
+    )
+
+
+def vectors(step: int) -> list[torch.Tensor]:
+    """Another batch size at each step."""
+    return [torch.randn(8 + step, 6, generator=torch.Generator().manual_seed(step))]
+
+
+def rebuilt(make_layer) -> nn.Module:
+    """Not a copy: a tensor that a hook computes cannot be copied."""
+    torch.manual_seed(0)
+    return Loss(make_layer())
+
+
+def assert_trains_as_in_pytorch(make_layer, batch, evaluates: bool) -> None:
+    """Three steps of SGD, each on `batch(step)`; and an evaluation, if the layer has one that a training graph has too."""
+    module, ours = rebuilt(make_layer), rebuilt(make_layer)
+    trainer = make(ours, loss_fn=None, desc=described(batch(0)))
+    for step in range(3):
+        loss, y = module.train()(*batch(step))
+        found_loss, found_y = trainer.train_step(*batch(step), RATE)
+        torch.testing.assert_close(found_loss, loss.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found_y, y.detach(), rtol=1e-4, atol=1e-5)
+        module.zero_grad()
+        loss.backward()
+        for parameter in module.parameters():
+            parameter.data.sub_(RATE * parameter.grad)
+    state = ours.state_dict()
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(
+            state[name], value, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    if evaluates:
+        with torch.no_grad():
+            torch.testing.assert_close(
+                trainer.eval_step(*batch(9))[1], module.eval()(*batch(9))[1], rtol=1e-4, atol=1e-5
+            )
