@@ -111,6 +111,10 @@ def configured():
 CASES = {
     "a backward that calls autograd": (reversible, vectors),
     "a dictionary that refuses changes": (configured, vectors),
+    "a change in place, by keyword": (
+        lambda: Model(lambda m, x: torch.tanh_(input=m.linear(x)), linear=nn.Linear(6, 6)),
+        vectors,
+    ),
     "axes listed by arange": (summed_over_listed_axes, vectors),
     **{f"mask, {name}": (masked(make_mask), vectors) for name, make_mask in MASKS.items()},
     "batch norm": (lambda: batch_norm(), vectors),

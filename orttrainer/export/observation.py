@@ -75,11 +75,11 @@ class _ParametersKept(TorchFunctionMode):
 
     def __init__(self, wrapper):
         super().__init__()
-        self._names = {_memory(parameter): name for name, parameter in wrapper.named_parameters()}
+        self._names = {memory: name for name, p in wrapper.named_parameters() if (memory := _memory(p))}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if _writes(func):
-            written = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+            written = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
             for name in (self._names.get(_memory(x)) for x in written if isinstance(x, torch.Tensor)):
                 if name is not None and not (func == _SET_DATA and _memory(args[1]) == _memory(args[0])):
                     raise _changes_a_parameter(name)

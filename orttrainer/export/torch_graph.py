@@ -56,7 +56,8 @@ def _captured(job, exporter, forget_cached):
     with unchanged(job.wrapper), in_train_mode(job.wrapper.module):
         for owner, name in job.cached_tensors() if forget_cached else ():
             setattr(owner, name, None)
-        register_once(job.wrapper)
+        if job.updated:
+            register_once(job.wrapper)
         # With gradients on: what forward itself computes under no_grad is then told apart.
         with torch.enable_grad():
             model = exporter(job.wrapper, job.example, job.symbols, job.opset)
