@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from launched import ONE_LAUNCHER, WORKERS, launch, results
+from marks import slow
 from small import batch
 
 sys.path.insert(0, str(WORKERS))
@@ -34,7 +35,7 @@ def one_rank(kind: str) -> dict:
 
 
 @pytest.mark.parametrize("kind", worker.KINDS)
-@pytest.mark.parametrize("generation", ["first", "second"])
+@pytest.mark.parametrize("generation", [slow("first"), "second"])
 def test_two_ranks_with_blocks_of_three_batches_train_like_one_rank_with_one_batch(ranks, generation, kind):
     expected, found = one_rank(kind), [rank[f"{generation} {kind}"] for rank in ranks]
     block = 2 * worker.BATCHES

@@ -5,6 +5,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
+from marks import slow
 from onnx_ir.passes import common
 from test_passes_nchwc import BLOCK, needs_blocks
 from test_passes_nchwc_regions import VARIANTS, assert_trained, trained
@@ -161,7 +162,7 @@ def test_other_gradients_are_left_to_onnx_runtime(x, w, window, options):
 
 
 @pytest.mark.parametrize(
-    "name", ["as it is", "larger images", "odd images", "values made again", "batches that are accumulated"]
+    "name", ["as it is", slow("larger images"), "odd images", "values made again", "batches that are accumulated"]
 )
 def test_a_residual_network_with_kernels_trains_as_in_pytorch(name, monkeypatch):
     opened = []

@@ -10,6 +10,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from marks import slow
 from second_generation import CONFIGS, assert_equal_trees, make, net, train
 
 from orttrainer.errors import CheckpointError, InvalidArgumentError
@@ -18,7 +19,7 @@ from orttrainer.training import _checkpoint_storage, amp, optim
 # -- resuming -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps_of_the_loader", [0, 2])
+@pytest.mark.parametrize("steps_of_the_loader", [0, slow(2)])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_steps_after_loading_are_the_steps_that_would_have_followed(name, steps_of_the_loader, tmp_path):
     trainer = make(net(dropout=0.4), CONFIGS[name]())

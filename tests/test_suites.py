@@ -11,7 +11,7 @@ from suites.outcome import State
 from suites.report import BAD
 from suites.runner import exception, run, seeded_slice
 
-SAMPLES = 2  # of an entry
+SAMPLES = 1  # of an entry
 
 
 @pytest.fixture(scope="module", autouse=True)
