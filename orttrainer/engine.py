@@ -375,8 +375,12 @@ class Engine(NotCopied):
             self.training_graph = self._runner = None  # not to train on without what was to be loaded
             raise
 
+    def _trained_state(self, graph: TrainingGraph, share: bool = True) -> TrainedState:
+        source, decided = self.source, self._forward.decided
+        return TrainedState(graph, source.module, source.loss_fn, self.device, self.collective, decided, share)
+
     def _open_on_state(self, graph: TrainingGraph) -> None:
-        self._state = TrainedState(graph, self.source.module, self.source.loss_fn, self.device, self.collective)
+        self._state = self._trained_state(graph)
         self._open(graph)
         self._show_state(self._forward.model)  # which else would keep what the module has no more
         if self._pending_state is not None:
@@ -417,9 +421,7 @@ class Engine(NotCopied):
         """The graph again, for settings that have changed, on the present state."""
         state = self._state.copies(True)
         graph = self._training_graph()
-        self._state = TrainedState(
-            graph, self.source.module, self.source.loss_fn, self.device, self.collective, share=False
-        )
+        self._state = self._trained_state(graph, share=False)
         self._open(graph)
         self._state.load(state, strict=True)
 

@@ -31,6 +31,7 @@ class TrainedState:
         module, loss_fn: the torch modules that the graph was made from; None for an ONNX model.
         device: where new tensors are made.
         collective: the ranks of the run; rank 0's values are taken by all.
+        decided: names of buffers of the module that have to keep their values.
         share: False where the ranks have equal values already, and one may make this while another does not.
 
     Attributes:
@@ -39,7 +40,14 @@ class TrainedState:
     """
 
     def __init__(
-        self, graph: TrainingGraph, module, loss_fn, device: torch.device, collective: Collective, share: bool = True
+        self,
+        graph: TrainingGraph,
+        module,
+        loss_fn,
+        device: torch.device,
+        collective: Collective,
+        decided: Sequence[str] = (),
+        share: bool = True,
     ):
         self.signature, self._collective = graph.signature, collective
         self._modules = [m for m in (module, loss_fn) if isinstance(m, torch.nn.Module)] if module is not None else []
@@ -81,6 +89,14 @@ class TrainedState:
             for key, parameter in module._parameters.items()
             if parameter is None
         ]
+        kept = {id(own[name]): name for name in decided}
+        self._decided = [
+            (layer._buffers, key, kept[id(buffer)], buffer.item())
+            for m in self._modules
+            for layer in m.modules()
+            for key, buffer in layer._buffers.items()
+            if id(buffer) in kept
+        ]
         self._look()
         self._may_train = True
 
@@ -91,8 +107,14 @@ class TrainedState:
             trains: for a step that trains: `requires_grad` has to be as it was, too.
 
         Raises:
-            StateError: layers, tensors or `requires_grad` that the graph cannot follow.
+            StateError: layers, tensors, `requires_grad` or values that the graph cannot follow.
         """
+        for owner, key, name, value in self._decided:
+            if owner.get(key) is None or owner[key].item() != value:
+                raise StateError(
+                    f"forward decides by the value of the buffer {name!r}, which was {value} when the graph was made and is "
+                    f"another now. Make a new ORTTrainer for a changed module, or restore it."
+                )
         if (self._may_train or not trains) and self._seen.holds():
             return
         if trains:

@@ -175,9 +175,7 @@ def test_a_buffer_that_changes_its_shape_is_refused_until_it_has_done_so():
     )
     rate, x = IODescription("Learning_Rate", [1], torch.float32), torch.randn(3, 4)
     model = Caching()
-    with pytest.raises(
-        UnsupportedModelError, match=r"the shape of the buffer 'places' from \[1\] to \[4\].* run one batch"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"the shape of 'places' from \[1\] to \[4\].* run one batch"):
         ORTTrainer(model, None, description, "SGDOptimizer", None, rate, "cpu").train_step(x, torch.tensor([0.1]))
     model = Caching()
     expected = model(x).item()

@@ -1,15 +1,18 @@
-"""What forward keeps from call to call: buffers that it changes, tables that it fills, and what it may not change."""
+"""What forward keeps from call to call and a graph keeps too: buffers and frozen parameters, and tables that it fills."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
-from fidelity import RATE, Loss, assert_trains_as_in_pytorch, described, vectors
+from fidelity import RATE, Loss, assert_trains_as_in_pytorch, described, rebuilt, vectors
 from small import make
 from torch import nn
 
-from orttrainer.errors import UnsupportedModelError
+from orttrainer.errors import ExportMismatchError, StateError, UnsupportedModelError
+from orttrainer.export.faithful import _Rewrites
 
 
 class Average(nn.Linear):
@@ -94,6 +97,23 @@ CHANGES = {
 }
 
 
+class Usage(nn.Linear):
+    """Buffers that the first batches leave as they are, which is the sum of zeros, and statistics of zeros."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("many", torch.zeros(()))
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        result = super().forward(x) + self.many
+        self.calls += 1
+        late = (self.calls > 1).float()
+        self.many.add_(late * len(x))
+        return result + self.norm(x * late)
+
+
 class Wrapped(nn.Module):
     def __init__(self, inner):
         super().__init__()
@@ -121,10 +141,27 @@ class UnderTwoNames(nn.Module):
         return result
 
 
+class Initialized(nn.Linear):
+    """Takes its scale from the first batch, as ActNorm of Glow does (Kingma and Dhariwal 2018, section 3.1)."""
+
+    def __init__(self, done):
+        super().__init__(6, 6)
+        self.register_buffer("done", torch.tensor(done))
+        self.register_buffer("power", torch.tensor(2))
+        self.register_buffer("scale", torch.full((), 0.5))
+
+    def forward(self, x):
+        if not self.done:
+            self.scale.copy_(x.std())
+            self.done.fill_(True)
+        return super().forward(x) / self.scale ** self.power.item()
+
+
 ONLY_TRAINING = {  # what these do in forward they do in evaluation too, which a training graph has no other form for
     "buffers": Average,
     "copies of fewer dimensions": CopiedInto,
     "a table that the first call fills": Positions,
+    "what the first batch leaves as it is": Usage,
     **{
         f"a buffer by {name}{', under no_grad' * (not grad)}": lambda f=f, grad=grad: Changed(f, grad)
         for name, f in CHANGES.items()
@@ -142,46 +179,75 @@ def test_a_network_under_two_names_changes_its_buffers_once():
     assert_trains_as_in_pytorch(UnderTwoNames, vectors, evaluates=True)
 
 
-# ---------------------------------------------------------------- what is refused
-
-
-class Scaled(nn.Linear):
-    """Computes with a Python number that each call changes."""
+class FoundElsewhere(nn.Linear):
+    """Reads its state from plain containers, as the cells of ncps do."""
 
     def __init__(self):
         super().__init__(6, 6)
-        self.calls = 0
+        self.scale, self.shift = nn.Parameter(torch.ones(6)), nn.Parameter(torch.zeros(6))
+        self.register_buffer("mean", torch.zeros(6))
+        self.named, self.listed = {"scale": self.scale, "shift": self.shift}, [self.mean]
 
     def forward(self, x):
-        self.calls += 1
-        return super().forward(x) * self.calls
+        y = F.linear(x, self.weight, self.bias) * 0.5
+        result = torch.stack([y, self.named["scale"].expand_as(y)]).sum(0) + self.named["shift"] - self.listed[0]
+        self.listed[0].mul_(0.9).add_(y.detach().mean(0))
+        return result
 
 
-class Counted(Scaled):
-    """Only counts its calls."""
+def test_state_that_forward_reads_from_a_plain_container_trains_as_in_pytorch():
+    assert_trains_as_in_pytorch(FoundElsewhere, vectors, evaluates=False)
 
+
+class Named(nn.Linear):
     def forward(self, x):
-        self.calls += 1
-        return F.linear(x, self.weight, self.bias)
+        if not hasattr(self, "named"):
+            self.named = {"bias": self.bias}
+        return F.linear(x, self.weight) + self.named["bias"]
 
 
-class ScaledByTheFirst(nn.Linear):
-    """Takes its scale from the first batch, as the activation normalization of a flow does."""
-
-    def __init__(self):
-        super().__init__(6, 6)
-        self.register_buffer("scale", torch.ones(()))
-        self.ready = False
-
-    def forward(self, x):
-        if not self.ready:
-            self.scale.copy_(x.std())
-            self.ready = True
-        return super().forward(x) / self.scale
+def test_a_parameter_that_the_graph_has_lost_is_not_left_behind(monkeypatch):
+    monkeypatch.setattr(_Rewrites, "_registered", lambda self, argument: argument)
+    layer = Named(6, 6)
+    layer(*vectors(0))
+    with pytest.raises(ExportMismatchError, match=r"the gradient of parameter 'layer\.bias' differs"):
+        make(Loss(layer), loss_fn=None, desc=described(vectors(0))).train_step(*vectors(0), RATE)
 
 
-class Moved(nn.Module):
-    """Changes a parameter in forward, as momentum encoders and codebooks do."""
+# ---------------------------------------------------------------- buffers that forward decides by
+
+
+def test_a_decision_by_a_buffer_that_stays_is_that_of_pytorch():
+    assert_trains_as_in_pytorch(lambda: Initialized(True), vectors, evaluates=True)
+
+
+def test_a_decision_by_a_buffer_that_is_another_later_is_refused_until_it_is_back():
+    layer = Initialized(True)
+    trainer = make(Loss(layer), loss_fn=None, desc=described(vectors(0)))
+    trainer.train_step(*vectors(0), RATE)
+    before = layer.weight.detach().clone()
+    layer.done.fill_(False)
+    with pytest.raises(StateError, match=r"by the value of the buffer 'layer\.done', which was True"):
+        trainer.train_step(*vectors(1), RATE)
+    assert torch.equal(layer.weight, before)
+    layer.done.fill_(True)
+    trainer.train_step(*vectors(1), RATE)
+    assert not torch.equal(layer.weight, before)
+
+
+def test_a_decision_by_a_buffer_that_forward_changes_is_refused_until_it_has_done_so():
+    module = Loss(Initialized(False))
+    with pytest.raises(UnsupportedModelError, match=r"by the value of a tensor[\s\S]*run one batch through"):
+        make(module, loss_fn=None, desc=described(vectors(0))).train_step(*vectors(0), RATE)
+    module(*vectors(0))
+    make(module, loss_fn=None, desc=described(vectors(0))).train_step(*vectors(0), RATE)
+
+
+# ---------------------------------------------------------------- frozen parameters
+
+
+class Moving(nn.Module):
+    """Changes a frozen parameter in forward."""
 
     def __init__(self, change):
         super().__init__()
@@ -196,45 +262,73 @@ class Moved(nn.Module):
 
 
 MOVES = {
-    "data assigned": lambda code, y: setattr(code, "data", code.data * 0.999 + y * 0.001),
-    "data changed": lambda code, y: code.data.mul_(0.999).add_(y, alpha=0.001),
-    "in place": lambda code, y: code.lerp_(y, 0.001),
-    "several": lambda code, y: torch._foreach_mul_([code], 0.999),
-    "elements": lambda code, y: code.data.__setitem__(0, 2.0),
+    "data assigned": lambda code, y: setattr(code, "data", code.data * 0.9 + y * 0.1),
+    "data changed": lambda code, y: code.data.mul_(0.9).add_(y, alpha=0.1),
+    "in place": lambda code, y: code.lerp_(y, 0.1),
+    "several": lambda code, y: torch._foreach_addcmul_([code], [y], [y], 0.1),
+    "elements": lambda code, y: code.data.__setitem__(0, y[1]),
     "by an operator": lambda code, y: code.data.__iadd__(y),
+    "out": lambda code, y: torch.mul(code, y.cos(), out=code),
+    "to zeros": lambda code, y: code.zero_(),
 }
 
 
 @pytest.mark.parametrize("change", MOVES.values(), ids=MOVES)
-def test_a_parameter_that_forward_changes_is_refused_and_not_changed(change):
-    layer = Moved(change)
-    with pytest.raises(UnsupportedModelError, match=r"changes the parameter 'layer\.code' in place.*Make it a buffer"):
-        make(Loss(layer), loss_fn=None, desc=described(vectors(0))).train_step(*vectors(0), RATE)
-    assert torch.equal(layer.code, torch.ones(6))
+def test_a_frozen_parameter_changes_as_in_pytorch(change):
+    assert_trains_as_in_pytorch(lambda: Moving(change), vectors, evaluates=False)
+
+
+class MomentumEncoder(nn.Module):
+    """MoCo (He et al. 2020, algorithm 1): frozen keys follow the queries, and go to a queue."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+        self.keys = copy.deepcopy(self.queries).requires_grad_(False)
+        self.register_buffer("queue", F.normalize(torch.randn(4, 16), dim=0))
+
+    def forward(self, x):
+        q = F.normalize(self.queries(x), dim=1)
+        with torch.no_grad():
+            for query, key in zip(self.queries.parameters(), self.keys.parameters()):
+                key.data = key.data * 0.9 + query.data * 0.1
+            k = F.normalize(self.keys(x * 1.1), dim=1)
+        result = torch.cat([(q * k).sum(1, keepdim=True), q @ self.queue.clone()], 1)
+        with torch.no_grad():
+            self.queue.copy_(torch.cat([self.queue[:, 8:], k[:8].t()], 1))
+        return result
+
+
+def test_a_momentum_encoder_of_frozen_parameters_trains_as_in_pytorch():
+    assert_trains_as_in_pytorch(MomentumEncoder, vectors, evaluates=False)
+
+
+def test_a_trainer_is_made_without_a_trace_of_it():
+    module, batch = rebuilt(MomentumEncoder), vectors(0)
+    state = copy.deepcopy(module.state_dict())
+    make(module, loss_fn=None, desc=described(batch)).eval_step(*batch)
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, state[name]), name
 
 
 def test_a_parameter_that_is_given_its_own_data_is_no_hindrance():
-    layer = Moved(lambda code, y: setattr(code, "data", code.data.to(y.dtype)))
+    layer = Moving(lambda code, y: setattr(code, "data", code.data.to(y.dtype)))
     expected = Loss(layer)(*vectors(0))[0].detach()
     found, _ = make(Loss(layer), loss_fn=None, desc=described(vectors(0))).train_step(*vectors(0), RATE)
     torch.testing.assert_close(found, expected)
 
 
-REFUSED = {
-    "a number": (Scaled, "changes 'layer.calls' and computes with it.*register_buffer"),
-    "a scale from the first batch": (ScaledByTheFirst, "changes 'layer.ready' and computes with it"),
-}
+class ChangesItsInput(nn.Linear):
+    """Prepares the batch in its own memory."""
+
+    def forward(self, x):
+        x.sub_(0.5).mul_(2)
+        x[:, 0] = 1.0
+        return super().forward(x)
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_kept_outside_of_buffers_is_refused_by_name(case):
-    make_layer, text = REFUSED[case]
-    with pytest.raises(UnsupportedModelError, match=text):
-        make(Loss(make_layer()), loss_fn=None, desc=described(vectors(0))).train_step(*vectors(0), RATE)
-
-
-def test_a_number_that_forward_changes_but_does_not_use_is_no_hindrance():
-    module = Loss(Counted())
-    trainer = make(module, loss_fn=None, desc=described(vectors(0)))
-    expected = module(*vectors(0))[0].detach()
-    torch.testing.assert_close(trainer.train_step(*vectors(0), RATE)[0], expected)
+def test_a_batch_that_forward_writes_to_is_trained_as_it_is_given_and_left_so():
+    batch = vectors(0)
+    assert_trains_as_in_pytorch(lambda: ChangesItsInput(6, 6), vectors, evaluates=False)
+    make(rebuilt(lambda: ChangesItsInput(6, 6)), loss_fn=None, desc=described(batch)).train_step(*batch, RATE)
+    assert torch.equal(batch[0], vectors(0)[0])

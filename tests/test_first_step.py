@@ -91,7 +91,7 @@ def test_what_computes_with_an_attribute_that_its_last_call_changed_is_refused()
 
     model = Model(forward, layer=nn.Linear(6, 6))
     model.calls = 0
-    with pytest.raises(UnsupportedModelError, match="'calls' and computes with it in the next call"):
+    with pytest.raises(UnsupportedModelError, match="'calls' and computes with it in a later call"):
         export_module(model, nn.MSELoss(), XY, [X, Y])
 
 

@@ -57,6 +57,7 @@ DISTINCT = [[2.0, 3.0, -0.5, 4.0], [1.0, 2.0, 5.0, 0.0]]
 NEAR = [[3.0, -1.0, 0.5, 3.0], [1.0, 2.0, 3.0, 4.0]]  # the first row is one of ROWS
 PLANE = [[[[7.0, 1, 3, 2, 5], [4, 9, 8, 6, 0], [1, 2, 3, 4, -5], [5, -1, 0, 7, 8], [2, 4, 6, 8.5, 3.5]]]]
 INDEX = torch.tensor([2, 1, 2])
+PLACES = torch.tensor([[2, 1, 2, 0], [1, 1, 1, 1]])
 
 FUNCTIONS = {
     "a fractional norm": (lambda x: torch.linalg.vector_norm(x, 0.5, 1), ROWS),
@@ -88,6 +89,31 @@ FUNCTIONS = {
     "index_add with a factor": (lambda x, y: x.index_add(1, INDEX, y[:, :3], alpha=-2), TIES, OTHER),
     "index_add to a scalar": (lambda x, y: torch.index_add(x, 0, torch.tensor([0]), y, alpha=2), 1.0, 2.0),
     "index_fill with an index twice": (lambda x, y: x.index_fill(1, INDEX, y), TIES, 5.0),
+    "scatter_reduce to a mean": (lambda x, y: x.scatter_reduce(1, PLACES, y, "mean"), TIES, OTHER),
+    "scatter_reduce to a mean of others": (
+        lambda x, y: torch.scatter_reduce(x, 1, PLACES, y, "mean", include_self=False), TIES, OTHER,
+    ),
+    "scatter_reduce to a mean, in place": (lambda x, y: (2 * x).scatter_reduce_(1, PLACES, y, "mean"), TIES, OTHER),
+    **{
+        f"index_reduce to a {reduce}": (lambda x, y, r=reduce: x.index_reduce(1, INDEX, y[:, :3], r), TIES, OTHER)
+        for reduce in ("mean", "amax", "prod")
+    },
+    "index_reduce along the first axis": (
+        lambda x, y: x.index_reduce(0, torch.tensor([1, 1]), y, "mean", include_self=False), TIES, OTHER,
+    ),
+    "searchsorted": (lambda x: x * torch.searchsorted(torch.tensor([-1.0, 0.5, 3.0]).to(x), x), ROWS),
+    "searchsorted in rows": (
+        lambda x, y: x * torch.searchsorted(y.sort(1).values, x, right=True, out_int32=True), TIES, OTHER
+    ),
+    "searchsorted by an order": (lambda x, y: x * torch.searchsorted(y, x, side="right", sorter=y.argsort(1)), TIES, OTHER),
+    "a diagonal that is filled": (lambda x: (2 * x).fill_diagonal_(5.0), TIES),
+    "the exponential of a matrix": (torch.linalg.matrix_exp, [[[0.0, 2.0], [-2.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]]]),
+    "the exponential of a large matrix": (torch.matrix_exp, [[-30.0, 40.0, 1.0], [0.5, -60.0, 0.0], [3.0, 2.0, -9.0]]),
+    "erfinv": (torch.erfinv, [0.0, 0.3, -0.75, 0.99, -0.9999, 1e-6]),
+    "einsum of axes that are meant": (lambda x, y: torch.einsum("...ij,...j->...i", x, y), TIES, OTHER),
+    "einsum of broadcast axes": (lambda x, y: torch.einsum("bij,bj", x[None], torch.stack([y, 2 * y])[:, 0]), TIES, OTHER),
+    "einsum of integers": (lambda x: torch.einsum("i,jk->ijk", torch.arange(3), x), TIES),
+    "einsum of a list": (lambda x, y: torch.einsum("...k,...k->...", [x[:, None], y]), TIES, OTHER),
     "hstack": (lambda x, y: torch.hstack([x, y]), [1.0, 2.0], [3.0]),
     "vstack": (lambda x, y: torch.vstack([x, y]), [1.0, 2.0], [3.0, 4.0]),
     "dstack": (lambda x, y: torch.dstack([x, y]), TIES, OTHER),
@@ -133,7 +159,10 @@ FUNCTIONS = {
 
 
 # TorchScript does not know sizes as numbers, nor triu_indices.
-DYNAMO_ALONE = {"a window that would start in the padding", "places in a padded plane", "pdist"}
+DYNAMO_ALONE = {
+    "a window that would start in the padding", "places in a padded plane", "pdist", "einsum of broadcast axes",
+    "einsum of a list", "index_reduce to a amax", "index_reduce to a prod",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("exporter", [slow("dynamo"), "torchscript"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-import random
 from collections.abc import Mapping
 from unittest import mock
 
@@ -15,6 +14,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils.checkpoint import CheckpointFunction
 
 from orttrainer.errors import InvalidArgumentError, SchemaError, UnsupportedModelError
+from orttrainer.export.untouched import unchanged
 
 __all__ = [
     "LossModule",
@@ -23,7 +23,6 @@ __all__ = [
     "in_train_mode",
     "named_state",
     "state_names",
-    "unchanged",
     "without_checkpoints",
 ]
 
@@ -173,34 +172,7 @@ def count_outputs(module: nn.Module, inputs) -> int:
     return len(list(itertools.takewhile(lambda output: isinstance(output, torch.Tensor), _flat(outputs))))
 
 
-# ---------------------------------------------------------------- leaving no trace
-
-
-@contextlib.contextmanager
-def unchanged(module):
-    """Undo on exit whatever a forward or an exporter leaves behind.
-
-    Attributes, flags, hooks and buffers of every submodule, and the random generators. The
-    parameters stay the tensors they are.
-    """
-    attributes = [(m, _copied(vars(m))) for m in module.modules()]
-    buffers = [(b, b.detach().clone()) for b in module.buffers()]
-    flags = [(p, p.requires_grad, p.grad) for p in module.parameters()]
-    python_random = random.getstate()
-    devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(devices)):
-        try:
-            yield
-        finally:
-            random.setstate(python_random)
-            for owner, saved in attributes:
-                _restore(vars(owner), saved)
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
-            for parameter, requires_grad, grad in flags:
-                parameter.requires_grad_(requires_grad)
-                parameter.grad = grad
+# ---------------------------------------------------------------- around a call
 
 
 @contextlib.contextmanager
@@ -241,21 +213,6 @@ def without_checkpoints():
         CheckpointFunction, "apply", staticmethod(lambda function, preserve, *args: function(*args))
     ):
         yield
-
-
-def _copied(attributes):
-    """A copy two levels deep: hooks, parameters and buffers live in dicts of the module."""
-    return {k: (v, dict(v) if isinstance(v, dict) else None) for k, v in attributes.items()}
-
-
-def _restore(attributes, saved):
-    attributes.clear()
-    for key, (value, content) in saved.items():
-        # Only what was changed: there are dictionaries that refuse it, such as the configurations of diffusers' models.
-        if content is not None and [(k, id(v)) for k, v in value.items()] != [(k, id(v)) for k, v in content.items()]:
-            value.clear()
-            value.update(content)
-        attributes[key] = value
 
 
 # ---------------------------------------------------------------- signatures

@@ -29,17 +29,18 @@ __all__ = ["capture_dynamo", "capture_torchscript", "load_exporter"]
 _TORCHSCRIPT_MAX_OPSET = 20
 
 
-def capture_dynamo(wrapper, inputs, symbols, opset, by_nodes: list[bool] | None) -> ir.Model:
+def capture_dynamo(wrapper, inputs, symbols, opset, by_nodes: list[bool] | None, decided: set[str]) -> ir.Model:
     """Export through `torch.export`.
 
     Args:
         symbols: per input, the axes that vary: {axis: symbol}.
+        decided: the names of the buffers by whose values forward decides, as Python does (if, int()), are added.
         by_nodes: decompose node by node where that can be done, and append True if it was; None: let torch do it.
     """
     decomposing = contextlib.nullcontext() if by_nodes is None else node_by_node(by_nodes)
     with silence(), _sources_forgotten(), _no_stack_traces():
         load_exporter()
-        with faithful(wrapper):
+        with faithful(wrapper, decided):
             program = _exported_program(wrapper, inputs, symbols)
         # With gradients a Scan would give the sizes that its backward reads.
         with _late_signatures(), decomposing, _values_known(), torch.no_grad():
@@ -171,7 +172,7 @@ def capture_torchscript(wrapper, inputs, symbols, opset) -> ir.Model:
     names = [f"described_input_{i}" for i in range(len(inputs))]
     file = io.BytesIO()
     stop_gradient.register_symbolic(min(opset, _TORCHSCRIPT_MAX_OPSET))
-    with silence(), faithful(wrapper):
+    with silence(), faithful(wrapper, set()):
         torch.onnx.export(
             wrapper,
             tuple(inputs),

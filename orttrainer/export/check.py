@@ -19,11 +19,13 @@ import torch
 
 from orttrainer import runtime
 from orttrainer.errors import ExportMismatchError, RuntimeNotFoundError
-from orttrainer.export.call import in_train_mode, unchanged
+from orttrainer.export.call import in_train_mode
 from orttrainer.export.faithful import MutedDropout
+from orttrainer.export.hidden_state import Generators
 from orttrainer.export.initializers import constant_of, state_as_inputs
-from orttrainer.export.observation import Observation, drawn_from, observe, own
+from orttrainer.export.observation import Observation, observe, own
 from orttrainer.export.sizes import all_resized, resized
+from orttrainer.export.untouched import unchanged
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass
 from orttrainer.graph.passes.random import MutePass
 from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
@@ -262,17 +264,18 @@ def _in_both_modes(wrapper, inputs):
     """The outputs in eval mode, and in train mode as `eval_step` computes them; None where the module gives none."""
     results = []
     for mode, training in ((MutedDropout(), False), (_GraphEvaluation(), True)):
-        with unchanged(wrapper), contextlib.ExitStack() as stack, torch.no_grad():
+        with unchanged(wrapper, inputs), contextlib.ExitStack() as stack, torch.no_grad():
             if training:
                 stack.enter_context(in_train_mode(wrapper.module))
             else:
                 wrapper.module.eval()
-            with mode, drawn_from(inputs) as drawn:
+            generators = Generators(inputs)
+            with mode:
                 try:
                     results.append(own(wrapper.described_outputs(inputs), wrapper, inputs))
                 except Exception:  # whatever the module raises in a mode that nobody asked for
                     return None
-            if drawn():
+            if generators.used():
                 return None
     return results
 

@@ -169,7 +169,7 @@ def _out_of_place(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None
 
 
 def _check_changes(program, forms: dict[torch.fx.Node, _Form]) -> None:
-    """Let what is changed be a buffer, or made by a node of this graph, and let nothing else show it before its last change.
+    """Let what is changed be state, or made by a node of this graph, and let nothing else show it before its last change.
 
     The exporter's tensors hold no numbers, but two that would share memory do.
 
@@ -178,13 +178,14 @@ def _check_changes(program, forms: dict[torch.fx.Node, _Form]) -> None:
     """
     places = {node: place for place, node in enumerate(program.graph.nodes)}
     last = {_memory(argument): places[node] for node, form in forms.items() for argument in form.changed}
-    seen: set[int] = set()
+    signature, seen = program.graph_signature, set()
+    state = signature.inputs_to_buffers.keys() | signature.inputs_to_parameters.keys()
     for node, place in places.items() if last else ():
         changed = set(map(_memory, forms[node].changed)) if node in forms else ()
         for memory in last.keys() & set(map(_memory, pytree.tree_leaves(node.meta.get("val")))):
             if memory not in seen:
-                buffer = node.op != "placeholder" or node.target in program.graph_signature.inputs_to_buffers
-                allowed = buffer and isinstance(node.meta["val"], torch.Tensor)
+                allowed = node.op != "placeholder" or node.target in state
+                allowed = allowed and isinstance(node.meta["val"], torch.Tensor)
             else:
                 allowed = memory in changed or place > last[memory]
             if not allowed:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import operator
 import sys
 from unittest import mock
 
@@ -25,7 +26,9 @@ from orttrainer.export.call import without_checkpoints
 from orttrainer.export.opened import opened
 from orttrainer.export.rewrites import (
     ctc,
+    einsum,
     embedding,
+    foreach,
     grouped,
     linear_algebra,
     losses,
@@ -35,13 +38,18 @@ from orttrainer.export.rewrites import (
     recurrent,
     spelled_out,
 )
+from orttrainer.export.untouched import SET_DATA, memory_of
 
 __all__ = ["MutedDropout", "faithful"]
 
 
 @contextlib.contextmanager
-def faithful(wrapper):
-    """Make what `wrapper` calls export as what it computes in training."""
+def faithful(wrapper, decided):
+    """Make what `wrapper` calls export as what it computes in training.
+
+    Args:
+        decided: the names of the buffers whose values Python is given are added.
+    """
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -56,7 +64,7 @@ def faithful(wrapper):
             mock.patch.object(torch.distributions.Distribution, "_validate_args", False),
             _symbolic_len(wrapper),
             _snapshots_apart(),
-            _Rewrites() as rewrites,
+            _Rewrites(wrapper, decided) as rewrites,
             mock.patch.object(torch.autograd.Function, "apply", rewrites.apply_function()),
         ):
             yield
@@ -124,16 +132,23 @@ def _len(sized):
 class _Rewrites(TorchFunctionMode):
     """Calls the faithful form of a function where there is one; marks what forward computes under `no_grad`."""
 
-    def __init__(self):
+    def __init__(self, wrapper, decided):
         super().__init__()
         self._rewrites = {**_REWRITES, **grouped.rewrites()}
+        self._wrapper, self._decided = wrapper, decided
+        self._names = {id(x): name for name, x in (*wrapper.named_parameters(), *wrapper.named_buffers())}
+        self._numbers = {name: buffer.item() for name, buffer in wrapper.named_buffers() if buffer.numel() == 1}
         self._custom_functions = 0  # how many are being applied: autograd runs their forward under no_grad
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        args, kwargs = self._registered(args), {name: self._registered(x) for name, x in (kwargs or {}).items()}
         if func not in self._rewrites and (inner := opened(func)):
             with self:
-                return inner(*args, **(kwargs or {}))
-        result = self._rewrites.get(func, func)(*args, **(kwargs or {}))
+                return inner(*args, **kwargs)
+        if func in _NUMBERS and (name := self._constant(args[0])) is not None:
+            self._decided.add(name)
+            return _NUMBERS[func](self._numbers[name])
+        result = self._rewrites.get(func, func)(*args, **kwargs)
         # In-place functions return what they changed, which a copy could not stand for.
         in_place = any(result is argument for argument in args)
         if torch.is_grad_enabled() or self._custom_functions or in_place or func in _PLUMBING:
@@ -141,6 +156,18 @@ class _Rewrites(TorchFunctionMode):
         if _shows(result, args):  # what is written there is written to a buffer
             return result
         return stop_gradient.stopped(result)
+
+    def _registered(self, argument):
+        """`argument`, with what the exporter has in the place of state that forward finds elsewhere, such as in a list."""
+        if type(argument) in (tuple, list):
+            return type(argument)(map(self._registered, argument))
+        name = self._names.get(id(argument))
+        return argument if name is None else operator.attrgetter(name)(self._wrapper)
+
+    def _constant(self, tensor):
+        """The name of a buffer of one element that forward does not change."""
+        names = (name for name, buffer in self._wrapper.named_buffers() if buffer is tensor)
+        return next((name for name in names if name in self._numbers and name not in self._wrapper.updated), None)
 
     def apply_function(self):
         """`torch.autograd.Function.apply`: the graph gets the derivative of its forward, and `verify` compares."""
@@ -158,13 +185,10 @@ class _Rewrites(TorchFunctionMode):
 
 def _shows(result, args):
     """Whether `result` is a view of an argument that has no gradient."""
-    memory = _memory(result)
-    return memory is not None and any(_memory(x) == memory and not x.requires_grad for x in args)
-
-
-def _memory(value):
-    strided = isinstance(value, torch.Tensor) and value.layout == torch.strided
-    return value.untyped_storage()._cdata if strided else None
+    memory = memory_of(result) if isinstance(result, torch.Tensor) else None
+    if memory is None:
+        return False
+    return any(isinstance(x, torch.Tensor) and memory_of(x) == memory and not x.requires_grad for x in args)
 
 
 # ---------------------------------------------------------------- faithful forms
@@ -215,6 +239,20 @@ def _copy(self, src, non_blocking=False):
     return self.copy_(src.expand_as(self) if isinstance(src, torch.Tensor) else src)
 
 
+def _set_data(self, value):
+    """x.data = y in the memory that x has: an exporter sees who writes there."""
+    if value.shape != self.shape or value.dtype != self.dtype:
+        SET_DATA(self, value)
+    elif memory_of(value) != memory_of(self):
+        with torch.no_grad():
+            self.copy_(value)
+
+
+def _requires_grad_(self, requires_grad=True):
+    """x.requires_grad_(): what stands for `x.detach()` is no leaf, and has no gradient."""
+    return self if not requires_grad and not self.is_leaf else self.requires_grad_(requires_grad)
+
+
 def _arange(*args, **kwargs):
     """torch.arange that knows its numbers, where these are Python's: an exporter's tensors hold none."""
     result = torch.arange(*args, **kwargs)
@@ -248,12 +286,20 @@ def _in_place_dropout(dropout):
     return dropped
 
 
+_NUMBERS = {
+    torch.Tensor.__bool__: bool,
+    torch.Tensor.__int__: int,
+    torch.Tensor.__float__: float,
+    torch.Tensor.item: lambda number: number,
+}
 _PLUMBING = {torch.Tensor.requires_grad.__get__, torch.Tensor.grad.__get__, torch.Tensor.grad_fn.__get__}
 
 _REWRITES = {
     **stop_gradient.REWRITES,
     **ctc.REWRITES,
+    **einsum.REWRITES,
     **embedding.REWRITES,
+    **foreach.REWRITES,
     **linear_algebra.REWRITES,
     **losses.REWRITES,
     **noise.REWRITES,
@@ -261,6 +307,9 @@ _REWRITES = {
     **pooling.REWRITES,
     **spelled_out.REWRITES,
     torch.Tensor.copy_: _copy,
+    SET_DATA: _set_data,
+    torch.Tensor.requires_grad_: _requires_grad_,
+    torch.Tensor.requires_grad.__set__: _requires_grad_,
     torch.arange: _arange,
     torch.dropout_: _in_place_dropout(torch.dropout),
     torch.feature_dropout: _feature_dropout,

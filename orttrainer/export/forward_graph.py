@@ -24,6 +24,7 @@ class ForwardGraph:
         buffers: names of the rest of the model's state that the graph reads or updates.
         updates: buffer name -> name of the graph output with its new value.
         unread: names of the trainable parameters of the module that the graph does not use.
+        decided: names of buffers that the graph is right for as long as they have their values: forward decides by them.
         exporter: what made the graph: "dynamo", "torchscript" or "onnx".
     """
 
@@ -33,3 +34,4 @@ class ForwardGraph:
     updates: dict[str, str] = field(default_factory=dict)
     exporter: str = "onnx"
     unread: tuple[str, ...] = ()
+    decided: tuple[str, ...] = ()

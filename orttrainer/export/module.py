@@ -279,7 +279,8 @@ def _refuse_frozen_decision(module, error):
         raise UnsupportedModelError(
             f"{type(module).__name__}.forward decides by the value of a tensor (if, int(), .item()){_place(cause)}; "
             f"a graph would repeat the first batch's decision for ever: {_condensed(error)}\n"
-            f"Use torch.where or masks instead."
+            f"Use torch.where or masks instead. If only the first call decides so, as an initialization by the first batch "
+            f"does, run one batch through the module, then make the trainer."
         ) from error
 
 

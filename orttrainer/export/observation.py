@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from orttrainer.errors import OrtTrainerError, UnsupportedModelError
-from orttrainer.export.call import LossModule, in_train_mode, state_names, unchanged, without_checkpoints
+from orttrainer.export.call import LossModule, in_train_mode, state_names, without_checkpoints
 from orttrainer.export.faithful import MutedDropout
+from orttrainer.export.hidden_state import Generators, HiddenState, alike, changes
+from orttrainer.export.untouched import Moved, memory_of, unchanged, written
 
-__all__ = ["Observation", "drawn_from", "observe", "observe_gradients", "own"]
+__all__ = ["Observation", "observe", "observe_gradients", "own"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Observation:
     outputs: tuple[torch.Tensor, ...]
     rates: tuple[float, ...]
     random: bool  # whether it draws random numbers that are not muted
-    updated: dict[str, torch.Tensor]  # qualified buffer name -> its value after the forward
+    updated: dict[str, torch.Tensor]  # qualified name of a buffer or a frozen parameter -> its value after the forward
     before: dict[str, torch.Tensor]
 
 
@@ -30,88 +32,99 @@ def observe(wrapper, inputs, hidden_state: bool = True) -> Observation:
     """Run the module once, leaving it as it was.
 
     Args:
-        hidden_state: run it once more if it changed attributes, to refuse what computes with them in its next call.
+        hidden_state: run it once more, to refuse what computes with anything that the first call left elsewhere than in
+            buffers and frozen parameters.
     """
-    mute = MutedDropout()
-    buffers = dict(wrapper.named_buffers())
+    mute, generators = MutedDropout(), Generators(inputs)
+    parameters, buffers = dict(wrapper.named_parameters()), dict(wrapper.named_buffers())
     before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
-    versions = {name: p._version for name, p in wrapper.named_parameters()}
-    attributes, remembers = _plain_attributes(wrapper), []
-    with unchanged(wrapper), in_train_mode(wrapper.module), torch.no_grad():
-        with mute, _ParametersKept(wrapper), drawn_from(inputs) as drawn:
-            outputs = _first_outputs(wrapper, inputs)
-        outputs = own(outputs, wrapper, inputs)
-        after = {name: b.detach().clone() for name, b in wrapper.named_buffers()}
-        if hidden_state and not drawn():
-            remembers = _hidden_state(wrapper, inputs, attributes, before, outputs)
-    if remembers and not _only_caches(wrapper, inputs, outputs):
-        raise UnsupportedModelError(
-            f"forward changes {', '.join(map(repr, remembers))} and computes with it in the next call, which a graph "
-            f"cannot repeat. Keep it in a buffer (register_buffer), and change that."
-        )
-    for name, parameter in wrapper.named_parameters():
-        if parameter._version != versions[name]:
+    versions = {name: parameter._version for name, parameter in parameters.items()}
+    with unchanged(wrapper, inputs) as moved, in_train_mode(wrapper.module), torch.no_grad():
+        hidden = HiddenState(wrapper) if hidden_state else None
+        with mute, _TrainedOnesKept(parameters):
+            outputs = own(_first_outputs(wrapper, inputs), wrapper, inputs)
+        random = generators.used()
+        frozen = {name: p for name, p in parameters.items() if moved.before(p) is not None}
+        _check_own_memory(frozen, {**parameters, **buffers})
+        before |= {name: moved.before(p) for name, p in frozen.items()}
+        now = {**dict(wrapper.named_buffers()), **frozen}
+        after = {name: x.detach().clone() for name, x in now.items()}
+        _check_shapes(before, after)
+        # Also what happens to be the same after this batch, as a moving average of zeros.
+        touched = {name for name, x in now.items() if moved.before(x) is not None or x is not buffers.get(name)}
+
+        def again():
+            generators.rewind()
+            _rewind(wrapper, before, moved, [*frozen.values(), *inputs])
+            with MutedDropout():
+                return own(_first_outputs(wrapper, inputs), wrapper, inputs)
+
+        changed = hidden.changed() if hidden else []
+        error = hidden.error(outputs, again) if hidden else None
+    if error is not None or changed:
+        caches = _only_caches(wrapper, inputs, outputs, rewind=error is None)
+        if not caches and error is not None:
+            raise error
+        if caches is False:
+            raise changes(changed)
+    for name, parameter in parameters.items():
+        if parameter._version != versions[name] and name not in frozen:
             raise _changes_a_parameter(name)
-    for name in after.keys() & before.keys():
-        if after[name].shape != before[name].shape:
-            raise UnsupportedModelError(
-                f"forward changes the shape of the buffer {name.split('.', 1)[1]!r} from {list(before[name].shape)} to "
-                f"{list(after[name].shape)}, and a graph has one for it. If that happens in the first call only, run one "
-                f"batch through the module, then make the trainer."
-            )
-    updated = {n: v for n, v in after.items() if n in before and not _same(before[n], v)}
-    return Observation(outputs, tuple(sorted(mute.rates)), drawn(), updated, before)
+    updated = {n: v for n, v in after.items() if n in before and (n in touched or not _same(before[n], v))}
+    return Observation(outputs, tuple(sorted(mute.rates)), random, updated, before)
 
 
 def _changes_a_parameter(name):
     return UnsupportedModelError(
         f"forward changes the parameter {name.split('.', 1)[1]!r} in place, which an optimizer's update would overwrite (an "
-        f"embedding with max_norm does). Make it a buffer, or leave that out."
+        f"embedding with max_norm does). If only forward is to change it, as a momentum encoder or a codebook, make it a "
+        f"buffer or call requires_grad_(False) on it; if only its first call does, as an initialization by the first batch, "
+        f"run one batch through the module, then make the trainer; else leave that out."
     )
 
 
-class _ParametersKept(TorchFunctionMode):
-    """Raises before a parameter's memory is written to, or replaced: through `.data`, which counts no versions."""
+def _check_shapes(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:
+    for name in after.keys() & before.keys():
+        if after[name].shape != before[name].shape:
+            raise UnsupportedModelError(
+                f"forward changes the shape of {name.split('.', 1)[1]!r} from {list(before[name].shape)} to "
+                f"{list(after[name].shape)}, and a graph has one for it. If that happens in the first call only, run one "
+                f"batch through the module, then make the trainer."
+            )
 
-    def __init__(self, wrapper):
+
+def _check_own_memory(moved: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a frozen parameter that forward gives the memory of another: it would follow that one's updates."""
+    names = {memory_of(x): name for name, x in state.items() if name not in moved}
+    for name, x in moved.items():
+        if (other := names.get(memory_of(x))) is not None and x.numel():
+            raise UnsupportedModelError(
+                f"forward gives {name.split('.', 1)[1]!r} the memory of {other.split('.', 1)[1]!r}, so that it changes with "
+                f"each of that one's updates. Copy the values: copy_, or .data = other.data.clone()."
+            )
+
+
+class _TrainedOnesKept(TorchFunctionMode):
+    """Raises before a trained parameter's memory is written to, or replaced: through `.data`, which counts no versions."""
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]):
         super().__init__()
-        self._names = {memory: name for name, p in wrapper.named_parameters() if (memory := _memory(p))}
+        self._names = {memory: name for name, p in parameters.items() if p.requires_grad and (memory := memory_of(p))}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if _writes(func):
-            written = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
-            for name in (self._names.get(_memory(x)) for x in written if isinstance(x, torch.Tensor)):
-                if name is not None and not (func == _SET_DATA and _memory(args[1]) == _memory(args[0])):
-                    raise _changes_a_parameter(name)
-        return func(*args, **(kwargs or {}))
-
-
-_SET_DATA = torch.Tensor.data.__set__
-_ONLY_FLAGS = {"requires_grad_", "detach_", "share_memory_", "rename_"}
-
-
-def _writes(func):
-    """Whether `func` changes its first argument."""
-    name = getattr(func, "__name__", "")
-    in_place = name.endswith("_") and not name.startswith("__") and name not in _ONLY_FLAGS
-    return (
-        in_place or name == "__setitem__" or (name.startswith("__i") and name not in _NOT_IN_PLACE) or func == _SET_DATA
-    )
-
-
-_NOT_IN_PLACE = {"__int__", "__index__", "__invert__", "__init__", "__iter__"}
+        kwargs = kwargs or {}
+        for x in written(func, args, kwargs):
+            if (name := self._names.get(memory_of(x))) is not None:
+                raise _changes_a_parameter(name)
+        return func(*args, **kwargs)
 
 
 def own(outputs, wrapper, inputs):
     """The outputs without gradients; a copy of those that lie in memory of the module's or the caller's."""
     kept = [value for module in wrapper.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)]
-    foreign = {_memory(t) for t in (*wrapper.parameters(), *wrapper.buffers(), *inputs, *kept)}
+    foreign = {memory_of(t) for t in (*wrapper.parameters(), *wrapper.buffers(), *inputs, *kept)}
     outputs = [output.detach() for output in outputs]
-    return tuple(output.clone() if _memory(output) in foreign else output for output in outputs)
-
-
-def _memory(tensor):
-    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else None
+    return tuple(output.clone() if memory_of(output) in foreign else output for output in outputs)
 
 
 def _first_outputs(wrapper, inputs):
@@ -120,89 +133,65 @@ def _first_outputs(wrapper, inputs):
     except OrtTrainerError:
         raise
     except Exception as error:  # whatever the user's own code raises, with what it was called with
+        if "does not require grad" in str(error):  # there is no autograd around this call
+            raise UnsupportedModelError(
+                "forward asks autograd for gradients itself (torch.autograd.grad, backward), which no exporter takes into a "
+                "graph: losses with derivatives of the model in them, such as gradient penalties, forces or residuals of "
+                "differential equations, train in PyTorch only."
+            ) from error
         batch = ", ".join(f"{t.dtype} {list(t.shape)}" for t in inputs)
         error.add_note(f"orttrainer: raised by the module or its loss, in PyTorch, on a batch of {batch}")
         raise
 
 
-def _plain_attributes(wrapper):
-    """What forward may keep from call to call outside of buffers: {(module name, attribute): value}."""
-    return {
-        (name, key): value.clone() if isinstance(value, torch.Tensor) else value
-        for name, module in wrapper.named_modules()
-        for key, value in vars(module).items()
-        if isinstance(value, (torch.Tensor, int, float, str, type(None)))
-    }
-
-
-def _hidden_state(wrapper, inputs, before, buffers, outputs):
-    """The attributes that this call changed, if the next one computes something else with them: a graph has but buffers.
-
-    A cached mask or a counter that is only counted is fine.
-    """
-    changed = [
-        f"{name.removeprefix('module.')}.{key}".removeprefix("module.")
-        for (name, key), value in _plain_attributes(wrapper).items()
-        if (name, key) in before and not _unchanged(before[name, key], value)
-    ]
-    if not changed:
-        return []
-    for name, buffer in wrapper.named_buffers():
-        if name in buffers:
-            buffer.copy_(buffers[name])
-    with MutedDropout():
-        again = _first_outputs(wrapper, inputs)
-    return [] if _alike(again, outputs) else changed
-
-
-def _only_caches(wrapper, inputs, outputs):
-    """Whether what the first call left in attributes and buffers is what it computes with anyway, whatever the values.
+def _only_caches(wrapper, inputs, outputs, rewind: bool) -> bool | None:
+    """Whether what the first call left in attributes is what it computes with anyway, whatever the values.
 
     Such as tables of positions, which the next call reads: it gives the same, and for other values what a first call on
-    them does. A layer that takes its scale from the first batch does not.
+    them does. A layer that takes its scale from the first batch does not. None where other values are not to be had.
+
+    Args:
+        rewind: buffers and frozen parameters are what they were before each call; else such tables may be among them.
     """
     others = [_other_values(x) for x in inputs]
     if all(map(_same, inputs, others)):
-        return False
+        return None
 
     def called(*batches):
-        with unchanged(wrapper), in_train_mode(wrapper.module), torch.no_grad(), MutedDropout():
-            return [own(_first_outputs(wrapper, batch), wrapper, batch) for batch in batches]
+        results = []
+        frozen = [x for x in (*wrapper.parameters(), *inputs, *others) if not x.requires_grad]
+        before = {name: buffer.clone() for name, buffer in wrapper.named_buffers()} if rewind else {}
+        with (
+            unchanged(wrapper, [*inputs, *others]) as moved,
+            in_train_mode(wrapper.module),
+            torch.no_grad(),
+            MutedDropout(),
+        ):
+            generators = Generators(inputs)
+            for batch in batches:
+                generators.rewind()
+                _rewind(wrapper, before, moved, frozen if rewind else inputs)
+                results.append(own(_first_outputs(wrapper, batch), wrapper, batch))
+        return results
 
     try:
         (new,), (_, again, later) = called(others), called(inputs, inputs, others)
     except Exception:  # the module's own, whatever it is: values that it does not take
-        return False
-    return _alike(again, outputs) and _alike(later, new)
+        return None
+    return alike(again, outputs) and alike(later, new)
+
+
+def _rewind(wrapper, buffers: Mapping[str, torch.Tensor], moved: Moved, tensors: Sequence[torch.Tensor]) -> None:
+    """Let buffers, and `tensors` that were written to, hold again what they did before a call."""
+    moved.back(tensors)
+    for name, buffer in wrapper.named_buffers():
+        if name in buffers:
+            buffer.copy_(buffers[name])
 
 
 def _other_values(x):
     moved = x.flatten().roll(1).reshape(x.shape)
     return 0.75 * moved + 0.125 if x.is_floating_point() else moved
-
-
-def _alike(found, expected):
-    return all(_same(a, b) or torch.allclose(a, b, equal_nan=True) for a, b in zip(found, expected))
-
-
-def _unchanged(a, b):
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return _same(a, b)
-    return type(a) is type(b) and a == b
-
-
-@contextlib.contextmanager
-def drawn_from(inputs):
-    """Yield a function that says whether torch's generators were used within the block."""
-    devices = {None, *(tensor.device for tensor in inputs if tensor.device.type == "cuda")}
-    before = {device: _generator_state(device) for device in devices}
-    changed: list[bool] = []
-    yield lambda: changed[0]
-    changed.append(not all(torch.equal(before[device], _generator_state(device)) for device in devices))
-
-
-def _generator_state(device):
-    return torch.get_rng_state() if device is None else torch.cuda.get_rng_state(device)
 
 
 def _same(a, b):
@@ -221,10 +210,11 @@ def observe_gradients(module, loss_fn, description, inputs) -> dict[str, torch.T
     wrapper = LossModule(module, loss_fn, description)
     public = state_names(wrapper)
     parameters = {public[n]: p for n, p in wrapper.named_parameters() if p.requires_grad and p.is_floating_point()}
-    with unchanged(wrapper), in_train_mode(wrapper.module), torch.enable_grad():
-        with _ContiguousGradients(), without_checkpoints(), drawn_from(inputs) as drawn:
+    with unchanged(wrapper, inputs), in_train_mode(wrapper.module), torch.enable_grad():
+        generators = Generators(inputs)
+        with _ContiguousGradients(), without_checkpoints():
             loss = wrapper.described_outputs(inputs)[0]
-        if drawn():
+        if generators.used():
             return None
         if not loss.requires_grad:
             return {}

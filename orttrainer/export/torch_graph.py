@@ -9,10 +9,11 @@ import torch
 from orttrainer import runtime
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export import normalize
-from orttrainer.export.call import in_train_mode, register_once, unchanged
+from orttrainer.export.call import in_train_mode, register_once
 from orttrainer.export.capture import capture_dynamo, capture_torchscript, load_exporter
 from orttrainer.export.forward_graph import ForwardGraph
 from orttrainer.export.initializers import add_initializer, state_as_inputs, state_tensor
+from orttrainer.export.untouched import unchanged
 
 __all__ = ["by_dynamo", "by_torchscript", "load_exporter"]
 
@@ -25,13 +26,13 @@ def by_dynamo(job, forget_cached: bool, by_nodes: list[bool] | None) -> ForwardG
         forget_cached: forward forgets the tensors that it keeps as attributes.
         by_nodes: see `capture_dynamo`.
     """
-    job.wrapper.updated = job.updated
+    job.wrapper.updated, decided = job.updated, set()
     try:
-        model = _captured(job, functools.partial(capture_dynamo, by_nodes=by_nodes), forget_cached)
+        model = _captured(job, functools.partial(capture_dynamo, by_nodes=by_nodes, decided=decided), forget_cached)
     finally:
         job.wrapper.updated = ()
     normalize.name_state(model, job.public, _ir_tensors(job))
-    return _forward_graph(job, model, [job.public[name] for name in job.updated], "dynamo")
+    return _forward_graph(job, model, [job.public[name] for name in job.updated], "dynamo", decided)
 
 
 def by_torchscript(job, forget_cached: bool) -> ForwardGraph:
@@ -53,7 +54,7 @@ def by_torchscript(job, forget_cached: bool) -> ForwardGraph:
 
 
 def _captured(job, exporter, forget_cached):
-    with unchanged(job.wrapper), in_train_mode(job.wrapper.module):
+    with unchanged(job.wrapper, job.example), in_train_mode(job.wrapper.module):
         for owner, name in job.cached_tensors() if forget_cached else ():
             setattr(owner, name, None)
         if job.updated:
@@ -65,7 +66,7 @@ def _captured(job, exporter, forget_cached):
     return model
 
 
-def _forward_graph(job, model, updated, exporter):
+def _forward_graph(job, model, updated, exporter, decided=()):
     for name in set(updated) - set(model.graph.initializers):
         # A buffer that forward only writes is state too, though no node reads it.
         add_initializer(model.graph, state_tensor(job.tensors[name], name))
@@ -85,6 +86,7 @@ def _forward_graph(job, model, updated, exporter):
         parameters=tuple(trainable),
         buffers=tuple(name for name in used if name not in set(trainable)),
         updates={name: f"{name}_update" for name in updated},
+        decided=tuple(sorted(job.public[name] for name in decided)),
         exporter=exporter,
         unread=tuple(n for n, t in job.tensors.items() if _is_trainable(t) and n not in set(used)),
     )

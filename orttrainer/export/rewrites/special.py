@@ -1,6 +1,6 @@
-"""The logarithm of the gamma function and its derivative, which ONNX has not.
+"""The logarithm of the gamma function with its derivative, and the inverse of the error function, which ONNX has not.
 
-Both by Stirling's series at 8 and above, which leaves out less than 1e-11; smaller arguments are moved there by
+The first two by Stirling's series at 8 and above, which leaves out less than 1e-11; smaller arguments are moved there by
 gamma(x + 1) = x gamma(x), and negative ones are reflected. In float64, for the terms cancel.
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 
 import torch
+
+from orttrainer.export.stop_gradient import stopped
 
 __all__ = ["REWRITES"]
 
@@ -69,7 +71,38 @@ def _mvlgamma(input, p):
     return _lgamma(input.unsqueeze(-1) - halves).sum(-1) + p * (p - 1) / 4 * math.log(math.pi)
 
 
+# For -log(1 - x^2) below 5, and above: Giles, "Approximating the erfinv function", 2010, for float32.
+_ERFINV_CENTER = (
+    2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087, -0.00125372503, -0.00417768164,
+    0.246640727, 1.50140941,
+)  # fmt: skip
+_ERFINV_TAIL = (
+    -0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573950773, -0.0076224613, 0.00943887047,
+    1.00167406, 2.83297682,
+)  # fmt: skip
+
+
+def _erfinv(input):
+    """y with erf(y) = x, to a few float32 roundings, and the slope that this has; infinite at -1 and 1."""
+    still = stopped(input)
+    x = still.double()
+    w = -torch.log1p(-(torch.where(x.abs() < 1, x, 0.0) ** 2))
+    center, tail = (_polynomial(c, at) for c, at in ((_ERFINV_CENTER, w - 2.5), (_ERFINV_TAIL, w.sqrt() - 3)))
+    y = torch.where(w < 5, center, tail) * x
+    slope = (math.sqrt(math.pi) / 2 * (y * y).exp()).to(input.dtype)
+    y = torch.where(x.abs() < 1, y, torch.where(x.abs() == 1, x * math.inf, math.nan))
+    return y.to(input.dtype) + (input - still) * slope
+
+
+def _polynomial(coefficients, x):
+    total = torch.zeros_like(x)
+    for coefficient in coefficients:
+        total = total * x + coefficient
+    return total
+
+
 REWRITES = {
+    **dict.fromkeys([torch.erfinv, torch.Tensor.erfinv, torch.special.erfinv], _erfinv),
     torch.lgamma: _lgamma,
     torch.Tensor.lgamma: _lgamma,
     torch.special.gammaln: _lgamma,

@@ -232,6 +232,41 @@ def _index_fill(input, dim, index, value):
     return torch.where(hit, value, input)
 
 
+def _scatter_reduce(input, dim, index, src, reduce, *, include_self=True):
+    """torch.scatter_reduce, whose mean no exporter knows."""
+    if reduce != "mean":
+        return torch.scatter_reduce(input, dim, index, src, reduce, include_self=include_self)
+    counts = torch.zeros_like(input).scatter_add(dim, index, torch.ones_like(src))
+    kept = input if include_self else torch.where(counts > 0, 0, input)
+    total = kept.scatter_add(dim, index, src)
+    counts = counts + 1 if include_self else counts.clamp(min=1)
+    return total / counts if input.is_floating_point() else total.div(counts, rounding_mode="floor")
+
+
+def _fill_diagonal_(input, fill_value, wrap=False):
+    """Tensor.fill_diagonal_ of a matrix; it goes by strides, which no exporter knows."""
+    if input.dim() != 2 or wrap:
+        return input.fill_diagonal_(fill_value, wrap)
+    rows, columns = (torch.arange(size, device=input.device) for size in input.shape)
+    return input.copy_(torch.where(rows[:, None] == columns, fill_value, input))
+
+
+def _index_reduce(input, dim, index, source, reduce, *, include_self=True):
+    """torch.index_reduce, which no exporter knows."""
+    axis = dim % max(input.dim(), 1)
+    index = index.reshape([-1 if k == axis else 1 for k in range(source.dim())]).expand(source.shape)
+    return _scatter_reduce(input, dim, index, source, reduce, include_self=include_self)
+
+
+def _searchsorted(sorted_sequence, input, *, out_int32=False, right=False, side=None, sorter=None):
+    """How many numbers of each row lie before each value, by comparison with all."""
+    rows = sorted_sequence if sorter is None else sorted_sequence.gather(-1, sorter)
+    values = torch.as_tensor(input, device=rows.device).unsqueeze(-1)
+    rows = rows.unsqueeze(-2) if rows.dim() > 1 else rows
+    before = rows <= values if right or side == "right" else rows < values
+    return before.sum(-1, dtype=torch.int32 if out_int32 else torch.int64)
+
+
 def _hstack(tensors):
     tensors = [torch.atleast_1d(x) for x in tensors]
     return torch.cat(tensors, 0 if tensors[0].dim() == 1 else 1)
@@ -318,6 +353,7 @@ REWRITES = {
     torch.norm: _norm,
     torch.Tensor.norm: _tensor_norm,
     torch.pdist: _pdist,
+    torch.Tensor.fill_diagonal_: _fill_diagonal_,
     torch._C._nn.log_sigmoid: _log_sigmoid,
     F.pairwise_distance: _pairwise_distance,
     F.hardtanh: _hardtanh,
@@ -342,10 +378,14 @@ REWRITES = {
         hypot=_hypot,
         index_add=_index_add,
         index_fill=_index_fill,
+        index_reduce=_index_reduce,
         kthvalue=_kthvalue,
         logaddexp=_logaddexp,
         logaddexp2=_logaddexp2,
         median=_median,
+        scatter_reduce=_scatter_reduce,
+        scatter_reduce_=lambda input, *args, **kwargs: input.copy_(_scatter_reduce(input, *args, **kwargs)),
+        searchsorted=_searchsorted,
         sort=_sort,
         vstack=_vstack,
     ),

@@ -1,0 +1,258 @@
+"""What a forward keeps from call to call where a graph has no place for it: attributes, globals, generators not of torch."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from orttrainer.errors import UnsupportedModelError
+
+__all__ = ["Generators", "HiddenState", "alike", "changes"]
+
+log = logging.getLogger("orttrainer")
+
+Outputs = Sequence[torch.Tensor]
+
+_MORE_CALLS = 10  # of a forward that decides by random numbers, which are often on the same side
+_LATER = 10, 1000, 10**6  # calls, after which a forward that counts them may do something else
+
+
+class HiddenState:
+    """Attributes, parameters and buffers that a module has, and generators, as they are when this is made."""
+
+    def __init__(self, module: torch.nn.Module):
+        self._module = module
+        self._attributes = _attributes(module)
+        self._registered = _registered(module)
+        self._foreign = _foreign_generators()
+
+    def changed(self) -> list[str]:
+        """The attributes that hold something else now."""
+        now = _attributes(self._module)
+        return [name for name, value in self._attributes.items() if name in now and not _same(value, now[name])]
+
+    def error(self, first: Outputs, again: Callable[[], Outputs]) -> UnsupportedModelError | None:
+        """What is wrong with a forward that gives something else when it is called again, parameters and buffers being the same.
+
+        Args:
+            first: what its first call gave, of which this module is as that left it.
+            again: calls it, on the same batch.
+
+        Raises:
+            UnsupportedModelError: it would give something else after many calls, or with other random numbers.
+        """
+        drew = _foreign_generators() != self._foreign
+        changed, registered = self.changed(), self._newly_registered()
+        counts = self._counts()
+        # What is in plain sight may move slowly; else two calls may differ by the order of sums.
+        tolerance = 1e-5 if changed or registered else 1e-3
+        calls = 1 + drew * _MORE_CALLS
+        if all(alike(again(), first, tolerance) for _ in range(calls)):
+            self._check_later(self._counters(counts, calls), first, again)
+            if drew:
+                for number in (0.0, math.nextafter(1.0, 0.0)):
+                    with _drawing(number):
+                        if not alike(again(), first, tolerance):
+                            raise _draws()
+                log.warning(
+                    "forward draws random numbers of Python's or NumPy's. They made no difference in %s calls; where "
+                    "they do, a graph repeats those of the first batch for ever. Draw them with torch.",
+                    calls + 1,
+                )
+            return None
+        if registered:
+            return UnsupportedModelError(
+                f"forward makes {_listed(registered)} anew, as another parameter or buffer than the module had before, which "
+                f"a graph cannot repeat. If that happens in the first call only, run one batch through the module, then "
+                f"make the trainer; else let it be a buffer, or a parameter after requires_grad_(False), and write the new "
+                f"values into it (copy_)."
+            )
+        if changed:
+            return changes(changed)
+        if drew:
+            raise _draws()
+        return UnsupportedModelError(
+            "forward gives something else when it is called again on the same batch, with the same parameters and buffers: it "
+            "computes with something that changes and that a graph cannot see, such as a global variable, an attribute of a "
+            "class or of another object, or the time. Keep it in a buffer (register_buffer), and change that."
+        )
+
+    def _counts(self) -> dict[str, int]:
+        """How much each number that is an attribute was changed by, if it was."""
+        now = _attributes(self._module)
+        numbers = {name: value for name, value in self._attributes.items() if type(value) is type(now.get(name)) is int}
+        return {name: now[name] - value for name, value in numbers.items() if now[name] != value}
+
+    def _counters(self, counts: Mapping[str, int], calls: int) -> list[str]:
+        """Those of the first call's `counts` that each of more `calls` changed by as much."""
+        now = self._counts()
+        return [name for name, count in counts.items() if now.get(name) == count * (1 + calls)]
+
+    def _check_later(self, counters: Sequence[str], first: Outputs, again: Callable[[], Outputs]) -> None:
+        """Raise if it gives something else when counters are further on, as those of a warm-up."""
+        layers = dict(self._module.named_modules())
+        places = [
+            (vars(layer), key) for name, layer in layers.items() for key in vars(layer) if _path(name, key) in counters
+        ]
+        for calls in _LATER if counters else ():
+            for attributes, key in places:
+                attributes[key] += calls
+            if not alike(again(), first):
+                raise changes(counters)
+
+    def _newly_registered(self) -> list[str]:
+        now = _registered(self._module)
+        return [name for name in now if now[name] != self._registered.get(name)]
+
+
+def changes(names: Sequence[str]) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"forward changes {_listed(names)} and computes with it in a later call, which a graph cannot repeat. Keep it in a "
+        f"buffer (register_buffer), and change that."
+    )
+
+
+def _draws() -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "forward draws random numbers of Python's or NumPy's and computes with them; a graph would repeat those of the first "
+        "batch for ever. Draw them with torch, or switch that off (layerdrop=0, for example)."
+    )
+
+
+def alike(found: Outputs, expected: Outputs, tolerance: float = 1e-5) -> bool:
+    """Whether they are equal but for rounding: up to `tolerance`, and a tenth of that of the largest value."""
+    return len(found) == len(expected) and all(_close(a, b, tolerance) for a, b in zip(found, expected))
+
+
+def _close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
+    if a.shape != b.shape:
+        return False
+    if torch.equal(a, b):
+        return True
+    largest = b.abs().nan_to_num(0.0, 0.0, 0.0).max().item() if b.is_floating_point() else 0.0
+    return torch.allclose(a, b, rtol=tolerance, atol=0.1 * tolerance * largest, equal_nan=True)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+# ---------------------------------------------------------------- what there is
+
+
+def _attributes(module: torch.nn.Module) -> dict[str, Any]:
+    """The values of plain attributes, by the module's path and their name; {} for what keeps nothing."""
+    return {
+        _path(name, key): _value(value)
+        for name, layer in module.named_modules()
+        for key, value in vars(layer).items()
+        if key not in ("_parameters", "_buffers", "_modules")
+    }
+
+
+def _registered(module: torch.nn.Module) -> dict[str, int]:
+    """Which object each parameter is, and which buffers there are."""
+    return {
+        _path(name, key): id(tensor) if held is layer._parameters else 0
+        for name, layer in module.named_modules()
+        for held in (layer._parameters, layer._buffers)
+        for key, tensor in held.items()
+        if tensor is not None
+    }
+
+
+def _path(module: str, attribute: str) -> str:
+    return f"{module.removeprefix('module.')}.{attribute}".removeprefix("module.").removeprefix(".")
+
+
+_FEW = 100  # entries: what is longer is a table of the user's, not what a forward keeps
+
+
+def _value(value: Any) -> Any:
+    """A copy of what can be compared, and containers of that; other objects stand for themselves."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, dict) and len(value) <= _FEW:
+        return {key: _value(held) for key, held in value.items()}
+    if isinstance(value, (tuple, list, collections.deque)) and len(value) <= _FEW:
+        return [_value(held) for held in value]
+    return value
+
+
+def _same(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, np.ndarray):
+        return np.array_equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return a is b or (isinstance(a, (int, float, str)) and a == b)
+
+
+# ---------------------------------------------------------------- generators
+
+
+class Generators:
+    """torch's random generators, of the CPU and of the devices of `inputs`, as they are when this is made."""
+
+    def __init__(self, inputs: Sequence[torch.Tensor]):
+        devices = {None, *(tensor.device for tensor in inputs if tensor.device.type == "cuda")}
+        self._states = {device: _state_of(device) for device in devices}
+
+    def used(self) -> bool:
+        """Whether they have drawn since then."""
+        return not all(torch.equal(state, _state_of(device)) for device, state in self._states.items())
+
+    def rewind(self) -> None:
+        """Let them draw the same numbers again."""
+        for device, state in self._states.items():
+            torch.set_rng_state(state) if device is None else torch.cuda.set_rng_state(state, device)
+
+
+def _state_of(device: torch.device | None) -> torch.Tensor:
+    return torch.get_rng_state() if device is None else torch.cuda.get_rng_state(device)
+
+
+def _foreign_generators() -> tuple:
+    """The states of Python's and NumPy's generators that are there for all."""
+    _, keys, *rest = np.random.get_state()
+    return random.getstate(), keys.tobytes(), *rest
+
+
+@contextlib.contextmanager
+def _drawing(number: float) -> Iterator[None]:
+    """Let Python and NumPy draw this number from [0, 1), where they are asked by the modules' functions."""
+
+    def uniform(low: float = 0.0, high: float = 1.0) -> float:
+        return low + (high - low) * number
+
+    def array(*shape: int) -> Any:
+        return np.full(shape, number) if shape else number
+
+    with (
+        mock.patch.multiple(random, random=lambda: number, uniform=uniform),
+        mock.patch.multiple(np.random, rand=array, random=lambda size=None: array(*_shape(size))),
+        mock.patch.object(
+            np.random, "uniform", lambda low=0.0, high=1.0, size=None: uniform(low, high) + 0 * array(*_shape(size))
+        ),
+    ):
+        yield
+
+
+def _shape(size: int | Sequence[int] | None) -> Sequence[int]:
+    return () if size is None else (size,) if isinstance(size, int) else size

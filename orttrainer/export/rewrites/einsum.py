@@ -1,0 +1,45 @@
+"""torch.einsum in the forms that ONNX Runtime's Einsum takes: one dtype, and no axes that are only meant or broadcast."""
+
+from __future__ import annotations
+
+import functools
+import string
+from collections import Counter
+
+import torch
+
+__all__ = ["REWRITES"]
+
+
+def _einsum(*args):
+    """Each axis has a letter, and each letter one size: axes of size 1 are left out where others have more."""
+    equation, *operands = args
+    if not isinstance(equation, str):  # lists of axes
+        return torch.einsum(*args)
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = operands[0]
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if not arrow:
+        counts = Counter(left.replace("...", "").replace(",", ""))
+        right = "..." * ("..." in left) + "".join(sorted(letter for letter, count in counts.items() if count == 1))
+    ranks = [x.dim() - len(term.replace("...", "")) for term, x in zip(terms, operands)]
+    most = max((rank for term, rank in zip(terms, ranks) if "..." in term), default=0)
+    free = [letter for letter in string.ascii_letters if letter not in equation]
+    meant = "".join(free[:most])
+    terms = [term.replace("...", meant[most - rank :] if rank else "") for term, rank in zip(terms, ranks)]
+    wide = {letter for term, x in zip(terms, operands) for letter, size in zip(term, x.shape) if not _is_one(size)}
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in operands))
+    parts = []
+    for place, (term, x) in enumerate(zip(terms, operands)):
+        thin = [axis for axis, letter in enumerate(term) if letter in wide and _is_one(x.shape[axis])]
+        terms[place] = "".join(letter for axis, letter in enumerate(term) if axis not in thin)
+        parts.append((x.squeeze(thin) if thin else x).to(dtype))
+    return torch.einsum(f"{','.join(terms)}->{right.replace('...', meant)}", *parts)
+
+
+def _is_one(size) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+REWRITES = {torch.einsum: _einsum}

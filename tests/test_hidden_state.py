@@ -1,0 +1,324 @@
+"""What forward keeps where a graph cannot keep it is refused by name, and the module is left as it was."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import itertools
+import logging
+import random
+
+import numpy as np
+import pytest
+import torch
+from fidelity import RATE, Loss, described, vectors
+from small import make
+from torch import nn
+
+from orttrainer.errors import UnsupportedModelError
+
+
+class Layer(nn.Linear):
+    """forward(x) = linear(x) * change(self), a number or a tensor."""
+
+    def __init__(self, change, **attributes):
+        super().__init__(6, 6)
+        vars(self).update(attributes)
+        self.change = change
+
+    def forward(self, x):
+        return super().forward(x) * self.change(self)
+
+
+class Recurrent(nn.Module):
+    """Goes on from the state in which the last batch left it, as truncated backpropagation through time does."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.state = nn.LSTMCell(6, 6), None
+
+    def forward(self, x):
+        h, c = self.cell(x, self.state)
+        self.state = h.detach(), c.detach()
+        return h
+
+
+class Codebook(nn.Module):
+    """Makes a parameter anew in each call, as a well-known VQ-VAE does."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.code = nn.Linear(6, 6), nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        y = self.linear(x)
+        result = y * self.code.detach()
+        self.code = nn.Parameter(self.code * 0.9 + y.mean(0) * 0.1)
+        return result
+
+
+class Unregistered(nn.Linear):
+    """Has a buffer from the first call on."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.register_buffer("mean", None)
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.mean = y.detach().mean(0) if self.mean is None else self.mean * 0.9
+        return y + self.mean
+
+
+class ScaledByTheFirst(nn.Linear):
+    """Takes its scale from the first batch, as the activation normalization of a flow does."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.register_buffer("scale", torch.ones(()))
+        self.ready = False
+
+    def forward(self, x):
+        if not self.ready:
+            self.scale.copy_(x.std())
+            self.ready = True
+        return super().forward(x) / self.scale
+
+
+class RunningMean(nn.Linear):
+    """Begins a moving average with the first batch, so that the same batch again does not change it."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.mean = None
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.mean = y.detach().mean(0) if self.mean is None else 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        return y - self.mean
+
+
+class Random(nn.Linear):
+    """Draws from torch, which a graph does as well, and counts its calls."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.calls = [0]
+
+    def forward(self, x):
+        return super().forward(x + torch.randn_like(x)) * counted(self)
+
+
+def counted(layer):
+    layer.calls[0] += 1
+    return layer.calls[0]
+
+
+def counted_in_dict(layer):
+    layer.calls["n"] += 1
+    return layer.calls["n"]
+
+
+def counted_in_attribute(layer):
+    layer.calls += 1
+    return layer.calls
+
+
+def kept(layer):
+    layer.calls.append(torch.ones(6))
+    return sum(layer.calls)
+
+
+def kept_apart(layer):
+    layer.other.calls = layer.other.calls + 1
+    return layer.other.calls
+
+
+class Holder:
+    calls = 0
+
+
+def counted_apart():
+    numbers = itertools.count(1)
+    return Layer(lambda layer: next(numbers))
+
+
+def counted_for_long(layer):
+    layer.calls += 1
+    return 2.0 if layer.calls < 500 else 1.0
+
+
+REFUSED = {
+    "a number": (lambda: Layer(counted_in_attribute, calls=0), "changes 'layer.calls' and computes"),
+    "a number that counts to a warm-up's end": (lambda: Layer(counted_for_long, calls=0), "changes 'layer.calls' and"),
+    "a tensor, in place": (lambda: Layer(counted_in_attribute, calls=torch.zeros(6)), "changes 'layer.calls' and"),
+    "an array": (lambda: Layer(lambda layer: float(counted_in_attribute(layer)), calls=np.zeros(())), "'layer.calls' and"),
+    "a list": (lambda: Layer(counted, calls=[0]), "changes 'layer.calls' and computes"),
+    "a dict": (lambda: Layer(counted_in_dict, calls={"n": 0}), "changes 'layer.calls' and computes"),
+    "a deque": (lambda: Layer(kept, calls=collections.deque()), "changes 'layer.calls' and computes"),
+    "a list beside random numbers": (Random, "changes 'layer.calls' and computes"),
+    "the state of a recurrence": (Recurrent, "changes 'layer.state' and computes.*register_buffer"),
+    "an average that begins with the first batch": (RunningMean, "changes 'layer.mean' and computes"),
+    "a scale from the first batch": (ScaledByTheFirst, "changes 'layer.ready' and computes"),
+    "a parameter made anew": (Codebook, "makes 'layer.code' anew.*requires_grad_"),
+    "a buffer made by the first call": (Unregistered, "makes 'layer.mean' anew.*run one batch through the module"),
+    "another object": (lambda: Layer(kept_apart, other=Holder()), "when it is called again.*another object"),
+    "a closure": (counted_apart, "when it is called again.*global variable.*or the time"),
+    "random numbers of Python's": (lambda: Layer(lambda layer: random.random()), "random numbers of Python's or NumPy's"),
+    "random numbers of NumPy's": (lambda: Layer(lambda layer: np.random.rand()), "random numbers of Python's or NumPy's"),
+    **{
+        f"a rare decision by {name} numbers": (
+            lambda draw=draw: Layer(lambda layer: 2 if draw() < 1e-6 else 1), "random numbers of Python's or NumPy's.*layerdrop",
+        )
+        for name, draw in {
+            "Python's": lambda: random.random(),
+            "Python's uniform": lambda: random.uniform(0, 1),
+            "NumPy's": lambda: np.random.rand(),
+            "NumPy's uniform": lambda: np.random.uniform(size=(2, 3))[1, 2],
+            "an array of NumPy's": lambda: np.random.random((2, 3)).max(),
+        }.items()
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_kept_outside_of_buffers_is_refused_by_name(case):
+    make_layer, text = REFUSED[case]
+    random.seed(1)
+    module = Loss(make_layer())
+    with pytest.raises(UnsupportedModelError, match=text):
+        make(module, loss_fn=None, desc=described(vectors(0))).train_step(*vectors(0), RATE)
+
+
+@pytest.mark.parametrize("calls", [torch.zeros(6), [0], {"n": 0, "more": [1]}, collections.deque([1.0])], ids=type)
+def test_a_refusal_leaves_attributes_as_they_were(calls):
+    change = {torch.Tensor: counted_in_attribute, list: counted, dict: counted_in_dict, collections.deque: kept}
+    layer, before = Layer(change[type(calls)], calls=calls), copy.deepcopy(calls)
+    with pytest.raises(UnsupportedModelError):
+        make(Loss(layer), loss_fn=None, desc=described(vectors(0))).train_step(*vectors(0), RATE)
+    assert layer.calls is calls
+    assert torch.equal(calls, before) if isinstance(calls, torch.Tensor) else calls == before
+
+
+class Written(nn.Module):
+    """Writes to a trained parameter."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.linear, self.code = nn.Linear(6, 6), nn.Parameter(torch.ones(6))
+        self.change = change
+
+    def forward(self, x):
+        y = self.linear(x)
+        with torch.no_grad():
+            self.change(self.code, y.mean(0))
+        return y * self.code
+
+
+WRITES = {
+    "data assigned": lambda code, y: setattr(code, "data", code.data * 0.999 + y * 0.001),
+    "data changed": lambda code, y: code.data.mul_(0.999).add_(y, alpha=0.001),
+    "in place": lambda code, y: code.lerp_(y, 0.001),
+    "several": lambda code, y: torch._foreach_mul_([code], 0.999),
+    "elements": lambda code, y: code.data.__setitem__(0, 2.0),
+    "by an operator": lambda code, y: code.data.__iadd__(y),
+    "out": lambda code, y: torch.mul(code, 0.999, out=code),
+}
+
+
+@pytest.mark.parametrize("change", WRITES.values(), ids=WRITES)
+def test_a_trained_parameter_that_forward_changes_is_refused_and_not_changed(change):
+    layer = Written(change)
+    with pytest.raises(
+        UnsupportedModelError, match=r"changes the parameter 'layer\.code' in place.*requires_grad_\(False"
+    ):
+        make(Loss(layer), loss_fn=None, desc=described(vectors(0))).train_step(*vectors(0), RATE)
+    assert torch.equal(layer.code, torch.ones(6))
+
+
+def test_a_frozen_parameter_in_the_memory_of_a_trained_one_is_refused():
+    layer = Written(lambda code, y: None)
+    layer.other = nn.Parameter(torch.zeros(6), requires_grad=False)
+    layer.change = lambda code, y: setattr(layer.other, "data", code.data)
+    with pytest.raises(UnsupportedModelError, match=r"gives 'layer\.other' the memory of 'layer\.code'.*clone"):
+        make(Loss(layer), loss_fn=None, desc=described(vectors(0))).train_step(*vectors(0), RATE)
+    assert torch.equal(layer.other, torch.zeros(6))
+    assert layer.other.data_ptr() != layer.code.data_ptr()
+
+
+def test_a_forward_that_asks_autograd_for_gradients_is_refused_as_such():
+    def slope(layer):
+        x = torch.ones(6, requires_grad=True)
+        return torch.autograd.grad((layer.weight @ x).square().sum(), x, create_graph=True)[0]
+
+    with pytest.raises(
+        UnsupportedModelError, match=r"forward asks autograd for gradients itself \(torch\.autograd\.grad"
+    ):
+        make(Loss(Layer(slope)), loss_fn=None, desc=described(vectors(0))).train_step(*vectors(0), RATE)
+
+
+# ---------------------------------------------------------------- what is no hindrance
+
+
+def only_counts(layer):
+    layer.calls += 1
+    return 2.0
+
+
+def cached(layer):
+    if "mask" not in layer.calls:
+        layer.calls["mask"] = torch.arange(6.0)
+    return layer.calls["mask"]
+
+
+class Watched(nn.Linear):
+    """Shows what it computed last, and keeps a moving average in a buffer."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.register_buffer("mean", torch.ones(6))
+
+    def forward(self, x):
+        self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        self.last = super().forward(x) - self.mean
+        return self.last
+
+
+HARMLESS = {
+    "what is only shown": Watched,
+    "a number that is not used": lambda: Layer(only_counts, calls=0),
+    "a cache in a dict": lambda: Layer(cached, calls={}),
+}
+
+
+@pytest.mark.parametrize("case", HARMLESS)
+def test_what_makes_no_difference_is_no_hindrance(case):
+    module = Loss(HARMLESS[case]())
+    expected = copy.deepcopy(module)(*vectors(0))[0].detach()
+    found, _ = make(module, loss_fn=None, desc=described(vectors(0))).train_step(*vectors(0), RATE)
+    torch.testing.assert_close(found, expected)
+
+
+def test_random_numbers_that_make_no_difference_are_warned_of(caplog):
+    layer = Layer(lambda layer: 2.0 if random.random() < 2.0 else 1.0)
+    with caplog.at_level(logging.WARNING, logger="orttrainer"):
+        make(Loss(layer), loss_fn=None, desc=described(vectors(0))).train_step(*vectors(0), RATE)
+    assert "random numbers of Python's or NumPy's" in caplog.text
+
+
+def test_the_generators_are_left_as_they_were():
+    layer = Layer(lambda layer: 2.0 if random.random() + np.random.rand() < 3.0 else 1.0)
+    random.seed(5)
+    np.random.seed(5)
+    make(Loss(layer), loss_fn=None, desc=described(vectors(0))).train_step(*vectors(0), RATE)
+    found = random.random(), np.random.rand()
+    random.seed(5)
+    np.random.seed(5)
+    assert found == (random.random(), np.random.rand())
+
+
+def test_a_forward_in_vmap_is_no_hindrance():
+    layer = Layer(lambda layer: torch.func.vmap(lambda row: row.square().sum())(layer.weight).clamp(max=2.0))
+    expected = Loss(layer)(*vectors(0))[0].detach()
+    found, _ = make(Loss(layer), loss_fn=None, desc=described(vectors(0))).train_step(*vectors(0), RATE)
+    torch.testing.assert_close(found, expected)
