@@ -16,13 +16,14 @@ import torch
 
 from orttrainer.errors import UnsupportedModelError
 
-__all__ = ["Generators", "HiddenState", "alike", "changes"]
+__all__ = ["Generators", "HiddenState", "alike", "changes", "sampled"]
 
 log = logging.getLogger("orttrainer")
 
 Outputs = Sequence[torch.Tensor]
 
 _MORE_CALLS = 10  # of a forward that decides by random numbers, which are often on the same side
+_ELEMENTS = 2**16  # of an output that are compared
 _LATER = 10, 1000, 10**6  # calls, after which a forward that counts them may do something else
 
 
@@ -126,6 +127,11 @@ def _draws() -> UnsupportedModelError:
         "forward draws random numbers of Python's or NumPy's and computes with them; a graph would repeat those of the first "
         "batch for ever. Draw them with torch, or switch that off (layerdrop=0, for example)."
     )
+
+
+def sampled(outputs: Outputs) -> tuple[torch.Tensor, ...]:
+    """The outputs, of large ones some elements: logits may be the largest tensors of all."""
+    return tuple(x if x.numel() <= _ELEMENTS else x.flatten()[:: x.numel() // _ELEMENTS].clone() for x in outputs)
 
 
 def alike(found: Outputs, expected: Outputs, tolerance: float = 1e-5) -> bool:

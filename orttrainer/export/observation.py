@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from orttrainer.errors import OrtTrainerError, UnsupportedModelError
 from orttrainer.export.call import LossModule, in_train_mode, state_names, without_checkpoints
 from orttrainer.export.faithful import MutedDropout
-from orttrainer.export.hidden_state import Generators, HiddenState, alike, changes
+from orttrainer.export.hidden_state import Generators, HiddenState, alike, changes, sampled
 from orttrainer.export.untouched import Moved, memory_of, unchanged, written
 
 __all__ = ["Observation", "observe", "observe_gradients", "own"]
@@ -53,20 +54,23 @@ def observe(wrapper, inputs, hidden_state: bool = True) -> Observation:
         # Also what happens to be the same after this batch, as a moving average of zeros.
         touched = {name for name, x in now.items() if moved.before(x) is not None or x is not buffers.get(name)}
 
-        def again():
+        def call(batch):
             generators.rewind()
             _rewind(wrapper, before, moved, [*frozen.values(), *inputs])
             with MutedDropout():
-                return own(_first_outputs(wrapper, inputs), wrapper, inputs)
+                return sampled(own(_first_outputs(wrapper, batch), wrapper, batch))
 
-        changed = hidden.changed() if hidden else []
-        error = hidden.error(outputs, again) if hidden else None
-    if error is not None or changed:
-        caches = _only_caches(wrapper, inputs, outputs, rewind=error is None)
-        if not caches and error is not None:
-            raise error
-        if caches is False:
-            raise changes(changed)
+        error, first, others, later = None, sampled(outputs), _other_values(inputs), None
+        if hidden_state:
+            changed = hidden.changed()
+            error = hidden.error(first, lambda: call(inputs))
+            if changed and error is None and others is not None:
+                with contextlib.suppress(Exception):  # the module's own: values that it does not take
+                    later = call(others)
+    if error is not None and not _only_caches(wrapper, inputs, others, first):
+        raise error
+    if later is not None and not alike(later, *_called(wrapper, others)):
+        raise changes(changed)
     for name, parameter in parameters.items():
         if parameter._version != versions[name] and name not in frozen:
             raise _changes_a_parameter(name)
@@ -144,41 +148,32 @@ def _first_outputs(wrapper, inputs):
         raise
 
 
-def _only_caches(wrapper, inputs, outputs, rewind: bool) -> bool | None:
-    """Whether what the first call left in attributes is what it computes with anyway, whatever the values.
+def _only_caches(wrapper, inputs, others, first) -> bool:
+    """Whether what the first call left in attributes and buffers is what it computes with anyway, whatever the values.
 
     Such as tables of positions, which the next call reads: it gives the same, and for other values what a first call on
-    them does. A layer that takes its scale from the first batch does not. None where other values are not to be had.
-
-    Args:
-        rewind: buffers and frozen parameters are what they were before each call; else such tables may be among them.
+    them does. A layer that takes its scale from the first batch does not.
     """
-    others = [_other_values(x) for x in inputs]
-    if all(map(_same, inputs, others)):
-        return None
-
-    def called(*batches):
-        results = []
-        frozen = [x for x in (*wrapper.parameters(), *inputs, *others) if not x.requires_grad]
-        before = {name: buffer.clone() for name, buffer in wrapper.named_buffers()} if rewind else {}
-        with (
-            unchanged(wrapper, [*inputs, *others]) as moved,
-            in_train_mode(wrapper.module),
-            torch.no_grad(),
-            MutedDropout(),
-        ):
-            generators = Generators(inputs)
-            for batch in batches:
-                generators.rewind()
-                _rewind(wrapper, before, moved, frozen if rewind else inputs)
-                results.append(own(_first_outputs(wrapper, batch), wrapper, batch))
-        return results
-
+    if others is None:
+        return False
     try:
-        (new,), (_, again, later) = called(others), called(inputs, inputs, others)
+        (new,), (_, again, later) = _called(wrapper, others), _called(wrapper, inputs, inputs, others)
     except Exception:  # the module's own, whatever it is: values that it does not take
-        return None
-    return alike(again, outputs) and alike(later, new)
+        return False
+    return alike(again, first) and alike(later, new)
+
+
+def _called(wrapper, *batches):
+    """What the module gives for one batch after another; random numbers are the same for each."""
+    results = []
+    tensors = [x for batch in batches for x in batch]
+    with unchanged(wrapper, tensors) as moved, in_train_mode(wrapper.module), torch.no_grad(), MutedDropout():
+        generators = Generators(tensors)
+        for batch in batches:
+            generators.rewind()
+            results.append(sampled(own(_first_outputs(wrapper, batch), wrapper, batch)))
+            moved.back(tensors)
+    return results
 
 
 def _rewind(wrapper, buffers: Mapping[str, torch.Tensor], moved: Moved, tensors: Sequence[torch.Tensor]) -> None:
@@ -189,9 +184,13 @@ def _rewind(wrapper, buffers: Mapping[str, torch.Tensor], moved: Moved, tensors:
             buffer.copy_(buffers[name])
 
 
-def _other_values(x):
-    moved = x.flatten().roll(1).reshape(x.shape)
-    return 0.75 * moved + 0.125 if x.is_floating_point() else moved
+def _other_values(inputs):
+    """A batch of the same sizes; None where no other is known."""
+    others = []
+    for x in inputs:
+        moved = x.flatten().roll(1).reshape(x.shape)
+        others.append(0.75 * moved + 0.125 if x.is_floating_point() else moved)
+    return None if all(map(_same, inputs, others)) else others
 
 
 def _same(a, b):
