@@ -91,7 +91,7 @@ class TrainedState:
         ]
         kept = {id(own[name]): name for name in decided}
         self._decided = [
-            (layer._buffers, key, kept[id(buffer)], buffer.item())
+            (layer._buffers, key, kept[id(buffer)], buffer.detach().clone())
             for m in self._modules
             for layer in m.modules()
             for key, buffer in layer._buffers.items()
@@ -110,10 +110,12 @@ class TrainedState:
             StateError: layers, tensors, `requires_grad` or values that the graph cannot follow.
         """
         for owner, key, name, value in self._decided:
-            if owner.get(key) is None or owner[key].item() != value:
+            now = owner.get(key)
+            if now is None or now.dtype != value.dtype or not torch.equal(now, value):
+                was = f"was {value.item()}" if value.numel() == 1 else "had other values"
                 raise StateError(
-                    f"forward decides by the value of the buffer {name!r}, which was {value} when the graph was made and is "
-                    f"another now. Make a new ORTTrainer for a changed module, or restore it."
+                    f"forward decides by the value of the buffer {name!r}, which {was} when the graph was made. "
+                    "Make a new ORTTrainer for a changed module, or restore it."
                 )
         if (self._may_train or not trains) and self._seen.holds():
             return

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export import stop_gradient
 from orttrainer.export.call import without_checkpoints
+from orttrainer.export.numbers import Numbers
 from orttrainer.export.opened import opened
 from orttrainer.export.rewrites import (
     ctc,
@@ -57,7 +58,6 @@ def faithful(wrapper, decided):
             # It compares the mask's values, which no exporter can trace.
             mock.patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", _declared_is_causal),
             mock.patch.object(F, "_in_projection_packed", _split_projection),
-            mock.patch.object(FakeTensor, "tolist", _listed),  # no mode sees it
             normalization.cumulative_averages(),
             without_checkpoints(),
             # Its checks of arguments decide by the values of tensors.
@@ -65,6 +65,7 @@ def faithful(wrapper, decided):
             _symbolic_len(wrapper),
             _snapshots_apart(),
             _Rewrites(wrapper, decided) as rewrites,
+            mock.patch.object(FakeTensor, "tolist", rewrites.numbers.tolist()),  # no mode sees it
             mock.patch.object(torch.autograd.Function, "apply", rewrites.apply_function()),
         ):
             yield
@@ -135,9 +136,8 @@ class _Rewrites(TorchFunctionMode):
     def __init__(self, wrapper, decided):
         super().__init__()
         self._rewrites = {**_REWRITES, **grouped.rewrites()}
-        self._wrapper, self._decided = wrapper, decided
+        self._wrapper, self.numbers = wrapper, Numbers(wrapper, decided)
         self._names = {id(x): name for name, x in (*wrapper.named_parameters(), *wrapper.named_buffers())}
-        self._numbers = {name: buffer.item() for name, buffer in wrapper.named_buffers() if buffer.numel() == 1}
         self._custom_functions = 0  # how many are being applied: autograd runs their forward under no_grad
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -145,10 +145,10 @@ class _Rewrites(TorchFunctionMode):
         if func not in self._rewrites and (inner := opened(func)):
             with self:
                 return inner(*args, **kwargs)
-        if func in _NUMBERS and (name := self._constant(args[0])) is not None:
-            self._decided.add(name)
-            return _NUMBERS[func](self._numbers[name])
-        result = self._rewrites.get(func, func)(*args, **kwargs)
+        if (answer := self.numbers.answer(func, args, kwargs)) is not None:
+            return answer[0]
+        result = self._rewrites.get(func, func)(*self.numbers.chosen(func, args), **kwargs)
+        self.numbers.note(func, args, kwargs, result)
         # In-place functions return what they changed, which a copy could not stand for.
         in_place = any(result is argument for argument in args)
         if torch.is_grad_enabled() or self._custom_functions or in_place or func in _PLUMBING:
@@ -163,11 +163,6 @@ class _Rewrites(TorchFunctionMode):
             return type(argument)(map(self._registered, argument))
         name = self._names.get(id(argument))
         return argument if name is None else operator.attrgetter(name)(self._wrapper)
-
-    def _constant(self, tensor):
-        """The name of a buffer of one element that forward does not change."""
-        names = (name for name, buffer in self._wrapper.named_buffers() if buffer is tensor)
-        return next((name for name in names if name in self._numbers and name not in self._wrapper.updated), None)
 
     def apply_function(self):
         """`torch.autograd.Function.apply`: the graph gets the derivative of its forward, and `verify` compares."""
@@ -253,22 +248,6 @@ def _requires_grad_(self, requires_grad=True):
     return self if not requires_grad and not self.is_leaf else self.requires_grad_(requires_grad)
 
 
-def _arange(*args, **kwargs):
-    """torch.arange that knows its numbers, where these are Python's: an exporter's tensors hold none."""
-    result = torch.arange(*args, **kwargs)
-    if result.dtype == torch.int64 and args and all(type(number) is int for number in args):
-        result.listed = list(range(*args)), result._version
-    return result
-
-
-def _listed(self):
-    listed, version = getattr(self, "listed", (None, None))
-    return _TOLIST(self) if listed is None or version != self._version else list(listed)
-
-
-_TOLIST = FakeTensor.tolist
-
-
 def _feature_dropout(input, p, train):
     """Drop whole channels: one dropout per sample and channel, spread over the rest."""
     if not train or p == 0.0:
@@ -286,12 +265,6 @@ def _in_place_dropout(dropout):
     return dropped
 
 
-_NUMBERS = {
-    torch.Tensor.__bool__: bool,
-    torch.Tensor.__int__: int,
-    torch.Tensor.__float__: float,
-    torch.Tensor.item: lambda number: number,
-}
 _PLUMBING = {torch.Tensor.requires_grad.__get__, torch.Tensor.grad.__get__, torch.Tensor.grad_fn.__get__}
 
 _REWRITES = {
@@ -310,7 +283,6 @@ _REWRITES = {
     SET_DATA: _set_data,
     torch.Tensor.requires_grad_: _requires_grad_,
     torch.Tensor.requires_grad.__set__: _requires_grad_,
-    torch.arange: _arange,
     torch.dropout_: _in_place_dropout(torch.dropout),
     torch.feature_dropout: _feature_dropout,
     torch.feature_dropout_: _in_place_dropout(_feature_dropout),

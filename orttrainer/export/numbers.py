@@ -1,0 +1,165 @@
+"""Numbers that an exporter's tensors stand for without holding them: of what forward makes of constants alone.
+
+With them forward may decide, and choose by masks, as long as these come from Python's numbers, from tensors that are
+attributes, and from buffers that it does not change. The numbers themselves are computed beside the trace.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses import FakeTensor
+
+from orttrainer.export.untouched import written
+
+try:
+    from torch.utils._python_dispatch import _disable_current_modes as _outside_of_the_trace
+except ImportError:  # a private name: other torch versions may lack it
+    _outside_of_the_trace = None
+
+__all__ = ["Numbers"]
+
+_MOST = 2**20  # elements
+_FACTORIES = {
+    torch.arange, torch.as_tensor, torch.eye, torch.full, torch.linspace, torch.ones, torch.tensor, torch.tril_indices,
+    torch.triu_indices, torch.zeros,
+}  # fmt: skip
+_PYTHON = {
+    torch.Tensor.__bool__, torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.item, torch.Tensor.tolist,
+    torch.allclose, torch.equal, torch.Tensor.allclose, torch.Tensor.equal,
+}  # fmt: skip
+_NOT_REPEATED = (
+    "bernoulli",
+    "dropout",
+    "empty",
+    "fractional",
+    "gumbel",
+    "multinomial",
+    "normal",
+    "poisson",
+    "rand",
+    "rrelu",
+)
+
+
+class _Known(NamedTuple):
+    value: torch.Tensor
+    version: int  # of the tensor that stands for it: what was written to since is not known
+    buffers: frozenset[str]  # that it comes from
+
+
+class Numbers:
+    """What is known while one forward is traced.
+
+    Args:
+        wrapper: the module that is exported.
+        decided: the names of the buffers whose values the graph depends on are added.
+    """
+
+    def __init__(self, wrapper: torch.nn.Module, decided: set[str]):
+        self._wrapper, self._decided = wrapper, decided
+        self._buffers = {name: buffer for name, buffer in wrapper.named_buffers() if buffer.numel() <= _MOST}
+
+    def answer(self, func: Callable, args: tuple, kwargs: dict) -> tuple[Any] | None:
+        """What `func` gives Python, as a tuple of one; None where that is for the exporter to say."""
+        if func not in _PYTHON or not torch.compiler.is_exporting():
+            return None
+        found = self._computed(func, args, kwargs)
+        if found is None:
+            return None
+        result, buffers = found
+        self._decided.update(buffers)
+        return (result,)
+
+    def chosen(self, func: Callable, args: tuple) -> tuple:
+        """The arguments of `x[mask]` and the like, with the places where a known mask is True in its stead."""
+        if func is not torch.Tensor.__getitem__ or not torch.compiler.is_exporting():
+            return args
+        x, index = args
+        parts = []
+        for part in index if isinstance(index, tuple) else (index,):
+            known = self._known(part) if isinstance(part, torch.Tensor) and part.dtype == torch.bool else None
+            if known is None or not known.value.dim():
+                parts.append(part)
+                continue
+            self._decided.update(known.buffers)
+            with torch._C.DisableTorchFunction(), _outside_of_the_trace():
+                parts.extend(known.value.nonzero(as_tuple=True))
+        return x, tuple(parts) if isinstance(index, tuple) or len(parts) > 1 else parts[0]
+
+    def tolist(self) -> Callable[[FakeTensor], list]:
+        """A method of the exporter's tensors that gives the numbers, where they are known."""
+        original = FakeTensor.tolist
+
+        def tolist(tensor: FakeTensor) -> list:
+            answer = self.answer(torch.Tensor.tolist, (tensor,), {})
+            return original(tensor) if answer is None else answer[0]
+
+        return tolist
+
+    def note(self, func: Callable, args: tuple, kwargs: dict, result: Any) -> None:
+        """Remember the numbers of `result`, if they are known."""
+        if not isinstance(result, FakeTensor) or not torch.compiler.is_exporting() or not _small(result):
+            return
+        if (found := self._computed(func, args, kwargs)) is not None and isinstance(found[0], torch.Tensor):
+            result.known = _Known(found[0], result._version, found[1])
+
+    def _computed(self, func: Callable, args: tuple, kwargs: dict) -> tuple[Any, frozenset[str]] | None:
+        name, buffers = getattr(func, "__name__", ""), set()
+        if _outside_of_the_trace is None or any(part in name for part in _NOT_REPEATED):
+            return None
+        if next(written(func, args, kwargs), None) is not None:
+            return None
+
+        def value(argument):
+            if isinstance(argument, torch.Tensor):
+                if (known := self._known(argument)) is None:
+                    raise _NotKnown
+                buffers.update(known.buffers)
+                return known.value
+            if type(argument) in (tuple, list):
+                return type(argument)(map(value, argument))
+            if isinstance(argument, slice):
+                return slice(*map(value, (argument.start, argument.stop, argument.step)))
+            if isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+                raise _NotKnown
+            return argument
+
+        try:
+            given, named = value(list(args)), {key: value(argument) for key, argument in kwargs.items()}
+            if func not in _FACTORIES and not any(isinstance(x, torch.Tensor) for x in _flat((given, *named.values()))):
+                return None
+            with torch.no_grad(), torch._C.DisableTorchFunction(), _outside_of_the_trace():
+                return func(*given, **named), frozenset(buffers)
+        except Exception:  # also what the function raises of these numbers: the exporter will say so
+            return None
+
+    def _known(self, tensor: torch.Tensor) -> _Known | None:
+        if isinstance(tensor, FakeTensor):
+            known = getattr(tensor, "known", None)
+            if known is not None:
+                return known if known.version == tensor._version else None
+            names = (name for name in self._buffers if operator.attrgetter(name)(self._wrapper) is tensor)
+            name = next((name for name in names if name not in self._wrapper.updated), None)
+            return None if name is None else _Known(self._buffers[name], 0, frozenset([name]))
+        plain = type(tensor) is torch.Tensor and not tensor.requires_grad and tensor.numel() <= _MOST
+        return _Known(tensor, 0, frozenset()) if plain else None
+
+
+class _NotKnown(Exception):
+    """Of this argument the numbers are not known."""
+
+
+def _small(tensor: torch.Tensor) -> bool:
+    sizes = tensor.shape
+    return all(type(size) is int for size in sizes) and tensor.numel() <= _MOST
+
+
+def _flat(arguments: Sequence[Any]) -> list:
+    found = []
+    for argument in arguments:
+        found += _flat(argument) if isinstance(argument, (tuple, list)) else [argument]
+    return found
