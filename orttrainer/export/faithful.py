@@ -26,6 +26,7 @@ from orttrainer.export.call import without_checkpoints
 from orttrainer.export.numbers import Numbers
 from orttrainer.export.opened import opened
 from orttrainer.export.rewrites import (
+    complex_numbers,
     ctc,
     einsum,
     embedding,
@@ -135,7 +136,8 @@ class _Rewrites(TorchFunctionMode):
 
     def __init__(self, wrapper, decided):
         super().__init__()
-        self._rewrites = {**_REWRITES, **grouped.rewrites()}
+        known = {**_REWRITES, **grouped.rewrites()}
+        self._rewrites = {**known, **complex_numbers.rewrites(known)}
         self._wrapper, self.numbers = wrapper, Numbers(wrapper, decided)
         self._names = {id(x): name for name, x in (*wrapper.named_parameters(), *wrapper.named_buffers())}
         self._custom_functions = 0  # how many are being applied: autograd runs their forward under no_grad
