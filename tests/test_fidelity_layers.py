@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from exported import Model
+from fidelity import assert_trains_as_in_pytorch
 from marks import slow
 from small import make
 from test_fidelity import Loss, described
@@ -262,7 +263,19 @@ def test_a_function_inside_a_function_is_seen():
     torch.testing.assert_close(make(model, loss_fn=None, desc=description).train_step(x, label, RATE), expected)
 
 
+def test_an_orthogonal_matrix_trains_as_in_pytorch():
+    def batch(step):
+        return [random(3 + step, 6)]
+
+    assert_trains_as_in_pytorch(lambda: nn.utils.parametrizations.orthogonal(nn.Linear(6, 6)), batch, evaluates=True)
+
+
+class Factor(nn.Linear):
+    def forward(self, x):
+        return x @ torch.linalg.cholesky(self.weight @ self.weight.t() + torch.eye(6))
+
+
 def test_what_the_exporters_do_not_have_is_named():
-    layer = nn.utils.parametrizations.orthogonal(nn.Linear(6, 6))
-    with pytest.raises(ExportError, match="linalg_matrix_exp"):
+    layer = Factor(6, 6, bias=False)
+    with pytest.raises(ExportError, match="linalg_cholesky"):
         make(Loss(layer), loss_fn=None, desc=described([random(3, 6)])).train_step(random(3, 6), RATE)

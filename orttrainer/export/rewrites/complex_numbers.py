@@ -205,7 +205,10 @@ _FUNCTIONS = {
     "matmul": _matmul, "bmm": _matmul, "mm": _matmul, "vdot": lambda x, y: (x.conj() * y).sum(), "square": lambda z: z * z,
 }  # fmt: skip
 _METHODS = {"__mul__": _mul, "__rmul__": _mul, "__matmul__": _matmul, "__pow__": _pow, "__setitem__": _set_item}
-_NEW = ("empty", "empty_like", "new_empty", "new_zeros", "new_ones", "ones", "ones_like", "zeros", "zeros_like")
+_NEW = (
+    "empty", "empty_like", "full", "full_like", "new_empty", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "zeros",
+    "zeros_like",
+)  # fmt: skip
 
 
 def rewrites(others: Mapping[Callable, Callable]) -> dict[Callable, Callable]:
@@ -237,6 +240,7 @@ def rewrites(others: Mapping[Callable, Callable]) -> dict[Callable, Callable]:
     add(torch.Tensor.__getitem__, _by_parts(torch.Tensor.__getitem__))
     add(torch._C._nn.pad, _by_parts(torch._C._nn.pad))
     add(torch._C._nn.linear, _linear)
+    add(torch._C._nn.pad_sequence, _by_parts(torch._C._nn.pad_sequence))
     for norm in (torch.norm, torch.Tensor.norm, torch.linalg.vector_norm, torch.linalg.norm):
         add(norm, _norm(norm))
     add(torch.einsum, functools.partial(_einsum, others.get(torch.einsum, torch.einsum)))
