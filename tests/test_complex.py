@@ -89,7 +89,7 @@ FUNCTIONS = {
         lambda z, w: z.unsqueeze(1) * w.unsqueeze(0), lambda z, w: z[None].squeeze(0).permute(1, 0), lambda z, w: z.repeat(2, 1),
         lambda z, w: z[None].expand(2, -1, -1), lambda z, w: torch.nn.functional.pad(z, (1, 2)), lambda z, w: z.cumsum(1),
         lambda z, w: torch.where(WHERE, z, w), lambda z, w: z.masked_fill(WHERE, 2.0), lambda z, w: torch.ones_like(z) + z,
-        into_slices, lambda z, w: z.new_zeros(3, 4) - z,
+        into_slices, lambda z, w: torch.full((4,), 1 + 2j) * z, lambda z, w: torch.full_like(z, 2.0) * w, lambda z, w: z.new_zeros(3, 4) - z,
     ],
     "functions": [
         lambda z, w: z.exp(), lambda z, w: (z + 3).log(), lambda z, w: (z + 4).sqrt(), lambda z, w: z.sin() + w.cos(),

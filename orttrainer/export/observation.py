@@ -60,16 +60,16 @@ def observe(wrapper, inputs, hidden_state: bool = True) -> Observation:
             with MutedDropout():
                 return sampled(own(_first_outputs(wrapper, batch), wrapper, batch))
 
-        error, first, others, later = None, sampled(outputs), _other_values(inputs), None
+        error = later = None
         if hidden_state:
-            changed = hidden.changed()
+            first, others, changed = sampled(outputs), _other_values(inputs), hidden.changed()
             error = hidden.error(first, lambda: call(inputs))
             if changed and error is None and others is not None:
                 with contextlib.suppress(Exception):  # the module's own: values that it does not take
                     later = call(others)
     if error is not None and not _only_caches(wrapper, inputs, others, first):
         raise error
-    if later is not None and not alike(later, *_called(wrapper, others)):
+    if later is not None and not alike(later, *_called(wrapper, others)):  # a first call, on the same values
         raise changes(changed)
     for name, parameter in parameters.items():
         if parameter._version != versions[name] and name not in frozen:

@@ -79,13 +79,21 @@ def _set_item(self, index, value):
 
 
 def _filled(function: Callable, *args, dtype=None, **kwargs):
-    """zeros, ones and the like, of a complex dtype."""
-    if dtype is None:  # as its first argument, which is complex
-        dtype, args = args[0].dtype, (args[0].real, *args[1:])
-    elif isinstance(args[0], torch.Tensor) and args[0].is_complex():
-        args = (args[0].real, *args[1:])
-    real = function(*args, dtype=dtype.to_real(), **kwargs)
-    return torch.complex(real, torch.zeros_like(real))
+    """zeros, full and the like, of a complex dtype: that which is asked for, or that of an argument."""
+    if dtype is None:
+        dtype = next(
+            (x.dtype for x in args if isinstance(x, torch.Tensor) and x.is_complex()), torch.get_default_dtype()
+        )
+    dtype = dtype.to_real()
+
+    def part(place):
+        def of(value):
+            return _parts(value)[place] if _is_complex(value) else value
+
+        return function(*map(of, args), dtype=dtype, **{name: of(value) for name, value in kwargs.items()})
+
+    real, filled = part(0), any(isinstance(value, complex) for value in (*args, *kwargs.values()))
+    return torch.complex(real, part(1) if filled else torch.zeros_like(real))
 
 
 # ---------------------------------------------------------------- functions
