@@ -13,6 +13,7 @@ import warnings
 
 import pytest
 import torch
+from marks import slow
 from small import LR, assert_same, batch, make, net
 
 from orttrainer import set_seed
@@ -161,7 +162,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.003, 0.007, 0.015, 0.05])
+@pytest.mark.parametrize("delay", [0.0, slow(0.003), 0.007, slow(0.015), 0.05])
 def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path, delay):
     with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
         process.stdout.readline()

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from marks import slow
 
 STATE = "import sys\ndef read(): return 'sympy.core' in sys.modules\n"
 
@@ -33,15 +34,15 @@ print(read(), "sympy" in sys.modules)
     [
         ("print(ir.SymbolicDim('n') + 1)", "n + 1"),
         ("print(ir.SymbolicDim('max(n, 3)') + 1)", "Max(3, n) + 1"),
-        ("import sympy; print(sympy.Symbol('x') * 2)", "2*x"),
+        slow("import sympy; print(sympy.Symbol('x') * 2)", "2*x"),
         ("from sympy import Symbol, S; print(Symbol('x') * S(3))", "3*x"),
-        ("from sympy import *; print(Integer(2) + 1)", "3"),
+        slow("from sympy import *; print(Integer(2) + 1)", "3"),
         ("import sympy.core.symbol; print(sympy.core.symbol.Symbol is sympy.Symbol, sympy.core.__spec__.name)",
          "True sympy.core"),
         ("from sympy.printing.str import StrPrinter; import sympy; print(StrPrinter().doprint(sympy.Symbol('y')))", "y"),
-        ("import sympy; print(sympy.__version__[0])", "1"),
+        slow("import sympy; print(sympy.__version__[0])", "1"),
         ("import importlib, sympy; print(importlib.reload(sympy.core.cache).__spec__.name)", "sympy.core.cache"),
-        ("import inspect, sympy; sympy.S; print(len(inspect.getsource(sympy)) > 1000)", "True"),
+        slow("import inspect, sympy; sympy.S; print(len(inspect.getsource(sympy)) > 1000)", "True"),
         ("import sympy\ntry: sympy.nothing\nexcept AttributeError as error: print(error)",
          "module 'sympy' has no attribute 'nothing'"),
     ],

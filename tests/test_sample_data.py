@@ -277,6 +277,7 @@ def train(*arguments, env=()):
     )
 
 
+@pytest.mark.slow  # test_sample_training.py has it learn as well
 def test_train_learns_and_reports():
     done = train("--max-steps", 80, "--log-interval", 40, "--optimizer", "adam", "--lr", 0.001)
     assert done.returncode == 0, done.stderr
