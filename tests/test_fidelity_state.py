@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from fidelity import RATE, Loss, assert_trains_as_in_pytorch, described, rebuilt, vectors
+from fidelity import RATE, Loss, Written, assert_trains_as_in_pytorch, described, rebuilt, vectors
 from small import make
 from torch import nn
 
@@ -246,21 +246,6 @@ def test_a_decision_by_a_buffer_that_forward_changes_is_refused_until_it_has_don
 # ---------------------------------------------------------------- frozen parameters
 
 
-class Moving(nn.Module):
-    """Changes a frozen parameter in forward."""
-
-    def __init__(self, change):
-        super().__init__()
-        self.linear, self.code = nn.Linear(6, 6), nn.Parameter(torch.ones(6), requires_grad=False)
-        self.change = change
-
-    def forward(self, x):
-        y = self.linear(x)
-        with torch.no_grad():
-            self.change(self.code, y.mean(0))
-        return y * self.code
-
-
 MOVES = {
     "data assigned": lambda code, y: setattr(code, "data", code.data * 0.9 + y * 0.1),
     "data changed": lambda code, y: code.data.mul_(0.9).add_(y, alpha=0.1),
@@ -275,7 +260,7 @@ MOVES = {
 
 @pytest.mark.parametrize("change", MOVES.values(), ids=MOVES)
 def test_a_frozen_parameter_changes_as_in_pytorch(change):
-    assert_trains_as_in_pytorch(lambda: Moving(change), vectors, evaluates=False)
+    assert_trains_as_in_pytorch(lambda: Written(change, trained=False), vectors, evaluates=False)
 
 
 class MomentumEncoder(nn.Module):
@@ -312,7 +297,7 @@ def test_a_trainer_is_made_without_a_trace_of_it():
 
 
 def test_a_parameter_that_is_given_its_own_data_is_no_hindrance():
-    layer = Moving(lambda code, y: setattr(code, "data", code.data.to(y.dtype)))
+    layer = Written(lambda code, y: setattr(code, "data", code.data.to(y.dtype)), trained=False)
     expected = Loss(layer)(*vectors(0))[0].detach()
     found, _ = make(Loss(layer), loss_fn=None, desc=described(vectors(0))).train_step(*vectors(0), RATE)
     torch.testing.assert_close(found, expected)

@@ -11,7 +11,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from fidelity import RATE, Loss, described, vectors
+from fidelity import RATE, Loss, Written, described, vectors
 from small import make
 from torch import nn
 
@@ -200,21 +200,6 @@ def test_a_refusal_leaves_attributes_as_they_were(calls):
     assert torch.equal(calls, before) if isinstance(calls, torch.Tensor) else calls == before
 
 
-class Written(nn.Module):
-    """Writes to a trained parameter."""
-
-    def __init__(self, change):
-        super().__init__()
-        self.linear, self.code = nn.Linear(6, 6), nn.Parameter(torch.ones(6))
-        self.change = change
-
-    def forward(self, x):
-        y = self.linear(x)
-        with torch.no_grad():
-            self.change(self.code, y.mean(0))
-        return y * self.code
-
-
 WRITES = {
     "data assigned": lambda code, y: setattr(code, "data", code.data * 0.999 + y * 0.001),
     "data changed": lambda code, y: code.data.mul_(0.999).add_(y, alpha=0.001),
@@ -228,7 +213,7 @@ WRITES = {
 
 @pytest.mark.parametrize("change", WRITES.values(), ids=WRITES)
 def test_a_trained_parameter_that_forward_changes_is_refused_and_not_changed(change):
-    layer = Written(change)
+    layer = Written(change, trained=True)
     with pytest.raises(
         UnsupportedModelError, match=r"changes the parameter 'layer\.code' in place.*requires_grad_\(False"
     ):
@@ -237,7 +222,7 @@ def test_a_trained_parameter_that_forward_changes_is_refused_and_not_changed(cha
 
 
 def test_a_frozen_parameter_in_the_memory_of_a_trained_one_is_refused():
-    layer = Written(lambda code, y: None)
+    layer = Written(lambda code, y: None, trained=True)
     layer.other = nn.Parameter(torch.zeros(6), requires_grad=False)
     layer.change = lambda code, y: setattr(layer.other, "data", code.data)
     with pytest.raises(UnsupportedModelError, match=r"gives 'layer\.other' the memory of 'layer\.code'.*clone"):

@@ -162,5 +162,5 @@ def memory_of(tensor: torch.Tensor) -> int | None:
     """What tensors that show the same memory have in common; None for those that have none of their own."""
     try:
         return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
-    except (RuntimeError, NotImplementedError):  # within a `torch.func` transform
+    except RuntimeError:  # within a `torch.func` transform
         return None
