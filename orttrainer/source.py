@@ -56,10 +56,12 @@ class Source:
     def as_declared(self) -> set[str]:
         """Parameters whose memory has to stay as the model declares it.
 
-        Those with several names in a model of transformers: its `save_pretrained` looks at tied tensors by `view(-1)`.
+        Complex ones, which share theirs with their parts; and those with several names in a model of transformers, whose
+        `save_pretrained` looks at tied tensors by `view(-1)`.
         """
         models = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
-        kept: set[str] = set()
+        state = {} if self.module is None else export.named_state(self.module, self.loss_fn)
+        kept = {name for name, tensor in state.items() if tensor.is_complex()}
         for path, module in self.module.named_modules() if self.module is not None else ():
             if isinstance(module, models):
                 names = collections.defaultdict(list)

@@ -36,7 +36,8 @@ class TrainedState:
 
     Attributes:
         tensors: name -> tensor, each parameter as the model declares it.
-        stored: name in the graph -> tensor, what a `Runner` works on; of a transposed one `tensors` has views.
+        stored: name in the graph -> tensor, what a `Runner` works on; of a transposed one `tensors` has views, as of the
+            real and imaginary parts of a complex one.
     """
 
     def __init__(
@@ -63,8 +64,9 @@ class TrainedState:
                 if entry.role in ("parameter", "buffer"):  # the caller's, whose model is not to be trained in place
                     array = array.copy()
                 shared = torch.from_numpy(array).to(device)
-            self.stored[entry.name] = shared.detach()
+            self.stored[entry.name] = export.as_real(shared.detach())
             for name, view in entry.views(self.stored[entry.name]).items():
+                view = view if not shared.is_complex() else shared.detach()
                 view = self.tensors[name] = view if entry.last_row is None else _apart(view)
                 if entry.transposed and name in own:
                     view.copy_(own[name].detach())
@@ -367,8 +369,8 @@ def on_device(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
                 f"parameters of dtype {tensor.dtype} cannot be trained: small updates would be rounded away. Convert the "
                 "module with model.float(); use_mixed_precision=True then computes in half precision with float32 weights"
             )
-        if not tensor.is_contiguous():
-            tensor.data = tensor.data.contiguous()
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            tensor.data = tensor.data.resolve_conj().resolve_neg().contiguous()
     return module
 
 
@@ -379,6 +381,7 @@ def cpu_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def ir_view(name: str, tensor: torch.Tensor) -> ir.TensorProtocol:
     """An ONNX tensor that shows what `tensor` holds at the moment it is written."""
+    tensor = export.as_real(tensor)
     dtype = ir.DataType.from_numpy(torch.empty(0, dtype=tensor.dtype).numpy().dtype)
 
     def read() -> ir.TensorProtocol:

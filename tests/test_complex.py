@@ -1,4 +1,4 @@
-"""Complex numbers: inside forward they are pairs of real ones; as state they are refused by name."""
+"""Complex numbers are pairs of real ones in the graph, inside forward and as state; the module keeps its own tensors."""
 
 import copy
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from orttrainer import IODescription, ModelDescription, ORTTrainer
-from orttrainer.errors import UnsupportedModelError
+from orttrainer import IODescription, ModelDescription, ORTTrainer, load_checkpoint, save_checkpoint
+from orttrainer.errors import StateError
 
 
 class Spectrum(nn.Module):
@@ -20,37 +20,45 @@ class Spectrum(nn.Module):
 
 
 class Rotation(nn.Module):
-    def __init__(self, dtype):
+    def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4, dtype=dtype) if dtype.is_complex else torch.randn(4, 4, 2))
+        self.weight = nn.Parameter(torch.randn(4, 4, 2))
 
     def forward(self, x):
-        weight = self.weight if self.weight.is_complex() else torch.view_as_complex(self.weight)
-        return (x.to(torch.cfloat) @ weight).abs().mean()
+        return (x.to(torch.cfloat) @ torch.view_as_complex(self.weight)).abs().mean()
 
 
-def trainer_of(model):
+def trainer_of(model, optimizer="SGDOptimizer"):
     description = ModelDescription(
         [IODescription("x", ["n", 4], torch.float32)], [IODescription("loss", [], torch.float32)]
     )
     rate = IODescription("Learning_Rate", [1], torch.float32)
-    return ORTTrainer(model, None, description, "SGDOptimizer", None, rate, torch.device("cpu"))
+    return ORTTrainer(model, None, description, optimizer, None, rate, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("make", [Spectrum, lambda: Rotation(torch.float32)], ids=["rfft", "view_as_complex"])
-def test_complex_numbers_inside_forward_train_like_pytorch(make):
-    torch.manual_seed(0)
-    model = make()
+def assert_trains_like_pytorch(model, *, sizes=(3, 3, 5), rate=0.1, adam=False):
+    """Train `model` beside a copy of it in PyTorch; return its trainer."""
     twin = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
-    trainer = trainer_of(model)
-    for _ in range(3):
-        x = torch.randn(3, 4)
-        loss, expected = trainer.train_step(x, torch.tensor([0.1])), twin(x)
+    trainer = trainer_of(model, "AdamWOptimizer" if adam else "SGDOptimizer")
+    optimizer = torch.optim.AdamW(twin.parameters(), rate) if adam else torch.optim.SGD(twin.parameters(), rate)
+    for size in sizes:
+        x = torch.randn(size, 4)
+        loss, expected = trainer.train_step(x, torch.tensor([rate])), twin(x)
         optimizer.zero_grad()
         expected.backward()
         optimizer.step()
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
+    for (name, found), expected in zip(model.state_dict().items(), twin.state_dict().values()):
+        torch.testing.assert_close(
+            found, expected, rtol=1e-4 if adam else 1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    return trainer
+
+
+@pytest.mark.parametrize("make", [Spectrum, Rotation], ids=["rfft", "view_as_complex"])
+def test_complex_numbers_inside_forward_train_like_pytorch(make):
+    torch.manual_seed(0)
+    assert_trains_like_pytorch(make())
 
 
 class Functions(nn.Module):
@@ -107,21 +115,144 @@ FUNCTIONS = {
 @pytest.mark.parametrize("functions", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_functions_of_complex_numbers_train_like_pytorch(functions):
     torch.manual_seed(0)
-    model = Functions(functions)
-    twin = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(twin.parameters(), lr=1e-3)
+    assert_trains_like_pytorch(Functions(functions), sizes=(1, 1, 1), rate=1e-3)
+
+
+# ---------------------------------------------------------------- state
+
+
+def number(*shape):
+    return torch.randn(*shape, dtype=torch.cfloat)
+
+
+class Complex(nn.Module):
+    """The linear layer gives complex numbers z, and `forward` of them and the module makes the loss."""
+
+    def __init__(self, compute, **state):
+        super().__init__()
+        self.linear, self.compute = nn.Linear(4, 8), compute
+        for name, value in state.items():
+            (self.register_parameter if isinstance(value, nn.Parameter) else self.register_buffer)(name, value)
+
+    def forward(self, x):
+        z = torch.view_as_complex(self.linear(x).view(-1, 4, 2))
+        return self.compute(self, z).abs().square().mean()
+
+
+def low_frequencies(m, z):
+    """A layer of the Fourier neural operator (Li et al. 2021, section 4)."""
+    f = torch.fft.rfft(torch.cat((z.real, z.imag), -1))
+    kept = torch.zeros(f.shape[0], 5, dtype=torch.cfloat)
+    kept[:, 1:4] = torch.einsum("bi,io->bo", f[:, 1:4], m.w)
+    return torch.fft.irfft(kept, n=8)
+
+
+def diagonal_recurrence(m, z):
+    """The kernel of a diagonal state space model (Gu et al. 2022, section 3.3)."""
+    steps = m.a.exp()[:, None] ** torch.arange(6)
+    return torch.einsum("n,nl->l", m.c * (m.a.exp() - 1) / m.a, steps).real * z.real.sum()
+
+
+def moving_average(write):
+    def compute(m, z):
+        with torch.no_grad():
+            write(m, m.average * 0.9 + z.mean(0) * 0.1)
+        return z - m.average
+
+    return compute
+
+
+def assigned(m, new):
+    m.average = new
+
+
+def by_slices(m, new):
+    m.average[:2], m.average[2:] = new[:2], new[2:]
+
+
+def by_filling(m, new):
+    m.average.zero_()
+    m.average += new
+
+
+PARAMETERS = {
+    "matrix": lambda: Complex(lambda m, z: z @ m.w + m.b, w=nn.Parameter(number(4, 4)), b=nn.Parameter(number(4))),
+    "number": lambda: Complex(lambda m, z: z * m.w, w=nn.Parameter(torch.tensor(1 + 2j))),
+    "frozen": lambda: Complex(lambda m, z: z @ m.w, w=nn.Parameter(number(4, 4), requires_grad=False)),
+    "double": lambda: Complex(
+        lambda m, z: (z.to(torch.cdouble) * m.w).to(torch.cfloat), w=nn.Parameter(torch.randn(4, dtype=torch.cdouble))
+    ),
+    "unitary": lambda: Complex(
+        lambda m, z: (z @ torch.matrix_exp(m.w - m.w.mH)).real, w=nn.Parameter(0.3 * number(4, 4))
+    ),
+    "inverse": lambda: Complex(lambda m, z: z @ torch.linalg.inv(m.w), w=nn.Parameter(number(4, 4) + 4 * torch.eye(4))),
+    "Fourier operator": lambda: Complex(low_frequencies, w=nn.Parameter(number(3, 3))),
+    "state space": lambda: Complex(
+        diagonal_recurrence, a=nn.Parameter(-0.5 + 1j * torch.arange(3.0)), c=nn.Parameter(number(3))
+    ),
+}
+BUFFERS = {
+    "rotary table": lambda: Complex(lambda m, z: z * m.f[: z.shape[0]] + m.f[0], f=torch.polar(torch.ones(8, 4), torch.rand(8, 4))),
+    "conjugated": lambda: Complex(lambda m, z: (z * m.f).real, f=number(4).conj()),
+    "imaginary part": lambda: Complex(lambda m, z: z * m.f, f=number(4).conj().imag),
+    **{
+        f"average, {write.__name__}": lambda write=write: Complex(moving_average(write), average=torch.zeros(4, dtype=torch.cfloat))
+        for write in (assigned, by_slices, by_filling)
+    },
+    "average, copied": lambda: Complex(moving_average(lambda m, new: m.average.copy_(new)), average=number(4)),
+    "average, of real numbers": lambda: Complex(moving_average(lambda m, new: m.average.copy_(new.real)), average=number(4)),
+    "average, lerp_": lambda: Complex(moving_average(lambda m, new: m.average.lerp_(new, 0.5)), average=number(4)),
+    "average, data": lambda: Complex(moving_average(lambda m, new: setattr(m.average, "data", new)), average=number(4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [*PARAMETERS.values(), *BUFFERS.values()], ids=[*PARAMETERS, *BUFFERS])
+def test_complex_state_trains_like_pytorch(make):
+    torch.manual_seed(0)
+    assert_trains_like_pytorch(make(), rate=0.02)
+
+
+def test_adam_takes_both_parts_of_complex_parameters_apart_as_pytorch_does():
+    torch.manual_seed(0)
+    trainer = assert_trains_like_pytorch(PARAMETERS["matrix"](), rate=0.02, adam=True)
+    assert trainer.state_dict()["Moment_1_w"].shape == (4, 4, 2)
+
+
+def test_a_layer_of_complex_numbers_shared_by_two_names():
+    torch.manual_seed(0)
+    model = Complex(lambda m, z: m.second(m.first(z)))
+    model.first = nn.Linear(4, 4, dtype=torch.cfloat)
+    model.second = nn.Linear(4, 4, dtype=torch.cfloat)
+    model.second.weight = model.first.weight
+    assert_trains_like_pytorch(model, rate=0.02)
+
+
+def test_a_checkpoint_has_complex_tensors_as_the_module_has_them(tmp_path):
+    torch.manual_seed(0)
+    model, x, rate = PARAMETERS["matrix"](), torch.randn(3, 4), torch.tensor([0.02])
+    trainer = trainer_of(model, "AdamWOptimizer")
+    trainer.train_step(x, rate)
+    save_checkpoint(trainer, tmp_path)
+    state = trainer.state_dict()
+    assert all(
+        torch.equal(state[name], value) and state[name].dtype == value.dtype
+        for name, value in model.state_dict().items()
+    )
+    expected = [trainer.train_step(x, rate).item() for _ in range(2)]
+    other = trainer_of(PARAMETERS["matrix"](), "AdamWOptimizer")
+    load_checkpoint(other, tmp_path)
+    assert [other.train_step(x, rate).item() for _ in range(2)] == expected
+
+
+def test_what_is_done_to_a_complex_parameter_between_steps_is_followed():
+    torch.manual_seed(0)
+    model, other, x = PARAMETERS["matrix"](), PARAMETERS["matrix"](), torch.randn(3, 4)
     trainer = trainer_of(model)
-    for _ in range(3):
-        x = torch.randn(1, 4)
-        loss, expected = trainer.train_step(x, torch.tensor([1e-3])), twin(x)
-        optimizer.zero_grad()
-        expected.backward()
-        optimizer.step()
-        torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
-    for parameter, expected in zip(model.parameters(), twin.parameters()):
-        torch.testing.assert_close(parameter, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_a_complex_parameter_is_refused_by_name():
-    with pytest.raises(UnsupportedModelError, match=r"'weight' is torch.complex64, .*\(torch.view_as_real\)"):
-        trainer_of(Rotation(torch.cfloat)).train_step(torch.randn(3, 4), torch.tensor([0.1]))
+    trainer.train_step(x, torch.tensor([0.02]))
+    model.load_state_dict(other.state_dict(), assign=True)
+    torch.testing.assert_close(trainer.train_step(x, torch.tensor([0.02])), other(x).detach())
+    model.w.data = torch.zeros(4, 4, dtype=torch.cdouble)
+    with pytest.raises(
+        StateError, match=r"'w' of the module is torch.complex128 \[4, 4\], but was torch.complex64 \[4, 4\]"
+    ):
+        trainer.train_step(x, torch.tensor([0.02]))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 _HOME = {
     "ForwardGraph": "forward_graph",
+    "as_real": "initializers",
     "attach_loss": "torch_loss",
     "check_layers": "call",
     "check_postprocessed": "postprocess",
@@ -20,6 +21,7 @@ _HOME = {
 
 __all__ = [
     "ForwardGraph",
+    "as_real",
     "attach_loss",
     "check_layers",
     "check_postprocessed",
@@ -34,6 +36,7 @@ __all__ = [
 if TYPE_CHECKING:
     from orttrainer.export.call import check_layers, count_outputs, named_state
     from orttrainer.export.forward_graph import ForwardGraph
+    from orttrainer.export.initializers import as_real
     from orttrainer.export.module import export_module
     from orttrainer.export.observation import observe_gradients
     from orttrainer.export.onnx_model import from_onnx

@@ -129,11 +129,6 @@ def _state(module) -> dict[str, torch.Tensor]:
 def check_layers(module: nn.Module) -> None:
     """Refuse by name what torch could only say in its own words, or not at all."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.is_complex():
-            raise UnsupportedModelError(
-                f"{name!r} is {tensor.dtype}, and ONNX Runtime has no complex tensors. Keep it as real numbers "
-                f"(torch.view_as_real) and make it complex in forward (torch.view_as_complex)."
-            )
         if getattr(tensor, "_post_accumulate_grad_hooks", None):
             raise UnsupportedModelError(
                 f"{name!r} has a hook for when its gradient is accumulated (register_post_accumulate_grad_hook), which would "

@@ -22,7 +22,7 @@ from orttrainer.errors import ExportMismatchError, RuntimeNotFoundError
 from orttrainer.export.call import in_train_mode
 from orttrainer.export.faithful import MutedDropout
 from orttrainer.export.hidden_state import Generators
-from orttrainer.export.initializers import constant_of, state_as_inputs
+from orttrainer.export.initializers import as_real, constant_of, state_as_inputs
 from orttrainer.export.observation import Observation, observe, own
 from orttrainer.export.sizes import all_resized, resized
 from orttrainer.export.untouched import unchanged
@@ -103,7 +103,9 @@ def check_values(forward, wrapper, inputs, observed: Observation, public, symbol
     updates = {name: forward.updates[public[name]] for name in observed.updated if public[name] in forward.updates}
 
     def named(seen: Observation):
-        return dict(zip(names, seen.outputs)) | {updates[n]: v for n, v in seen.updated.items() if n in updates}
+        return dict(zip(names, seen.outputs)) | {
+            updates[n]: as_real(v) for n, v in seen.updated.items() if n in updates
+        }
 
     rounding = functools.partial(_rounding, wrapper, named)
     expected, got = named(observed), dict(zip(names, run(inputs)))

@@ -8,12 +8,17 @@ import onnx_ir as ir
 import torch
 from onnx_ir.tensor_adapters import TorchTensor
 
-__all__ = ["add_initializer", "constant_of", "inputs_as_state", "state_as_inputs", "state_tensor"]
+__all__ = ["add_initializer", "as_real", "constant_of", "inputs_as_state", "state_as_inputs", "state_tensor"]
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as graphs have it, in the same memory: of complex numbers real and imaginary part along a last axis."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def state_tensor(tensor: torch.Tensor, name: str) -> TorchTensor:
     """Wrap a torch tensor for the IR; the memory is shared."""
-    return TorchTensor(tensor.detach(), name=name)
+    return TorchTensor(as_real(tensor.detach()), name=name)
 
 
 def constant_of(value):

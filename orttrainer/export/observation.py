@@ -13,6 +13,7 @@ from orttrainer.errors import OrtTrainerError, UnsupportedModelError
 from orttrainer.export.call import LossModule, in_train_mode, state_names, without_checkpoints
 from orttrainer.export.faithful import MutedDropout
 from orttrainer.export.hidden_state import Generators, HiddenState, alike, changes, sampled
+from orttrainer.export.initializers import as_real
 from orttrainer.export.untouched import Moved, memory_of, unchanged, written
 
 __all__ = ["Observation", "observe", "observe_gradients", "own"]
@@ -201,14 +202,14 @@ def _same(a, b):
 
 
 def observe_gradients(module, loss_fn, description, inputs) -> dict[str, torch.Tensor] | None:
-    """The gradient of the loss for each parameter, by public name, from autograd: train mode, dropout off.
+    """The gradient of the loss for each parameter, by public name, from autograd: train mode, dropout off; as graphs have it.
 
     A parameter that the loss does not depend on is left out. The module is left as it was. None where forward draws
     random numbers that cannot be muted.
     """
     wrapper = LossModule(module, loss_fn, description)
     public = state_names(wrapper)
-    parameters = {public[n]: p for n, p in wrapper.named_parameters() if p.requires_grad and p.is_floating_point()}
+    parameters = {public[n]: p for n, p in wrapper.named_parameters() if p.requires_grad}
     with unchanged(wrapper, inputs), in_train_mode(wrapper.module), torch.enable_grad():
         generators = Generators(inputs)
         with _ContiguousGradients(), without_checkpoints():
@@ -223,7 +224,9 @@ def observe_gradients(module, loss_fn, description, inputs) -> dict[str, torch.T
         for name, parameter in parameters.items():  # the backward of a reversible network calls autograd itself
             if (more := parameter.grad) is not None:
                 found[name] = more if found[name] is None else found[name] + more
-    return {name: gradient.to_dense() for name, gradient in found.items() if gradient is not None}
+    return {
+        name: as_real(gradient.to_dense().resolve_conj()) for name, gradient in found.items() if gradient is not None
+    }
 
 
 class _ContiguousGradients(MutedDropout):

@@ -36,7 +36,9 @@ def stop_gradient(x: torch.Tensor) -> torch.Tensor:
 
 
 def stopped(result):
-    """`result`, its float tensors without a gradient."""
+    """`result`, its tensors of floats and complex numbers without a gradient."""
+    if isinstance(result, torch.Tensor) and result.is_complex():
+        return torch.complex(stop_gradient(result.real), stop_gradient(result.imag))
     if isinstance(result, torch.Tensor):
         return stop_gradient(result) if result.is_floating_point() else result
     if type(result) in (tuple, list):
@@ -46,7 +48,9 @@ def stopped(result):
 
 def _detached(x):
     """`x.detach()`, which shows the memory of `x`: a buffer may be changed through it."""
-    return stopped(x) if x.requires_grad else x.detach()
+    if x.requires_grad:
+        return stopped(x)
+    return torch.view_as_complex(torch.view_as_real(x).detach()) if x.is_complex() else x.detach()
 
 
 REWRITES = {

@@ -93,7 +93,7 @@ def _forward_graph(job, model, updated, exporter, decided=()):
 
 
 def _is_trainable(tensor):
-    trains = isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad and tensor.is_floating_point()
+    trains = isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad  # which only floats and complex numbers do
     return trains and tensor.numel() > 0  # no elements, nothing to update, and no memory to bind
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from orttrainer.export.rewrites import linear_algebra
+
 __all__ = ["rewrites"]
 
 
@@ -68,11 +70,31 @@ def _masked_fill(input, mask, value):
 
 
 def _set_item(self, index, value):
-    """x[index] = value; the new values are added to nothing, for `copy_` of complex numbers is not known either."""
-    parts = [part.clone() for part in _parts(self)]
-    for part, new in zip(parts, _parts(value)):
+    for part, new in zip(_parts(self), _parts(value)):
         part[index] = new
-    self.mul_(0).add_(torch.complex(*parts))
+
+
+def _copy_(self, src, non_blocking=False):
+    for part, new in zip(_parts(self), _parts(src)):
+        part.copy_(new)
+    return self
+
+
+def _fill_(self, value):
+    for part, new in zip(_parts(self), _parts(value)):
+        part.fill_(new)
+    return self
+
+
+def _zero_(self):
+    return _fill_(self, 0.0)
+
+
+def _to(z, *args, **kwargs):
+    """z.to(dtype); a real dtype takes the real part, and what names none leaves z where it is."""
+    dtype = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)), z.dtype)
+    real, imaginary = (part.to(dtype.to_real()) for part in _parts(z))
+    return torch.complex(real, imaginary) if dtype.is_complex else real
 
 
 # ---------------------------------------------------------------- new tensors
@@ -155,6 +177,21 @@ def _linear(input, weight, bias=None):
     return product if bias is None else product + bias
 
 
+def _by_blocks(function: Callable) -> Callable:
+    """`function` of matrices, an inverse or a power series: that of A + iB is read off that of the real [[A, -B], [B, A]]."""
+
+    def applied(z):
+        (a, b), n = _parts(z), z.shape[-1]
+        result = function(torch.cat((torch.cat((a, -b), -1), torch.cat((b, a), -1)), -2))
+        return torch.complex(result[..., :n, :n], result[..., n:, :n])
+
+    return applied
+
+
+def _lerp(start, end, weight):
+    return start + _mul(end - start, weight)
+
+
 def _outer(x, y):
     unsqueeze = _by_parts(torch.unsqueeze)
     return unsqueeze(x, 1) * unsqueeze(y, 0)
@@ -191,6 +228,7 @@ _BY_PARTS = [
     "expand",
     "gather",
     "index_select",
+    "mean",
     "movedim",
     "permute",
     "repeat",
@@ -211,8 +249,19 @@ _FUNCTIONS = {
     "exp": _exp, "log": _log, "sqrt": _sqrt, "sin": _sin, "cos": _cos, "tanh": _tanh, "pow": _pow, "where": _where,
     "masked_fill": _masked_fill, "mul": _mul, "outer": _outer,
     "matmul": _matmul, "bmm": _matmul, "mm": _matmul, "vdot": lambda x, y: (x.conj() * y).sum(), "square": lambda z: z * z,
+    "lerp": _lerp, "lerp_": lambda start, end, weight: _copy_(start, _lerp(start, end, weight)),
 }  # fmt: skip
-_METHODS = {"__mul__": _mul, "__rmul__": _mul, "__matmul__": _matmul, "__pow__": _pow, "__setitem__": _set_item}
+_METHODS = {
+    "__mul__": _mul,
+    "__rmul__": _mul,
+    "__matmul__": _matmul,
+    "__pow__": _pow,
+    "__setitem__": _set_item,
+    "copy_": _copy_,
+    "fill_": _fill_,
+    "to": _to,
+    "zero_": _zero_,
+}
 _NEW = (
     "empty", "empty_like", "full", "full_like", "new_empty", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "zeros",
     "zeros_like",
@@ -248,6 +297,8 @@ def rewrites(others: Mapping[Callable, Callable]) -> dict[Callable, Callable]:
     add(torch.Tensor.__getitem__, _by_parts(torch.Tensor.__getitem__))
     add(torch._C._nn.pad, _by_parts(torch._C._nn.pad))
     add(torch._C._nn.linear, _linear)
+    for function in linear_algebra.OF_A_MATRIX:
+        add(function, _by_blocks(others[function]))
     add(torch._C._nn.pad_sequence, _by_parts(torch._C._nn.pad_sequence))
     for norm in (torch.norm, torch.Tensor.norm, torch.linalg.vector_norm, torch.linalg.norm):
         add(norm, _norm(norm))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["REWRITES"]
+__all__ = ["OF_A_MATRIX", "REWRITES"]
 
 
 def _inverse(A, *, out=None):
@@ -47,9 +47,12 @@ def _matrix_exp(A):
     return result
 
 
-REWRITES = {
+OF_A_MATRIX = {
     **dict.fromkeys([torch.linalg.matrix_exp, torch.matrix_exp, torch.Tensor.matrix_exp], _matrix_exp),
     **dict.fromkeys([torch.linalg.inv, torch.inverse, torch.Tensor.inverse], _inverse),
+}
+REWRITES = {
+    **OF_A_MATRIX,
     torch.linalg.solve: _solve,
     **dict.fromkeys([torch.linalg.slogdet, torch.slogdet, torch.Tensor.slogdet], _slogdet),
 }
