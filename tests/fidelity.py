@@ -68,7 +68,7 @@ def assert_trains_as_in_pytorch(make_layer, batch, evaluates: bool) -> None:
         torch.testing.assert_close(found_y, y.detach(), rtol=1e-4, atol=1e-5)
         module.zero_grad()
         loss.backward()
-        for parameter in (p for p in module.parameters() if p.requires_grad):
+        for parameter in (p for p in module.parameters() if p.grad is not None):
             parameter.data.sub_(RATE * parameter.grad)
     state = ours.state_dict()
     for name, value in module.state_dict().items():

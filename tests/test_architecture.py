@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "runtime": set(),
     "describe": set(),
     "settings": set(),
-    "export": {"describe", "graph", "runtime"},
+    "export": {"describe", "differentiate", "graph", "runtime"},
     "training_graph": {"graph"},
     "pipeline": {"graph"},
     "compile": {"differentiate", "graph", "optim", "pipeline", "training_graph"},

@@ -231,17 +231,6 @@ def test_a_frozen_parameter_in_the_memory_of_a_trained_one_is_refused():
     assert layer.other.data_ptr() != layer.code.data_ptr()
 
 
-def test_a_forward_that_asks_autograd_for_gradients_is_refused_as_such():
-    def slope(layer):
-        x = torch.ones(6, requires_grad=True)
-        return torch.autograd.grad((layer.weight @ x).square().sum(), x, create_graph=True)[0]
-
-    with pytest.raises(
-        UnsupportedModelError, match=r"forward asks autograd for gradients itself \(torch\.autograd\.grad"
-    ):
-        make(Loss(Layer(slope)), loss_fn=None, desc=described(vectors(0))).train_step(*vectors(0), RATE)
-
-
 # ---------------------------------------------------------------- what is no hindrance
 
 

@@ -18,6 +18,7 @@ from orttrainer.export.untouched import unchanged
 
 __all__ = [
     "LossModule",
+    "asks_for_gradients",
     "check_layers",
     "count_outputs",
     "in_train_mode",
@@ -48,6 +49,7 @@ class LossModule(nn.Module):
         self.loss_position = description.loss_position_
         names = [d.name_ for d in description.inputs_]
         self.keywords = _keywords(module, names if loss_fn is None else names[:-1])
+        self.differentiates = False  # forward asks autograd for gradients
         # Buffers whose new values `forward` appends to its outputs (see `export_module`).
         self.updated: tuple[str, ...] = ()
 
@@ -62,6 +64,10 @@ class LossModule(nn.Module):
         *inputs, label = inputs
         prediction = self._predict(inputs)
         return self._checked([self.loss_fn(prediction, label), *_described(prediction, self.output_names[1:])])
+
+    def without_gradients(self):
+        """No gradients around a call, but those that forward itself asks for."""
+        return torch.enable_grad() if self.differentiates else torch.no_grad()
 
     def _predict(self, inputs):
         if self.keywords:
@@ -151,6 +157,11 @@ def check_layers(module: nn.Module) -> None:
             )
 
 
+def asks_for_gradients(error: Exception) -> bool:
+    """Whether a forward under `no_grad` raised this because it asks autograd for gradients."""
+    return isinstance(error, RuntimeError) and "does not require grad" in str(error)
+
+
 def count_outputs(module: nn.Module, inputs) -> int:
     """How many tensors `module` returns as it trains, up to the first thing that is none; `module` is left as it is.
 
@@ -160,10 +171,21 @@ def count_outputs(module: nn.Module, inputs) -> int:
     device = next((p.device for p in module.parameters()), None)
     keywords = inputs if isinstance(inputs, Mapping) else {}
     positional = () if isinstance(inputs, Mapping) else inputs
-    with unchanged(module), in_train_mode(module), torch.no_grad():
-        outputs = module(
-            *(x.detach().to(device) for x in positional), **{k: x.detach().to(device) for k, x in keywords.items()}
-        )
+
+    def call():
+        with unchanged(module), in_train_mode(module):
+            return module(
+                *(x.detach().to(device) for x in positional), **{k: x.detach().to(device) for k, x in keywords.items()}
+            )
+
+    try:
+        with torch.no_grad():
+            outputs = call()
+    except RuntimeError as error:
+        if not asks_for_gradients(error):
+            raise
+        with torch.enable_grad():
+            outputs = call()
     return len(list(itertools.takewhile(lambda output: isinstance(output, torch.Tensor), _flat(outputs))))
 
 

@@ -28,6 +28,7 @@ from orttrainer.export.opened import opened
 from orttrainer.export.rewrites import (
     complex_numbers,
     ctc,
+    derivatives,
     einsum,
     embedding,
     foreach,
@@ -61,6 +62,7 @@ def faithful(wrapper, decided):
             mock.patch.object(F, "_in_projection_packed", _split_projection),
             normalization.cumulative_averages(),
             without_checkpoints(),
+            derivatives.transforms(),
             # Its checks of arguments decide by the values of tensors.
             mock.patch.object(torch.distributions.Distribution, "_validate_args", False),
             _symbolic_len(wrapper),
@@ -272,6 +274,7 @@ _PLUMBING = {torch.Tensor.requires_grad.__get__, torch.Tensor.grad.__get__, torc
 _REWRITES = {
     **stop_gradient.REWRITES,
     **ctc.REWRITES,
+    **derivatives.REWRITES,
     **einsum.REWRITES,
     **embedding.REWRITES,
     **foreach.REWRITES,

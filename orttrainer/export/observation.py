@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from orttrainer.errors import OrtTrainerError, UnsupportedModelError
-from orttrainer.export.call import LossModule, in_train_mode, state_names, without_checkpoints
+from orttrainer.export.call import LossModule, asks_for_gradients, in_train_mode, state_names, without_checkpoints
 from orttrainer.export.faithful import MutedDropout
 from orttrainer.export.hidden_state import Generators, HiddenState, alike, changes, sampled
 from orttrainer.export.initializers import as_real
@@ -37,11 +38,23 @@ def observe(wrapper, inputs, hidden_state: bool = True) -> Observation:
         hidden_state: run it once more, to refuse what computes with anything that the first call left elsewhere than in
             buffers and frozen parameters.
     """
+    try:
+        return _observed(wrapper, inputs, hidden_state)
+    except _AsksForGradients:
+        wrapper.differentiates = True
+        return _observed(wrapper, inputs, hidden_state)
+
+
+class _AsksForGradients(Exception):
+    """Forward asks autograd for gradients, and there are none around this call."""
+
+
+def _observed(wrapper, inputs, hidden_state):
     mute, generators = MutedDropout(), Generators(inputs)
     parameters, buffers = dict(wrapper.named_parameters()), dict(wrapper.named_buffers())
     before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
     versions = {name: parameter._version for name, parameter in parameters.items()}
-    with unchanged(wrapper, inputs) as moved, in_train_mode(wrapper.module), torch.no_grad():
+    with unchanged(wrapper, inputs) as moved, in_train_mode(wrapper.module), wrapper.without_gradients():
         hidden = HiddenState(wrapper) if hidden_state else None
         with mute, _TrainedOnesKept(parameters):
             outputs = own(_first_outputs(wrapper, inputs), wrapper, inputs)
@@ -138,12 +151,8 @@ def _first_outputs(wrapper, inputs):
     except OrtTrainerError:
         raise
     except Exception as error:  # whatever the user's own code raises, with what it was called with
-        if "does not require grad" in str(error):  # there is no autograd around this call
-            raise UnsupportedModelError(
-                "forward asks autograd for gradients itself (torch.autograd.grad, backward), which no exporter takes into a "
-                "graph: losses with derivatives of the model in them, such as gradient penalties, forces or residuals of "
-                "differential equations, train in PyTorch only."
-            ) from error
+        if not wrapper.differentiates and asks_for_gradients(error):
+            raise _AsksForGradients from error
         batch = ", ".join(f"{t.dtype} {list(t.shape)}" for t in inputs)
         error.add_note(f"orttrainer: raised by the module or its loss, in PyTorch, on a batch of {batch}")
         raise
@@ -168,7 +177,12 @@ def _called(wrapper, *batches):
     """What the module gives for one batch after another; random numbers are the same for each."""
     results = []
     tensors = [x for batch in batches for x in batch]
-    with unchanged(wrapper, tensors) as moved, in_train_mode(wrapper.module), torch.no_grad(), MutedDropout():
+    with (
+        unchanged(wrapper, tensors) as moved,
+        in_train_mode(wrapper.module),
+        wrapper.without_gradients(),
+        MutedDropout(),
+    ):
         generators = Generators(tensors)
         for batch in batches:
             generators.rewind()
@@ -208,6 +222,16 @@ def observe_gradients(module, loss_fn, description, inputs) -> dict[str, torch.T
     random numbers that cannot be muted.
     """
     wrapper = LossModule(module, loss_fn, description)
+    try:
+        return _gradients_of_autograd(wrapper, inputs)
+    except RuntimeError as error:
+        if "derivative for" not in str(error):  # PyTorch's quick attention has no second one
+            raise
+        with sdpa_kernel(SDPBackend.MATH):
+            return _gradients_of_autograd(wrapper, inputs)
+
+
+def _gradients_of_autograd(wrapper, inputs):
     public = state_names(wrapper)
     parameters = {public[n]: p for n, p in wrapper.named_parameters() if p.requires_grad}
     with unchanged(wrapper, inputs), in_train_mode(wrapper.module), torch.enable_grad():

@@ -7,12 +7,13 @@ import functools
 import torch
 
 from orttrainer import runtime
+from orttrainer.differentiate.inner import asks_for_gradients, expand_inner_gradients, watch_inner_gradients
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export import normalize
 from orttrainer.export.call import in_train_mode, register_once
 from orttrainer.export.capture import capture_dynamo, capture_torchscript, load_exporter
 from orttrainer.export.forward_graph import ForwardGraph
-from orttrainer.export.initializers import add_initializer, state_as_inputs, state_tensor
+from orttrainer.export.initializers import add_initializer, inputs_as_state, state_as_inputs, state_tensor
 from orttrainer.export.untouched import unchanged
 
 __all__ = ["by_dynamo", "by_torchscript", "load_exporter"]
@@ -73,8 +74,10 @@ def _forward_graph(job, model, updated, exporter, decided=()):
     state = [name for name in dict.fromkeys(job.public.values()) if name in model.graph.initializers]
     output_names = job.output_names + [f"{name}_update" for name in updated]
     normalize.name_interface(model, job.input_names, output_names, job.symbols)
+    watch_inner_gradients(model)
     with state_as_inputs(model, state):
         normalize.optimize(model)
+    model = _with_inner_gradients(model, state)
     model.ir_version = 10
     for name in state:
         if name not in updated and not model.graph.initializers[name].uses():
@@ -90,6 +93,16 @@ def _forward_graph(job, model, updated, exporter, decided=()):
         exporter=exporter,
         unread=tuple(n for n, t in job.tensors.items() if _is_trainable(t) and n not in set(used)),
     )
+
+
+def _with_inner_gradients(model, state):
+    if not asks_for_gradients(model):
+        return model
+    tensors = {name: model.graph.initializers[name].const_value for name in state}
+    with state_as_inputs(model, state):
+        expanded = expand_inner_gradients(model)
+        inputs_as_state(expanded, tensors)
+    return expanded
 
 
 def _is_trainable(tensor):

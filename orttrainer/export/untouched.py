@@ -32,6 +32,7 @@ def unchanged(module: torch.nn.Module, inputs: Sequence[torch.Tensor] = ()) -> I
     buffers = [(b, b.detach().clone()) for b in module.buffers()]
     flags = [(p, p.requires_grad, p.grad) for p in module.parameters()]
     frozen = [parameter for parameter, requires_grad, _ in flags if not requires_grad]
+    flags += [(x, x.requires_grad, x.grad) for x in inputs if x.is_leaf]
     generators = random.getstate(), np.random.get_state()
     devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
     moved = Moved([*frozen, *attributes.tensors, *inputs])

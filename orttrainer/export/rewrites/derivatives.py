@@ -1,0 +1,169 @@
+"""Derivatives that forward asks for itself: nodes `orttrainer::Gradient`, in whose place our own rules put a graph.
+
+`torch.autograd.grad`, what is built on it, and the transforms of `torch.func`, also within `torch.vmap`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from unittest import mock
+
+import torch
+from torch.utils import _pytree as pytree
+
+from orttrainer.differentiate.inner import DOMAIN, GRADIENT
+from orttrainer.errors import UnsupportedModelError
+from orttrainer.export.stop_gradient import stopped
+
+__all__ = ["REWRITES", "transforms"]
+
+
+def _grad(
+    outputs,
+    inputs,
+    grad_outputs=None,
+    retain_graph=None,
+    create_graph=False,
+    only_inputs=True,
+    allow_unused=None,
+    is_grads_batched=False,
+    materialize_grads=False,
+):
+    """torch.autograd.grad; zeros for what the outputs do not depend on, also where PyTorch has None."""
+    if is_grads_batched:
+        raise UnsupportedModelError(
+            "forward calls torch.autograd.grad with is_grads_batched=True, which has no form in a graph. Ask for one "
+            "gradient after the other."
+        )
+    outputs, inputs = _listed(outputs), _listed(inputs)
+    given = [None] * len(outputs) if grad_outputs is None else _listed(grad_outputs)
+    found = _gradients(outputs, [torch.ones_like(y) if g is None else g for y, g in zip(outputs, given)], inputs)
+    return found if create_graph else stopped(found)
+
+
+def _backward(*args, **kwargs):
+    raise UnsupportedModelError(
+        "forward calls backward(), whose gradients go to .grad, where a graph has none. Ask for those that forward needs: "
+        "torch.autograd.grad(y, x, create_graph=True)."
+    )
+
+
+REWRITES = {torch.autograd.grad: _grad, torch.autograd.backward: _backward, torch.Tensor.backward: _backward}
+
+
+def _listed(tensors):
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _gradients(outputs: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]):
+    """The sum over `outputs` of cotangent * d output / d input, for each of `inputs`, as one node."""
+    return tuple(
+        torch.onnx.ops.symbolic_multi_out(
+            f"{DOMAIN}::{GRADIENT}",
+            (*outputs, *cotangents, *inputs),
+            {"outputs": len(outputs)},
+            dtypes=[x.dtype for x in inputs],
+            shapes=[x.shape for x in inputs],
+            version=1,
+        )
+    )
+
+
+# ---------------------------------------------------------------- torch.vmap
+
+
+def _batched(info, axes, tensors, op_type, *args, attr_ints=(), domain="", **kwargs):
+    """`_gradients` where some tensors have one axis more, that of `torch.vmap`; the others have None for it."""
+    if (domain, op_type) != (DOMAIN, GRADIENT):
+        raise _refused(f"that has {domain}::{op_type} in it")
+    (count,) = attr_ints
+    (ys, y_axes), (gs, g_axes), (xs, x_axes) = (
+        (tensors[part], axes[0][part]) for part in (slice(count), slice(count, 2 * count), slice(2 * count, None))
+    )
+    if all(axis is None for axis in (*y_axes, *x_axes)):  # a Jacobian: the same gradient for several cotangents
+        rows = [
+            _gradients(ys, [g if a is None else g.select(a, i) for g, a in zip(gs, g_axes)], xs)
+            for i in range(info.batch_size)
+        ]
+        return [torch.stack(column) for column in zip(*rows)], [0] * len(xs)
+    if any(axis is None for axis in x_axes):
+        raise _refused("with respect to a tensor that all samples share")
+    # Each sample's outputs depend on its own inputs alone, so that the gradient of their sum has the gradient of each.
+    depends = [(y, axis, g, at) for y, axis, g, at in zip(ys, y_axes, gs, g_axes) if axis is not None]
+    if not depends:
+        return [torch.zeros_like(x) for x in xs], x_axes
+    seeds = [g.unsqueeze(axis).expand(y.shape) if at is None else g.movedim(at, axis) for y, axis, g, at in depends]
+    return list(_gradients([y for y, *_ in depends], seeds, xs)), x_axes
+
+
+def _refused(what):
+    return UnsupportedModelError(f"forward calls torch.vmap on a gradient {what}, which has no form in a graph.")
+
+
+with contextlib.suppress(Exception):  # a private name, without which torch.vmap refuses it
+    torch.library.register_vmap("onnx_symbolic::_symbolic_multi_out", _batched)
+
+
+# ---------------------------------------------------------------- torch.func
+
+
+@contextlib.contextmanager
+def transforms() -> Iterator[None]:
+    """Let grad, vjp, jvp, jacrev, jacfwd and hessian of `torch.func` ask for gradients as above."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError, AttributeError):  # private names: other torch versions may lack them
+            from torch._functorch import eager_transforms
+
+            for name, ours in (
+                ("grad_and_value_impl", _grad_and_value),
+                ("_vjp_with_argnums", _vjp),
+                ("_jvp_with_argnums", _jvp),
+                ("_chunked_standard_basis_for_", _standard_basis),
+            ):
+                stack.enter_context(mock.patch.object(eager_transforms, name, ours))
+        yield
+
+
+def _called(func, args, kwargs, argnums, has_aux):
+    """Call `func`; return the arguments to differentiate by, apart from whatever else shows them, outputs and the rest."""
+    args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+    outputs = func(*args, **kwargs)
+    outputs, aux = outputs if has_aux else (outputs, None)
+    chosen = args if argnums is None else args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
+    return (*pytree.tree_flatten(chosen), outputs, aux)
+
+
+def _grad_and_value(func, argnums, has_aux, args, kwargs):
+    inputs, spec, output, aux = _called(func, args, kwargs, argnums, has_aux)
+    found = pytree.tree_unflatten(_gradients([output], [torch.ones_like(output)], inputs), spec)
+    return found, (output, aux) if has_aux else output
+
+
+def _vjp(func, *primals, argnums=None, has_aux=False):
+    inputs, spec, outputs, aux = _called(func, primals, {}, argnums, has_aux)
+
+    def pulled_back(*cotangents, retain_graph=True, create_graph=None):
+        given = cotangents[0] if len(cotangents) == 1 else cotangents
+        flat = pytree.tree_leaves(outputs), pytree.tree_leaves(given)
+        return pytree.tree_unflatten(_gradients(*flat, inputs), spec)
+
+    return (outputs, pulled_back, aux) if has_aux else (outputs, pulled_back)
+
+
+def _jvp(func, primals, tangents, argnums, *, strict=False, has_aux):
+    """The gradient is linear in its cotangents, and the derivative of that is the product with the tangents."""
+    inputs, _, outputs, aux = _called(func, primals, {}, argnums, has_aux)
+    flat, spec = pytree.tree_flatten(outputs)
+    cotangents = [torch.zeros_like(y) for y in flat]
+    pulled_back = _gradients(flat, cotangents, inputs)
+    pushed = pytree.tree_unflatten(_gradients(pulled_back, pytree.tree_leaves(tangents), cotangents), spec)
+    return (outputs, pushed, aux) if has_aux else (outputs, pushed)
+
+
+def _standard_basis(tensors, tensor_numels, chunk_size=None):
+    """For each tensor its columns of the unit matrix; torch writes ones to a diagonal, which no exporter follows."""
+    unit = torch.eye(sum(tensor_numels), device=tensors[0].device)
+    for rows in unit.split(chunk_size or len(unit)):
+        parts = zip(tensors, rows.split(list(tensor_numels), dim=1))
+        yield tuple(part.to(x.dtype).reshape(-1, *x.shape) for x, part in parts)

@@ -1,0 +1,293 @@
+"""Derivatives that forward asks for itself: forces, penalties, residuals of differential equations, inner updates."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+from fidelity import RATE, Loss, assert_trains_as_in_pytorch, described, vectors
+from small import make
+from torch import func, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import orttrainer
+from orttrainer.differentiate.inner import expand_inner_gradients, watch_inner_gradients
+from orttrainer.errors import MissingGradientError, UnsupportedModelError
+
+F = nn.functional
+
+
+class Derived(nn.Module):
+    """Gives `compute(u, x)` of a small smooth network u."""
+
+    def __init__(self, compute, outputs=1, activation=nn.Tanh):
+        super().__init__()
+        self.u = nn.Sequential(nn.Linear(6, 12), activation(), nn.Linear(12, 12), activation(), nn.Linear(12, outputs))
+        self.compute = compute
+
+    def forward(self, x):
+        return self.compute(self.u, x)
+
+
+def slope(u, x, create_graph=True):
+    x = x.clone().requires_grad_(True)
+    return torch.autograd.grad(u(x).sum(), x, create_graph=create_graph)[0]
+
+
+def of_the_batch_itself(u, x):
+    x.requires_grad_(True)
+    return torch.autograd.grad(u(x), x, torch.ones(x.shape[0], 1), create_graph=True)[0]
+
+
+def residual(u, x):
+    """Of Poisson's equation, as physics-informed networks have it (Raissi et al. 2019)."""
+    x = x.clone().requires_grad_(True)
+    value = u(x)
+    (first,) = torch.autograd.grad(value.sum(), x, create_graph=True)
+    second = [torch.autograd.grad(first[:, i].sum(), x, create_graph=True)[0][:, i] for i in range(2)]
+    return second[0] + second[1] + value[:, 0].sin()
+
+
+def forces(u, x):
+    """Minus the gradient of an energy of distances, by positions of three atoms in the plane."""
+    x = x.clone().requires_grad_(True)
+    atoms = x.view(-1, 3, 2)
+    distances = (atoms[:, [0, 0, 1, 1, 2, 2]] - atoms[:, [1, 2, 0, 2, 0, 1]]).norm(dim=-1)
+    return -torch.autograd.grad(u(torch.exp(-distances.square())).sum(), x, create_graph=True)[0]
+
+
+def hamiltonian(u, x):
+    """Under no_grad as well, since it asks for autograd itself (Greydanus et al. 2019)."""
+    with torch.enable_grad():
+        z = x.detach().requires_grad_(True)
+        q, p = torch.autograd.grad(u(z).sum(), z, create_graph=True)[0].chunk(2, -1)
+    return torch.cat((p, -q), -1)
+
+
+def after_an_inner_update(create_graph):
+    """MAML (Finn et al. 2017), and with create_graph=False its first-order form."""
+
+    def compute(u, x):
+        parameters = dict(u.named_parameters())
+        loss = u(x).square().mean()
+        gradients = torch.autograd.grad(loss, list(parameters.values()), create_graph=create_graph, retain_graph=True)
+        moved = {name: p - 0.5 * g for (name, p), g in zip(parameters.items(), gradients)}
+        return func.functional_call(u, moved, (2 * x,))
+
+    return compute
+
+
+def of_what_does_not_depend(u, x):
+    x = x.clone().requires_grad_(True)
+    other = 2 * x
+    first, second = torch.autograd.grad(
+        u(x).sum(), [x, other], create_graph=True, allow_unused=True, materialize_grads=True
+    )
+    return first + second
+
+
+def adversarial(u, x):
+    x = x.clone().requires_grad_(True)
+    (gradient,) = torch.autograd.grad(u(x).square().sum(), x)
+    return u(x.detach() + 0.3 * gradient / (gradient.norm() + 1e-8))
+
+
+def scalar(u):
+    return lambda z: u(z).squeeze(-1)
+
+
+AUTOGRAD = {
+    "a slope": (slope, {}),
+    "a slope without a graph": (lambda u, x: u(x) + slope(u, x, create_graph=False), {}),
+    "of the batch itself": (of_the_batch_itself, {}),
+    "residual": (residual, {}),
+    "residual, SiLU": (residual, {"activation": nn.SiLU}),
+    "residual, GELU": (residual, {"activation": nn.GELU}),
+    "forces": (forces, {"activation": nn.Softplus}),
+    "hamiltonian": (hamiltonian, {}),
+    "an inner update": (after_an_inner_update(True), {}),
+    "an inner update of first order": (after_an_inner_update(False), {}),
+    "of what does not depend": (of_what_does_not_depend, {}),
+    "adversarial": (adversarial, {}),
+    "jacobian": (
+        lambda u, x: torch.autograd.functional.jacobian(lambda z: u(z).sum(0), x[0], create_graph=True),
+        {"outputs": 3},
+    ),
+}
+TRANSFORMS = {
+    "grad": (lambda u, x: func.grad(lambda z: u(z).sum())(x), {}),
+    "grad_and_value": (
+        lambda u, x: torch.cat(func.grad_and_value(lambda w, z: (u(z) * w).sum(), argnums=(0, 1))(x[:, :1], x)[0], -1),
+        {},
+    ),
+    "vjp": (lambda u, x: func.vjp(u, x)[1](x[:, :3])[0], {"outputs": 3}),
+    "jvp": (lambda u, x: func.jvp(u, (x,), (x.cos(),))[1], {"outputs": 3}),
+    "vmap of grad": (lambda u, x: func.vmap(func.grad(scalar(u)))(x), {}),
+    "vmap of jvp": (lambda u, x: func.vmap(lambda z: func.jvp(u, (z,), (z.cos(),))[1])(x), {"outputs": 3}),
+    "vmap of jacrev": (lambda u, x: func.vmap(func.jacrev(u))(x), {"outputs": 3}),
+    "vmap of jacfwd": (lambda u, x: func.vmap(func.jacfwd(u))(x), {"outputs": 3}),
+    "vmap of a Laplacian": (lambda u, x: func.vmap(lambda z: torch.trace(func.hessian(scalar(u))(z)))(x), {}),
+    "of parameters": (
+        lambda u, x: func.grad(lambda p: func.functional_call(u, p, (x,)).square().mean())(dict(u.named_parameters()))[
+            "2.weight"
+        ],
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize(("compute", "settings"), AUTOGRAD.values(), ids=AUTOGRAD)
+def test_gradients_that_forward_asks_for_train_like_pytorch(compute, settings):
+    assert_trains_as_in_pytorch(lambda: Derived(compute, **settings), vectors, evaluates=compute is hamiltonian)
+
+
+@pytest.mark.parametrize(("compute", "settings"), TRANSFORMS.values(), ids=TRANSFORMS)
+def test_transforms_of_functions_train_like_pytorch(compute, settings):
+    assert_trains_as_in_pytorch(lambda: Derived(compute, **settings), vectors, evaluates=False)
+
+
+class Critic(nn.Module):
+    """The penalty of WGAN-GP (Gulrajani et al. 2017) of a small convolution network."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x):
+        x = x.clone().requires_grad_(True)
+        (gradient,) = torch.autograd.grad(self.layers(x).mean(), x, create_graph=True)
+        return (gradient.flatten(1).norm(dim=1) - 1).square()
+
+
+CRITICS = {
+    "strided": lambda: (nn.Conv2d(2, 4, 3, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(4, 1, 3)),
+    "normalized": lambda: (nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.SiLU(), nn.AvgPool2d(2), nn.Conv2d(4, 1, 2)),
+    "statistics": lambda: (nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.MaxPool2d(2), nn.Conv2d(4, 1, 2)),
+    "upwards": lambda: (nn.ConvTranspose2d(2, 3, 2, 2), nn.ELU(), nn.InstanceNorm2d(3), nn.Tanh(), nn.Conv2d(3, 1, 3)),
+}
+
+
+@pytest.mark.parametrize("layers", CRITICS.values(), ids=CRITICS)
+def test_a_gradient_penalty_trains_like_pytorch(layers):
+    def images(step):
+        return [torch.randn(4 + step, 2, 6, 6, generator=torch.Generator().manual_seed(step))]
+
+    assert_trains_as_in_pytorch(lambda: Critic(*layers()), images, evaluates=False)
+
+
+def test_dropout_in_it_drops_the_same_elements_forth_and_back():
+    """u = sum of mask * x / 0.5, so that its slope has the mask, and slope * x is u."""
+
+    class Dropped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(6))
+
+        def forward(self, x):
+            x = x.clone().requires_grad_(True)
+            u = F.dropout(x * self.weight, 0.5).sum(-1)
+            (gradient,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+            return (u - (gradient * x).sum(-1)).square().sum(), gradient
+
+    inputs = [torch.ones(8, 6)]
+    trainer = make(Dropped(), loss_fn=None, desc=described(inputs))
+    loss, gradient = trainer.train_step(*inputs, RATE)
+    assert loss == 0 and set(gradient.unique().tolist()) == {0.0, 2.0}
+
+
+def test_attention_has_a_second_derivative_whatever_pytorch_runs_by_default():
+    def of_attention(layer, x):
+        x = x[None].clone().requires_grad_(True)
+        return torch.autograd.grad(layer(x).sin().sum(), x, create_graph=True)[0]
+
+    def model():
+        torch.manual_seed(0)
+        layer = Derived(of_attention)
+        layer.u = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
+        return Loss(layer)
+
+    ours, theirs = model(), model()
+    trainer = make(ours, loss_fn=None, desc=described(vectors(0)))
+    for step in range(2):
+        loss, _ = trainer.train_step(*vectors(step), RATE)
+        with sdpa_kernel(SDPBackend.MATH):
+            expected, _ = theirs(*vectors(step))
+            expected.backward()
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
+        for parameter in (p for p in theirs.parameters() if p.grad is not None):
+            parameter.data.sub_(RATE * parameter.grad)
+            parameter.grad = None
+
+
+def test_outputs_are_counted_of_a_module_with_derivatives():
+    """`orttrainer.trainer` describes the outputs that a call under no_grad gives."""
+    torch.manual_seed(0)
+    model = Loss(Derived(residual))
+    expected, _ = model(*vectors(0))
+    trainer = orttrainer.trainer(model, None, torch.optim.SGD(model.parameters(), 0.1))
+    torch.testing.assert_close(trainer.step(*vectors(0))[0], expected.detach())
+
+
+@pytest.mark.parametrize(
+    ("compute", "message"),
+    [
+        (lambda u, x: u(x.clone().requires_grad_(True)).sum().backward() or u(x), r"forward calls backward\(\), .*create_graph=True"),
+        (
+            lambda u, x: torch.autograd.grad(
+                u(x.requires_grad_(True)), x, torch.ones(2, x.shape[0], 1), is_grads_batched=True
+            )[0],
+            r"is_grads_batched=True, which has no form in a graph",
+        ),
+        (
+            lambda u, x: func.vmap(
+                func.grad(lambda p, z: func.functional_call(u, p, (z,)).sum()), in_dims=(None, 0)
+            )(dict(u.named_parameters()), x)["0.bias"],
+            r"torch\.vmap on a gradient with respect to a tensor that all samples share",
+        ),
+    ],
+    ids=["backward", "is_grads_batched", "gradients of each sample"],
+)  # fmt: skip
+def test_what_has_no_form_in_a_graph_is_refused(compute, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        make(Loss(Derived(compute)), loss_fn=None, desc=described(vectors(0))).train_step(*vectors(0), RATE)
+
+
+# ---------------------------------------------------------------- the graph
+
+
+def graph_with_a_gradient(middle: str) -> ir.Model:
+    """z = d sum(middle(2x)) / d 2x, of which the nodes stand in a row."""
+    x = ir.Value(name="x", type=ir.TensorType(ir.DataType.DOUBLE), shape=ir.Shape(["n"]))
+    op_nodes = [ir.node("Add", [x, x]), None, None, None, None]
+    doubled = op_nodes[0].outputs[0]
+    op_nodes[1] = ir.node(middle, [doubled])
+    op_nodes[2] = ir.node("Shape", [doubled])
+    ones = ir.tensor(np.ones(1))
+    op_nodes[3] = ir.node("ConstantOfShape", [op_nodes[2].outputs[0]], {"value": ones})
+    inputs = [op_nodes[1].outputs[0], op_nodes[3].outputs[0], doubled]
+    op_nodes[4] = ir.node("Gradient", inputs, {"outputs": 1}, domain="orttrainer")
+    (z,) = op_nodes[4].outputs
+    for node, name in zip(op_nodes, ("doubled", "y", "shape", "ones", "z")):
+        node.outputs[0].name = name
+    for value in (doubled, z):
+        value.type, value.shape = x.type, x.shape
+    return ir.Model(ir.Graph([x], [z], nodes=op_nodes, opset_imports={"": 18}, name="g"), ir_version=10)
+
+
+def test_a_gradient_node_becomes_the_closed_form():
+    model = graph_with_a_gradient("Tanh")
+    watch_inner_gradients(model)
+    model = expand_inner_gradients(model)
+    assert {node.domain for node in model.graph} == {""}
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    x = np.linspace(-1, 1, 5)
+    np.testing.assert_allclose(session.run(None, {"x": x})[0], 1 - np.tanh(2 * x) ** 2, rtol=1e-12)
+
+
+def test_an_operator_without_a_rule_is_named():
+    with pytest.raises(MissingGradientError, match="no gradient rule for 'Unknown'"):
+        model = graph_with_a_gradient("Unknown")
+        model.graph[1].outputs[0].type = ir.TensorType(ir.DataType.DOUBLE)
+        expand_inner_gradients(model)
