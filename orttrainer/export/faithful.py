@@ -304,14 +304,17 @@ class MutedDropout(TorchFunctionMode):
 
     Attributes:
         rates: those of the dropouts that were switched off.
+        differentiates: whether autograd was asked for gradients.
     """
 
     def __init__(self):
         super().__init__()
         self.rates: list[float] = []
+        self.differentiates = False
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        self.differentiates |= func is torch.autograd.grad
         if mute := _MUTES.get(func):
             return mute(self, func, args, kwargs)
         if inner := opened(func):

@@ -142,6 +142,8 @@ class _Job:
             check_values(forward, self.wrapper, self.inputs, self.observed, self.public, self.symbols)
 
     def _evaluated(self):
+        if self.observed.differentiates and self.counted:
+            return "the gradients that forward asks for go through the statistics of the batch"
         return compare_evaluation(self.wrapper, self.inputs, self.symbols)
 
     # -- in a child -----------------------------------------------------------------------

@@ -29,6 +29,7 @@ class Observation:
     random: bool  # whether it draws random numbers that are not muted
     updated: dict[str, torch.Tensor]  # qualified name of a buffer or a frozen parameter -> its value after the forward
     before: dict[str, torch.Tensor]
+    differentiates: bool  # whether it asks autograd for gradients
 
 
 def observe(wrapper, inputs, hidden_state: bool = True) -> Observation:
@@ -89,7 +90,7 @@ def _observed(wrapper, inputs, hidden_state):
         if parameter._version != versions[name] and name not in frozen:
             raise _changes_a_parameter(name)
     updated = {n: v for n, v in after.items() if n in before and (n in touched or not _same(before[n], v))}
-    return Observation(outputs, tuple(sorted(mute.rates)), random, updated, before)
+    return Observation(outputs, tuple(sorted(mute.rates)), random, updated, before, mute.differentiates)
 
 
 def _changes_a_parameter(name):
