@@ -21,6 +21,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 import torch
 
+import steps.science  # noqa: F401 - enters more of them
 from steps.families import FAMILIES
 from steps.report import machine
 
@@ -32,8 +33,7 @@ def measured(name: str, native: bool, rounds: int, steps: int, seconds: float) -
     torch.manual_seed(0)
     module, loss_fn, batch = FAMILIES[name]()
     batches, reference = [batch() for _ in range(3)], copy.deepcopy(module)
-    with torch.no_grad():
-        output = module.eval()(batches[0][0])
+    output = module.eval()(batches[0][0])  # with gradients, which some ask for
     module.train()
     described = zip(("input", "label"), batches[0])
     description = ModelDescription(
@@ -45,7 +45,8 @@ def measured(name: str, native: bool, rounds: int, steps: int, seconds: float) -
         module, loss_fn, description, "AdamOptimizer", None, IODescription("Learning_Rate", [1], torch.float32), "cpu",
         enable_grad_norm_clip=False, native_kernels=native,
     )  # fmt: skip
-    optimizer = torch.optim.Adam(reference.parameters(), 1e-3, fused=True)
+    fused = not any(p.is_complex() for p in reference.parameters())  # PyTorch has none of these
+    optimizer = torch.optim.Adam(reference.parameters(), 1e-3, fused=fused)
 
     def ours(x, label):
         return float(trainer.train_step(x, label, rate)[0])
