@@ -8,6 +8,8 @@ LEGACY := .venv-legacy
 BIN := $(VENV)/bin
 # Python compiles the files that it imports; pip would compile all of PyTorch's, half of an installation's time.
 PIP_FLAGS := --quiet --no-compile --disable-pip-version-check -c constraints.txt
+# Some containers forbid Python to keep that: then every process compiles PyTorch again, and the tests start hundreds.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help train test test-gpu test-slow test-forms test-legacy-runtime coverage bench bench-scaling bench-ablation bench-families lint clean
 
