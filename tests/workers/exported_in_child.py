@@ -20,6 +20,7 @@ import models
 import onnx_ir as ir
 from exported import CLASSES, IMAGE, IMAGES, SEQUENCE, SEQUENCES, XY, ConvNet, Model, X, Y, describe
 
+from orttrainer import IODescription, ModelDescription, ORTTrainer
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export import child, export_module
 
@@ -130,16 +131,39 @@ def exported(case) -> dict:
     }  # fmt: skip
 
 
+def trained() -> list:
+    """Losses of three steps, and random numbers afterwards."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    description = ModelDescription(
+        [IODescription("x", ["batch", 4]), IODescription("label", ["batch"])], [IODescription("loss", [])]
+    )
+    rate = IODescription("Learning_Rate", [1], torch.float32)
+    trainer = ORTTrainer(module, nn.functional.cross_entropy, description, "SGDOptimizer", None, rate, "cpu")
+    x, label = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
+    losses = [trainer.train_step(x, label, torch.tensor([0.1])).item() for _ in range(3)]
+    return [losses, torch.rand(2).tolist()]
+
+
+def loaded() -> list[str]:
+    """What only an export needs of what this process has imported."""
+    return sorted({"onnxscript", "sympy.core", child._EXPORTER} & set(sys.modules))
+
+
 def main(names: list[str]) -> None:
     cases = {name: CASES[name] for name in names}
-    child._CHILDREN = 2 * len(cases)
+    print("held back", end="")  # which a child must not print once more
+    trained_by_child, loaded_by_trainer = trained(), loaded()
+    print()
+    child._CHILDREN = 2 * len(cases) + 1
     by_child = {name: exported(case) for name, case in cases.items()}
-    loaded = sorted({"onnxscript", child._EXPORTER} & set(sys.modules))
-    forked = child._forked
+    loaded_by_cases, forked = loaded(), child._forked
     os.environ[child.SWITCH] = "here"
     here = {name: exported(case) for name, case in cases.items()}
     found = {name: {key: (by_child[name][key], here[name][key]) for key in here[name]} for name in cases}
-    print(json.dumps({"loaded": loaded, "forked": forked, "found": found, "refused": refused()}))
+    both = [trained_by_child, trained()]
+    results = {"loaded": [loaded_by_trainer, loaded_by_cases, loaded()], "forked": [forked, child._forked]}
+    print(json.dumps(results | {"found": found, "trained": both, "refused": refused()}))
 
 
 if __name__ == "__main__":
