@@ -1,8 +1,26 @@
 """Marks that tables of cases share."""
 
+import itertools
+
 import pytest
 
 
 def slow(*case):
     """A case for `make test-slow`: it takes long and shows little that the others do not."""
     return pytest.param(*case, marks=pytest.mark.slow)
+
+
+def in_turn(*axes):
+    """Every second case of a product, in which each value of an axis has a turn; `make test-slow` has the others.
+
+    Each axis is a dict from the names of its values to them, or a list of values that are their own names.
+    """
+    named = [list(axis.items()) if isinstance(axis, dict) else [(str(value), value) for value in axis] for axis in axes]
+    return [
+        pytest.param(
+            *(values[k][1] for values, k in zip(named, at)),
+            id="-".join(values[k][0] for values, k in zip(named, at)),
+            marks=pytest.mark.slow if sum(at) % 2 else (),
+        )
+        for at in itertools.product(*(range(len(values)) for values in named))
+    ]

@@ -45,7 +45,7 @@ def torch_gradients(setup, module, batch, dtype=None, scale: float = 1.0) -> dic
 
 
 @HALVES
-@pytest.mark.parametrize("name", [slow(name) if name == "gpt2" else name for name in sorted(models.SETUPS)])
+@pytest.mark.parametrize("name", [slow(n) if n in ("bert", "gpt2") else n for n in sorted(models.SETUPS)])
 def test_gradients_are_as_near_to_float32_as_those_of_pytorchs_autocast(name, dtype):
     setup, module, forward, names, batch = exported(name)
     kind, scale = (torch.float16, 1024.0) if dtype == FLOAT16 else (torch.bfloat16, 1.0)

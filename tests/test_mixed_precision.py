@@ -8,6 +8,7 @@ import random
 import models
 import pytest
 import torch
+from marks import in_turn
 from small import LR, OPTIMIZERS, assert_same, batch, make, net, snapshot
 from torch import nn
 
@@ -65,8 +66,7 @@ def test_bfloat16_needs_no_loss_scale_and_takes_one():
 # -- numbers -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", PRECISIONS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer, dtype", in_turn(OPTIMIZERS, PRECISIONS))
 def test_losses_are_those_of_float32_within_rounding(optimizer, dtype):
     trainer, twin = (
         mixed(optimizer=optimizer, dtype=dtype, loss_scaler=LossScaler("s", False, 256.0)),
@@ -123,8 +123,7 @@ def with_statistics() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3))
 
 
-@pytest.mark.parametrize("dtype", PRECISIONS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer, dtype", in_turn(OPTIMIZERS, PRECISIONS))
 def test_overflows_at_random_steps_leave_no_trace(optimizer, dtype):
     set_seed(2)
     injected, clean = (mixed(with_statistics(), optimizer, dtype) for _ in range(2))

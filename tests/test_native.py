@@ -10,7 +10,7 @@ import onnxruntime
 import pytest
 import small
 import torch
-from marks import slow
+from marks import in_turn, slow
 from onnx import TensorProto, helper
 from torch import nn
 
@@ -163,8 +163,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+@pytest.mark.parametrize("shapes, symbolic", in_turn(SHAPES, {"static": False, "symbolic": True}))
 def test_inputs_broadcast_as_in_onnx(shapes, symbolic):
     rng = np.random.default_rng(0)
     feeds = {f"x{k}": rng.standard_normal(shape).astype(np.float32) for k, shape in enumerate(shapes)}
@@ -364,8 +363,9 @@ def trained(native, module, loss_fn, desc, batches, optimizer, **options):
     return [float(loss) for loss in losses], {k: v.clone() for k, v in module.state_dict().items()}, trainer
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("optimizer", ["SGDOptimizer", "AdamOptimizer", "AdamWOptimizer", "LambOptimizer"])
+@pytest.mark.parametrize(
+    "optimizer, accumulate", in_turn(["SGDOptimizer", "AdamOptimizer", "AdamWOptimizer", "LambOptimizer"], [1, 2])
+)
 def test_a_trainer_with_kernels_makes_the_same_steps(optimizer, accumulate):
     batches = [small.batch(step) for step in range(6)]
     runs = [

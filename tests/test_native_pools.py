@@ -6,6 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
+from marks import in_turn
 from onnx_ir.passes import common
 from test_native_weights import run
 from test_passes_nchwc import BLOCK, needs_blocks
@@ -88,9 +89,12 @@ OTHER_AXES = {
 }
 
 
-@pytest.mark.parametrize("images", [None, "batch"], ids=["static", "symbolic"])
-@pytest.mark.parametrize(("size", "attributes"), (WINDOWS | OTHER_AXES).values(), ids=WINDOWS | OTHER_AXES)
-def test_the_gradient_is_that_of_pytorch(size, attributes, images):
+IMAGES = {"static": None, "symbolic": "batch"}
+
+
+@pytest.mark.parametrize("case, images", in_turn(WINDOWS | OTHER_AXES, IMAGES))
+def test_the_gradient_is_that_of_pytorch(case, images):
+    size, attributes = case
     x = pixels(3, 5, *size)
     dy, right = expected(x, **attributes)
     model = gradient_of(x.shape, images, **attributes)
@@ -100,9 +104,9 @@ def test_the_gradient_is_that_of_pytorch(size, attributes, images):
 
 
 @needs_blocks
-@pytest.mark.parametrize("images", [None, "batch"], ids=["static", "symbolic"])
-@pytest.mark.parametrize(("size", "attributes"), WINDOWS.values(), ids=WINDOWS)
-def test_it_is_the_same_in_blocks(size, attributes, images):
+@pytest.mark.parametrize("case, images", in_turn(WINDOWS, IMAGES))
+def test_it_is_the_same_in_blocks(case, images):
+    size, attributes = case
     x = pixels(9, 2 * BLOCK, *size)
     dy, right = expected(x, **attributes)
     model = gradient_of(x.shape, images, convolved=True, **attributes)

@@ -5,7 +5,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
-from marks import slow
+from marks import in_turn, slow
 from onnx_ir.passes import common
 from test_passes_nchwc import BLOCK, needs_blocks
 from test_passes_nchwc_regions import VARIANTS, assert_trained, trained
@@ -74,11 +74,12 @@ WINDOWS = {
 }
 
 
-@pytest.mark.parametrize("images", [None, "batch"], ids=["static", "symbolic"])
-@pytest.mark.parametrize("blocks", [(1, 1), (3, 2)], ids=["one block", "some blocks"])
-@pytest.mark.parametrize(("size", "window"), WINDOWS.values(), ids=WINDOWS)
-def test_the_gradient_is_that_of_pytorch(size, window, blocks, images):
-    batch, height, width = size
+BLOCKS = {"one block": (1, 1), "some blocks": (3, 2)}
+
+
+@pytest.mark.parametrize(("case", "blocks", "images"), in_turn(WINDOWS, BLOCKS, {"static": None, "symbolic": "batch"}))
+def test_the_gradient_is_that_of_pytorch(case, blocks, images):
+    (batch, height, width), window = case
     x, w = (batch, blocks[0] * BLOCK, height, width), (blocks[1] * BLOCK, blocks[0] * BLOCK, *window.kernel)
     model, dy = gradient_of(x, w, window, images)
     rng = np.random.default_rng(0)
@@ -162,7 +163,7 @@ def test_other_gradients_are_left_to_onnx_runtime(x, w, window, options):
 
 
 @pytest.mark.parametrize(
-    "name", ["as it is", slow("larger images"), "odd images", "values made again", "batches that are accumulated"]
+    "name", [slow("as it is"), slow("larger images"), "odd images", "values made again", "batches that are accumulated"]
 )
 def test_a_residual_network_with_kernels_trains_as_in_pytorch(name, monkeypatch):
     opened = []

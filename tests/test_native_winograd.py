@@ -1,11 +1,10 @@
 """Convolutions of 3 x 3 taps by a kernel that transforms tiles: the results of PyTorch in float64, for every size and what is added."""
 
-import itertools
-
 import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
+from marks import in_turn
 from test_native_weights import run
 from test_passes_nchwc import BLOCK, model_of, needs_blocks
 from test_passes_nchwc_regions import node
@@ -80,10 +79,10 @@ SIZES = {
 PADS = {"same": (1, 1, 1, 1), "full": (2, 2, 2, 2), "uneven": (0, 2, 2, 1)}
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("channels", [(1, 1), (2, 3), (3, 2), (5, 7)], ids="{0[0]} to {0[1]} blocks".format)
-@pytest.mark.parametrize("pads", PADS.values(), ids=PADS)
-@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+CHANNELS = {"{} to {} blocks".format(*of): of for of in [(1, 1), (2, 3), (3, 2), (5, 7)]}
+
+
+@pytest.mark.parametrize("size, pads, channels, block", in_turn(SIZES, PADS, CHANNELS, BLOCKS))
 def test_the_operator_convolves(size, pads, channels, block):
     rng, (batch, *pixels) = np.random.default_rng(0), size
     ins, outs = (n * block for n in channels)
@@ -94,8 +93,7 @@ def test_the_operator_convolves(size, pads, channels, block):
     assert_close(out_of_blocks(found, block), convolved(x, w, pads))
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize(("bias", "added", "relu"), list(itertools.product([False, True], repeat=3)))
+@pytest.mark.parametrize("bias, added, relu, block", in_turn(*[[False, True]] * 3, BLOCKS))
 def test_the_operator_adds_and_activates(bias, added, relu, block):
     rng, outs = np.random.default_rng(0), 3 * block
     x, w, b = draw(rng, 3, 2 * block, 9, 8), draw(rng, outs, 2 * block, 3, 3), draw(rng, outs)

@@ -5,6 +5,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
+from marks import slow
 from onnx import TensorProto, helper
 from test_passes_nchwc import BLOCK, model_of, needs_blocks, operators, results, sessions_opened
 from torch import nn
@@ -395,10 +396,10 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-def test_a_residual_network_that_stays_in_blocks_trains_as_in_pytorch(variant, monkeypatch):
+@pytest.mark.parametrize("name", [slow(name) if name == "larger images" else name for name in VARIANTS])
+def test_a_residual_network_that_stays_in_blocks_trains_as_in_pytorch(name, monkeypatch):
     opened = sessions_opened(monkeypatch)
-    assert_trained(*trained(**variant))
+    assert_trained(*trained(**VARIANTS[name]))
     assert any(node.domain == DOMAIN and node.op_type == "Conv" for model in opened for node in model.graph.node)
 
 

@@ -10,6 +10,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from cases import recurrent
+from marks import in_turn
 from onnx_ir.passes import common
 from recurrent_scans import CASES, UNKNOWN_TO_PYTORCH, with_gradients
 from torch import nn
@@ -105,8 +106,10 @@ class OneWay(nn.Module):
         return self.decoder(self.layer(self.embedding(tokens))[0])
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, functools.partial(nn.RNN, nonlinearity="relu")])
-@pytest.mark.parametrize("model", [OneWay, Tagger])
+KINDS = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": functools.partial(nn.RNN, nonlinearity="relu")}
+
+
+@pytest.mark.parametrize("model, kind", in_turn({"Tagger": Tagger, "OneWay": OneWay}, KINDS))
 def test_wide_layers_train_as_in_pytorch_and_evaluate_too(model, kind):
     torch.manual_seed(0)
     module, twin = model(kind), model(kind)

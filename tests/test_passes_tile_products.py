@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 import pytest
 import torch
+from marks import slow
 from small import train_with_torch
 from test_passes_sparse_update import OPTIMIZERS, assert_close
 from torch import nn
@@ -109,7 +110,7 @@ def made_in_tiles(models: list[ir.Model]) -> set[str]:
     ("name", "native"),
     [
         ("SGD", False), ("SGD, Nesterov's momentum", False), ("Adam", False), ("Adam, coupled decay", False),
-        ("Adam, no first moment", False), ("AdamW", False), ("SGD", True), ("Adam", True), ("Adam, no first moment", True),
+        ("Adam, no first moment", False), ("AdamW", False), slow("SGD", True), ("Adam", True), slow("Adam, no first moment", True),
     ],
 )  # fmt: skip
 def test_the_update_with_its_gradient_is_that_of_the_whole(name, native, opened):

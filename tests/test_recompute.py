@@ -43,13 +43,18 @@ TRANSFORMERS = {
 }
 
 
+USUAL = [("mlp", "modules"), ("cnn", "modules"), ("cnn", "budget")]
+
+
 def usual(names) -> list:
     """The models of each run; those that take longest and are made of what the others have are for the long ones."""
     return [slow(name) if name in ("bert", "gpt2") else name for name in names]
 
 
-@pytest.mark.parametrize("selection", EVERYWHERE)
-@pytest.mark.parametrize("name", usual(BUDGETS))
+@pytest.mark.parametrize("name, selection", [
+    pytest.param(name, selection, marks=() if name == "transformer" or (name, selection) in USUAL else pytest.mark.slow)
+    for name in BUDGETS for selection in EVERYWHERE
+])  # fmt: skip
 def test_losses_and_weights_are_those_without_bit_for_bit(name, selection, plans):
     actual = trained(name, EVERYWHERE[selection](name))
     assert plans

@@ -8,6 +8,7 @@ import onnx
 import pytest
 import torch
 from cases import recurrent
+from marks import slow
 from onnx import TensorProto, helper
 from torch import nn
 
@@ -140,7 +141,8 @@ def make(name: str) -> nn.Module:
     return cls(kind, **options)
 
 
-@pytest.mark.parametrize("name", MODELS)
+# Layers, directions and order are those of the others here, and of `test_passes_recurrent.py`.
+@pytest.mark.parametrize("name", [slow(name) if name in ("lstm-2", "gru") else name for name in MODELS])
 def test_five_steps_are_those_of_pytorch_at_every_length_and_batch(name):
     module, twin = make(name), make(name)
     last = isinstance(module, Classifier)

@@ -48,7 +48,12 @@ def test_accumulated_gradients_of_both_generations_are_equal(steps):
 
 
 @pytest.mark.parametrize(
-    ("name", "schedule"), [*(("Adam", schedule) for schedule in SCHEDULERS), ("SGD", "linear"), ("Lamb", "cosine")]
+    ("name", "schedule"),
+    [
+        *(slow("Adam", s) if s in ("linear", "cosine") else ("Adam", s) for s in SCHEDULERS),
+        ("SGD", "linear"),
+        ("Lamb", "cosine"),
+    ],
 )
 def test_schedules_of_both_generations_are_equal(name, schedule):
     config, modules = CONFIGS[name](), [net(), net()]

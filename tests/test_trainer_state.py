@@ -10,6 +10,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from marks import slow
 from small import LR, assert_same, batch, make, net, snapshot, torch_step
 from torch import nn
 
@@ -181,7 +182,7 @@ def test_loading_a_tensor_of_another_shape_loads_nothing():
 @pytest.mark.legacy_runtime
 @pytest.mark.parametrize(
     ("optimizer", "pending"),
-    [("SGDOptimizer", True), ("AdamOptimizer", True), ("AdamOptimizer", False), ("LambOptimizer", True)],
+    [slow("SGDOptimizer", True), ("AdamOptimizer", True), ("AdamOptimizer", False), ("LambOptimizer", True)],
     ids=["sgd", "adam", "adam, loaded after the first step", "lamb"],
 )
 def test_ten_steps_equal_five_save_load_and_five_more(optimizer, pending, tmp_path):

@@ -58,7 +58,10 @@ def test_saved_file_passes_the_checker_and_trains_from_a_bare_session(name, opti
     assert losses == pytest.approx(train(setup, trainer, optimizer, range(5)), rel=1e-6)
 
 
-@pytest.mark.parametrize("name, optimizer", each(models.SETUPS, OPTIMIZERS, usual=["tied"]))
+@pytest.mark.parametrize("name, optimizer", [
+    pytest.param(*case.values, marks=pytest.mark.slow) if case.values[0] in ("bert", "gpt2") else case
+    for case in each(models.SETUPS, OPTIMIZERS, usual=["tied"])
+])  # fmt: skip
 def test_training_in_place_equals_double_buffering_bit_for_bit(name, optimizer, request):
     """And every reader of a state runs before it is overwritten, by the order of the graph: five steps may be lucky."""
     setup, _, trainer = compiled(name, optimizer)
