@@ -72,7 +72,7 @@ $(LEGACY)/.test: pyproject.toml constraints.txt
 
 test-legacy-runtime: $(LEGACY)/.test
 	@echo "running the legacy_runtime slice on onnxruntime-training-cpu 1.19.2"
-	@$(LEGACY)/bin/python -m pytest -q -m legacy_runtime $(ARGS)
+	@$(LEGACY)/bin/python -m pytest -q -m "legacy_runtime and not slow" $(ARGS)
 
 coverage: $(VENV)/.test
 	@cd tests && ../$(BIN)/python -m suites $(ARGS)

@@ -91,7 +91,7 @@ def _marked(case):
     return case if case.name in usual else slow(case)
 
 
-@pytest.mark.parametrize("case", map(_marked, [*CASES, *UNKNOWN_TO_PYTORCH]), ids=str)
+@pytest.mark.parametrize("case", [*map(_marked, [*CASES, *UNKNOWN_TO_PYTORCH])], ids=str)
 def test_a_kernel_computes_what_the_scan_does(case):
     model, feeds = layer(case)
     native, path = fused(model)
