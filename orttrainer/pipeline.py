@@ -18,6 +18,7 @@ from orttrainer.graph.passes.random import ShareSubexpressionsPass
 from orttrainer.graph.passes.scatter import ScatterIntoSumPass, ScatterReductionPass
 from orttrainer.graph.passes.speed.attention import AddMaskPass, SoftmaxGradientPass
 from orttrainer.graph.passes.speed.column_sums import ColumnSumsPass
+from orttrainer.graph.passes.speed.fourier import FourierProductPass
 from orttrainer.graph.passes.speed.gated_add import GatedAddPass
 from orttrainer.graph.passes.speed.gelu import ExpandGeluPass, FuseGeluPass
 from orttrainer.graph.passes.speed.layout import WideLinearLayoutPass
@@ -48,6 +49,7 @@ SPEED_PASSES = (
     ScaleSmallOperandPass,
     TransposeSmallOperandPass,
     FuseLogSoftmaxNllPass,
+    FourierProductPass,
     FuseGeluPass,
     ExpandGeluPass,
     AddMaskPass,
@@ -96,6 +98,7 @@ def before_gradients(
         VectorMatMulPass(),
         FuseLogSoftmaxNllPass(),
         *half,
+        FourierProductPass(),
         FuseGeluPass(),
         AddMaskPass(),
         SplitBatchNormalizationPass(),

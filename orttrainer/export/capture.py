@@ -17,8 +17,7 @@ import onnx_ir as ir
 import torch
 
 from orttrainer import runtime
-from orttrainer.export import stop_gradient
-from orttrainer.export.batch_norm import TRANSLATIONS
+from orttrainer.export import batch_norm, stop_gradient, written_slices
 from orttrainer.export.decompose import node_by_node
 from orttrainer.export.faithful import faithful
 from orttrainer.export.initializers import state_tensor
@@ -47,7 +46,7 @@ def capture_dynamo(wrapper, inputs, symbols, opset, by_nodes: list[bool] | None,
             onnx_program = torch.onnx.export(
                 program,
                 opset_version=opset,
-                custom_translation_table=TRANSLATIONS,
+                custom_translation_table={**batch_norm.TRANSLATIONS, **written_slices.TRANSLATIONS},
                 optimize=False,  # folds BatchNorm into weights; our own passes run later
                 dynamo=True,
                 verbose=False,

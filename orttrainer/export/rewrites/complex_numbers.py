@@ -69,21 +69,25 @@ def _masked_fill(input, mask, value):
     return torch.complex(a.masked_fill(mask, c), b.masked_fill(mask, d))
 
 
+def _written(self, *parts):
+    """Both parts at once: into one after the other, exporters scatter element by element."""
+    torch.view_as_real(self).copy_(torch.stack(parts, -1))
+    return self
+
+
 def _set_item(self, index, value):
-    for part, new in zip(_parts(self), _parts(value)):
+    parts = [part.clone() for part in _parts(self)]
+    for part, new in zip(parts, _parts(value)):
         part[index] = new
+    _written(self, *parts)
 
 
 def _copy_(self, src, non_blocking=False):
-    for part, new in zip(_parts(self), _parts(src)):
-        part.copy_(new)
-    return self
+    return _written(self, *(part.expand(self.shape) for part in _parts(src)))
 
 
 def _fill_(self, value):
-    for part, new in zip(_parts(self), _parts(value)):
-        part.fill_(new)
-    return self
+    return _written(self, *(torch.full_like(self.real, part) for part in _parts(value)))
 
 
 def _zero_(self):

@@ -1,0 +1,131 @@
+"""Fourier transforms as products give what NumPy's transforms give, and train like PyTorch's."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+from onnx import TensorProto, helper
+from torch import nn
+
+from orttrainer import IODescription, ModelDescription
+from orttrainer.engine import Engine
+from orttrainer.graph.passes.speed.fourier import FourierProductPass
+from orttrainer.settings import OptimizerChoice, Settings
+
+
+def transform(x: np.ndarray, axis: int, opset: int, length: int | None, **attributes) -> ir.Model:
+    names, tensors = ["x"], []
+    if length is not None or opset >= 20:
+        names.append("length" if length is not None else "")
+    if length is not None:
+        tensors.append(helper.make_tensor("length", TensorProto.INT64, [], [length]))
+    if opset >= 20:
+        names.append("axis")
+        tensors.append(helper.make_tensor("axis", TensorProto.INT64, [], [axis]))
+    else:
+        attributes["axis"] = axis
+    dtype = helper.np_dtype_to_tensor_dtype(x.dtype)
+    graph = helper.make_graph(
+        [helper.make_node("DFT", names, ["y"], **attributes)], "g",
+        [helper.make_tensor_value_info("x", dtype, ["n", *x.shape[1:]])],
+        [helper.make_tensor_value_info("y", dtype, [None] * (x.ndim - 1) + [1 if attributes.get("onesided") and attributes.get("inverse") else 2])],
+        tensors,
+    )  # fmt: skip
+    return ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10))
+
+
+def as_product(model: ir.Model, x: np.ndarray) -> np.ndarray:
+    """What the graph gives behind the pass; it has no transform then."""
+    model = FourierProductPass()(model).model
+    assert not any(node.op_type == "DFT" for node in model.graph)
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, {"x": x})[0]
+
+
+def as_complex(x: np.ndarray) -> np.ndarray:
+    return x[..., 0] if x.shape[-1] == 1 else x[..., 0] + 1j * x[..., 1]
+
+
+@pytest.mark.parametrize("opset", [18, 20])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("axis", [1, 2])
+@pytest.mark.parametrize("length", [None, 4, 11])
+def test_transforms_of_whole_signals_are_those_of_numpy(opset, parts, axis, length):
+    x = np.random.default_rng(0).standard_normal((3, 7, 6, parts))
+    for inverse, expected in ((0, np.fft.fft), (1, np.fft.ifft)):
+        y = as_product(transform(x, axis, opset, length, inverse=inverse), x)
+        np.testing.assert_allclose(as_complex(y), expected(as_complex(x), length, axis), atol=1e-13)
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+@pytest.mark.parametrize("length", [None, 4, 11])
+def test_half_spectra_of_real_signals_are_those_of_numpy(axis, length):
+    x = np.random.default_rng(0).standard_normal((3, 7, 6, 1))
+    y = as_product(transform(x, axis, 18, length, onesided=1), x)
+    np.testing.assert_allclose(as_complex(y), np.fft.rfft(as_complex(x), length, axis), atol=1e-13)
+
+
+def test_signals_of_half_spectra_are_those_of_numpy():
+    x = np.random.default_rng(0).standard_normal((3, 7, 6, 2))
+    y = as_product(transform(x, 1, 20, None, inverse=1, onesided=1), x)
+    np.testing.assert_allclose(y[..., 0], np.fft.irfft(as_complex(x), axis=1), atol=1e-13)
+
+
+@pytest.mark.parametrize(("points", "length"), [(512, None), (8, 512), (600, None)])
+def test_long_transforms_stay(points, length):
+    model = transform(np.zeros((2, points, 1), np.float32), 1, 18, length)
+    assert not FourierProductPass()(model).modified
+
+
+def test_a_number_of_points_that_only_the_run_knows_stays():
+    model = transform(np.zeros((2, 8, 1), np.float32), 1, 18, None)
+    x = model.graph.inputs[0]
+    x.shape = ir.Shape(["n", "m", 1])
+    assert not FourierProductPass()(model).modified
+
+
+class Filter(nn.Module):
+    """A learned filter of an image's low frequencies, beside one of its rows' (an odd number of points)."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.rows = nn.Parameter(torch.randn(3, 3, 2)), nn.Parameter(torch.randn(9))
+
+    def forward(self, x):
+        f = torch.fft.rfft2(x)
+        low = torch.zeros_like(f)
+        low[:, :3, :3] = f[:, :3, :3] * torch.view_as_complex(self.weight)
+        one = torch.fft.ifft(torch.fft.fft(x * self.rows, dim=2) * (1 + 2j), dim=2).abs()
+        return (torch.fft.irfft2(low, s=x.shape[-2:]).square() + one).mean()
+
+
+def engine(module, disabled) -> Engine:
+    description = ModelDescription([IODescription("x", ["n", 8, 9])], [IODescription("loss", [])])
+    choice = OptimizerChoice("SGDOptimizer", clip=False)
+    return Engine(module, None, description, choice, Settings(disabled_passes=disabled))
+
+
+def test_a_fourier_filter_trains_as_in_pytorch_with_and_without():
+    torch.manual_seed(0)
+    reference = Filter()
+    modules = [copy.deepcopy(reference) for _ in range(2)]
+    engines = [engine(module, disabled) for module, disabled in zip(modules, ((), ("FourierProductPass",)))]
+    for step in range(3):
+        x = torch.randn(4 + step, 8, 9)
+        loss = reference(x)
+        loss.backward()
+        for parameter in reference.parameters():
+            parameter.data.sub_(0.1 * parameter.grad)
+            parameter.grad = None
+        for one in engines:
+            torch.testing.assert_close(one.train_step({"x": x}, 0.1)[0][0], loss.detach(), rtol=1e-5, atol=1e-6)
+    for module in modules:
+        for found, expected in zip(module.parameters(), reference.parameters()):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    products, operators = (sum(n.op_type == "DFT" for n in one.training_graph.graph.graph) for one in engines)
+    assert products == 0 < operators

@@ -1,0 +1,60 @@
+"""What forward writes into slices lies where PyTorch puts it, and trains as there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fidelity import assert_trains_as_in_pytorch, vectors
+from torch import nn
+
+
+class Written(nn.Module):
+    """x * w, into which `write(y, v)` writes v = x * u."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.w, self.u, self.write = nn.Parameter(torch.rand(6)), nn.Parameter(torch.rand(6)), write
+
+    def forward(self, x):
+        y = x * self.w
+        self.write(y, x * self.u)
+        return y
+
+
+def write(*index, value=lambda v: v):
+    """Writes `value(v)` into y[index]."""
+
+    def written(y, v):
+        y[index] = value(v)
+
+    return written
+
+
+ALL = slice(None)
+WRITES = {
+    "begin": write(ALL, slice(2), value=lambda v: v[:, :2]),
+    "middle": write(ALL, slice(1, 4), value=lambda v: v[:, :3]),
+    "end": write(ALL, slice(-2, None), value=lambda v: v[:, 2:4]),
+    "up to the last": write(ALL, slice(1, -1), value=lambda v: v[:, :4]),
+    "beyond the end": write(ALL, slice(4, 99), value=lambda v: v[:, :2]),
+    "everything": write(ALL, slice(0, 6)),
+    "nothing": write(ALL, slice(4, 2), value=lambda v: v[:, :0]),
+    "steps": write(ALL, slice(1, None, 2), value=lambda v: v[:, :3]),
+    "one": write(ALL, 2, value=lambda v: v[:, 0]),
+    "the first": write(ALL, 0, value=lambda v: v[:, 1]),
+    "the last": write(ALL, -1, value=lambda v: v[:, 1]),
+    "a number": write(ALL, slice(1, 3), value=lambda v: 0.5),
+    "a row": write(0, value=lambda v: v[1]),
+    "the last row": write(-1, value=lambda v: v[0]),
+    "the last but one": write(-2, value=lambda v: v[0]),
+    "rows of a symbolic size": write(slice(1, 3), value=lambda v: v[:2]),
+    "from a row on": write(slice(3, None), value=lambda v: v[:-3]),
+    "the last rows": write(slice(-2, None), value=lambda v: v[:2]),
+    "without the last row": write(slice(1, -1), value=lambda v: v[:-2]),
+    "twice": lambda y, v: (write(slice(0, 2), slice(1, 3), value=lambda v: v[:2, :2])(y, v), write(ALL, 2, value=lambda v: v[:, 1])(y, v)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_what_is_written_into_a_slice_trains_as_in_pytorch(write):
+    assert_trains_as_in_pytorch(lambda: Written(write), vectors, evaluates=True)
