@@ -18,6 +18,7 @@ from orttrainer.graph.passes.random import ShareSubexpressionsPass
 from orttrainer.graph.passes.scatter import ScatterIntoSumPass, ScatterReductionPass
 from orttrainer.graph.passes.speed.attention import AddMaskPass, SoftmaxGradientPass
 from orttrainer.graph.passes.speed.column_sums import ColumnSumsPass
+from orttrainer.graph.passes.speed.einsum import EinsumProductPass
 from orttrainer.graph.passes.speed.fourier import FourierProductPass
 from orttrainer.graph.passes.speed.gated_add import GatedAddPass
 from orttrainer.graph.passes.speed.gelu import ExpandGeluPass, FuseGeluPass
@@ -36,6 +37,7 @@ from orttrainer.graph.passes.speed.scalar_rank import ScalarRankPass
 from orttrainer.graph.passes.speed.scaled_gradient import ScaledGradientPass
 from orttrainer.graph.passes.speed.small_images import SmallImagesPass
 from orttrainer.graph.passes.speed.sparse_update import SparseUpdatePass
+from orttrainer.graph.passes.speed.stacks import TakeFromStackPass
 from orttrainer.graph.passes.speed.thresholds import ThresholdPass
 from orttrainer.graph.passes.speed.tiles import TileUpdatesPass
 from orttrainer.graph.passes.speed.transpose import CancelTransposePairsPass, TransposedProductPass
@@ -50,6 +52,8 @@ SPEED_PASSES = (
     TransposeSmallOperandPass,
     FuseLogSoftmaxNllPass,
     FourierProductPass,
+    EinsumProductPass,
+    TakeFromStackPass,
     FuseGeluPass,
     ExpandGeluPass,
     AddMaskPass,
@@ -99,6 +103,9 @@ def before_gradients(
         FuseLogSoftmaxNllPass(),
         *half,
         FourierProductPass(),
+        EinsumProductPass(),
+        TakeFromStackPass(),
+        common.RemoveUnusedNodesPass(),
         FuseGeluPass(),
         AddMaskPass(),
         SplitBatchNormalizationPass(),

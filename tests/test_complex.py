@@ -105,7 +105,9 @@ FUNCTIONS = {
         lambda z, w: torch.exp(1j * z.real) * (2 - 1j) * w, lambda z, w: z / (1 + z.abs()),
     ],
     "products": [
-        lambda z, w: torch.einsum("ij,kj->ik", z, w), lambda z, w: torch.einsum("ij,kj,kl->il", z, w, w),
+        lambda z, w: torch.einsum("ij,kj->ik", z, w), lambda z, w: torch.einsum("...j, kj -> k...", z, w),
+        lambda z, w: torch.einsum("ij,kj", z, w), lambda z, w: torch.einsum("ij,ij->", z, w).abs(),
+        lambda z, w: torch.einsum("ij->j", z), lambda z, w: torch.einsum("ij,kj,kl->il", z, w, w),
         lambda z, w: z[None] @ w.T[None], lambda z, w: torch.bmm(z[None], w.T[None]), lambda z, w: nn.functional.linear(z, w),
         lambda z, w: torch.outer(z[0], w[1]), lambda z, w: torch.vdot(z[0], w[1]).abs(), lambda z, w: z @ w.mT,
     ],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import string
 from collections.abc import Callable, Mapping
 
 import torch
@@ -212,9 +213,22 @@ def _norm(norm):
 
 
 def _einsum(einsum: Callable, equation, *operands):
-    """A sum over the parts of all factors: i for each imaginary one."""
+    """One of the parts, which are one axis more: x and [[Re w, Im w], [-Im w, Re w]]."""
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = operands[0]
+    free = [letter for letter in string.ascii_letters if letter not in str(equation)]
+    plain = len(operands) == 2 and isinstance(equation, str) and "->" in equation and all(map(_is_complex, operands))
+    if not plain or len(free) < 2:
+        return _einsum_of_parts(einsum, equation, *operands)
+    (left, right), result = equation.split("->")[0].split(","), equation.split("->")[1]
+    (x, w), (inner, outer) = operands, free[:2]
+    a, b = _parts(w)
+    x, w = torch.stack(_parts(x)), torch.stack((torch.stack((a, b)), torch.stack((-b, a))))
+    return torch.complex(*einsum(f"{inner}{left},{inner}{outer}{right}->{outer}{result}", x, w).unbind(0))
+
+
+def _einsum_of_parts(einsum: Callable, equation, *operands):
+    """A sum over the parts of all factors: i for each imaginary one."""
     totals = [None, None]
     for chosen in itertools.product(*(((0, 1) if x.is_complex() else (0,)) for x in operands)):
         term = einsum(equation, *(_parts(x)[part] if x.is_complex() else x for x, part in zip(operands, chosen)))
