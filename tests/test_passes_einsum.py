@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
@@ -66,6 +67,18 @@ def test_what_is_nearly_a_product_is_one_with_no_transpose_but_a_matrix_s_own(eq
 @pytest.mark.parametrize("equation", ["ij,ij->ij", "i,j->ij", "ii,id->d", "bid,jd->ij"])
 def test_what_is_no_product_stays(equation):
     assert not EinsumProductPass()(einsum(equation)).modified
+
+
+def test_a_product_of_a_product():
+    text = """<ir_version: 8, opset_import: ["" : 18]>
+    g (double[3,4] p, double[4,5] q, double[5,2] r) => (double[3,2] z)
+    { s = Einsum<equation="ij,jd->id">(p, q) z = Einsum<equation="id,dj->ij">(s, r) }"""
+    model = ir.from_proto(onnx.shape_inference.infer_shapes(onnx.parser.parse_model(text)))
+    EinsumProductPass()(model)
+    assert operators(model) == ["MatMul", "MatMul"]
+    feeds = {n: np.random.default_rng(0).standard_normal(s) for n, s in zip("pqr", ((3, 4), (4, 5), (5, 2)))}
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    np.testing.assert_allclose(session.run(None, feeds)[0], feeds["p"] @ feeds["q"] @ feeds["r"], atol=1e-12)
 
 
 def test_what_is_repeated_stays():

@@ -47,3 +47,11 @@ def test_what_takes_something_else_stays(take):
 def test_only_stacks_are_stacks(stack):
     model = model_of("t = Gather<axis=1>(s, i) y = Neg(t)", stack)
     assert TakeFromStackPass()(model).modified == ("last" not in stack)
+
+
+def test_what_was_taken_from_a_stack_may_be_stacked_again():
+    take = "t = Gather<axis=1>(s, i) u = Unsqueeze(t, one) v = Concat<axis=1>(u, u) w = Gather<axis=1>(v, i) y = Neg(w)"
+    model = model_of(take)
+    TakeFromStackPass()(model)
+    assert model.graph.outputs[0].producer().inputs[0].name == "a"
+    assert all(x is not None for node in model.graph for x in node.inputs)

@@ -20,10 +20,13 @@ class EinsumProductPass(ir.passes.InPlacePass):
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        nodes = [(node, plan) for node in model.graph if (plan := _plan(node)) is not None]
+        nodes = [node for node in model.graph if _plan(node) is not None]
         op = Builder(model.graph, "einsum") if nodes else None
-        for node, plan in nodes:
-            new, (old,) = plan.product(op), node.outputs
+        for node in nodes:
+            new, (old,) = (
+                _plan(node).product(op),
+                node.outputs,
+            )  # planned anew: an operand may be another's product by now
             new.name, new.type, new.shape, old.name = old.name, old.type, old.shape, f"{old.name}/einsum"
             old.replace_all_uses_with(new, replace_graph_outputs=True)
             model.graph.remove(node, safe=True)

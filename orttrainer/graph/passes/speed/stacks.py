@@ -13,14 +13,14 @@ class TakeFromStackPass(ir.passes.InPlacePass):
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        found = [(node, x) for node in model.graph if (x := _taken(node)) is not None]
-        for node, x in found:
-            (y,) = node.outputs
-            if y.is_graph_output():
-                continue
-            y.replace_all_uses_with(x)
-            model.graph.remove(node, safe=True)
-        return ir.passes.PassResult(model, bool(found))
+        modified = False
+        for node in list(model.graph):  # one after the other: a stack may hold what was taken from another
+            x, y = _taken(node), node.outputs[0]
+            if x is not None and not y.is_graph_output():
+                y.replace_all_uses_with(x)
+                model.graph.remove(node, safe=True)
+                modified = True
+        return ir.passes.PassResult(model, modified)
 
 
 def _taken(node: ir.Node) -> ir.Value | None:
