@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from small import make
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription
+from orttrainer.engine import Engine
+from orttrainer.settings import OptimizerChoice, Settings
 
 RATE = 0.05
 
@@ -80,3 +84,30 @@ def assert_trains_as_in_pytorch(make_layer, batch, evaluates: bool) -> None:
             torch.testing.assert_close(
                 trainer.eval_step(*batch(9))[1], module.eval()(*batch(9))[1], rtol=1e-4, atol=1e-5
             )
+
+
+def assert_trains_with_and_without(name: str, make_module, shape: list[int], replaces: str) -> None:
+    """Three steps on batches of vectors or images, with the speed pass `name`, which replaces all of an operator, and without."""
+    torch.manual_seed(0)
+    reference = make_module()
+    modules = [copy.deepcopy(reference) for _ in range(2)]
+    description = ModelDescription([IODescription("x", ["n", *shape])], [IODescription("loss", [])])
+    choice = OptimizerChoice("SGDOptimizer", clip=False)
+    engines = [
+        Engine(module, None, description, choice, Settings(disabled_passes=disabled))
+        for module, disabled in zip(modules, ((), (name,)))
+    ]
+    for step in range(3):
+        x = torch.randn(4 + step, *shape)
+        loss = reference(x)
+        reference.zero_grad()
+        loss.backward()
+        for parameter in reference.parameters():
+            parameter.data.sub_(RATE * parameter.grad)
+        for engine in engines:
+            torch.testing.assert_close(engine.train_step({"x": x}, RATE)[0][0], loss.detach(), rtol=1e-5, atol=1e-6)
+    for module in modules:
+        for found, expected in zip(module.parameters(), reference.parameters()):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    with_it, without = (sum(n.op_type == replaces for n in e.training_graph.graph.graph) for e in engines)
+    assert with_it == 0 < without

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-
 import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
+from fidelity import assert_trains_with_and_without
 from onnx import TensorProto, helper
 from torch import nn
 
-from orttrainer import IODescription, ModelDescription
-from orttrainer.engine import Engine
 from orttrainer.graph.passes.speed.einsum import EinsumProductPass
-from orttrainer.settings import OptimizerChoice, Settings
 
 SIZES = {"b": 3, "h": 2, "i": 4, "j": 5, "d": 6, "e": 7, "x": 2, "y": 3}
 
@@ -101,25 +97,4 @@ class Attention(nn.Module):
 
 
 def test_attention_by_einsum_trains_as_in_pytorch_with_and_without():
-    torch.manual_seed(0)
-    reference = Attention()
-    modules = [copy.deepcopy(reference) for _ in range(2)]
-    description = ModelDescription([IODescription("x", ["n", 5, 8])], [IODescription("loss", [])])
-    engines = [
-        Engine(module, None, description, OptimizerChoice("SGDOptimizer", clip=False), Settings(disabled_passes=off))
-        for module, off in zip(modules, ((), ("EinsumProductPass",)))
-    ]
-    for step in range(3):
-        x = torch.randn(4 + step, 5, 8)
-        loss = reference(x)
-        loss.backward()
-        for parameter in reference.parameters():
-            parameter.data.sub_(0.1 * parameter.grad)
-            parameter.grad = None
-        for one in engines:
-            torch.testing.assert_close(one.train_step({"x": x}, 0.1)[0][0], loss.detach(), rtol=1e-5, atol=1e-6)
-    for module in modules:
-        for found, expected in zip(module.parameters(), reference.parameters()):
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-    products, sums = (sum(n.op_type == "Einsum" for n in one.training_graph.graph.graph) for one in engines)
-    assert products == 0 < sums
+    assert_trains_with_and_without("EinsumProductPass", Attention, [5, 8], replaces="Einsum")

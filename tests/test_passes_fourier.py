@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-
 import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
+from fidelity import assert_trains_with_and_without
 from onnx import TensorProto, helper
 from torch import nn
 
-from orttrainer import IODescription, ModelDescription
-from orttrainer.engine import Engine
 from orttrainer.graph.passes.speed.fourier import FourierProductPass
-from orttrainer.settings import OptimizerChoice, Settings
 
 
 def transform(x: np.ndarray, axis: int, opset: int, length: int | None, **attributes) -> ir.Model:
@@ -104,28 +100,5 @@ class Filter(nn.Module):
         return (torch.fft.irfft2(low, s=x.shape[-2:]).square() + one).mean()
 
 
-def engine(module, disabled) -> Engine:
-    description = ModelDescription([IODescription("x", ["n", 8, 9])], [IODescription("loss", [])])
-    choice = OptimizerChoice("SGDOptimizer", clip=False)
-    return Engine(module, None, description, choice, Settings(disabled_passes=disabled))
-
-
 def test_a_fourier_filter_trains_as_in_pytorch_with_and_without():
-    torch.manual_seed(0)
-    reference = Filter()
-    modules = [copy.deepcopy(reference) for _ in range(2)]
-    engines = [engine(module, disabled) for module, disabled in zip(modules, ((), ("FourierProductPass",)))]
-    for step in range(3):
-        x = torch.randn(4 + step, 8, 9)
-        loss = reference(x)
-        loss.backward()
-        for parameter in reference.parameters():
-            parameter.data.sub_(0.1 * parameter.grad)
-            parameter.grad = None
-        for one in engines:
-            torch.testing.assert_close(one.train_step({"x": x}, 0.1)[0][0], loss.detach(), rtol=1e-5, atol=1e-6)
-    for module in modules:
-        for found, expected in zip(module.parameters(), reference.parameters()):
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-    products, operators = (sum(n.op_type == "DFT" for n in one.training_graph.graph.graph) for one in engines)
-    assert products == 0 < operators
+    assert_trains_with_and_without("FourierProductPass", Filter, [8, 9], replaces="DFT")
