@@ -66,7 +66,7 @@ class TrainedState:
                 shared = torch.from_numpy(array).to(device)
             self.stored[entry.name] = export.as_real(shared.detach())
             for name, view in entry.views(self.stored[entry.name]).items():
-                view = view if not shared.is_complex() else shared.detach()
+                view = shared.detach() if shared.is_complex() else view
                 view = self.tensors[name] = view if entry.last_row is None else _apart(view)
                 if entry.transposed and name in own:
                     view.copy_(own[name].detach())

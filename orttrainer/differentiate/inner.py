@@ -37,7 +37,7 @@ def watch_inner_gradients(model: ir.Model) -> None:
                 model.graph.insert_before(model.graph[0], watched)
             else:
                 model.graph.insert_after(producer, watched)
-    model.graph.opset_imports.setdefault(DOMAIN, 1)
+            model.graph.opset_imports.setdefault(DOMAIN, 1)
 
 
 def asks_for_gradients(model: ir.Model) -> bool:

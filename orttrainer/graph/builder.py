@@ -251,6 +251,14 @@ def _name_dims(value: ir.Value) -> None:
         value.shape = ir.Shape(named)
 
 
+def take_place(new: ir.Value, node: ir.Node) -> None:
+    """Let `new` be what the only output of `node` was, under the same name: it may be the gradient of a parameter."""
+    (y,) = node.outputs
+    y.replace_all_uses_with(new, replace_graph_outputs=True)
+    node.graph.remove(node, safe=True)
+    new.type, new.shape, new.name = y.type, y.shape, y.name
+
+
 def static_dims(x: ir.Value) -> tuple[int, ...] | None:
     """The shape of `x` if every axis is a known number."""
     if x.shape is None or not all(isinstance(d, int) for d in x.shape.dims):

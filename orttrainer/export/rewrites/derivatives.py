@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from unittest import mock
 
 import torch
+from torch import library
 from torch.utils import _pytree as pytree
 
 from orttrainer.differentiate.inner import DOMAIN, GRADIENT
@@ -101,8 +102,10 @@ def _refused(what):
     return UnsupportedModelError(f"forward calls torch.vmap on a gradient {what}, which has no form in a graph.")
 
 
-with contextlib.suppress(Exception):  # a private name, without which torch.vmap refuses it
-    torch.library.register_vmap("onnx_symbolic::_symbolic_multi_out", _batched)
+with contextlib.suppress(
+    AttributeError, RuntimeError
+):  # other torch versions may lack it: torch.vmap refuses the node then
+    library.register_vmap("onnx_symbolic::_symbolic_multi_out", _batched)
 
 
 # ---------------------------------------------------------------- torch.func

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from orttrainer.graph.builder import Builder, static_dims
+from orttrainer.graph.builder import Builder, static_dims, take_place
 
 
 class ScatterReductionPass(ir.passes.InPlacePass):
@@ -25,7 +25,7 @@ class ScatterReductionPass(ir.passes.InPlacePass):
             graph.opset_imports.update(model.opset_imports)
             op = Builder(graph, "scatter" if graph is model.graph else f"{graph.name}/scatter")
             for node in nodes:
-                _take_place(_by_rows(op, node), node)
+                take_place(_by_rows(op, node), node)
             graph.sort()
             modified = True
         return ir.passes.PassResult(model, modified)
@@ -47,7 +47,7 @@ class ScatterIntoSumPass(ir.passes.InPlacePass):
                 scatter, a = next(((s, a) for s, a in _both_ways(node.inputs) if _joins(s, a)), (None, None))
                 if scatter is None:
                     continue
-                _take_place(scatter, node)
+                take_place(scatter, node)
                 scatter.producer().replace_input_with(0, a)
                 modified = True
             if modified:
@@ -82,14 +82,6 @@ def _read_once(x: ir.Value) -> bool:
 
 def _both_ways(pair):
     return pair, pair[::-1]
-
-
-def _take_place(new: ir.Value, node: ir.Node) -> None:
-    """Let `new` be what the only output of `node` was, under the same name: it may be the gradient of a parameter."""
-    (y,) = node.outputs
-    y.replace_all_uses_with(new, replace_graph_outputs=True)
-    node.graph.remove(node, safe=True)
-    new.type, new.shape, new.name = y.type, y.shape, y.name
 
 
 def _races(node: ir.Node) -> bool:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import onnx_ir as ir
 
-from orttrainer.graph.builder import Builder
+from orttrainer.graph.builder import Builder, take_place
 
 
 class EinsumProductPass(ir.passes.InPlacePass):
@@ -23,13 +23,7 @@ class EinsumProductPass(ir.passes.InPlacePass):
         nodes = [node for node in model.graph if _plan(node) is not None]
         op = Builder(model.graph, "einsum") if nodes else None
         for node in nodes:
-            new, (old,) = (
-                _plan(node).product(op),
-                node.outputs,
-            )  # planned anew: an operand may be another's product by now
-            new.name, new.type, new.shape, old.name = old.name, old.type, old.shape, f"{old.name}/einsum"
-            old.replace_all_uses_with(new, replace_graph_outputs=True)
-            model.graph.remove(node, safe=True)
+            take_place(_plan(node).product(op), node)  # planned anew: an operand may be another's product by now
         if nodes:
             model.graph.sort()  # the builder appends
         return ir.passes.PassResult(model, bool(nodes))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from orttrainer.graph.builder import Builder
+from orttrainer.graph.builder import Builder, take_place
 
 LONGEST, LONGEST_OTHER = 256, 512  # points: where they are a power of two, and where they are not
 
@@ -22,11 +22,7 @@ class FourierProductPass(ir.passes.InPlacePass):
         nodes = [(node, found) for node in model.graph if (found := _transform(node, model.graph)) is not None]
         op = Builder(model.graph, "fourier") if nodes else None
         for node, (axis, matrix) in nodes:
-            (x, *_), (old,) = node.inputs, node.outputs
-            new = _product(op, x, axis, matrix, old.shape.dims[-1])
-            new.name, new.type, new.shape, old.name = old.name, old.type, old.shape, f"{old.name}/transform"
-            old.replace_all_uses_with(new, replace_graph_outputs=True)
-            model.graph.remove(node, safe=True)
+            take_place(_product(op, node.inputs[0], axis, matrix, node.outputs[0].shape.dims[-1]), node)
         if nodes:
             model.graph.sort()  # the builder appends
         return ir.passes.PassResult(model, bool(nodes))
