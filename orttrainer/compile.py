@@ -21,6 +21,8 @@ from orttrainer.errors import ModelError, NoGradientWarning
 from orttrainer.graph.activations import Activations, ancestors
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.fence import fence, unordered_readers
+from orttrainer.graph.passes.gradient_marks import DOMAIN as MARKS
+from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.half_precision import HalfPrecisionPass
 from orttrainer.graph.passes.recompute import RecomputePass
 from orttrainer.graph.passes.speed.attention import SoftmaxGradientPass
@@ -182,7 +184,8 @@ class _Build:
                 f"and that output {loss.name!r} is the loss"
             )
         for name, gradient in gradients.items():
-            if gradient.producer() is None or gradient.name in {f"{n}_grad" for n in gradients}:
+            producer = gradient.producer()
+            if producer is None or producer.domain == MARKS or gradient.name in {f"{n}_grad" for n in gradients}:
                 gradient = op.Identity(gradient)
             gradient.name = self._free(f"{name}_grad")
             gradients[name] = gradient
@@ -194,9 +197,14 @@ class _Build:
 
         They come before anything is recomputed, which changes no bit of a result.
         """
+        backward = {*self.model.graph}.difference(self.forward_nodes)
+        marks = RemoveGradientMarksPass()
+        marks(self.model)
+        self.new = {name: marks.replaced.get(value, value) for name, value in self.new.items()}
+        forward = [node for node in self.model.graph if node not in backward]
         expand = ExpandGeluPass()
         self.model = self._rewritten(self.model, expand, SoftmaxGradientPass())
-        self.forward_nodes = [part for node in self.forward_nodes for part in expand.parts.get(node, [node])]
+        self.forward_nodes = [part for node in forward for part in expand.parts.get(node, [node])]
         values = {value.name: value for node in self.model.graph for value in node.outputs}
         return {name: values[gradient.name] for name, gradient in gradients.items()}
 

@@ -29,7 +29,7 @@ from orttrainer.distributed import Collective, device_of_rank, failing_together,
 from orttrainer.errors import InvalidArgumentError, StateError
 from orttrainer.front_end import NotCopied
 from orttrainer.graph.passes.constants import InitializersToConstantsPass
-from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
+from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.places import Places
 from orttrainer.inference import export_inference
 from orttrainer.native.toolchain import is_wanted
@@ -305,7 +305,7 @@ class Engine(NotCopied):
         if self._runner is None:
             return self.source.onnx_model
         model = self._trained_forward()
-        RemoveStopGradientPass()(model)
+        RemoveGradientMarksPass()(model)
         InitializersToConstantsPass({*self._forward.parameters, *self._forward.buffers})(model)
         return ir.to_proto(model)
 

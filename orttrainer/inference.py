@@ -13,9 +13,9 @@ from onnx_ir.passes import common
 
 from orttrainer import runtime
 from orttrainer.errors import ExecutionError, ExportMismatchError, StateError
+from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.inference import InferenceBatchNormalizationPass
 from orttrainer.graph.passes.random import MutePass
-from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
 from orttrainer.graph.subgraphs import node_inputs
 from orttrainer.graph.write import write_model
 
@@ -34,7 +34,7 @@ def inference_model(forward: ir.Model, outputs: Sequence[str]) -> ir.Model:
     by_name = {value.name: value for value in graph.outputs}
     graph.outputs[:] = [by_name[name] for name in outputs]
     for rewrite in (
-        RemoveStopGradientPass(),
+        RemoveGradientMarksPass(),
         MutePass({"Dropout"}),
         InferenceBatchNormalizationPass(),
         common.RemoveUnusedNodesPass(),

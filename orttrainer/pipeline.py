@@ -42,7 +42,6 @@ from orttrainer.graph.passes.speed.thresholds import ThresholdPass
 from orttrainer.graph.passes.speed.tiles import TileUpdatesPass
 from orttrainer.graph.passes.speed.transpose import CancelTransposePairsPass, TransposedProductPass
 from orttrainer.graph.passes.speed.turned import TurnConvolutionPass
-from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
 
 # What only makes the graph faster or smaller; `disabled_passes` may name these, to measure what each buys.
 SPEED_PASSES = (
@@ -128,7 +127,6 @@ def after_update(training_mode: str, primitives: bool, keep: bool) -> list[ir.pa
         *([KeepActivationsPass()] if keep and on_cpu else []),
         SwitchBatchNormalizationPass(training_mode, primitives=primitives),
         ExpandSoftmaxCrossEntropyPass(),
-        RemoveStopGradientPass(),
         CancelReshapePairsPass(),
         CancelTransposePairsPass(),
         *_CLEAN,

@@ -24,11 +24,11 @@ from orttrainer.differentiate.prepare import prepare
 from orttrainer.errors import ExportMismatchError
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.axes import AllAxesPass
+from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogSoftmaxNllPass
 from orttrainer.graph.passes.matmul import VectorMatMulPass
 from orttrainer.graph.passes.random import MutePass
 from orttrainer.graph.passes.scatter import ScatterReductionPass
-from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
 
 if TYPE_CHECKING:
     from orttrainer.export import ForwardGraph
@@ -73,8 +73,9 @@ def check_gradients(
         raise ExportMismatchError(
             f"the gradient of parameter {worst!r} differs from PyTorch's on the first batch (train mode, dropout off) by "
             f"{errors[worst]:.2g} of its length; {sum(errors[n] > allowed[n] for n in errors)} of {len(errors)} parameters "
-            "differ. Something in forward has a gradient of its own that an ONNX graph does not show: a custom "
-            "autograd.Function, a hook. Write it with plain operations, or freeze the parameter. "
+            "differ. Something in forward has a gradient of its own that the graph does not show: a custom "
+            "autograd.Function or a hook that decides by values (if, .item()), a hook of a module. Write it with plain operations, or freeze the "
+            "parameter. "
             "check_export=False trains the graph as it is."
         )
 
@@ -115,7 +116,7 @@ def gradient_errors(
     graph.outputs[:] = list(outputs.values())
     for rewrite in (
         ExpandSoftmaxCrossEntropyPass(),  # as it trains: the logits may be the largest tensor, and are there fewer times
-        RemoveStopGradientPass(),
+        RemoveGradientMarksPass(),
         common.TopologicalSortPass(),
         common.RemoveUnusedNodesPass(),
         AllAxesPass(),

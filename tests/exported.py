@@ -13,7 +13,7 @@ from torch import nn
 from orttrainer.describe import IODescription, ModelDescription
 from orttrainer.export import module as export_stage
 from orttrainer.export.faithful import MutedDropout
-from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
+from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 
 RTOL = 1e-5  # float32, the same sums in another order
 
@@ -43,7 +43,7 @@ def onnx_outputs(forward, inputs):
     import onnxruntime
 
     model = forward.model.clone()
-    RemoveStopGradientPass()(model)
+    RemoveGradientMarksPass()(model)
     proto = ir.to_proto(model)
     onnx.checker.check_model(proto, full_check=True)
     for node in proto.graph.node:

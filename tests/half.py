@@ -16,13 +16,13 @@ from orttrainer.differentiate.prepare import prepare
 from orttrainer.graph import Builder
 from orttrainer.graph.passes.batch_norm import SplitBatchNormalizationPass, SwitchBatchNormalizationPass
 from orttrainer.graph.passes.dropout import CounterHashDropoutPass
+from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.half_kernels import EmulateHalfPass
 from orttrainer.graph.passes.half_precision import HalfPrecisionPass
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogSoftmaxNllPass
 from orttrainer.graph.passes.matmul import VectorMatMulPass
 from orttrainer.graph.passes.scatter import ScatterReductionPass
 from orttrainer.graph.passes.speed.transpose import CancelTransposePairsPass, TransposedProductPass
-from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
 
 FLOAT, FLOAT16, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16
 
@@ -75,7 +75,7 @@ def differentiated(
     if lower:
         for rewrite in (
             SwitchBatchNormalizationPass("training_mode", primitives=primitives), ExpandSoftmaxCrossEntropyPass(),
-            RemoveStopGradientPass(), CancelTransposePairsPass(), TransposedProductPass(), common.TopologicalSortPass(), common.RemoveUnusedNodesPass(),
+            RemoveGradientMarksPass(), CancelTransposePairsPass(), TransposedProductPass(), common.TopologicalSortPass(), common.RemoveUnusedNodesPass(),
             ScatterReductionPass(),
         ):  # fmt: skip
             model = rewrite(model).model

@@ -88,6 +88,33 @@ def summed_over_listed_axes():
     )
 
 
+def cast_where_they_are():
+    """As metric learning libraries bring their weights to the batch, in each forward."""
+
+    def call(m, x):
+        m.linear.weight.data = m.linear.weight.data.to(x.device).type(x.dtype)
+        m.other.to(x.device).float()
+        return m.linear(x) + m.other(x)
+
+    return Model(call, linear=nn.Linear(6, 6), other=nn.Linear(6, 6))
+
+
+def integrated():
+    """As solvers of differential equations walk along a grid of times."""
+
+    def call(m, x):
+        y, found, j = m.linear(x), [], 1
+        for begin, end in zip(m.grid[:-1], m.grid[1:]):
+            y, before = y + (end - begin) * m.slope(y).tanh(), y
+            while j < len(m.wanted) and end >= m.wanted[j]:
+                found.append(before + (m.wanted[j] - begin) / (end - begin) * (y - before))
+                j += 1
+        return torch.stack(found).sum(0)
+
+    grid, wanted = nn.Buffer(torch.linspace(0, 1, 5)), nn.Buffer(torch.tensor([0.0, 0.3, 0.4, 1.0]))
+    return Model(call, linear=nn.Linear(6, 6), slope=nn.Linear(6, 6), grid=grid, wanted=wanted)
+
+
 def masked(make_mask):
     return lambda: Model(lambda m, x: m.linear(x) * make_mask(x > 0), linear=nn.Linear(6, 6))
 
@@ -115,6 +142,8 @@ CASES = {
         lambda: Model(lambda m, x: torch.tanh_(input=m.linear(x)), linear=nn.Linear(6, 6)),
         vectors,
     ),
+    "cast where they are": (cast_where_they_are, vectors),
+    "integrated along a grid": (integrated, vectors),
     "axes listed by arange": (summed_over_listed_axes, vectors),
     **{f"mask, {name}": (masked(make_mask), vectors) for name, make_mask in MASKS.items()},
     "batch norm": (lambda: batch_norm(), vectors),

@@ -7,7 +7,7 @@ import onnx
 import onnx_ir as ir
 
 from orttrainer import build_gradient
-from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
+from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.testing import evaluate
 
 TEXT = """
@@ -33,6 +33,6 @@ def test_nothing_flows_back_through_it_and_it_is_gone_before_the_graph_runs():
 
 def test_a_stopped_output_keeps_its_name():
     model = ir.from_proto(onnx.parser.parse_model(TEXT))
-    RemoveStopGradientPass()(model)
+    RemoveGradientMarksPass()(model)
     assert [value.name for value in model.graph.outputs] == ["y", "z"]
     onnx.checker.check_model(ir.to_proto(model), full_check=True)

@@ -207,12 +207,12 @@ def _artifacts(workload, accumulate: int, threads: int) -> Step:
     from onnxruntime.training.api import CheckpointState, Module, Optimizer
 
     from orttrainer import export
-    from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
+    from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 
     forward = export.export_module(
         workload.module(), workload.loss_fn, workload.description(), workload.batch(0), check=False
     )
-    RemoveStopGradientPass()(forward.model)
+    RemoveGradientMarksPass()(forward.model)
     del forward.model.graph.outputs[1:]
     for node in forward.model.graph:
         node.resize_outputs(max(_OUTPUTS_IT_READS.get(node.op_type, 0), len(node.outputs)))

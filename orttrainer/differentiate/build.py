@@ -16,9 +16,9 @@ from orttrainer.differentiate.prepare import prepare
 from orttrainer.errors import InvalidArgumentError, ModelError
 from orttrainer.graph.builder import Builder, static_dims
 from orttrainer.graph.passes.axes import AllAxesPass
+from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.random import ShareSubexpressionsPass
 from orttrainer.graph.passes.scatter import ScatterReductionPass
-from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
 from orttrainer.graph.read import read_model
 
 
@@ -66,7 +66,7 @@ def gradient_of(
     for source in sources:
         gradient = gradients[source] if gradients[source] is not None else op.zeros_like(source)
         graph.outputs.append(named_output(op, gradient, f"{source.name}_grad", source))
-    RemoveStopGradientPass()(forward)
+    RemoveGradientMarksPass()(forward)
     common.RemoveUnusedNodesPass()(forward)
     AllAxesPass()(forward)
     ScatterReductionPass()(forward)

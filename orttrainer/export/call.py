@@ -158,8 +158,9 @@ def check_layers(module: nn.Module) -> None:
 
 
 def asks_for_gradients(error: Exception) -> bool:
-    """Whether a forward under `no_grad` raised this because it asks autograd for gradients."""
-    return isinstance(error, RuntimeError) and "does not require grad" in str(error)
+    """Whether a forward under `no_grad` raised this because it asks autograd for gradients, or hooks into them."""
+    words = "does not require grad", "doesn't require grad"
+    return isinstance(error, RuntimeError) and any(part in str(error) for part in words)
 
 
 def count_outputs(module: nn.Module, inputs) -> int:

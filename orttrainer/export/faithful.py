@@ -28,10 +28,12 @@ from orttrainer.export.opened import opened
 from orttrainer.export.rewrites import (
     complex_numbers,
     ctc,
+    custom_functions,
     derivatives,
     einsum,
     embedding,
     foreach,
+    gradient_hooks,
     grouped,
     linear_algebra,
     losses,
@@ -65,11 +67,13 @@ def faithful(wrapper, decided):
             derivatives.transforms(),
             # Its checks of arguments decide by the values of tensors.
             mock.patch.object(torch.distributions.Distribution, "_validate_args", False),
+            mock.patch.object(torch.nn.Module, "_apply", _apply),
             _symbolic_len(wrapper),
             _snapshots_apart(),
             _Rewrites(wrapper, decided) as rewrites,
             mock.patch.object(FakeTensor, "tolist", rewrites.numbers.tolist()),  # no mode sees it
-            mock.patch.object(torch.autograd.Function, "apply", rewrites.apply_function()),
+            rewrites.functions.traced(),
+            gradient_hooks.on_parameters(wrapper),
         ):
             yield
     finally:
@@ -78,6 +82,18 @@ def faithful(wrapper, decided):
 
 def _declared_is_causal(mask, is_causal=None, size=None):
     return bool(is_causal)
+
+
+_apply_to_all = torch.nn.Module._apply
+
+
+def _apply(self, fn, recurse=True):
+    """`module.to(device)`, `.float()` and the like in forward, where all is there already: torch would swap parameters."""
+    tensors = [*self.parameters(recurse), *self.buffers(recurse)]
+    kinds = {(x.dtype, x.device) for x in tensors}
+    found = {(dtype, device): fn(torch.empty(0, dtype=dtype, device=device)) for dtype, device in kinds}
+    changed = any((x.dtype, x.device) != kind for kind, x in found.items())
+    return _apply_to_all(self, fn, recurse) if changed else self
 
 
 _packed_projection = F._in_projection_packed
@@ -138,24 +154,26 @@ class _Rewrites(TorchFunctionMode):
 
     def __init__(self, wrapper, decided):
         super().__init__()
-        known = {**_REWRITES, **grouped.rewrites()}
+        known = {**_REWRITES, **grouped.rewrites(), torch.Tensor.register_hook: gradient_hooks.register_hook(wrapper)}
         self._rewrites = {**known, **complex_numbers.rewrites(known)}
         self._wrapper, self.numbers = wrapper, Numbers(wrapper, decided)
         self._names = {id(x): name for name, x in (*wrapper.named_parameters(), *wrapper.named_buffers())}
-        self._custom_functions = 0  # how many are being applied: autograd runs their forward under no_grad
+        self.functions = custom_functions.CustomFunctions(wrapper)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         args, kwargs = self._registered(args), {name: self._registered(x) for name, x in (kwargs or {}).items()}
-        if func not in self._rewrites and (inner := opened(func)):
+        if func not in self._rewrites and (
+            inner := _SEEN.get(func) or opened(func) or custom_functions.of_operator(func)
+        ):
             with self:
-                return inner(*args, **kwargs)
+                return (inner.apply if isinstance(inner, type) else inner)(*args, **kwargs)
         if (answer := self.numbers.answer(func, args, kwargs)) is not None:
             return answer[0]
         result = self._rewrites.get(func, func)(*self.numbers.chosen(func, args), **kwargs)
-        self.numbers.note(func, args, kwargs, result)
+        known = self.numbers.note(func, args, kwargs, result)  # which has no gradient anyway
         # In-place functions return what they changed, which a copy could not stand for.
         in_place = any(result is argument for argument in args)
-        if torch.is_grad_enabled() or self._custom_functions or in_place or func in _PLUMBING:
+        if torch.is_grad_enabled() or self.functions.depth or known or in_place or func in _PLUMBING:
             return result
         if _shows(result, args):  # what is written there is written to a buffer
             return result
@@ -167,19 +185,6 @@ class _Rewrites(TorchFunctionMode):
             return type(argument)(map(self._registered, argument))
         name = self._names.get(id(argument))
         return argument if name is None else operator.attrgetter(name)(self._wrapper)
-
-    def apply_function(self):
-        """`torch.autograd.Function.apply`: the graph gets the derivative of its forward, and `verify` compares."""
-        original = torch.autograd.Function.apply.__func__
-
-        def apply(cls, *args, **kwargs):
-            self._custom_functions += 1
-            try:
-                return original(cls, *args, **kwargs)
-            finally:
-                self._custom_functions -= 1
-
-        return classmethod(apply)
 
 
 def _shows(result, args):
@@ -242,7 +247,7 @@ def _set_data(self, value):
     """x.data = y in the memory that x has: an exporter sees who writes there."""
     if value.shape != self.shape or value.dtype != self.dtype:
         SET_DATA(self, value)
-    elif memory_of(value) != memory_of(self):
+    elif memory_of(value) != memory_of(self) and getattr(value, "data_of", None) is not self:
         with torch.no_grad():
             self.copy_(value)
 
@@ -268,6 +273,8 @@ def _in_place_dropout(dropout):
 
     return dropped
 
+
+_SEEN = {torch.Tensor.__iter__: lambda x: iter(x.unbind(0))}  # in calls that the mode sees
 
 _PLUMBING = {torch.Tensor.requires_grad.__get__, torch.Tensor.grad.__get__, torch.Tensor.grad_fn.__get__}
 
@@ -436,4 +443,5 @@ _MUTES = {
     torch.Tensor.exponential_: _filled(lambda lambd=1.0: math.log(2.0) / lambd),
     torch.native_dropout: _mute_native_dropout,
     torch._C._nn.scaled_dot_product_attention: _mute_attention,
+    torch.Tensor.register_hook: gradient_hooks.mute,
 }

@@ -94,6 +94,7 @@ class _Job:
     def look(self):
         """See what forward does with the first batch."""
         self.observed = observe(self.wrapper, self.inputs)
+        self.wrapper.differentiates |= self.observed.differentiates
         self.example = without_ones(self.inputs, self.symbols, self._accepts)
         self.updated = tuple(self.observed.updated)
         layers = dict(self.wrapper.named_modules())
@@ -169,7 +170,7 @@ class _Job:
         Whatever goes wrong in the child goes wrong here as well, where the user can see it with its traceback.
         """
         longer = None if self.example is self.inputs else self.example
-        child.send((longer, self.updated, self.counted, self.rates))
+        child.send((longer, self.updated, self.counted, self.rates, self.wrapper.differentiates))
         evaluated = self._evaluated() if self.check else None
         if meanwhile is not None:
             with contextlib.suppress(Exception):
@@ -191,7 +192,7 @@ class _Job:
     def _in_child(self, receive):
         """What the child does: the first graph that an exporter makes; the parent compares its values."""
         _exporters().load_exporter()
-        longer, self.updated, self.counted, self.rates = receive()
+        longer, self.updated, self.counted, self.rates, self.wrapper.differentiates = receive()
         self.example = self.inputs if longer is None else longer
         self.check = False
         return packed(self.exported())

@@ -100,12 +100,19 @@ class Numbers:
 
         return tolist
 
-    def note(self, func: Callable, args: tuple, kwargs: dict, result: Any) -> None:
-        """Remember the numbers of `result`, if they are known."""
-        if not isinstance(result, FakeTensor) or not torch.compiler.is_exporting() or not _small(result):
-            return
-        if (found := self._computed(func, args, kwargs)) is not None and isinstance(found[0], torch.Tensor):
-            result.known = _Known(found[0], result._version, found[1])
+    def note(self, func: Callable, args: tuple, kwargs: dict, result: Any) -> bool:
+        """Remember the numbers of `result`, or of the tensors in it; whether they are known."""
+        results = result if isinstance(result, (tuple, list)) else [result]
+        if not torch.compiler.is_exporting() or not results:
+            return False
+        if not all(isinstance(x, FakeTensor) and _small(x) for x in results):
+            return False
+        if (found := self._computed(func, args, kwargs)) is None:
+            return False
+        values = found[0] if isinstance(found[0], (tuple, list)) else [found[0]]
+        for x, value in zip(results, values):
+            x.known = _Known(value, x._version, found[1])
+        return True
 
     def _computed(self, func: Callable, args: tuple, kwargs: dict) -> tuple[Any, frozenset[str]] | None:
         name, buffers = getattr(func, "__name__", ""), set()

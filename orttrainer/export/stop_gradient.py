@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import library
 
-from orttrainer.graph.passes.stop_gradient import DOMAIN, STOP_GRADIENT
+from orttrainer.graph.passes.gradient_marks import DOMAIN, STOP_GRADIENT
 
 __all__ = ["REWRITES", "register_symbolic", "stopped"]
 
@@ -47,9 +47,14 @@ def stopped(result):
 
 
 def _detached(x):
-    """`x.detach()`, which shows the memory of `x`: a buffer may be changed through it."""
+    """`x.detach()`, which shows the memory of `x`: a buffer may be changed through it.
+
+    What stands for that of a parameter has an attribute `data_of`: in `x.data = x.data.to(device)` nothing is written.
+    """
     if x.requires_grad:
-        return stopped(x)
+        result = stopped(x)
+        result.data_of = x
+        return result
     return torch.view_as_complex(torch.view_as_real(x).detach()) if x.is_complex() else x.detach()
 
 

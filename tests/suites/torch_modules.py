@@ -23,8 +23,8 @@ from orttrainer import IODescription, ModelDescription, build_gradient
 from orttrainer.errors import ExportError, ExportMismatchError, GradientError, ModelError
 from orttrainer.export import export_module
 from orttrainer.export.faithful import MutedDropout
+from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.random import MutePass
-from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
 from suites.outcome import Outcome, State
 
 TITLE = "PyTorch modules (ModuleInfo)"
@@ -183,7 +183,7 @@ def _run(proto, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     options = onnxruntime.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 4, 1
     model = ir.from_proto(proto)
-    RemoveStopGradientPass()(model)
+    RemoveGradientMarksPass()(model)
     session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), options, ["CPUExecutionProvider"])
     names = {value.name for value in session.get_inputs()}
     outputs = session.run(None, {name: array for name, array in feeds.items() if name in names})

@@ -28,7 +28,7 @@ from orttrainer.differentiate import build_gradient
 from orttrainer.errors import GradientError, ModelError
 from orttrainer.export import normalize
 from orttrainer.export.capture import capture_dynamo, capture_torchscript
-from orttrainer.graph.passes.stop_gradient import RemoveStopGradientPass
+from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from suites.outcome import Outcome, State
 
 TITLE = "PyTorch's operators (OpInfo)"
@@ -263,7 +263,7 @@ def _compared(model, inputs, outputs, cotangents, gradients, exact) -> tuple[Sta
 def _forward_alone(model, feeds, outputs, exact) -> tuple[State, str] | None:
     """What is wrong before any gradient, if something is."""
     forward = ir.from_proto(model)
-    RemoveStopGradientPass()(forward)
+    RemoveGradientMarksPass()(forward)
     try:
         found = _run(ir.to_proto(forward), feeds)
     except Exception as error:

@@ -17,14 +17,18 @@ from orttrainer.differentiate.prepare.opsets import with_known_opset
 from orttrainer.differentiate.prepare.ranks import infer_ranks
 from orttrainer.graph.builder import infer_outputs
 from orttrainer.graph.inference import infer_shapes
+from orttrainer.graph.passes.gradient_marks import COTANGENT, CUSTOM_GRADIENT, STOP_GRADIENT
+from orttrainer.graph.passes.gradient_marks import DOMAIN as MARKS
 from orttrainer.graph.passes.loop_lists import StackLoopListsPass
 from orttrainer.graph.passes.sequences import ResolveSequencesPass
-from orttrainer.graph.passes.stop_gradient import DOMAIN as STOP_GRADIENT_DOMAIN
-from orttrainer.graph.passes.stop_gradient import STOP_GRADIENT
 
-# Operators that have neither a schema nor a definition; their output has dtype and shape of the first input.
+# Operators that have neither a schema nor a definition; their outputs have dtype and shape of the first inputs.
 LIKE_FIRST_INPUT = {("com.microsoft", op_type) for op_type in ("BiasGelu", "FastGelu", "Gelu", "Inverse", "QuickGelu")}
-LIKE_FIRST_INPUT.add((STOP_GRADIENT_DOMAIN, STOP_GRADIENT))
+LIKE_FIRST_INPUT |= {
+    (MARKS, STOP_GRADIENT),
+    (MARKS, COTANGENT),
+    (MARKS, CUSTOM_GRADIENT),
+}  # the last with as many outputs
 
 
 def prepare(model: ir.Model) -> ir.Model:
@@ -63,8 +67,8 @@ def _infer_foreign(graph: ir.Graph) -> bool:
             if foreign and y.type is None:
                 infer_outputs(node, schema, graph.opset_imports)
         elif (node.domain, node.op_type) in LIKE_FIRST_INPUT:
-            x = node.inputs[0]
-            foreign, y.type, y.shape = True, x.type, x.shape and x.shape.copy()
+            for x, y in zip(node.inputs, node.outputs):
+                foreign, y.type, y.shape = True, x.type, x.shape and x.shape.copy()
         elif all(x is None or x.dtype is not None for x in node.inputs):
             foreign |= infer_by_definition(node, graph.opset_imports)
     return foreign

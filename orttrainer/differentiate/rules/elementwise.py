@@ -18,7 +18,7 @@ from orttrainer.differentiate.rules.tools import operand, widened
 non_differentiable("Ceil", "Floor", "Round", "Sign")  # piecewise constant
 non_differentiable("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "IsInf", "IsNaN")
 non_differentiable("And", "Not", "Or", "Xor")
-non_differentiable("StopGradient", domain="orttrainer")  # ours, see graph/passes/stop_gradient.py
+non_differentiable("StopGradient", domain="orttrainer")  # ours, see graph/passes/gradient_marks.py
 non_differentiable("BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor")
 
 

@@ -1,0 +1,234 @@
+"""`torch.autograd.Function` and `torch.library.custom_op`: the graph has their forward, and the gradient of their backward.
+
+Both are traced, the backward with a value that stands for the gradient of each output: see `graph/passes/gradient_marks.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import threading
+import types
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
+
+from orttrainer.export.call import LossModule
+from orttrainer.graph.passes.gradient_marks import COTANGENT, CUSTOM_GRADIENT, DOMAIN
+
+try:
+    from torch._library.custom_ops import OPDEFS as _OPERATORS
+except ImportError:  # a private name: other torch versions may lack it
+    _OPERATORS = {}
+
+__all__ = ["CustomFunctions", "identity_with_gradient", "of_operator"]
+
+log = logging.getLogger("orttrainer")
+
+
+class CustomFunctions:
+    """What `torch.autograd.Function.apply` is while the forward of `wrapper` is traced.
+
+    Attributes:
+        depth: how many are being applied whose backward no trace shows: the graph gets the derivative of their forward,
+            though autograd runs that under `no_grad`, and `verify` compares.
+    """
+
+    def __init__(self, wrapper: LossModule):
+        self.depth, self._wrapper = 0, wrapper
+
+    @contextlib.contextmanager
+    def traced(self) -> Iterator[None]:
+        """Trace forward and backward of what is applied within the block.
+
+        By other code in the place of `apply`'s, for who wrote `round = Round.apply` long ago has that very function.
+        """
+        function, thread = Function.apply.__func__, threading.get_ident()
+        original = types.FunctionType(
+            function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+        )
+
+        def apply(cls, args, kwargs):
+            if threading.get_ident() != thread or not torch.is_grad_enabled():
+                return original(cls, *args, **kwargs)
+            if _is_newer(cls):
+                bound = inspect.signature(cls.forward).bind(*args, **kwargs)
+                bound.apply_defaults()
+                args, kwargs = bound.args, bound.kwargs
+            if _may_be_traced(cls, args):
+                outputs = _traced(cls, args, kwargs, self._wrapper.differentiates)
+                if outputs is not None:
+                    return outputs[0]
+            self.depth += 1
+            try:
+                return original(cls, *args, **kwargs)
+            finally:
+                self.depth -= 1
+
+        with (
+            _idle_autocasts_left_out(),
+            mock.patch.object(Function, "apply_while_traced", classmethod(apply), create=True),
+        ):
+            function.__code__ = _Stub.apply.__code__
+            try:
+                yield
+            finally:
+                function.__code__ = original.__code__
+
+
+def of_operator(func: Callable) -> type[Function] | None:
+    """What a `torch.library.custom_op` of Python code computes, as a function; None for any other operator."""
+    if not isinstance(func, (OpOverload, OpOverloadPacket)) or not torch.compiler.is_exporting():
+        return None
+    overload = func if isinstance(func, OpOverload) else func.default if func.overloads() == ["default"] else None
+    definition = None if overload is None else _OPERATORS.get(overload.name().removesuffix(".default"))
+    arguments = () if definition is None else overload._schema.arguments
+    if definition is None or any(x.kwarg_only or x.alias_info is not None for x in arguments):
+        return None
+    methods = {
+        "forward": definition._init_fn,
+        "backward": definition._backward_fn,
+        "setup_context": lambda ctx, inputs, output: (definition._setup_context_fn or _nothing)(
+            ctx=ctx, inputs=inputs, output=output
+        ),
+    }
+    return type(overload._opname, (Function,), {name: staticmethod(f) for name, f in methods.items()})
+
+
+def _nothing(**kwargs) -> None:
+    """What an operator without a `setup_context` keeps."""
+
+
+@contextlib.contextmanager
+def _idle_autocasts_left_out() -> Iterator[None]:
+    """Leave out autocasts that change nothing, such as `custom_bwd` opens; within `no_grad` torch's exporter loses them."""
+    enter, leave, idle = torch.autocast.__enter__, torch.autocast.__exit__, set()
+
+    def entered(self):
+        if self._enabled or torch.is_autocast_enabled(self.device):
+            return enter(self)
+        idle.add(id(self))
+        return self
+
+    def left(self, *error):
+        if id(self) not in idle:
+            return leave(self, *error)
+        idle.remove(id(self))
+
+    with mock.patch.multiple(torch.autocast, __enter__=entered, __exit__=left):
+        yield
+
+
+class _Stub:
+    def apply(cls, *args, **kwargs):
+        _ = __class__  # a free variable, which the code of `torch.autograd.Function.apply` has, too
+        return cls.apply_while_traced(args, kwargs)
+
+
+class _Context(FunctionCtx):
+    """`ctx`, as forward and backward see it."""
+
+    to_save: tuple = ()
+    dirty_tensors: tuple = ()
+    non_differentiable: tuple = ()
+    materialize_grads = True
+
+    def __init__(self, args: tuple):
+        self.needs_input_grad = tuple(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
+
+    @property
+    def saved_tensors(self) -> tuple:
+        return tuple(self.to_save)
+
+
+def _is_newer(cls: type[Function]) -> bool:
+    """Whether its forward has no `ctx`, but a `setup_context` beside it."""
+    return cls.setup_context is not Function.setup_context
+
+
+def _may_be_traced(cls: type[Function], args: tuple) -> bool:
+    """Whether the trace is one that can show a gradient, and autograd would ask `cls` for it; torch's own have hooks."""
+    tensors = [x for x in args if isinstance(x, torch.Tensor)]
+    return (
+        torch.compiler.is_exporting()
+        and not cls.__module__.startswith("torch.")
+        and any(x.requires_grad for x in tensors)
+        and not any(x.is_complex() for x in tensors)
+    )
+
+
+def _traced(cls: type[Function], args: tuple, kwargs: dict, twice: bool) -> tuple | None:
+    """What `cls.apply` returns, as a tuple of one; None if its backward cannot be traced.
+
+    Args:
+        twice: forward asks for gradients, so that the backward may be differentiated.
+    """
+    ctx = _Context(args)
+    sources = [x.clone() for x, needed in zip(args, ctx.needs_input_grad) if needed]  # forward may write to them
+    with torch.no_grad():
+        if _is_newer(cls):
+            outputs = cls.forward(*args, **kwargs)
+            cls.setup_context(ctx, args, outputs)
+        else:
+            outputs = cls.forward(ctx, *args, **kwargs)
+        flat = list(outputs) if isinstance(outputs, tuple) else [outputs]
+        frozen = {id(y) for y in ctx.non_differentiable}
+        chosen = [y for y in flat if isinstance(y, torch.Tensor) and y.is_floating_point() and id(y) not in frozen]
+    if any(isinstance(y, torch.Tensor) and y.is_complex() for y in flat):
+        return None
+    stand_ins = {id(y): _symbolic(COTANGENT, [y], [y])[0] for y in chosen}
+    cotangents = [_cotangent(y, stand_ins, ctx.materialize_grads) for y in flat]
+    try:
+        with torch.set_grad_enabled(twice):  # as autograd runs it
+            gradients = cls.backward(ctx, *cotangents)
+        gradients = gradients if isinstance(gradients, tuple) else (gradients,)
+        needed = [g for g, wanted in zip(gradients, ctx.needs_input_grad) if wanted]
+        pairs = [(x, g.sum_to_size(x.shape)) for x, g in zip(sources, needed) if g is not None]
+    except Exception as error:  # whatever the user's code raises, or the exporter that sees it
+        if ctx.dirty_tensors:
+            raise
+        log.info("the backward of %s is not in the graph: %s", cls.__name__, error)
+        return None
+    inputs = [*chosen, *(x for x, _ in pairs), *(g for _, g in pairs), *stand_ins.values()]
+    marked = dict(zip(stand_ins, _symbolic(CUSTOM_GRADIENT, inputs, chosen, outputs=len(chosen)))) if chosen else {}
+    written = {id(x) for x in ctx.dirty_tensors}
+    results = [y.copy_(marked[id(y)]) if id(y) in written else marked.get(id(y), y) for y in flat]
+    return (tuple(results) if isinstance(outputs, tuple) else results[0],)
+
+
+def identity_with_gradient(x: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """`x`, with `change(g)` for its gradient where it has the gradient g; `change` may also write to g."""
+    with torch.enable_grad():
+        (stand_in,) = _symbolic(COTANGENT, [x], [x])
+        given = stand_in.clone()
+    version = given._version
+    gradient = change(given)
+    if gradient is given and given._version == version:
+        return x
+    with torch.enable_grad():
+        return _symbolic(CUSTOM_GRADIENT, [x, x, gradient, stand_in], [x], outputs=1)[0]
+
+
+def _cotangent(y, stand_ins: dict, zeros: bool):
+    if not isinstance(y, torch.Tensor):
+        return None
+    return stand_ins.get(id(y), torch.zeros_like(y) if zeros else None)
+
+
+def _symbolic(op_type: str, inputs: list, like: list, **attributes) -> list[torch.Tensor]:
+    """The outputs of one node of ours, with dtypes and shapes as `like` has."""
+    return list(
+        torch.onnx.ops.symbolic_multi_out(
+            f"{DOMAIN}::{op_type}",
+            inputs,
+            attributes,
+            dtypes=[x.dtype for x in like],
+            shapes=[x.shape for x in like],
+            version=1,
+        )
+    )

@@ -1,0 +1,86 @@
+"""Marks that say to the driver what a gradient is to be, and to the forward pass nothing.
+
+`orttrainer::StopGradient` is the identity whose gradient is zero, for `detach` and what is like it. ONNX has no such
+operator. `orttrainer::CustomGradient` is the identity whose gradient somebody wrote, for `torch.autograd.Function`:
+
+    g, ... = Cotangent(y), ...
+    y', ... = CustomGradient(y, ..., x, ..., dx, ..., g, ...)
+
+where dx is what the graph makes of g, which stands for the gradient of y'. Exporters write them, the driver obeys, and
+`RemoveGradientMarksPass` takes them out before anything is run.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import onnx_ir as ir
+
+from orttrainer.graph.subgraphs import node_inputs, subgraphs
+
+DOMAIN = "orttrainer"
+STOP_GRADIENT = "StopGradient"
+CUSTOM_GRADIENT = "CustomGradient"  # attribute "outputs": how many y
+COTANGENT = "Cotangent"
+
+
+class CustomGradient(NamedTuple):
+    """The inputs of such a node by what they are."""
+
+    y: list[ir.Value]
+    x: list[ir.Value]
+    dx: list[ir.Value]
+    g: list[ir.Value]
+
+    @classmethod
+    def of(cls, node: ir.Node) -> CustomGradient:
+        count, inputs = node.attributes.get_int("outputs"), list(node.inputs)
+        y, pairs, g = inputs[:count], inputs[count : len(inputs) - count], inputs[len(inputs) - count :]
+        return cls(y, pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :], g)
+
+
+class RemoveGradientMarksPass(ir.passes.InPlacePass):
+    """StopGradient(x) -> x; CustomGradient(y, ...) -> y, without what made the gradients only.
+
+    Attributes:
+        replaced: for each output of theirs what is in its place.
+    """
+
+    def __init__(self):
+        self.replaced: dict[ir.Value, ir.Value] = {}
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        marks = [
+            n for n in model.graph.all_nodes() if n.domain == DOMAIN and n.op_type in (STOP_GRADIENT, CUSTOM_GRADIENT)
+        ]
+        for node in marks:
+            inputs = list(node.inputs)
+            for x, y in zip(inputs, node.outputs):
+                if y.is_graph_output():  # an output keeps its name and a node that makes it
+                    identity = ir.Node("", "Identity", [x], num_outputs=1, name=node.name)
+                    node.graph.insert_before(node, identity)
+                    (x,) = identity.outputs
+                    x.name, x.type, x.shape = y.name, y.type, y.shape
+                    y.name = f"{y.name}/marked"
+                y.replace_all_uses_with(x, replace_graph_outputs=True)
+                self.replaced[y] = x
+            node.graph.remove(node, safe=True)
+            if node.op_type == CUSTOM_GRADIENT:
+                _remove_unread(inputs)
+        model.opset_imports.pop(DOMAIN, None)
+        return ir.passes.PassResult(model, bool(marks))
+
+
+def _remove_unread(values: list[ir.Value]) -> None:
+    """Remove what made `values`, and what made that, as far as nobody reads it."""
+    while values:
+        value = values.pop()
+        node = value.producer() if value is not None else None
+        if node is None or node.graph is None or any(y.uses() or y.is_graph_output() for y in node.outputs):
+            continue
+        values.extend(node_inputs(node))
+        for body in subgraphs(node):  # it would go on reading
+            for inner in body.all_nodes():
+                inner.resize_inputs(0)
+            body.outputs.clear()
+        node.graph.remove(node, safe=True)
