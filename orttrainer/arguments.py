@@ -228,3 +228,10 @@ def session_options(deterministic: bool, optimized_model_filepath: str):
             options.optimized_model_filepath = optimized_model_filepath if whole else f"{stem}.{part}{suffix}"
 
     return configure
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """An input as ONNX Runtime may read it."""
+    if tensor.requires_grad or tensor.is_neg():
+        tensor = tensor.detach().resolve_neg()
+    return tensor if tensor.device == device else tensor.to(device)

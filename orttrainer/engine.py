@@ -22,6 +22,7 @@ from orttrainer.arguments import (
     checked_steps,
     inputs_by_name,
     listed_batch,
+    to_device,
 )
 from orttrainer.compile import compile_training_graph
 from orttrainer.describe import InputSchema, ModelDescription
@@ -44,6 +45,7 @@ from orttrainer.source import Source
 from orttrainer.state import TrainedState, ir_view
 from orttrainer.training_graph import TrainingGraph
 from orttrainer.turns import PreparingAStep, one_at_a_time
+from orttrainer.ways import Ways, check_same_counts
 
 if TYPE_CHECKING:
     from orttrainer.export import ForwardGraph
@@ -109,6 +111,7 @@ class Engine(NotCopied):
         self._last_batch: dict[str, torch.Tensor] | None = None
         self._sizes: dict[str, int] = {}  # of the symbolic dimensions, in the first batch
         self._state: TrainedState | None = None
+        self._left: dict[str, torch.Tensor] = {}  # the state of graphs before this one, such as moments that it has not
         if not self.source.needs_batch(description):
             self._compile(self._of_onnx_model)
 
@@ -150,6 +153,7 @@ class Engine(NotCopied):
             rates = self._rates_at(rate)
             scale = None if self.precision is None else self._scale.fill_(checked_loss_scale(loss_scale))
             self._state.follow_module(trains=True)
+            self._follow(batch, trains=True)
         runner, last = self._runner, self._is_last
         with watching(runner, self._places):
             outputs, finite = runner.train_step(batch, rates, scale, update=last)
@@ -189,6 +193,7 @@ class Engine(NotCopied):
         """
         batch = self._checked_batch(given)
         self._state.follow_module(trains=False)
+        self._follow(batch, trains=False)
         return self._runner.eval_step(batch, fetches or self.output_names)
 
     def needed(self, fetches: Sequence[str] | None) -> list[str]:
@@ -223,7 +228,7 @@ class Engine(NotCopied):
         grows = self._runner is not None and steps > 1 and not self._runner.accumulators
         self._accumulation_steps = steps
         if grows:
-            self._recompile()
+            self._recompile(self._forward)
 
     @property
     def accumulated(self) -> int:
@@ -288,6 +293,7 @@ class Engine(NotCopied):
             return
         loaded = self._state.load(state_dict, strict, self._runner.named_accumulators())
         self._runner.drop_accumulated(loaded)
+        self._left = self._state.missing(state_dict)
 
     @one_at_a_time
     def compile(self, given: Mapping[str, torch.Tensor]) -> None:
@@ -357,7 +363,7 @@ class Engine(NotCopied):
             self._sizes = schema.sizes(batch)
             self._compile(lambda: self.source.forward_graph(self.description, batch, schema))
             self._schema = schema  # last: whatever fails before, the next step begins anew
-        self._last_batch = {name: _to_device(tensor, self.device) for name, tensor in given.items()}
+        self._last_batch = {name: to_device(tensor, self.device) for name, tensor in given.items()}
         return self._last_batch
 
     def _of_onnx_model(self) -> ForwardGraph:
@@ -367,7 +373,8 @@ class Engine(NotCopied):
     def _compile(self, forward: Callable[[], ForwardGraph]) -> None:
         with runtime.garbage_kept(), failing_together(self.collective, "compiling the model"):
             self._forward = self.source.frozen(forward())
-            graph = self._training_graph()
+            self._ways = Ways(self._forward, self.input_names)
+            graph = self._training_graph(self._forward)
         try:
             with failing_together(self.collective, "sharing its state"):
                 self._open_on_state(graph)
@@ -387,17 +394,17 @@ class Engine(NotCopied):
             self.load_state_dict(*self._pending_state)
             self._pending_state = None
 
-    def _training_graph(self) -> TrainingGraph:
+    def _training_graph(self, forward: ForwardGraph) -> TrainingGraph:
         """The graph that trains. On the CPU the state holds wide weights transposed, as the step uses them."""
         layouts = self.device.type == "cpu" and self.precision is None
-        graph = self._compiled(layouts)
+        graph = self._compiled(forward, layouts)
         if any(entry.transposed for entry in graph.signature.state):
-            graph.compile_plain = functools.partial(self._compiled, False)
+            graph.compile_plain = functools.partial(self._compiled, forward, False)
         return graph
 
-    def _compiled(self, layouts: bool) -> TrainingGraph:
+    def _compiled(self, forward: ForwardGraph, layouts: bool) -> TrainingGraph:
         choice = self._optimizer
-        forward = replace(self._forward, model=self._forward.model.clone())
+        forward = replace(forward, model=forward.model.clone())
         optimizer = make_optimizer(choice.name, forward.parameters, choice.attributes, choice.clip)
         groups = None if choice.group is None else {name: choice.group(name) for name in forward.parameters}
         return compile_training_graph(
@@ -417,16 +424,27 @@ class Engine(NotCopied):
         )  # fmt: skip
         self.training_graph = graph
 
-    def _recompile(self) -> None:
-        """The graph again, for settings that have changed, on the present state."""
-        state = self._state.copies(True)
-        graph = self._training_graph()
+    def _recompile(self, forward: ForwardGraph) -> None:
+        """The graph again, for settings that have changed or another forward, on the present state."""
+        state = {**self._left, **self.state_dict()}
+        self._show_state(forward.model)
+        graph = self._training_graph(forward)
+        check_same_counts(self.training_graph, graph)
+        self._forward = forward
         self._state = self._trained_state(graph, share=False)
         self._open(graph)
-        self._state.load(state, strict=True)
+        self._ways.took(forward, self._show_state)
+        self.load_state_dict(state)
 
+    def _follow(self, batch: Mapping[str, torch.Tensor], trains: bool) -> None:
+        """Change to the graph of what forward decides on this batch; make it, where there is none yet."""
+        if self._forward.conditions is None:
+            return
 
-def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if tensor.requires_grad or tensor.is_neg():
-        tensor = tensor.detach().resolve_neg()
-    return tensor if tensor.device == device else tensor.to(device)
+        def make() -> ForwardGraph:
+            return self.source.frozen(self.source.forward_graph(self.description, [*batch.values()], self._schema))
+
+        alone = self.collective.size == 1 and len(batch) == len(self.input_names)
+        if (forward := self._ways.other(batch, self._state.live, trains, make if alone else None)) is not None:
+            with runtime.garbage_kept():
+                self._recompile(forward)

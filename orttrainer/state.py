@@ -53,7 +53,7 @@ class TrainedState:
         self.signature, self._collective = graph.signature, collective
         self._modules = [m for m in (module, loss_fn) if isinstance(m, torch.nn.Module)] if module is not None else []
         own = export.named_state(module, loss_fn) if module is not None else {}
-        self._own_names = {name for name in own}
+        self._own_names, self._named = {name for name in own}, (module, loss_fn)
         self.tensors: dict[str, torch.Tensor] = {}
         self.stored: dict[str, torch.Tensor] = {}
         entries = [entry for entry in graph.signature.state if entry.role != "accumulator"]  # those are the runner's
@@ -243,6 +243,18 @@ class TrainedState:
         if SEED in own and SEED in given:
             own[SEED].fill_(seed_of_rank(self._collective.rank, own[SEED].item()))
         return accumulated
+
+    def live(self, name: str) -> torch.Tensor:
+        """The tensor of this name as the model declares it, also one that the graph has no use for."""
+        if name in self.tensors:
+            return self.tensors[name]
+        return export.named_state(*self._named)[name]
+
+    def missing(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Those of `given`, from another graph, that this one has not; no sums of gradients."""
+        own = self._live(True)
+        sums = ACCUMULATED, ACCUMULATED_BY, "_grad_accumulator"
+        return {name: x for name, x in given.items() if name not in own and not name.endswith(sums)}
 
     def _live(self, include_optimizer_state: bool) -> dict[str, torch.Tensor]:
         """The tensors behind `state_dict`, under its names."""

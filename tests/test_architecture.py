@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "arguments": {"describe", "graph"},
     "nonfinite": set(),
     "turns": {"engine"},  # by name only
+    "ways": {"export", "graph", "inference", "runtime", "training_graph"},  # the last by name only
     "source": {"describe", "export", "runtime", "settings", "state", "verify"},
     "profiling": {"graph", "run", "training_graph"},  # the last two by name only
     "front_end": {"engine", "profiling", "training_graph"},  # the engine by name only: it imports what refuses copies
@@ -63,6 +64,7 @@ MAY_IMPORT = {
         "state",
         "training_graph",
         "turns",
+        "ways",
     },
     "loss_scaler": set(),
     "schedules": set(),

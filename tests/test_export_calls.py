@@ -286,8 +286,8 @@ def test_a_lower_opset_is_raised_and_a_higher_one_refused(caplog):
 UNSUPPORTED = {
     "dropout of everything": (nn.Dropout(1.0), "rate 1.0"),
     "a decision": (
-        Model(lambda m, x: x if x.sum() > 0 else -x),
-        r"decides by the value.* at .*calls\.py:\d+ \(.*x\.sum\(\) > 0",
+        Model(lambda m, x: x if x.sum().item() > 0 else -x),
+        r"decides by it at .*calls\.py:\d+ \(.*x\.sum\(\)\.item\(\) > 0",
     ),
 }
 

@@ -142,6 +142,10 @@ CASES = {
         lambda: Model(lambda m, x: torch.tanh_(input=m.linear(x)), linear=nn.Linear(6, 6)),
         vectors,
     ),
+    "a mask of bytes": (
+        lambda: Model(lambda m, x: torch.where((x > 0).to(torch.uint8), m.linear(x), x), linear=nn.Linear(6, 6)),
+        vectors,
+    ),
     "cast where they are": (cast_where_they_are, vectors),
     "integrated along a grid": (integrated, vectors),
     "axes listed by arange": (summed_over_listed_axes, vectors),

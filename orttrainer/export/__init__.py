@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 _HOME = {
+    "Conditions": "conditions",
     "ForwardGraph": "forward_graph",
     "as_real": "initializers",
     "attach_loss": "torch_loss",
@@ -20,6 +21,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Conditions",
     "ForwardGraph",
     "as_real",
     "attach_loss",
@@ -35,6 +37,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from orttrainer.export.call import check_layers, count_outputs, named_state
+    from orttrainer.export.conditions import Conditions
     from orttrainer.export.forward_graph import ForwardGraph
     from orttrainer.export.initializers import as_real
     from orttrainer.export.module import export_module

@@ -14,6 +14,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils.checkpoint import CheckpointFunction
 
 from orttrainer.errors import InvalidArgumentError, SchemaError, UnsupportedModelError
+from orttrainer.export.conditions import Followed
 from orttrainer.export.untouched import unchanged
 
 __all__ = [
@@ -50,12 +51,14 @@ class LossModule(nn.Module):
         names = [d.name_ for d in description.inputs_]
         self.keywords = _keywords(module, names if loss_fn is None else names[:-1])
         self.differentiates = False  # forward asks autograd for gradients
+        self.followed = Followed()
         # Buffers whose new values `forward` appends to its outputs (see `export_module`).
         self.updated: tuple[str, ...] = ()
 
     def forward(self, *inputs):
+        self.followed.begin()
         outputs = self.described_outputs(inputs)
-        return (*outputs, *(_attribute(self, name).clone() for name in self.updated))
+        return (*outputs, *(_attribute(self, name).clone() for name in self.updated), *self.followed.tensors)
 
     def described_outputs(self, inputs):
         """Call module and loss; return as many outputs as are described."""

@@ -131,9 +131,12 @@ def _check_sizes(wrapper, inputs, symbols, names, run, rounding):
     def compare(other, where):
         """Whether the module takes these sizes, and the graph gives the same there."""
         try:
-            outputs = observe(wrapper, other, hidden_state=False).outputs
+            seen = observe(wrapper, other, hidden_state=False)
         except Exception:  # any reason: the module itself refuses this size
             return False
+        if seen.decisions != wrapper.followed.observed:  # another way, of another graph
+            return False
+        outputs = seen.outputs
         expected = dict(zip(names, outputs))
         _compare_resized(expected, run, other, where, functools.partial(rounding, other, expected))
         return True
@@ -221,7 +224,7 @@ def _largest(values):
         largest = max(abs(extreme.item()) for extreme in values.aminmax())  # without a copy
         if math.isfinite(largest):
             return largest
-    magnitudes = values.abs()
+    magnitudes = (values.to(torch.uint8) if values.dtype == torch.bool else values).abs()
     finite = magnitudes[torch.isfinite(magnitudes)]
     return finite.max().item() if finite.numel() else 0.0
 

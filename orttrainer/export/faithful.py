@@ -21,7 +21,7 @@ from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from orttrainer.errors import UnsupportedModelError
-from orttrainer.export import stop_gradient
+from orttrainer.export import conditions, stop_gradient
 from orttrainer.export.call import without_checkpoints
 from orttrainer.export.numbers import Numbers
 from orttrainer.export.opened import opened
@@ -35,6 +35,7 @@ from orttrainer.export.rewrites import (
     foreach,
     gradient_hooks,
     grouped,
+    kept_parameters,
     linear_algebra,
     losses,
     noise,
@@ -43,7 +44,7 @@ from orttrainer.export.rewrites import (
     recurrent,
     spelled_out,
 )
-from orttrainer.export.untouched import SET_DATA, memory_of
+from orttrainer.export.untouched import memory_of
 
 __all__ = ["MutedDropout", "faithful"]
 
@@ -67,7 +68,7 @@ def faithful(wrapper, decided):
             derivatives.transforms(),
             # Its checks of arguments decide by the values of tensors.
             mock.patch.object(torch.distributions.Distribution, "_validate_args", False),
-            mock.patch.object(torch.nn.Module, "_apply", _apply),
+            mock.patch.object(torch.nn.Module, "_apply", kept_parameters.apply),
             _symbolic_len(wrapper),
             _snapshots_apart(),
             _Rewrites(wrapper, decided) as rewrites,
@@ -82,18 +83,6 @@ def faithful(wrapper, decided):
 
 def _declared_is_causal(mask, is_causal=None, size=None):
     return bool(is_causal)
-
-
-_apply_to_all = torch.nn.Module._apply
-
-
-def _apply(self, fn, recurse=True):
-    """`module.to(device)`, `.float()` and the like in forward, where all is there already: torch would swap parameters."""
-    tensors = [*self.parameters(recurse), *self.buffers(recurse)]
-    kinds = {(x.dtype, x.device) for x in tensors}
-    found = {(dtype, device): fn(torch.empty(0, dtype=dtype, device=device)) for dtype, device in kinds}
-    changed = any((x.dtype, x.device) != kind for kind, x in found.items())
-    return _apply_to_all(self, fn, recurse) if changed else self
 
 
 _packed_projection = F._in_projection_packed
@@ -238,23 +227,14 @@ def _bias_of(mask, dtype):
     return torch.where(mask, zero, torch.finfo(dtype).min)
 
 
+def _where(condition, *choices):
+    """torch.where of a condition that may be of bytes, as masks once were."""
+    return torch.where(condition.bool() if condition.dtype == torch.uint8 else condition, *choices)
+
+
 def _copy(self, src, non_blocking=False):
     """x.copy_(src) of a source that has x's shape: the exporters forget to expand it."""
     return self.copy_(src.expand_as(self) if isinstance(src, torch.Tensor) else src)
-
-
-def _set_data(self, value):
-    """x.data = y in the memory that x has: an exporter sees who writes there."""
-    if value.shape != self.shape or value.dtype != self.dtype:
-        SET_DATA(self, value)
-    elif memory_of(value) != memory_of(self) and getattr(value, "data_of", None) is not self:
-        with torch.no_grad():
-            self.copy_(value)
-
-
-def _requires_grad_(self, requires_grad=True):
-    """x.requires_grad_(): what stands for `x.detach()` is no leaf, and has no gradient."""
-    return self if not requires_grad and not self.is_leaf else self.requires_grad_(requires_grad)
 
 
 def _feature_dropout(input, p, train):
@@ -292,9 +272,8 @@ _REWRITES = {
     **pooling.REWRITES,
     **spelled_out.REWRITES,
     torch.Tensor.copy_: _copy,
-    SET_DATA: _set_data,
-    torch.Tensor.requires_grad_: _requires_grad_,
-    torch.Tensor.requires_grad.__set__: _requires_grad_,
+    torch.where: _where,
+    **kept_parameters.REWRITES,
     torch.dropout_: _in_place_dropout(torch.dropout),
     torch.feature_dropout: _feature_dropout,
     torch.feature_dropout_: _in_place_dropout(_feature_dropout),
@@ -312,12 +291,14 @@ class MutedDropout(TorchFunctionMode):
     Attributes:
         rates: those of the dropouts that were switched off.
         differentiates: whether autograd was asked for gradients.
+        decisions: what Python decided by the truth of tensors.
     """
 
     def __init__(self):
         super().__init__()
         self.rates: list[float] = []
         self.differentiates = False
+        self.decisions: list[conditions.Condition] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -327,7 +308,10 @@ class MutedDropout(TorchFunctionMode):
         if inner := opened(func):
             with self:
                 return inner(*args, **kwargs)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if conditions.decides(func, args):
+            self.decisions.append(conditions.Condition(*conditions.place(), result))
+        return result
 
     def note(self, rate, times=1):
         """Record `times` active dropouts of `rate`."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
+from orttrainer.export.conditions import Conditions
+
 __all__ = ["MAX_OPSET", "MIN_OPSET", "ForwardGraph"]
 
 MIN_OPSET, MAX_OPSET = 18, 21  # of what is exported
@@ -25,6 +27,8 @@ class ForwardGraph:
         updates: buffer name -> name of the graph output with its new value.
         unread: names of the trainable parameters of the module that the graph does not use.
         decided: names of buffers that the graph is right for as long as they have their values: forward decides by them.
+        conditions: what forward decided by values on the first batch; the graph is right for batches on which it decides
+            the same.
         exporter: what made the graph: "dynamo", "torchscript" or "onnx".
     """
 
@@ -35,3 +39,4 @@ class ForwardGraph:
     exporter: str = "onnx"
     unread: tuple[str, ...] = ()
     decided: tuple[str, ...] = ()
+    conditions: Conditions | None = None

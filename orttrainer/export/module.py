@@ -95,6 +95,7 @@ class _Job:
         """See what forward does with the first batch."""
         self.observed = observe(self.wrapper, self.inputs)
         self.wrapper.differentiates |= self.observed.differentiates
+        self.wrapper.followed.observed = self.observed.decisions
         self.example = without_ones(self.inputs, self.symbols, self._accepts)
         self.updated = tuple(self.observed.updated)
         layers = dict(self.wrapper.named_modules())
@@ -111,6 +112,8 @@ class _Job:
         exporters = ("dynamo", "dynamo_whole", "torchscript")
         for exporter, forget_cached in itertools.product(exporters, self._cache_choices()):
             if exporter == "dynamo_whole" and not self.by_nodes:
+                continue
+            if exporter == "torchscript" and self.wrapper.followed.made:  # it would take them for ever
                 continue
             try:
                 forward = getattr(self, exporter)(forget_cached)
@@ -170,7 +173,8 @@ class _Job:
         Whatever goes wrong in the child goes wrong here as well, where the user can see it with its traceback.
         """
         longer = None if self.example is self.inputs else self.example
-        child.send((longer, self.updated, self.counted, self.rates, self.wrapper.differentiates))
+        wrapper = self.wrapper
+        child.send((longer, self.updated, self.counted, self.rates, wrapper.differentiates, wrapper.followed.observed))
         evaluated = self._evaluated() if self.check else None
         if meanwhile is not None:
             with contextlib.suppress(Exception):
@@ -192,7 +196,8 @@ class _Job:
     def _in_child(self, receive):
         """What the child does: the first graph that an exporter makes; the parent compares its values."""
         _exporters().load_exporter()
-        longer, self.updated, self.counted, self.rates, self.wrapper.differentiates = receive()
+        wrapper = self.wrapper
+        longer, self.updated, self.counted, self.rates, wrapper.differentiates, wrapper.followed.observed = receive()
         self.example = self.inputs if longer is None else longer
         self.check = False
         return packed(self.exported())
@@ -280,9 +285,9 @@ def _refuse_frozen_decision(module, error):
     cause = _root(error)
     if "DataDependent" in type(cause).__name__ or "data-dependent" in str(cause)[:500]:
         raise UnsupportedModelError(
-            f"{type(module).__name__}.forward decides by the value of a tensor (if, int(), .item()){_place(cause)}; "
+            f"{type(module).__name__}.forward makes a number of a tensor's value (int(), .item()) and decides by it{_place(cause)}; "
             f"a graph would repeat the first batch's decision for ever: {_condensed(error)}\n"
-            f"Use torch.where or masks instead. If only the first call decides so, as an initialization by the first batch "
+            f"Decide by the tensor itself (if x.sum() > 0:), or use torch.where or masks. If only the first call decides so, as an initialization by the first batch "
             f"does, run one batch through the module, then make the trainer."
         ) from error
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses import FakeTensor
 
+from orttrainer.export.conditions import decides
 from orttrainer.export.untouched import written
 
 try:
@@ -68,6 +69,10 @@ class Numbers:
         if func not in _PYTHON or not torch.compiler.is_exporting():
             return None
         found = self._computed(func, args, kwargs)
+        condition = self._wrapper.followed.next() if decides(func, args) else None
+        if found is None and condition is not None:
+            self._wrapper.followed.note(condition, args[0])
+            return (condition.value,)
         if found is None:
             return None
         result, buffers = found

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from orttrainer.errors import OrtTrainerError, UnsupportedModelError
 from orttrainer.export.call import LossModule, asks_for_gradients, in_train_mode, state_names, without_checkpoints
+from orttrainer.export.conditions import Condition
 from orttrainer.export.faithful import MutedDropout
 from orttrainer.export.hidden_state import Generators, HiddenState, alike, changes, sampled
 from orttrainer.export.initializers import as_real
@@ -30,6 +31,7 @@ class Observation:
     updated: dict[str, torch.Tensor]  # qualified name of a buffer or a frozen parameter -> its value after the forward
     before: dict[str, torch.Tensor]
     differentiates: bool  # whether it asks autograd for gradients
+    decisions: tuple[Condition, ...]  # by the truth of tensors
 
 
 def observe(wrapper, inputs, hidden_state: bool = True) -> Observation:
@@ -90,7 +92,8 @@ def _observed(wrapper, inputs, hidden_state):
         if parameter._version != versions[name] and name not in frozen:
             raise _changes_a_parameter(name)
     updated = {n: v for n, v in after.items() if n in before and (n in touched or not _same(before[n], v))}
-    return Observation(outputs, tuple(sorted(mute.rates)), random, updated, before, mute.differentiates)
+    rates, decisions = tuple(sorted(mute.rates)), tuple(mute.decisions)
+    return Observation(outputs, rates, random, updated, before, mute.differentiates, decisions)
 
 
 def _changes_a_parameter(name):

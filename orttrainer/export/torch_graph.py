@@ -12,6 +12,7 @@ from orttrainer.errors import UnsupportedModelError
 from orttrainer.export import normalize
 from orttrainer.export.call import in_train_mode, register_once
 from orttrainer.export.capture import capture_dynamo, capture_torchscript, load_exporter
+from orttrainer.export.conditions import taken_out
 from orttrainer.export.forward_graph import ForwardGraph
 from orttrainer.export.initializers import add_initializer, inputs_as_state, state_as_inputs, state_tensor
 from orttrainer.export.untouched import unchanged
@@ -68,21 +69,24 @@ def _captured(job, exporter, forget_cached):
 
 
 def _forward_graph(job, model, updated, exporter, decided=()):
-    for name in set(updated) - set(model.graph.initializers):
-        # A buffer that forward only writes is state too, though no node reads it.
-        add_initializer(model.graph, state_tensor(job.tensors[name], name))
+    _keep_written(job, model, updated)
     state = [name for name in dict.fromkeys(job.public.values()) if name in model.graph.initializers]
+    made = job.wrapper.followed.made if exporter == "dynamo" else []
     output_names = job.output_names + [f"{name}_update" for name in updated]
+    output_names += [f"forward_decides_{index}" for index in range(len(made))]
     normalize.name_interface(model, job.input_names, output_names, job.symbols)
     watch_inner_gradients(model)
     with state_as_inputs(model, state):
         normalize.optimize(model)
     model = _with_inner_gradients(model, state)
     model.ir_version = 10
-    for name in state:
-        if name not in updated and not model.graph.initializers[name].uses():
-            del model.graph.initializers[name]
-    used = [name for name in state if name in model.graph.initializers]
+    conditions = taken_out(model, made, state)
+    _keep_written(job, model, updated)  # which only the conditions may have read
+    initializers = model.graph.initializers
+    for name in [name for name in state if name in initializers and name not in updated]:
+        if not initializers[name].uses():
+            del initializers[name]
+    used = [name for name in state if name in initializers]
     trainable = [name for name in used if _is_trainable(job.tensors[name])]
     return ForwardGraph(
         model=model,
@@ -90,9 +94,16 @@ def _forward_graph(job, model, updated, exporter, decided=()):
         buffers=tuple(name for name in used if name not in set(trainable)),
         updates={name: f"{name}_update" for name in updated},
         decided=tuple(sorted(job.public[name] for name in decided)),
+        conditions=conditions,
         exporter=exporter,
         unread=tuple(n for n, t in job.tensors.items() if _is_trainable(t) and n not in set(used)),
     )
+
+
+def _keep_written(job, model, updated):
+    """A buffer that forward only writes is state too, though no node reads it."""
+    for name in set(updated) - set(model.graph.initializers):
+        add_initializer(model.graph, state_tensor(job.tensors[name], name))
 
 
 def _with_inner_gradients(model, state):

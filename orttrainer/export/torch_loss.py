@@ -12,7 +12,7 @@ from torch import nn
 
 from orttrainer import runtime
 from orttrainer.describe import InputSchema, IODescription, ModelDescription
-from orttrainer.errors import ExportError, SchemaError
+from orttrainer.errors import ExportError, SchemaError, UnsupportedModelError
 from orttrainer.export.forward_graph import ForwardGraph
 from orttrainer.export.module import export_module
 from orttrainer.export.onnx_model import from_onnx, open_model
@@ -73,6 +73,12 @@ def attach_loss(
         schema=InputSchema.settle(described.inputs_, [prediction, batch[-1]]),
         opset=max(opset, min(body.opset_imports[""], 21)), check=check,
     )  # fmt: skip
+    if loss.conditions is not None:
+        made = loss.conditions.made[0]
+        raise UnsupportedModelError(
+            f"loss_fn decides by the value of a tensor at {made.file}:{made.line}, which it may not on an ONNX model. Use "
+            "torch.where or masks instead."
+        )
     InitializersToConstantsPass({*loss.parameters, *loss.buffers})(loss.model)
     joined = _joined(body, loss.model, label.name_)
     forward = from_onnx(joined, description)

@@ -104,7 +104,7 @@ CASES = {
 
 def refused():
     """A module that no exporter takes: the class and the text of the error."""
-    model = Model(lambda m, x: m.layer(x) if x.sum() > 0 else -m.layer(x), layer=nn.Linear(6, 6))
+    model = Model(lambda m, x: m.layer(x) if x.sum().item() > 0 else -m.layer(x), layer=nn.Linear(6, 6))
     try:
         export_module(model, nn.MSELoss(), XY, [X, Y])
     except UnsupportedModelError as error:

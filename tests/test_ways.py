@@ -1,0 +1,215 @@
+"""Forward may decide by the values of tensors: each batch trains on the graph of its own way, as in PyTorch."""
+
+from __future__ import annotations
+
+import copy
+
+import onnx
+import pytest
+import torch
+from small import make
+from torch import nn
+
+from orttrainer import IODescription, ModelDescription, ways
+from orttrainer.engine import Engine
+from orttrainer.errors import UnsupportedModelError
+from orttrainer.settings import OptimizerChoice, Settings
+
+RATE = 0.1
+
+
+class Decides(nn.Module):
+    """loss of two heads, of which `decide(module, x, h)` says what becomes of them."""
+
+    def __init__(self, decide):
+        super().__init__()
+        self.body, self.one, self.other = nn.Linear(4, 6), nn.Linear(6, 3), nn.Linear(6, 3)
+        self.limit = nn.Buffer(torch.zeros(()))
+        self.decide = decide
+
+    def forward(self, x):
+        return self.decide(self, x, self.body(x).tanh()).square().mean()
+
+
+def one_or_other(m, x, h):
+    return m.one(h) if x.mean() > 0 else 2 * m.other(h)
+
+
+def both(m, x, h):
+    assert not torch.isnan(x).any()
+    return m.one(h) + m.other(h) if (x.mean() > 0).item() else m.one(h) - 2 * m.other(h)
+
+
+def halved(m, x, h):
+    """A loop of as many turns as the batch takes."""
+    turns, h = 0, h * x.abs().max()
+    while h.abs().max() > 1 and turns < 3:
+        h, turns = h / 2, turns + 1
+    return m.one(h) + m.other(h)
+
+
+def by_a_weight(m, x, h):
+    return m.one(h) + m.other(h) if m.one.weight.sum() > -0.7 else 3 * m.one(h) + m.other(h)
+
+
+def batch(step):
+    """Every third has a negative mean."""
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(step)) + (1 if step % 3 else -1)
+
+
+def description():
+    return ModelDescription([IODescription("x", ["n", 4])], [IODescription("loss", [])])
+
+
+def engine_of(module, optimizer="SGDOptimizer", **settings):
+    return Engine(module, None, description(), OptimizerChoice(optimizer, clip=False), Settings(**settings))
+
+
+def by_a_buffer(m, x, h):
+    """Which nothing else reads, and the user may change."""
+    return m.one(h) + m.other(h) if x.mean() > m.limit else m.one(h) * m.other(h)
+
+
+@pytest.mark.filterwarnings("ignore::orttrainer.errors.NoGradientWarning")
+@pytest.mark.parametrize(
+    "decide, optimizer, ways_gone",
+    [
+        (one_or_other, "SGDOptimizer", 2),
+        (both, "AdamOptimizer", 2),
+        (halved, "AdamOptimizer", 2),
+        (by_a_weight, "SGDOptimizer", 2),
+        (by_a_buffer, "AdamOptimizer", 2),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_each_batch_trains_as_in_pytorch(decide, optimizer, ways_gone):
+    torch.manual_seed(0)
+    module = Decides(decide)
+    twin = copy.deepcopy(module)
+    engine = engine_of(module, optimizer)
+    kinds = {"SGDOptimizer": torch.optim.SGD, "AdamOptimizer": torch.optim.Adam}
+    theirs = kinds[optimizer](twin.parameters(), RATE)
+    for step in range(9):
+        ((found, *_), _), expected = engine.train_step({"x": batch(step)}, RATE), twin(batch(step))
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-6)
+        theirs.zero_grad()
+        expected.backward()
+        theirs.step()
+    for mine, other in zip(module.parameters(), twin.parameters()):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+    assert len(engine._ways.known) == ways_gone
+    for step in range(10, 13):
+        torch.testing.assert_close(engine.eval_step({"x": batch(step)})[0], twin.eval()(batch(step)).detach())
+
+
+def test_what_forward_asserts_of_a_batch_fails_there_and_changes_nothing():
+    torch.manual_seed(0)
+    module = Decides(both)
+    engine = engine_of(module, "AdamOptimizer")
+    engine.train_step({"x": batch(1)}, RATE)
+    before = engine.state_dict()
+    with pytest.raises(AssertionError):
+        engine.train_step({"x": batch(2) * float("nan")}, RATE)
+    after = engine.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    engine.train_step({"x": batch(2)}, RATE)
+    assert len(engine._ways.known) == 1
+
+
+@pytest.mark.filterwarnings("ignore::orttrainer.errors.NoGradientWarning")
+def test_other_parameters_with_an_optimizer_that_counts_are_refused():
+    """PyTorch counts the updates of each parameter, the graph those of all."""
+    torch.manual_seed(0)
+    engine = engine_of(Decides(one_or_other), "AdamOptimizer")
+    engine.train_step({"x": batch(1)}, RATE)
+    before = engine.state_dict()
+    with pytest.raises(UnsupportedModelError, match=r"\['one\.bias', 'one\.weight', .*are trained where they were not"):
+        engine.train_step({"x": batch(3)}, RATE)
+    after = engine.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    engine.train_step({"x": batch(2)}, RATE)
+
+
+def test_gradients_of_a_block_go_along_to_another_way():
+    torch.manual_seed(0)
+    module = Decides(both)
+    twin = copy.deepcopy(module)
+    engine = engine_of(module, accumulation_steps=3)
+    theirs = torch.optim.SGD(twin.parameters(), RATE)
+    for block in range(2):
+        theirs.zero_grad()
+        for step in range(3 * block + 1, 3 * block + 4):
+            engine.train_step({"x": batch(step)}, RATE)
+            (twin(batch(step)) / 3).backward()
+        theirs.step()
+    assert len(engine._ways.known) == 2
+    for mine, other in zip(module.parameters(), twin.parameters()):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_decision_by_what_dropout_left_is_refused():
+    module = Decides(lambda m, x, h: m.one(h) if nn.functional.dropout(h, 0.5).sum() > 100 else m.other(h))
+    with pytest.raises(UnsupportedModelError, match="decides by random numbers"):
+        engine_of(module).train_step({"x": batch(1)}, RATE)
+
+
+def test_there_is_an_end_to_ways(monkeypatch):
+    monkeypatch.setattr(ways, "MOST", 2)
+    torch.manual_seed(0)
+    engine = engine_of(
+        Decides(lambda m, x, h: m.one(h) + m.other(h) if x.sum() > 0 else m.one(h) * (1 if x[0, 0] > 0 else 2))
+    )
+    signs = [(1, 1), (-1, -1), (-1, 1)]
+    batches = [torch.full((5, 4), float(rest)) for rest, _ in signs]
+    for x, (_, first) in zip(batches, signs):
+        x[0, 0] = first
+    for x in batches[:2]:
+        engine.train_step({"x": x}, RATE)
+    with pytest.raises(UnsupportedModelError, match=r"test_ways\.py:\d+ \(.*x\.sum\(\) > 0.*there are 2 graphs"):
+        engine.train_step({"x": batches[2]}, RATE)
+
+
+def test_a_part_of_a_batch_is_asked_for_what_it_has():
+    """A check of the labels does not stand in the way of predictions."""
+
+    def checked(prediction, label):
+        assert (label < 3).all()
+        return nn.functional.cross_entropy(prediction, label)
+
+    def predict(m, x):
+        return m.scale(x) if x.abs().sum() > 0 else x
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return predict(self, x)
+
+    description = ModelDescription(
+        [IODescription("x", ["n", 3]), IODescription("label", ["n"], torch.int64)],
+        [IODescription("loss", []), IODescription("y", ["n", 3])],
+    )
+    module = Scaled()
+    trainer = make(module, loss_fn=checked, desc=description)
+    x, label = torch.ones(4, 3), torch.tensor([0, 1, 2, 0])
+    trainer.train_step(x, label, RATE)
+    with pytest.raises(AssertionError):
+        trainer.train_step(x, label + 1, RATE)
+    torch.testing.assert_close(trainer.eval_step(x, fetches=["y"]), module(x).detach())
+    with pytest.raises(UnsupportedModelError, match="of a whole batch"):
+        trainer.eval_step(0 * x, fetches=["y"])
+
+
+def test_a_loss_that_decides_on_an_onnx_model_is_refused():
+    model = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 18]> g (float[n,3] x) => (float[n,3] y) <float[3] w = {1, 2, 3}> { y = Mul(x, w) }'
+    )
+    description = ModelDescription(
+        [IODescription("x", ["n", 3]), IODescription("label", ["n", 3])],
+        [IODescription("loss", []), IODescription("y", ["n", 3])],
+    )
+    loss = lambda y, label: (y - label).abs().mean() if label.sum() > 0 else (y - label).square().mean()  # noqa: E731
+    with pytest.raises(UnsupportedModelError, match=r"loss_fn decides by the value of a tensor at .*test_ways\.py"):
+        make(model, loss_fn=loss, desc=description).train_step(torch.ones(2, 3), torch.ones(2, 3), RATE)
