@@ -146,7 +146,10 @@ def _opened(conditions: Conditions, absent: Container[str], trains: bool) -> tup
         graph.inputs.remove(value)
     proto = ir.to_proto(model)
     inputs = [value.name for value in proto.graph.input]
-    return runtime.checking_session(proto.SerializeToString()), inputs, made
+    options = runtime.session_options()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = runtime.load().InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return session, inputs, made
 
 
 def _inputs_of(graph: ir.Graph, y: ir.Value) -> set[ir.Value]:
