@@ -1,4 +1,4 @@
-"""Gradients that somebody wrote: `torch.autograd.Function`, `torch.library.custom_op`, hooks; expected are PyTorch's."""
+"""Gradients that somebody wrote: `torch.autograd.Function`, `custom_op`, hooks; expected are PyTorch's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from exported import Model
 from fidelity import RATE, assert_trains_as_in_pytorch, described, vectors
 from small import make
-from torch import nn
+from torch import library, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
@@ -120,7 +120,7 @@ class Nested(Function):
         return spike(dy.flip(1).cumsum(1).flip(1)) + dy.sort(1).values
 
 
-@torch.library.custom_op("orttrainer_tests::squared", mutates_args=())
+@library.custom_op("orttrainer_tests::squared", mutates_args=())
 def squared(x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
     return x * x * factor
 
@@ -136,7 +136,7 @@ squared.register_autograd(
 )
 
 
-@torch.library.custom_op("orttrainer_tests::largest", mutates_args=())
+@library.custom_op("orttrainer_tests::largest", mutates_args=())
 def largest(x: torch.Tensor) -> torch.Tensor:
     return x.argmax(-1)
 

@@ -1,4 +1,4 @@
-"""`torch.autograd.Function` and `torch.library.custom_op`: the graph has their forward, and the gradient of their backward.
+"""`torch.autograd.Function` and `custom_op` of torch's library: the graph has their forward, and the gradient of their backward.
 
 Both are traced, the backward with a value that stands for the gradient of each output: see `graph/passes/gradient_marks.py`.
 """
@@ -82,7 +82,7 @@ class CustomFunctions:
 
 
 def of_operator(func: Callable) -> type[Function] | None:
-    """What a `torch.library.custom_op` of Python code computes, as a function; None for any other operator."""
+    """What a `custom_op` of Python code, of torch's library, computes, as a function; None for any other operator."""
     if not isinstance(func, (OpOverload, OpOverloadPacket)) or not torch.compiler.is_exporting():
         return None
     overload = func if isinstance(func, OpOverload) else func.default if func.overloads() == ["default"] else None
