@@ -120,6 +120,19 @@ class Nested(Function):
         return spike(dy.flip(1).cumsum(1).flip(1)) + dy.sort(1).values
 
 
+class Twice(Function):
+    """One tensor as two outputs, of which autograd gives the last one all of the gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x * 2
+        return y, y
+
+    @staticmethod
+    def backward(ctx, first, second):
+        return first + 3 * second
+
+
 @library.custom_op("orttrainer_tests::squared", mutates_args=())
 def squared(x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
     return x * x * factor
@@ -152,7 +165,13 @@ def several(m, x):
     return doubled * shifted.tanh() + index[:, None]
 
 
+def twice(m, x):
+    first, second = Twice.apply(m.linear(x))
+    return first.tanh() * second
+
+
 FUNCTIONS = {
+    "one tensor twice": twice,
     "rounded": lambda m, x: Rounded.apply(m.linear(x)) + Rounded.apply(m.linear(x), 8.0),
     "reversal": lambda m, x: Reversal.apply(m.linear(x), 0.3),
     "spike": lambda m, x: spike(m.linear(x)) * m.bias,

@@ -178,11 +178,18 @@ def _traced(cls: type[Function], args: tuple, kwargs: dict, twice: bool) -> tupl
             outputs = cls.forward(ctx, *args, **kwargs)
         flat = list(outputs) if isinstance(outputs, tuple) else [outputs]
         frozen = {id(y) for y in ctx.non_differentiable}
-        chosen = [y for y in flat if isinstance(y, torch.Tensor) and y.is_floating_point() and id(y) not in frozen]
+        distinct = {id(y): y for y in flat}.values()
+        chosen = [y for y in distinct if isinstance(y, torch.Tensor) and y.is_floating_point() and id(y) not in frozen]
     if any(isinstance(y, torch.Tensor) and y.is_complex() for y in flat):
         return None
     stand_ins = {id(y): _symbolic(COTANGENT, [y], [y])[0] for y in chosen}
-    cotangents = [_cotangent(y, stand_ins, ctx.materialize_grads) for y in flat]
+    last = {
+        id(y): position for position, y in enumerate(flat)
+    }  # which has the gradient of a tensor that is there twice
+    cotangents = [
+        _cotangent(y, stand_ins if last[id(y)] == position else {}, ctx.materialize_grads)
+        for position, y in enumerate(flat)
+    ]
     try:
         with torch.set_grad_enabled(twice):  # as autograd runs it
             gradients = cls.backward(ctx, *cotangents)
