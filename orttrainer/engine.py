@@ -42,10 +42,10 @@ from orttrainer.run import Runner
 from orttrainer.seed import seed_of_rank
 from orttrainer.settings import OptimizerChoice, Settings
 from orttrainer.source import Source
-from orttrainer.state import TrainedState, ir_view
+from orttrainer.state import TrainedState
 from orttrainer.training_graph import TrainingGraph
 from orttrainer.turns import PreparingAStep, one_at_a_time
-from orttrainer.ways import Ways, check_same_counts
+from orttrainer.ways import Ways, check_same_counts, keep_the_same
 
 if TYPE_CHECKING:
     from orttrainer.export import ForwardGraph
@@ -228,6 +228,7 @@ class Engine(NotCopied):
         grows = self._runner is not None and steps > 1 and not self._runner.accumulators
         self._accumulation_steps = steps
         if grows:
+            self._ways.close()
             self._recompile(self._forward)
 
     @property
@@ -338,14 +339,8 @@ class Engine(NotCopied):
         """A copy of the forward graph, whose initializers show the state of the moment."""
         self._state.follow_module(trains=False)
         model = self._forward.model.clone()
-        self._show_state(model)
+        self._state.show(model)
         return model
-
-    def _show_state(self, model: ir.Model) -> None:
-        """Let the initializers of a graph show the state of the moment."""
-        for name, value in model.graph.initializers.items():
-            if name in self._state.tensors:
-                value.const_value = ir_view(name, self._state.tensors[name])
 
     # -- compile: describe, export, differentiate, optimise, compile, run ------------------
 
@@ -389,7 +384,7 @@ class Engine(NotCopied):
     def _open_on_state(self, graph: TrainingGraph) -> None:
         self._state = self._trained_state(graph)
         self._open(graph)
-        self._show_state(self._forward.model)  # which else would keep what the module has no more
+        self._ways.took(self._forward, graph, self._runner, self._state.show)
         if self._pending_state is not None:
             self.load_state_dict(*self._pending_state)
             self._pending_state = None
@@ -415,25 +410,31 @@ class Engine(NotCopied):
             as_declared=self.source.as_declared, disabled_passes=self.settings.disabled_passes,
         )  # fmt: skip
 
-    def _open(self, graph: TrainingGraph) -> None:
+    def _open(self, graph: TrainingGraph, runner: Runner | None = None) -> None:
         settings = self.settings
         accept = (lambda outputs: self._watch.refuse(outputs[0], self.accumulated)) if self._watch.refuses else None
-        self._runner = Runner(
+        self._runner = runner or Runner(
             graph, self._state.stored, self.device, settings.providers, self.collective, settings.session_options,
             accept=accept, disabled_passes=settings.disabled_passes, native_kernels=self._native,
         )  # fmt: skip
         self.training_graph = graph
 
     def _recompile(self, forward: ForwardGraph) -> None:
-        """The graph again, for settings that have changed or another forward, on the present state."""
-        state = {**self._left, **self.state_dict()}
-        self._show_state(forward.model)
-        graph = self._training_graph(forward)
+        """Go on with the graph of other settings, or of another way, on the present state."""
+        graph, runner = self._ways.opened(forward)
+        if graph is None:
+            self._state.show(forward.model)
+            graph = self._training_graph(forward)
         check_same_counts(self.training_graph, graph)
+        same = keep_the_same(self.training_graph, graph) and forward.decided == self._forward.decided
+        state = {**self._left, **({} if same else self.state_dict())}
         self._forward = forward
-        self._state = self._trained_state(graph, share=False)
-        self._open(graph)
-        self._ways.took(forward, self._show_state)
+        if not same:
+            self._ways.close()
+            self._state = self._trained_state(graph, share=False)
+        self._state.serve(graph)
+        self._open(graph, runner)
+        self._ways.took(forward, graph, self._runner, self._state.show)
         self.load_state_dict(state)
 
     def _follow(self, batch: Mapping[str, torch.Tensor], trains: bool) -> None:
@@ -441,10 +442,9 @@ class Engine(NotCopied):
         if self._forward.conditions is None:
             return
 
-        def make() -> ForwardGraph:
-            return self.source.frozen(self.source.forward_graph(self.description, [*batch.values()], self._schema))
-
-        alone = self.collective.size == 1 and len(batch) == len(self.input_names)
-        if (forward := self._ways.other(batch, self._state.live, trains, make if alone else None)) is not None:
+        whole, source = [*batch.values()], self.source
+        alone = self.collective.size == 1 and len(whole) == len(self.input_names)
+        make = (lambda: source.frozen(source.forward_graph(self.description, whole, self._schema))) if alone else None
+        if (forward := self._ways.other(batch, self._state.live, trains, make)) is not None:
             with runtime.garbage_kept():
                 self._recompile(forward)

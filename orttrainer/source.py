@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import logging
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -16,13 +17,20 @@ from onnx_ir import tensor_adapters
 
 from orttrainer import export, runtime
 from orttrainer.describe import InputSchema, InputSpec, ModelDescription
-from orttrainer.errors import InvalidArgumentError, ModelError, UnknownNameError
+from orttrainer.errors import (
+    InvalidArgumentError,
+    ModelError,
+    UnknownNameError,
+    UnsupportedFeatureError,
+)
 from orttrainer.settings import Settings
-from orttrainer.state import on_device
 from orttrainer.verify import check_gradients
 
 if TYPE_CHECKING:
     from orttrainer.export import ForwardGraph
+
+
+log = logging.getLogger("orttrainer")
 
 
 class Source:
@@ -35,8 +43,8 @@ class Source:
     """
 
     def __init__(self, model, loss_fn: Callable | None, device: torch.device, settings: Settings):
-        self.model = on_device(model, device) if isinstance(model, torch.nn.Module) else model
-        self.loss_fn = on_device(loss_fn, device) if isinstance(loss_fn, torch.nn.Module) else loss_fn
+        self.model = _on_device(model, device) if isinstance(model, torch.nn.Module) else model
+        self.loss_fn = _on_device(loss_fn, device) if isinstance(loss_fn, torch.nn.Module) else loss_fn
         self._settings = settings
 
     @property
@@ -159,3 +167,37 @@ def _freeze(forward: ForwardGraph, frozen: Sequence[str], state: Iterable[str]) 
     stopped = tuple(name for name in forward.parameters if name in frozen)
     unread = tuple(name for name in forward.unread if name not in frozen)
     return replace(forward, parameters=trained, buffers=forward.buffers + stopped, unread=unread)
+
+
+def _on_device(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """The module where the engine can share its memory: on `device`, contiguous.
+
+    Raises:
+        InvalidArgumentError: it is on another device than the CPU or `device`, or without values.
+        UnsupportedFeatureError: it has half-precision parameters.
+        UnsupportedModelError: a layer has no parameters yet, or one that its forward changes.
+    """
+    export.check_layers(module)
+    places = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    if places - {device} == {torch.device("cpu")}:
+        log.info("moving the module from the CPU to %s", device)
+        module.to(device)
+    elif torch.device("meta") in places:
+        raise InvalidArgumentError(
+            f"the module is on the meta device: its parameters have no values. Make them with "
+            f"model.to_empty(device='{device}') and load or initialise them, then make the trainer."
+        )
+    elif places - {device}:
+        raise InvalidArgumentError(
+            f"the module is on {', '.join(sorted(map(str, places)))} but device='{device}'. "
+            f"Move it with model.to('{device}'), or pass the device it is on."
+        )
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.dtype in (torch.float16, torch.bfloat16) and tensor.requires_grad:
+            raise UnsupportedFeatureError(
+                f"parameters of dtype {tensor.dtype} cannot be trained: small updates would be rounded away. Convert the "
+                "module with model.float(); use_mixed_precision=True then computes in half precision with float32 weights"
+            )
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            tensor.data = tensor.data.resolve_conj().resolve_neg().contiguous()
+    return module

@@ -12,7 +12,7 @@ import torch
 
 from orttrainer import export
 from orttrainer.distributed import Collective, check_ranks_agree
-from orttrainer.errors import InvalidArgumentError, StateError, UnsupportedFeatureError
+from orttrainer.errors import StateError
 from orttrainer.seed import seed_of_rank, seed_of_run
 from orttrainer.training_graph import SEED, TrainingGraph
 
@@ -50,7 +50,7 @@ class TrainedState:
         decided: Sequence[str] = (),
         share: bool = True,
     ):
-        self.signature, self._collective = graph.signature, collective
+        self._collective = collective
         self._modules = [m for m in (module, loss_fn) if isinstance(m, torch.nn.Module)] if module is not None else []
         own = export.named_state(module, loss_fn) if module is not None else {}
         self._own_names, self._named = {name for name in own}, (module, loss_fn)
@@ -80,7 +80,7 @@ class TrainedState:
         for entry in entries if share else ():
             if entry.role != "random":
                 collective.broadcast_(self.stored[entry.name])
-        graph.tensors.update({name: ir_view(name, tensor) for name, tensor in self.tensors.items()})
+        self.serve(graph)
         self._places = self._shared_places(own)
         self._needed = [(owner, key, name, owner[key].requires_grad) for owner, key, name, _ in self._places]
         self._layers = [(module._modules, dict(module._modules)) for m in self._modules for module in m.modules()]
@@ -101,6 +101,17 @@ class TrainedState:
         ]
         self._look()
         self._may_train = True
+
+    def serve(self, graph: TrainingGraph) -> None:
+        """Be the state of a graph that keeps the same in the same form: its `tensors` show this one from now on."""
+        self.signature = graph.signature
+        graph.tensors.update({name: ir_view(name, tensor) for name, tensor in self.tensors.items()})
+
+    def show(self, model: ir.Model) -> None:
+        """Let the initializers of a forward graph show the state of the moment."""
+        for name, value in model.graph.initializers.items():
+            if name in self.tensors:
+                value.const_value = ir_view(name, self.tensors[name])
 
     def follow_module(self, trains: bool) -> None:
         """Follow what was done to the module since the last step; quick where that is nothing, as every step asks.
@@ -350,40 +361,6 @@ def _form_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
         seen = forms(tensors)
         return lambda *given: forms(given) == seen
-
-
-def on_device(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """The module where the engine can share its memory: on `device`, contiguous.
-
-    Raises:
-        InvalidArgumentError: it is on another device than the CPU or `device`, or without values.
-        UnsupportedFeatureError: it has half-precision parameters.
-        UnsupportedModelError: a layer has no parameters yet, or one that its forward changes.
-    """
-    export.check_layers(module)
-    places = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
-    if places - {device} == {torch.device("cpu")}:
-        log.info("moving the module from the CPU to %s", device)
-        module.to(device)
-    elif torch.device("meta") in places:
-        raise InvalidArgumentError(
-            f"the module is on the meta device: its parameters have no values. Make them with "
-            f"model.to_empty(device='{device}') and load or initialise them, then make the trainer."
-        )
-    elif places - {device}:
-        raise InvalidArgumentError(
-            f"the module is on {', '.join(sorted(map(str, places)))} but device='{device}'. "
-            f"Move it with model.to('{device}'), or pass the device it is on."
-        )
-    for tensor in (*module.parameters(), *module.buffers()):
-        if tensor.dtype in (torch.float16, torch.bfloat16) and tensor.requires_grad:
-            raise UnsupportedFeatureError(
-                f"parameters of dtype {tensor.dtype} cannot be trained: small updates would be rounded away. Convert the "
-                "module with model.float(); use_mixed_precision=True then computes in half precision with float32 weights"
-            )
-        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            tensor.data = tensor.data.resolve_conj().resolve_neg().contiguous()
-    return module
 
 
 def cpu_copy(tensor: torch.Tensor) -> torch.Tensor:

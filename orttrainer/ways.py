@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import linecache
+import logging
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import onnx
 import onnx_ir as ir
 import torch
-from onnx_ir.passes import common
 
-from orttrainer import export, runtime
-from orttrainer.errors import ExecutionError, UnsupportedModelError
+from orttrainer import export
+from orttrainer.errors import UnsupportedModelError
 from orttrainer.graph.subgraphs import node_inputs
 from orttrainer.inference import inference_model
 
 if TYPE_CHECKING:
     from orttrainer.export import Conditions, ForwardGraph
+    from orttrainer.run import Runner
     from orttrainer.training_graph import TrainingGraph
 
-MOST = 16  # each is exported and compiled
+MOST = 16  # whose graphs are kept: each was exported
+OPEN = 4  # of these, whose sessions are: each has memory for its activations
+
+log = logging.getLogger("orttrainer")
 
 
 class Ways:
@@ -31,13 +36,13 @@ class Ways:
         described: names of its inputs.
 
     Attributes:
-        known: all of them.
-        current: the one that is in use.
+        known: those that are kept, the one that is in use last.
     """
 
     def __init__(self, forward: ForwardGraph, described: Sequence[str]):
-        self.known, self.current = [forward], forward
-        self._described = frozenset(described)
+        self.known = [forward]
+        self._described, self._warned = frozenset(described), False
+        self._opened: dict[int, tuple[TrainingGraph, Runner]] = {}  # by the id of a known one, all on the same state
         self._asked: dict[tuple, tuple] = {}  # sessions that are open; what they are of, so that its id stays its own
 
     def other(
@@ -58,28 +63,53 @@ class Ways:
         Raises:
             UnsupportedModelError: there is no graph that goes the way of this batch, and none to be made.
         """
-        if self._holds(self.current, batch, state, trains):
+        current, *others = reversed(self.known)
+        if self._holds(current, batch, state, trains):
             return None
-        found = next((forward for forward in self.known if self._holds(forward, batch, state, trains)), None)
+        found = next((forward for forward in others if self._holds(forward, batch, state, trains)), None)
         if found is None:
             if make is None:
                 raise self._refused(
                     batch, state, trains, "a graph of that way is made of a whole batch, and on one rank only"
                 )
-            if len(self.known) == MOST:
-                raise self._refused(batch, state, trains, f"there are {MOST} graphs of other ways already")
             found = make()
             # Where a step that trains differs even then it is by rounding, and PyTorch has decided.
             if not trains and not self._holds(found, batch, state, trains):
                 raise self._refused(batch, state, trains, "the graph that was made for it does not go its way either")
-            self.known.append(found)
         return found
 
-    def took(self, forward: ForwardGraph, show: Callable[[ir.Model], None]) -> None:
-        """`forward` is in use from now on; `show` lets a model have the state of the moment, in all of them."""
-        self.current = forward
+    def took(
+        self, forward: ForwardGraph, graph: TrainingGraph, runner: Runner, show: Callable[[ir.Model], None]
+    ) -> None:
+        """`forward` is in use from now on, by this runner; `show` lets a model have the state of the moment, in all."""
+        self.known = [way for way in self.known if way is not forward] + [forward]
+        self._opened.pop(id(forward), None)
+        self._opened[id(forward)] = graph, runner
+        while len(self._opened) > OPEN:
+            del self._opened[next(iter(self._opened))]
+        if len(self.known) > MOST:
+            self._forget(self.known.pop(0))
         for way in self.known:  # which else would keep the state that was
             show(way.model)
+
+    def opened(self, forward: ForwardGraph) -> tuple[TrainingGraph, Runner] | tuple[None, None]:
+        """The graph that trains this way, and its runner, if they are there still."""
+        return self._opened.get(id(forward), (None, None))
+
+    def close(self) -> None:
+        """Forget all runners: the state has another place."""
+        self._opened.clear()
+
+    def _forget(self, forward: ForwardGraph) -> None:
+        self._opened.pop(id(forward), None)
+        self._asked = {key: asked for key, asked in self._asked.items() if asked[1] is not forward.conditions}
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "forward decides by values, and has done so in %s ways. Each further one is exported and compiled, too, in "
+                "the time of a first step. Where nearly every batch goes a way of its own, use torch.where or masks.",
+                MOST,
+            )
 
     def _holds(self, forward: ForwardGraph, batch, state, trains: bool) -> bool:
         return forward.conditions is None or self._unmet(forward.conditions, batch, state, trains) is None
@@ -89,19 +119,11 @@ class Ways:
         key = id(conditions), trains, frozenset(batch)
         if key not in self._asked:
             self._asked[key] = _opened(conditions, self._described.difference(batch), trains), conditions
-        (session, inputs, made), _ = self._asked[key]
-        if not made:
-            return None
-        tensors = {name: batch[name] if name in batch else state(name) for name in inputs}
-        feeds = {name: export.as_real(x.detach()).cpu().contiguous().numpy() for name, x in tensors.items()}
-        try:
-            answers = session.run(None, feeds)
-        except Exception as error:  # ONNX Runtime raises a dozen classes without a common base
-            raise ExecutionError(f"ONNX Runtime failed in what forward decides by: {error}") from error
-        return next((condition for condition, y in zip(made, answers) if bool(y.item()) != condition.value), None)
+        asked, _ = self._asked[key]
+        return asked and asked.unmet(lambda name: batch[name] if name in batch else state(name))
 
     def _refused(self, batch, state, trains: bool, reason: str) -> UnsupportedModelError:
-        condition, where = self._unmet(self.current.conditions, batch, state, trains), ""
+        condition, where = self._unmet(self.known[-1].conditions, batch, state, trains), ""
         if condition is not None:
             line = linecache.getline(condition.file, condition.line).strip()
             where = f" at {condition.file}:{condition.line} ({line})"
@@ -126,8 +148,16 @@ def check_same_counts(before: TrainingGraph, after: TrainingGraph) -> None:
         )
 
 
-def _opened(conditions: Conditions, absent: Container[str], trains: bool) -> tuple:
-    """A session for the conditions that need no absent input, the names of its inputs, and these conditions."""
+def keep_the_same(before: TrainingGraph, after: TrainingGraph) -> bool:
+    """Whether two graphs can work on the same state: on the same tensors in the same form, without sums of gradients."""
+    forms = [
+        {replace(entry, output=None, in_place=True) for entry in graph.signature.state} for graph in (before, after)
+    ]
+    return forms[0] == forms[1] and not any(entry.role == "accumulator" for entry in forms[0])
+
+
+def _opened(conditions: Conditions, absent: Container[str], trains: bool) -> export.Asked | None:
+    """A session for the conditions that need no absent input; None if there are none."""
     model = ir.from_proto(onnx.ModelProto.FromString(conditions.model))
     graph = model.graph
     asked = [
@@ -136,20 +166,12 @@ def _opened(conditions: Conditions, absent: Container[str], trains: bool) -> tup
         if not any(x.name in absent for x in _inputs_of(graph, y))
     ]
     if not asked:
-        return None, [], []
+        return None
     names, made = zip(*asked)
     graph.outputs[:] = [y for y in graph.outputs if y.name in names]
     if not trains:
         model = inference_model(model, names)
-    common.RemoveUnusedNodesPass()(model)
-    for value in [x for x in graph.inputs if not x.uses() and not x.is_graph_output()]:
-        graph.inputs.remove(value)
-    proto = ir.to_proto(model)
-    inputs = [value.name for value in proto.graph.input]
-    options = runtime.session_options()
-    options.intra_op_num_threads = torch.get_num_threads()
-    session = runtime.load().InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return session, inputs, made
+    return export.Asked(model, made)
 
 
 def _inputs_of(graph: ir.Graph, y: ir.Value) -> set[ir.Value]:

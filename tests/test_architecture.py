@@ -38,8 +38,8 @@ MAY_IMPORT = {
     "arguments": {"describe", "graph"},
     "nonfinite": set(),
     "turns": {"engine"},  # by name only
-    "ways": {"export", "graph", "inference", "runtime", "training_graph"},  # the last by name only
-    "source": {"describe", "export", "runtime", "settings", "state", "verify"},
+    "ways": {"export", "graph", "inference", "run", "training_graph"},  # the last two by name only
+    "source": {"describe", "export", "runtime", "settings", "verify"},
     "profiling": {"graph", "run", "training_graph"},  # the last two by name only
     "front_end": {"engine", "profiling", "training_graph"},  # the engine by name only: it imports what refuses copies
     "engine": {

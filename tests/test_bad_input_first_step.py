@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from bad_input import LABEL, LOSS, OUTPUT, WEIGHTS, cases, describe, make, net, raises, x, y
@@ -31,9 +33,9 @@ class Returns(nn.Module):
         return self.outputs(self.linear(x), x, label)
 
 
-class DecidesByValue(nn.Sequential):
+class ComputesInPython(nn.Sequential):
     def forward(self, x):
-        return super().forward(x) if x.sum().item() > 0 else x[:, :2]
+        return super().forward(x) * math.exp(x.mean().item())
 
 
 FIRST_STEP = {
@@ -69,7 +71,7 @@ FIRST_STEP = {
     "attributes that raise": (dict(attributes=lambda n: {}[n]), KeyError, "0.weight"),
     "an opset of the future": (dict(_opset_version=99), InvalidArgumentError, "opset 99 is too new; use 18 to 21"),
     "an opset as text": (dict(_opset_version="17"), InvalidArgumentError, "the opset must be an int from 18 to 21, got '17'"),
-    "a decision by value": (dict(model=DecidesByValue(nn.Linear(4, 2))), UnsupportedModelError, "forward makes a number of a tensor's value...torch.where"),
+    "a value in Python": (dict(model=ComputesInPython(nn.Linear(4, 2))), UnsupportedModelError, "forward makes a number of a tensor's value...torch.where"),
     "wrong declarations, strictly": (
         dict(desc=describe([IODescription("x", ["batch", 5], torch.int64), IODescription("label", ["batch"])]), strict=True), SchemaError,
         "input 'x': expected dtype torch.int64, got torch.float32...input 'x', axis 1: expected size 5, got 4...input 'label': expected 1 axes",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import logging
+import math
 import random
 
 import onnx
@@ -285,9 +286,9 @@ def test_a_lower_opset_is_raised_and_a_higher_one_refused(caplog):
 
 UNSUPPORTED = {
     "dropout of everything": (nn.Dropout(1.0), "rate 1.0"),
-    "a decision": (
-        Model(lambda m, x: x if x.sum().item() > 0 else -x),
-        r"decides by it at .*calls\.py:\d+ \(.*x\.sum\(\)\.item\(\) > 0",
+    "a float of Python's": (
+        Model(lambda m, x: x * math.exp(x.sum().item())),
+        r"makes a number of a tensor's value at .*calls\.py:\d+ \(.*math\.exp\(x\.sum\(\)\.item\(\)\)",
     ),
 }
 

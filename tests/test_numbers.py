@@ -10,7 +10,7 @@ from small import make
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription
-from orttrainer.errors import StateError, UnsupportedModelError
+from orttrainer.errors import StateError
 
 ROWS = 8
 
@@ -79,20 +79,6 @@ def test_a_choice_by_constants_is_that_of_pytorch(mask):
         sgd.zero_grad()
         loss.backward()
         sgd.step()
-
-
-REFUSED = {
-    "a decision by the batch": lambda layer, y: (
-        y if torch.maximum(torch.zeros(ROWS), y.detach()).sum().item() > 1e9 else 2 * y
-    ),
-    "a decision by parameters": lambda layer, y: y if float((layer.weight * torch.ones(6)).sum()) > 1e9 else 2 * y,
-}
-
-
-@pytest.mark.parametrize("mask", REFUSED.values(), ids=REFUSED)
-def test_a_choice_by_numbers_that_may_vary_is_refused(mask):
-    with pytest.raises(UnsupportedModelError, match="makes a number of a tensor's value"):
-        make(rebuilt(lambda: Similar(mask)), loss_fn=None, desc=described()).train_step(*batch(0), RATE)
 
 
 def test_a_mask_in_a_buffer_that_is_another_later_is_refused_until_it_is_back():

@@ -10,7 +10,7 @@ import torch
 from small import make
 from torch import nn
 
-from orttrainer import IODescription, ModelDescription, ways
+from orttrainer import IODescription, ModelDescription
 from orttrainer.engine import Engine
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.settings import OptimizerChoice, Settings
@@ -151,22 +151,6 @@ def test_a_decision_by_what_dropout_left_is_refused():
     module = Decides(lambda m, x, h: m.one(h) if nn.functional.dropout(h, 0.5).sum() > 100 else m.other(h))
     with pytest.raises(UnsupportedModelError, match="decides by random numbers"):
         engine_of(module).train_step({"x": batch(1)}, RATE)
-
-
-def test_there_is_an_end_to_ways(monkeypatch):
-    monkeypatch.setattr(ways, "MOST", 2)
-    torch.manual_seed(0)
-    engine = engine_of(
-        Decides(lambda m, x, h: m.one(h) + m.other(h) if x.sum() > 0 else m.one(h) * (1 if x[0, 0] > 0 else 2))
-    )
-    signs = [(1, 1), (-1, -1), (-1, 1)]
-    batches = [torch.full((5, 4), float(rest)) for rest, _ in signs]
-    for x, (_, first) in zip(batches, signs):
-        x[0, 0] = first
-    for x in batches[:2]:
-        engine.train_step({"x": x}, RATE)
-    with pytest.raises(UnsupportedModelError, match=r"test_ways\.py:\d+ \(.*x\.sum\(\) > 0.*there are 2 graphs"):
-        engine.train_step({"x": batches[2]}, RATE)
 
 
 def test_a_part_of_a_batch_is_asked_for_what_it_has():

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 _HOME = {
+    "Asked": "conditions",
     "Conditions": "conditions",
     "ForwardGraph": "forward_graph",
     "as_real": "initializers",
@@ -21,6 +22,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Asked",
     "Conditions",
     "ForwardGraph",
     "as_real",
@@ -37,7 +39,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from orttrainer.export.call import check_layers, count_outputs, named_state
-    from orttrainer.export.conditions import Conditions
+    from orttrainer.export.conditions import Asked, Conditions
     from orttrainer.export.forward_graph import ForwardGraph
     from orttrainer.export.initializers import as_real
     from orttrainer.export.module import export_module

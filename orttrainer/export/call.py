@@ -57,8 +57,9 @@ class LossModule(nn.Module):
 
     def forward(self, *inputs):
         self.followed.begin()
-        outputs = self.described_outputs(inputs)
-        return (*outputs, *(_attribute(self, name).clone() for name in self.updated), *self.followed.tensors)
+        with contextlib.nullcontext() if self.followed.hints is None else self.followed.hints.indexing():
+            outputs = self.described_outputs(inputs)
+        return (*outputs, *(_attribute(self, name).clone() for name in self.updated), *self.followed.tensors(inputs))
 
     def described_outputs(self, inputs):
         """Call module and loss; return as many outputs as are described."""

@@ -37,7 +37,9 @@ def capture_dynamo(wrapper, inputs, symbols, opset, by_nodes: list[bool] | None,
         by_nodes: decompose node by node where that can be done, and append True if it was; None: let torch do it.
     """
     decomposing = contextlib.nullcontext() if by_nodes is None else node_by_node(by_nodes)
-    with silence(), _sources_forgotten(), _no_stack_traces():
+    hints = wrapper.followed.hints
+    by_hints = contextlib.nullcontext() if hints is None else hints.followed()
+    with silence(), _sources_forgotten(), _no_stack_traces(), by_hints:
         load_exporter()
         with faithful(wrapper, decided):
             program = _exported_program(wrapper, inputs, symbols)
@@ -166,12 +168,12 @@ class _Unread:
     domain = ""
 
 
-def capture_torchscript(wrapper, inputs, symbols, opset) -> ir.Model:
-    """Export through a TorchScript trace; weights stay out of the file and are attached here."""
+def capture_torchscript(wrapper, inputs, symbols, opset, decided: set[str]) -> ir.Model:
+    """Export through a TorchScript trace; weights stay out of the file and are attached here. For `decided`, see above."""
     names = [f"described_input_{i}" for i in range(len(inputs))]
     file = io.BytesIO()
     stop_gradient.register_symbolic(min(opset, _TORCHSCRIPT_MAX_OPSET))
-    with silence(), faithful(wrapper, set()):
+    with silence(), faithful(wrapper, decided):
         torch.onnx.export(
             wrapper,
             tuple(inputs),

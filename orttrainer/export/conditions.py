@@ -6,24 +6,25 @@ that these conditions are a graph of their own, which the engine asks before eac
 
 from __future__ import annotations
 
-import os
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import onnx_ir as ir
 import torch
 from onnx_ir.passes import common
 
-from orttrainer.errors import UnsupportedModelError
-from orttrainer.export.initializers import state_as_inputs
+from orttrainer import runtime
+from orttrainer.errors import ExecutionError, UnsupportedModelError
+from orttrainer.export.initializers import as_real, state_as_inputs
+from orttrainer.export.told import Told, place
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.random import RANDOM_OPS
 
-__all__ = ["Condition", "Conditions", "Followed", "decides", "place", "taken_out"]
+if TYPE_CHECKING:
+    from orttrainer.export.hints import Hints
 
-_PASSED = tuple(os.path.join(os.path.dirname(path), "") for path in (os.path.dirname(__file__), torch.__file__))
+__all__ = ["Asked", "Condition", "Conditions", "Followed", "decides", "taken_out"]
 
 
 class Condition(NamedTuple):
@@ -46,18 +47,38 @@ class Conditions(NamedTuple):
     made: tuple[Condition, ...]
 
 
+class Asked:
+    """A session that answers for a batch whether decisions go as they were made.
+
+    Args:
+        model: of `Conditions`, or a part of it; used up.
+        made: the decisions for its outputs.
+    """
+
+    def __init__(self, model: ir.Model, made: Sequence[Condition]):
+        common.RemoveUnusedNodesPass()(model)
+        for value in [x for x in model.graph.inputs if not x.uses() and not x.is_graph_output()]:
+            model.graph.inputs.remove(value)
+        self._inputs, self._made = [value.name for value in model.graph.inputs], tuple(made)
+        options = runtime.session_options()
+        options.intra_op_num_threads = torch.get_num_threads()
+        proto = ir.to_proto(model).SerializeToString()
+        self._session = runtime.load().InferenceSession(proto, options, providers=["CPUExecutionProvider"])
+
+    def unmet(self, tensor: Callable[[str], torch.Tensor]) -> Condition | None:
+        """The first decision that goes otherwise, or None; `tensor` gives an input or the state of this name."""
+        feeds = {name: as_real(tensor(name).detach()).cpu().contiguous().numpy() for name in self._inputs}
+        try:
+            answers = self._session.run(None, feeds)
+        except Exception as error:  # ONNX Runtime raises a dozen classes without a common base
+            raise ExecutionError(f"ONNX Runtime failed in what forward decides by: {error}") from error
+        return next((made for made, y in zip(self._made, answers) if bool(y.item()) != made.value), None)
+
+
 def decides(func: Callable, args: Sequence) -> bool:
     """Whether `func` gives Python the truth of a tensor."""
     truth = func is torch.Tensor.__bool__
     return truth or (func is torch.Tensor.item and args[0].dtype == torch.bool)
-
-
-def place() -> tuple[str, int]:
-    """File and line that called, of the nearest that are neither ours nor torch's."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PASSED):
-        frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
 
 
 class Followed:
@@ -65,12 +86,15 @@ class Followed:
 
     Attributes:
         observed: what that decided.
+        told: the numbers that it was told.
+        hints: gives them to the trace; None where that can do without.
         made: what the graph depends on.
-        tensors: what that was asked of: bool [1].
     """
 
     def __init__(self):
         self.observed: tuple[Condition, ...] = ()
+        self.told: tuple[Told, ...] = ()
+        self.hints: Hints | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -79,7 +103,23 @@ class Followed:
         for condition in reversed(self.observed):
             self._waiting[condition[:2]].append(condition)
         self.made: list[Condition] = []
-        self.tensors: list[torch.Tensor] = []
+        self._tensors: list[torch.Tensor] = []
+        if self.hints is not None:
+            self.hints.begin(self.told)
+
+    def more_hints(self, by_numbers: bool) -> bool:
+        """Whether there is another trace to try, of forward or of one that asked for numbers: with (other) hints."""
+        from orttrainer.export.hints import Hints  # here: with it comes sympy
+
+        if self.hints is None:
+            if not by_numbers:
+                return False
+            self.hints = Hints(builtins=True)
+        elif not self.hints.asks_again:
+            if not self.hints.builtins:
+                return False
+            self.hints = Hints(builtins=False)
+        return True
 
     def next(self) -> Condition | None:
         """How it went the next time where the caller is; None if nothing was decided there."""
@@ -89,7 +129,13 @@ class Followed:
     def note(self, condition: Condition, tensor: torch.Tensor) -> None:
         """The graph depends on `condition`, which was asked of `tensor`."""
         self.made.append(condition)
-        self.tensors.append((tensor != 0).reshape(1))
+        self._tensors.append((tensor != 0).reshape(1))
+
+    def tensors(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What a traced forward on `inputs` depends on, at its end: bool [1] for each condition."""
+        for decided in self.hints.end(inputs) if self.hints is not None else ():
+            self.note(Condition(decided.file, decided.line, True), decided.holds)
+        return self._tensors
 
 
 def taken_out(model: ir.Model, made: Sequence[Condition], state: Sequence[str]) -> Conditions | None:
@@ -105,6 +151,9 @@ def taken_out(model: ir.Model, made: Sequence[Condition], state: Sequence[str]) 
         return None
     copy = model.clone()
     copy.graph.outputs[:] = copy.graph.outputs[-len(made) :]
+    for node in copy.graph.all_nodes():
+        for value in node.outputs:
+            value.shape = None  # as the trace took it to be, which is what may be asked
     RemoveGradientMarksPass()(copy)
     common.RemoveUnusedNodesPass()(copy)
     if any(node.op_type in RANDOM_OPS for node in copy.graph.all_nodes()):

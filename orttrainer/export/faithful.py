@@ -21,11 +21,12 @@ from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from orttrainer.errors import UnsupportedModelError
-from orttrainer.export import conditions, stop_gradient
+from orttrainer.export import conditions, stop_gradient, told
 from orttrainer.export.call import without_checkpoints
 from orttrainer.export.numbers import Numbers
 from orttrainer.export.opened import opened
 from orttrainer.export.rewrites import (
+    by_value,
     complex_numbers,
     ctc,
     custom_functions,
@@ -69,7 +70,7 @@ def faithful(wrapper, decided):
             # Its checks of arguments decide by the values of tensors.
             mock.patch.object(torch.distributions.Distribution, "_validate_args", False),
             mock.patch.object(torch.nn.Module, "_apply", kept_parameters.apply),
-            _symbolic_len(wrapper),
+            _symbolic_builtins(wrapper),
             _snapshots_apart(),
             _Rewrites(wrapper, decided) as rewrites,
             mock.patch.object(FakeTensor, "tolist", rewrites.numbers.tolist()),  # no mode sees it
@@ -113,21 +114,28 @@ def _snapshots_apart():
 
 
 @contextlib.contextmanager
-def _symbolic_len(wrapper):
-    """Let `len(tensor)` in the user's code stay a symbol, as `tensor.shape[0]` does.
+def _symbolic_builtins(wrapper):
+    """Let `len(tensor)` in the user's code stay a symbol, as `tensor.shape[0]` does; with hints also `int` and `float`.
 
     The builtin must return a number, so an exporter would write the first batch's into the graph.
     """
+    hints = wrapper.followed.hints
+    names = {"len": _len}
+    if hints is not None and hints.builtins:
+        from orttrainer.export.hints import BUILTINS  # here: with it comes sympy
+
+        names |= BUILTINS
     functions = [getattr(type(m), "forward", None) for m in wrapper.modules()] + [wrapper.loss_fn]
     scopes = [getattr(function, "__globals__", None) for function in functions]
-    scopes = {id(s): s for s in scopes if s is not None and _is_user_code(s) and "len" not in s}
-    for scope in scopes.values():
-        scope["len"] = _len
+    scopes = {id(s): s for s in scopes if s is not None and _is_user_code(s)}
+    placed = [(scope, name) for scope in scopes.values() for name in names if name not in scope]
+    for scope, name in placed:
+        scope[name] = names[name]
     try:
         yield
     finally:
-        for scope in scopes.values():
-            del scope["len"]
+        for scope, name in placed:
+            del scope[name]
 
 
 def _is_user_code(scope):
@@ -152,13 +160,19 @@ class _Rewrites(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         args, kwargs = self._registered(args), {name: self._registered(x) for name, x in (kwargs or {}).items()}
         if func not in self._rewrites and (
-            inner := _SEEN.get(func) or opened(func) or custom_functions.of_operator(func)
+            inner := _SEEN.get(func) or _SEEN_BY_ALL.get(func) or opened(func) or custom_functions.of_operator(func)
         ):
             with self:
                 return (inner.apply if isinstance(inner, type) else inner)(*args, **kwargs)
         if (answer := self.numbers.answer(func, args, kwargs)) is not None:
             return answer[0]
+        if func is torch.Tensor.__format__ and torch.compiler.is_exporting():
+            with self:
+                return self.numbers.formatted(*args)
+        self.numbers.check_script(func, args)
         result = self._rewrites.get(func, func)(*self.numbers.chosen(func, args), **kwargs)
+        if self._wrapper.followed.hints is not None and func is not torch.Tensor.__getitem__:
+            self._wrapper.followed.hints.note(func, args, result)
         known = self.numbers.note(func, args, kwargs, result)  # which has no gradient anyway
         # In-place functions return what they changed, which a copy could not stand for.
         in_place = any(result is argument for argument in args)
@@ -254,12 +268,22 @@ def _in_place_dropout(dropout):
     return dropped
 
 
+def _one_hot(x, num_classes=-1):
+    """`F.one_hot`, which takes the number of classes from the values where it is not given."""
+    if num_classes == -1:
+        return (x.unsqueeze(-1) == torch.arange(x.max().item() + 1, device=x.device)).long()
+    with torch._C.DisableTorchFunction():
+        return F.one_hot(x, num_classes)
+
+
 _SEEN = {torch.Tensor.__iter__: lambda x: iter(x.unbind(0))}  # in calls that the mode sees
+_SEEN_BY_ALL = {F.one_hot: _one_hot}  # also by the mode of an observed forward
 
 _PLUMBING = {torch.Tensor.requires_grad.__get__, torch.Tensor.grad.__get__, torch.Tensor.grad_fn.__get__}
 
 _REWRITES = {
     **stop_gradient.REWRITES,
+    **by_value.REWRITES,
     **ctc.REWRITES,
     **derivatives.REWRITES,
     **einsum.REWRITES,
@@ -292,6 +316,7 @@ class MutedDropout(TorchFunctionMode):
         rates: those of the dropouts that were switched off.
         differentiates: whether autograd was asked for gradients.
         decisions: what Python decided by the truth of tensors.
+        told: numbers that it was told.
     """
 
     def __init__(self):
@@ -299,18 +324,21 @@ class MutedDropout(TorchFunctionMode):
         self.rates: list[float] = []
         self.differentiates = False
         self.decisions: list[conditions.Condition] = []
+        self.told: list[told.Told] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         self.differentiates |= func is torch.autograd.grad
         if mute := _MUTES.get(func):
             return mute(self, func, args, kwargs)
-        if inner := opened(func):
+        if inner := _SEEN_BY_ALL.get(func) or opened(func):
             with self:
                 return inner(*args, **kwargs)
         result = func(*args, **kwargs)
         if conditions.decides(func, args):
-            self.decisions.append(conditions.Condition(*conditions.place(), result))
+            self.decisions.append(conditions.Condition(*told.place(), result))
+        if (known := told.told(func, args, result)) is not None:
+            self.told.append(known)
         return result
 
     def note(self, rate, times=1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import logging
@@ -22,6 +23,7 @@ from orttrainer.export.forward_graph import MAX_OPSET, MIN_OPSET, ForwardGraph
 from orttrainer.export.observation import observe
 from orttrainer.export.parcel import packed, unpacked
 from orttrainer.export.sizes import without_ones
+from orttrainer.export.told import UNTOLD
 
 __all__ = ["export_module"]
 
@@ -95,7 +97,7 @@ class _Job:
         """See what forward does with the first batch."""
         self.observed = observe(self.wrapper, self.inputs)
         self.wrapper.differentiates |= self.observed.differentiates
-        self.wrapper.followed.observed = self.observed.decisions
+        self.wrapper.followed.observed, self.wrapper.followed.told = self.observed.decisions, self.observed.told
         self.example = without_ones(self.inputs, self.symbols, self._accepts)
         self.updated = tuple(self.observed.updated)
         layers = dict(self.wrapper.named_modules())
@@ -108,9 +110,11 @@ class _Job:
 
     def exported(self) -> ForwardGraph:
         """The graph of the first exporter whose graph does what the module does."""
-        module, failures = self.wrapper.module, {}
+        module, followed, failures = self.wrapper.module, self.wrapper.followed, {}
         exporters = ("dynamo", "dynamo_whole", "torchscript")
-        for exporter, forget_cached in itertools.product(exporters, self._cache_choices()):
+        attempts = collections.deque(itertools.product(exporters, self._cache_choices()))
+        while attempts:
+            exporter, forget_cached = attempts.popleft()
             if exporter == "dynamo_whole" and not self.by_nodes:
                 continue
             if exporter == "torchscript" and self.wrapper.followed.made:  # it would take them for ever
@@ -121,8 +125,12 @@ class _Job:
             except RuntimeNotFoundError:
                 raise
             except Exception as error:  # exporters raise anything
-                _refuse_frozen_decision(module, error)
                 log.info("the %s exporter failed: %s", exporter, _condensed(error))
+                if exporter != "torchscript" and followed.more_hints(_by_numbers(error)):
+                    self.example = self.inputs  # the numbers are theirs
+                    attempts.appendleft((exporter, forget_cached))
+                    continue
+                _refuse_frozen_decision(module, error)
                 failures.setdefault(exporter, error)
             else:
                 if self.check:
@@ -174,7 +182,8 @@ class _Job:
         """
         longer = None if self.example is self.inputs else self.example
         wrapper = self.wrapper
-        child.send((longer, self.updated, self.counted, self.rates, wrapper.differentiates, wrapper.followed.observed))
+        seen = wrapper.followed.observed, wrapper.followed.told
+        child.send((longer, self.updated, self.counted, self.rates, wrapper.differentiates, seen))
         evaluated = self._evaluated() if self.check else None
         if meanwhile is not None:
             with contextlib.suppress(Exception):
@@ -197,7 +206,8 @@ class _Job:
         """What the child does: the first graph that an exporter makes; the parent compares its values."""
         _exporters().load_exporter()
         wrapper = self.wrapper
-        longer, self.updated, self.counted, self.rates, wrapper.differentiates, wrapper.followed.observed = receive()
+        longer, self.updated, self.counted, self.rates, wrapper.differentiates, seen = receive()
+        wrapper.followed.observed, wrapper.followed.told = seen
         self.example = self.inputs if longer is None else longer
         self.check = False
         return packed(self.exported())
@@ -282,14 +292,21 @@ def _failure(module, failures):
 
 def _refuse_frozen_decision(module, error):
     """Stop where forward decides by tensor values: a trace would freeze the first decision."""
-    cause = _root(error)
-    if "DataDependent" in type(cause).__name__ or "data-dependent" in str(cause)[:500]:
+    if _by_numbers(error):
+        cause = _root(error)
         raise UnsupportedModelError(
-            f"{type(module).__name__}.forward makes a number of a tensor's value (int(), .item()) and decides by it{_place(cause)}; "
-            f"a graph would repeat the first batch's decision for ever: {_condensed(error)}\n"
-            f"Decide by the tensor itself (if x.sum() > 0:), or use torch.where or masks. If only the first call decides so, as an initialization by the first batch "
-            f"does, run one batch through the module, then make the trainer."
+            f"{type(module).__name__}.forward makes a number of a tensor's value{_place(cause)}, which Python has to know; a graph would "
+            f"repeat the first batch's for ever: {_condensed(error)}\n"
+            f"Compute with the tensor itself (x.sqrt() for math.sqrt(x.item())), or use torch.where or masks. If only the first call does "
+            f"so, as an initialization by the first batch, run one batch through the module, then make the trainer."
         ) from error
+
+
+def _by_numbers(error) -> bool:
+    """Whether the exporter would have had to know numbers that only a batch tells."""
+    cause = _root(error)
+    said = str(cause)[:500]
+    return "DataDependent" in type(cause).__name__ or any(text in said for text in ("data-dependent", "SymInt", UNTOLD))
 
 
 def _place(error):

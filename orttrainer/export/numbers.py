@@ -6,6 +6,8 @@ attributes, and from buffers that it does not change. The numbers themselves are
 
 from __future__ import annotations
 
+import linecache
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses import FakeTensor
 
+from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.conditions import decides
+from orttrainer.export.told import NUMBERS, UNTOLD, place, takes
 from orttrainer.export.untouched import written
 
 try:
@@ -29,9 +33,11 @@ _FACTORIES = {
     torch.triu_indices, torch.zeros,
 }  # fmt: skip
 _PYTHON = {
-    torch.Tensor.__bool__, torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.item, torch.Tensor.tolist,
-    torch.allclose, torch.equal, torch.Tensor.allclose, torch.Tensor.equal,
+    torch.Tensor.__bool__, torch.Tensor.__float__, torch.Tensor.__index__, torch.Tensor.__int__, torch.Tensor.item,
+    torch.Tensor.tolist,
+    torch.allclose, torch.equal, torch.Tensor.allclose, torch.Tensor.equal, torch.Tensor.__format__,
 }  # fmt: skip
+_OF_NUMBERS = {torch.Tensor.__int__: int, torch.Tensor.__float__: float, torch.Tensor.__index__: operator.index}
 _NOT_REPEATED = (
     "bernoulli",
     "dropout",
@@ -73,11 +79,48 @@ class Numbers:
         if found is None and condition is not None:
             self._wrapper.followed.note(condition, args[0])
             return (condition.value,)
+        hints = self._wrapper.followed.hints
+        if found is None and hints is not None and func in NUMBERS and func is not torch.Tensor.item:
+            hints.note(func, args, number := args[0].item())
+            return (_OF_NUMBERS[func](number),)  # torch has it made within the call, and then it is too late
         if found is None:
             return None
         result, buffers = found
         self._decided.update(buffers)
         return (result,)
+
+    def formatted(self, tensor: torch.Tensor, spec: str) -> str:
+        """`tensor` as text, which a log may want, or the name of a layer."""
+        if tensor.dim():
+            return repr(tensor)
+        if tensor.is_floating_point():
+            return format(math.nan, spec)
+        return UNTOLD if self._wrapper.followed.hints is None else format(int(tensor), spec)
+
+    def check_script(self, func: Callable, args: tuple) -> None:
+        """Refuse to give Python what differs from batch to batch, where TorchScript traces: it would stay for ever.
+
+        Raises:
+            UnsupportedModelError: it does.
+        """
+        if not torch.jit.is_tracing() or not (takes(func) or decides(func, args)):
+            return
+        file, line = place()
+        followed = self._wrapper.followed
+        if (file, line) not in {(seen.file, seen.line) for seen in (*followed.told, *followed.observed)}:
+            return  # a size, which is a tensor while TorchScript traces
+        names = {_script_name(buffer): name for name, buffer in self._wrapper.named_buffers()}
+        constants = names.keys() - {
+            _script_name(operator.attrgetter(name)(self._wrapper)) for name in self._wrapper.updated
+        }
+        origins = _script_inputs(args[0])
+        if not origins <= constants:
+            raise UnsupportedModelError(
+                f"forward gives Python values of a tensor at {file}:{line} ({linecache.getline(file, line).strip()}), and the "
+                "older exporter, which is asked where the newer one cannot export a module, would keep those of the first batch "
+                "for ever. Compute with tensors instead."
+            )
+        self._decided.update(names[origin] for origin in origins)
 
     def chosen(self, func: Callable, args: tuple) -> tuple:
         """The arguments of `x[mask]` and the like, with the places where a known mask is True in its stead."""
@@ -100,8 +143,12 @@ class Numbers:
         original = FakeTensor.tolist
 
         def tolist(tensor: FakeTensor) -> list:
-            answer = self.answer(torch.Tensor.tolist, (tensor,), {})
-            return original(tensor) if answer is None else answer[0]
+            if (answer := self.answer(torch.Tensor.tolist, (tensor,), {})) is not None:
+                return answer[0]
+            result = original(tensor)
+            if (hints := self._wrapper.followed.hints) is not None:
+                hints.note(torch.Tensor.tolist, (tensor,), result)
+            return result
 
         return tolist
 
@@ -159,6 +206,28 @@ class Numbers:
             return None if name is None else _Known(self._buffers[name], 0, frozenset([name]))
         plain = type(tensor) is torch.Tensor and not tensor.requires_grad and tensor.numel() <= _MOST
         return _Known(tensor, 0, frozenset()) if plain else None
+
+
+def _script_name(tensor: torch.Tensor) -> str:
+    return torch._C._get_value_trace(tensor).debugName()
+
+
+def _script_inputs(tensor: torch.Tensor) -> set[str]:
+    """The names of the inputs of TorchScript's trace, state among them, whose values `tensor` depends on."""
+    seen, waiting, found = set(), [torch._C._get_value_trace(tensor)], set()
+    while waiting:
+        value = waiting.pop()
+        if value.debugName() in seen:
+            continue
+        seen.add(value.debugName())
+        match value.node().kind():
+            case "prim::Param":
+                found.add(value.debugName())
+            case "aten::size":
+                pass
+            case _:
+                waiting += value.node().inputs()
+    return found
 
 
 class _NotKnown(Exception):

@@ -16,6 +16,7 @@ from orttrainer.export.conditions import Condition
 from orttrainer.export.faithful import MutedDropout
 from orttrainer.export.hidden_state import Generators, HiddenState, alike, changes, sampled
 from orttrainer.export.initializers import as_real
+from orttrainer.export.told import Told
 from orttrainer.export.untouched import Moved, memory_of, unchanged, written
 
 __all__ = ["Observation", "observe", "observe_gradients", "own"]
@@ -32,6 +33,7 @@ class Observation:
     before: dict[str, torch.Tensor]
     differentiates: bool  # whether it asks autograd for gradients
     decisions: tuple[Condition, ...]  # by the truth of tensors
+    told: tuple[Told, ...]  # numbers, by the values of tensors
 
 
 def observe(wrapper, inputs, hidden_state: bool = True) -> Observation:
@@ -92,8 +94,8 @@ def _observed(wrapper, inputs, hidden_state):
         if parameter._version != versions[name] and name not in frozen:
             raise _changes_a_parameter(name)
     updated = {n: v for n, v in after.items() if n in before and (n in touched or not _same(before[n], v))}
-    rates, decisions = tuple(sorted(mute.rates)), tuple(mute.decisions)
-    return Observation(outputs, rates, random, updated, before, mute.differentiates, decisions)
+    seen = mute.differentiates, tuple(mute.decisions), tuple(mute.told)
+    return Observation(outputs, tuple(sorted(mute.rates)), random, updated, before, *seen)
 
 
 def _changes_a_parameter(name):

@@ -43,7 +43,8 @@ def by_torchscript(job, forget_cached: bool) -> ForwardGraph:
     Raises:
         UnsupportedModelError: forward changes buffers of another kind than those of BatchNorm.
     """
-    model = _captured(job, capture_torchscript, forget_cached)
+    decided = set()
+    model = _captured(job, functools.partial(capture_torchscript, decided=decided), forget_cached)
     normalize.name_state(model, job.public, _ir_tensors(job))
     updated = normalize.add_torchscript_updates(model, _counters(job))
     missing = {job.public[name] for name in job.updated} - set(updated)
@@ -52,7 +53,7 @@ def by_torchscript(job, forget_cached: bool) -> ForwardGraph:
             f"forward changes the buffers {sorted(missing)}, which a TorchScript graph cannot show."
         )
     normalize.convert_opset(model, job.opset)
-    return _forward_graph(job, model, updated, "torchscript")
+    return _forward_graph(job, model, updated, "torchscript", decided)
 
 
 def _captured(job, exporter, forget_cached):

@@ -28,6 +28,7 @@ from orttrainer.differentiate import build_gradient
 from orttrainer.errors import GradientError, ModelError
 from orttrainer.export import normalize
 from orttrainer.export.capture import capture_dynamo, capture_torchscript
+from orttrainer.export.conditions import Followed
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from suites.outcome import Outcome, State
 
@@ -104,10 +105,11 @@ def _spread(count: int, limit: int) -> list[int]:
 class _Function(torch.nn.Module):
     """One sample: the operator as a function of those tensors that require a gradient; its float outputs."""
 
-    loss_fn = None  # what the product's capture looks for in a module with its loss
+    loss_fn, updated, differentiates = None, (), False  # what the product's capture looks for in a module with its loss
 
     def __init__(self, op, sample):
         super().__init__()
+        self.followed = Followed()
         self._op, self._process = op, sample.output_process_fn_grad
         leaves, self._tree = tree_flatten((sample.input, tuple(sample.args), dict(sample.kwargs)))
         self._places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
@@ -223,7 +225,7 @@ def _exported(function: _Function, exporter: str, outputs: int) -> onnx.ModelPro
     capture = {"dynamo": functools.partial(capture_dynamo, by_nodes=[]), "torchscript": capture_torchscript}[exporter]
     symbols = [{} for _ in function.inputs]
     with torch.random.fork_rng(), torch.enable_grad():
-        model = capture(function, tuple(function.inputs), symbols, OPSET)
+        model = capture(function, tuple(function.inputs), symbols, OPSET, decided=set())
     normalize.convert_opset(model, OPSET)
     normalize.name_interface(
         model, *([f"{k}{i}" for i in range(n)] for k, n in (("x", len(symbols)), ("y", outputs))), symbols

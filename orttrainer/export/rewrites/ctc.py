@@ -26,6 +26,8 @@ def _ctc_loss(log_probs, targets, input_lengths, target_lengths, blank=0, reduct
     steps, batch = log_probs.shape[:2]
     longest = max(target_lengths) if isinstance(target_lengths, (tuple, list)) else None
     input_lengths, target_lengths = (_lengths(x, log_probs.device) for x in (input_lengths, target_lengths))
+    if longest is None and targets.dim() == 1 and not isinstance(targets.shape[0], int):
+        longest = steps  # a scan takes no sizes that only values tell, and no path is longer
     targets = _padded(targets.long(), target_lengths, longest, blank)
     blanks = torch.full_like(targets, blank)
     path = torch.cat(
@@ -47,9 +49,11 @@ def _ctc_loss(log_probs, targets, input_lengths, target_lengths, blank=0, reduct
         return new, new[:, :1].clone()
 
     alpha, _ = scan(step, start.expand(batch, -1).clone(), (emitted, active), dim=0)
-    last = 2 * target_lengths.unsqueeze(1)
+    last = (2 * target_lengths.unsqueeze(1)).clamp(max=path.shape[1] - 1)
     at_end, before_end = alpha.gather(1, last), alpha.gather(1, (last - 1).clamp(min=0))
     before_end = torch.where(last > 0, before_end, _NEVER)
+    if longest is steps:
+        at_end, before_end = (torch.where(target_lengths.unsqueeze(1) > steps, _NEVER, x) for x in (at_end, before_end))
     losses = -_log_sum_exp(at_end, before_end).squeeze(1)
     # torch's derivative by log_probs is the one by the logits of a softmax: exp(log_probs) more.
     share = torch.where(active, torch.exp(log_probs), 0.0).sum((0, 2))
@@ -79,7 +83,7 @@ def _padded(targets, lengths, longest, blank):
         start = lengths.cumsum(0) - lengths
         # Expanded: ONNX's inference takes a sum of two constants for one of shapes, which have one axis.
         index = torch.arange(longest, device=targets.device).expand(lengths.shape[0], -1) + start.unsqueeze(1)
-        targets = targets[index.clamp(max=targets.shape[0] - 1)]
+        targets = torch.cat([targets, targets.new_full((1,), blank)])[index.clamp(max=targets.shape[0])]
     position = torch.arange(targets.shape[1], device=targets.device)
     return torch.where(position < lengths.unsqueeze(1), targets, blank)
 

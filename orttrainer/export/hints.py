@@ -1,0 +1,229 @@
+"""Numbers that only a batch tells, in a trace: symbols, which it computes with as long as Python need not decide.
+
+Where Python has to (`if rows == 0`, `range(n)`), the trace goes on with the numbers that forward was observed to be told, and
+the graph depends on what was decided by them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+from unittest import mock
+
+import sympy
+import torch
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv, free_unbacked_symbols
+from torch.overrides import TorchFunctionMode
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+from orttrainer.export.told import Told, leaves, place, what
+
+__all__ = ["BUILTINS", "Decided", "Hints"]
+
+
+class Decided(NamedTuple):
+    """A decision by numbers: where it was made, and whether it holds for a batch, bool []."""
+
+    file: str
+    line: int
+    holds: torch.Tensor
+
+
+class Hints:
+    """The numbers of a trace, as the observed forward was told them.
+
+    Args:
+        builtins: `int()` and `float()` of the user's code give symbols, too.
+    """
+
+    def __init__(self, builtins: bool):
+        self.builtins = builtins
+        self._late: dict[sympy.Basic, tuple[str, int]] = {}  # what was asked when forward had ended, and where
+        self.begin(())
+
+    def begin(self, observed: Sequence[Told]) -> None:
+        """Forward is traced from its beginning, which was told this when it was observed."""
+        self._waiting = defaultdict(list)
+        for known in reversed(observed):
+            self._waiting[known[:3]].append(known)
+        self._numbers: dict[sympy.Symbol, float] = {}
+        self._tensors: dict[sympy.Symbol, torch.Tensor] = {}  # of one element
+        self._answers: dict[sympy.Basic, sympy.Basic] = {}
+        self._decided: list[tuple[str, int, sympy.Basic]] = []  # what was true where
+        self._env = None
+        self._ended = self.asks_again = False
+
+    def note(self, func: Callable, args: Sequence, result: Any) -> None:
+        """Take note of what the symbols in `result` stand for."""
+        waiting = self._waiting[(*place(), what(func, args))]
+        found = list(leaves(result))
+        if not waiting or len(waiting[-1].numbers) != len(found):  # torch's own, on the way of another
+            return
+        known = waiting.pop()
+        for index, (leaf, number) in enumerate(zip(found, known.numbers)):
+            symbol = leaf.node.expr if isinstance(leaf, (torch.SymInt, torch.SymFloat)) else None
+            if isinstance(symbol, sympy.Symbol) and symbol not in self._numbers and free_unbacked_symbols(symbol):
+                self._env = leaf.node.shape_env
+                self._numbers[symbol] = number
+                self._tensors[symbol] = _taken(args[0], index) if known.taken else _size(result, index)
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """Within the block, torch decides by them what it could not decide otherwise."""
+        evaluate = ShapeEnv.evaluate_expr
+
+        def evaluated(env, expression, *args, **kwargs):
+            try:
+                return evaluate(env, expression, *args, **kwargs)
+            except GuardOnDataDependentSymNode:
+                if (answer := self._answer(env, expression, *place())) is None:
+                    raise
+                return answer
+
+        with (
+            mock.patch.object(ShapeEnv, "evaluate_expr", evaluated),
+            mock.patch.object(torch.SymInt, "__hash__", lambda number: hash(int(number))),  # the keys of dictionaries
+        ):
+            yield
+
+    def indexing(self) -> TorchFunctionMode:
+        """To be entered within torch's own modes, which make something else of `x[a:b]` where these are symbols."""
+        return _Indexing(self)
+
+    def _answer(self, env: ShapeEnv, expression: sympy.Basic, file: str, line: int) -> sympy.Basic | None:
+        if expression in self._answers:
+            return self._answers[expression]
+        known = {symbol: sympy.sympify(number) for symbol, number in self._numbers.items()}
+        answer = expression.xreplace(known).xreplace(env.backed_var_to_val)
+        truth = answer in (sympy.true, sympy.false)
+        # That a float is the same again is too much to hope for.
+        if not truth and not answer.is_Integer:
+            return None
+        if self._ended:  # too late for this trace to ask batches for it
+            self.asks_again |= expression not in self._late
+            self._late[expression] = file, line
+            return None
+        true = (
+            (expression if answer == sympy.true else sympy.Not(expression)) if truth else sympy.Eq(expression, answer)
+        )
+        self._decided.append((file, line, true))
+        env.guard_or_defer_runtime_assert(true, "as it was observed")  # so that what follows from it is known, too
+        return self._answers.setdefault(expression, answer)
+
+    def end(self, inputs: Sequence[torch.Tensor]) -> list[Decided]:
+        """What forward, traced to its end on `inputs`, decided by them."""
+        for expression, where in self._late.items() if self._env is not None else ():
+            self._answer(self._env, expression, *where)
+        self._ended, known = True, dict(self._tensors)
+        for x in inputs:
+            for axis, size in enumerate(x.shape):
+                if isinstance(size, torch.SymInt) and isinstance(size.node._expr, sympy.Symbol):
+                    known.setdefault(size.node._expr, _shape(x)[axis])
+        return [Decided(file, line, sympy_interp(_OnTensors, known, true)) for file, line, true in self._decided]
+
+
+class _Indexing(TorchFunctionMode):
+    def __init__(self, hints: Hints):
+        super().__init__()
+        self._hints = hints
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.__getitem__:
+            self._hints.note(func, args, result)
+        return result
+
+
+def _taken(x: torch.Tensor, index: int) -> torch.Tensor:
+    """The number of this index, of those that Python was given of `x`; what is written to it later is not in it."""
+    number = x.reshape(-1)[index]
+    return number.to(torch.float64 if x.is_floating_point() else torch.int64, copy=True)
+
+
+def _size(result: Any, index: int) -> torch.Tensor:
+    """The size of this index among those of the tensors in `result`."""
+    for x in result if isinstance(result, (tuple, list)) else [result]:
+        if index < x.dim():
+            return _shape(x)[index]
+        index -= x.dim()
+    raise IndexError(index)
+
+
+def _shape(x: torch.Tensor) -> torch.Tensor:
+    """int64 [rank]: by a node, which stays one where the tracer comes to know better."""
+    return torch.onnx.ops.symbolic("Shape", (x,), dtype=torch.int64, shape=(x.dim(),), version=18)
+
+
+class _OnTensors(PythonReferenceAnalysis):
+    """Expressions of sizes, computed on tensors of one element."""
+
+    @staticmethod
+    def not_(a):
+        return ~a if isinstance(a, torch.Tensor) else not a
+
+    @staticmethod
+    def minimum(a, b):
+        return torch.minimum(*map(torch.as_tensor, (a, b)))
+
+    @staticmethod
+    def maximum(a, b):
+        return torch.maximum(*map(torch.as_tensor, (a, b)))
+
+    @staticmethod
+    def to_dtype(x, dtype):
+        return torch.as_tensor(x).to(dtype)
+
+    @staticmethod
+    def int_truediv(a, b):
+        return torch.as_tensor(a).to(torch.float64) / b
+
+    @staticmethod
+    def trunc_to_int(x, dtype):
+        return x.trunc().to(dtype)
+
+    @staticmethod
+    def floor_to_int(x, dtype):
+        return x.floor().to(dtype)
+
+    @staticmethod
+    def ceil_to_int(x, dtype):
+        return x.ceil().to(dtype)
+
+    @staticmethod
+    def round_to_int(x, dtype):
+        return x.round().to(dtype)
+
+
+# ---------------------------------------------------------------- int() and float()
+
+
+class _Builtin(type):
+    """A type that makes symbols of tensors, and else is the builtin one."""
+
+    def __call__(cls, *args, **kwargs):
+        x = args[0].item() if len(args) == 1 and isinstance(args[0], torch.Tensor) else args[0] if args else None
+        if isinstance(x, (torch.SymInt, torch.SymFloat)):
+            return _SYMBOLIC[cls.builtin](x)
+        return cls.builtin(*args, **kwargs)
+
+    def __instancecheck__(cls, x):
+        return isinstance(x, cls.builtin)
+
+    def __subclasscheck__(cls, x):
+        return issubclass(x, cls.builtin)
+
+    def __eq__(cls, other):
+        return other is cls.builtin or other is cls
+
+    def __hash__(cls):
+        return hash(cls.builtin)
+
+    def __getattr__(cls, name):
+        return getattr(cls.builtin, name)
+
+
+_SYMBOLIC = {int: torch.sym_int, float: torch.sym_float}
+BUILTINS = {builtin.__name__: _Builtin(builtin.__name__, (), {"builtin": builtin}) for builtin in _SYMBOLIC}

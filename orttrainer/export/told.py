@@ -1,0 +1,90 @@
+"""Numbers that only a batch tells: what forward takes out of tensors, and sizes that their values give.
+
+    n = int(lengths.max())          rows = mask.nonzero().shape[0]
+
+This is what an observed forward writes down; `hints` is what a trace makes of it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["NUMBERS", "UNTOLD", "Told", "leaves", "place", "takes", "told", "what"]
+
+NUMBERS = {torch.Tensor.item, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__}
+_ARRAYS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
+_SIZES = {
+    "__getitem__", "_unique2", "argwhere", "bincount", "masked_select", "narrow", "nonzero", "repeat_interleave", "split",
+    "split_with_sizes", "unique", "unique_consecutive", "where",
+}  # fmt: skip
+
+UNTOLD = "<a number that only a batch tells>"  # as text
+
+_NUMBER = "a number"
+_TAKEN = {_NUMBER, *(func.__name__ for func in _ARRAYS)}
+_PASSED = tuple(os.path.join(os.path.dirname(path), "") for path in (os.path.dirname(__file__), torch.__file__))
+
+
+class Told(NamedTuple):
+    """What one call gave.
+
+    Attributes:
+        function: see `what`.
+        numbers: they, or the sizes of the tensors, in order.
+    """
+
+    file: str
+    line: int
+    function: str
+    numbers: tuple[float, ...]
+
+    @property
+    def taken(self) -> bool:
+        """Whether Python was given values."""
+        return self.function in _TAKEN
+
+
+def place() -> tuple[str, int]:
+    """File and line that called, of the nearest that are neither ours nor torch's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PASSED):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def takes(func: Callable) -> bool:
+    """Whether `func` gives Python values of a tensor."""
+    return func in NUMBERS or func in _ARRAYS
+
+
+def what(func: Callable, args: Sequence) -> str | None:
+    """The name of `func`, one for all that make a number of a tensor; None where nothing can depend on values."""
+    name = getattr(func, "__name__", "")
+    if func in NUMBERS or func is torch.Tensor.__format__:
+        return _NUMBER
+    return name if func in _ARRAYS or (name in _SIZES and (name != "where" or len(args) == 1)) else None
+
+
+def told(func: Callable, args: Sequence, result: Any) -> Told | None:
+    """What `func` told, if that may depend on values."""
+    if (name := what(func, args)) is None:
+        return None
+    if func is torch.Tensor.__format__:
+        result = args[0].item() if args[0].dim() == 0 else ()
+    return Told(*place(), name, tuple(leaves(result)))
+
+
+def leaves(result: Any) -> Iterator:
+    """Numbers, and sizes of tensors, in the order in which they stand."""
+    if isinstance(result, torch.Tensor):
+        yield from result.shape
+    elif isinstance(result, (tuple, list)):
+        for part in result:
+            yield from leaves(part)
+    elif isinstance(result, (int, float, torch.SymInt, torch.SymFloat)):
+        yield result

@@ -1,0 +1,294 @@
+"""Numbers and sizes that only a batch tells: forward computes with them, and may decide by them, as in PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from orttrainer import IODescription, ModelDescription, ways
+from orttrainer.engine import Engine
+from orttrainer.errors import UnsupportedModelError
+from orttrainer.export.told import UNTOLD
+from orttrainer.settings import OptimizerChoice, Settings
+
+RATE, ROWS, CLASSES = 0.05, 9, 3
+FORMS = {}  # loss of `f(module, x, label)` -> how many graphs the batches below need
+
+
+def form(graphs):
+    def noted(function):
+        FORMS[function.__name__] = function, graphs
+        return function
+
+    return noted
+
+
+class Told(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.body, self.head, self.gate = nn.Linear(4, 6), nn.Linear(6, CLASSES), nn.Linear(4, 4)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x, label):
+        return self.function(self, x, label)
+
+    def hidden(self, x):
+        return self.head(self.body(x).tanh())
+
+
+def batch(step):
+    """Labels of two classes or of three; some are 0 and so leave rows out."""
+    dice = torch.Generator().manual_seed(step)
+    label = torch.arange(ROWS) % (2 + step % 2)
+    return torch.randn(ROWS, 4, generator=dice) + step % 2, label[torch.randperm(ROWS, generator=dice)]
+
+
+@form(2)
+def an_item(m, x, label):
+    h = m.hidden(x)
+    return (h if x.sum().item() > 10 else 2 * h).square().mean()
+
+
+@form(1)
+def a_length(m, x, label):
+    return m.hidden(x[: int(label.max()) + 4]).square().mean()
+
+
+@form(2)
+def a_number_of_turns(m, x, label):
+    h = m.hidden(x)
+    for _ in range(int(label.max())):
+        h = h.tanh() * 1.5
+    return h.square().mean()
+
+
+@form(2)
+def a_float(m, x, label):
+    """math.sqrt is Python's: it has to know the number."""
+    return m.hidden(x / float(x.abs().max())).square().mean() / math.sqrt((label > 0).sum().item())
+
+
+@form(2)
+def nothing_chosen(m, x, label):
+    chosen = m.hidden(x)[label == 2]
+    return F.cross_entropy(chosen, label[label == 2]) if chosen.shape[0] else m.hidden(x).square().mean()
+
+
+@form(2)
+def experts(m, x, label):
+    """Each takes the rows that are its own, if there are any: of two gates or of four."""
+    weight, chosen = (m.gate(x) - 100 * (torch.arange(4) > label.max())).softmax(-1).max(-1)
+    out = torch.zeros_like(x)
+    for index, expert in enumerate(m.experts):
+        rows = (chosen == index).nonzero().squeeze(-1)
+        if rows.numel() == 0 and index == 2:
+            continue
+        out.index_add_(0, rows, expert(x[rows]) * weight[rows, None])
+    return m.hidden(out).square().mean()
+
+
+@form(2)
+def each_class(m, x, label):
+    h = m.hidden(x)
+    return sum(h[label == c].mean(0).square().sum() for c in label.unique())
+
+
+@form(2)
+def prototypes(m, x, label):
+    h = m.hidden(x)
+    centers = torch.stack([h[label == c].mean(0) for c in range(int(label.max()) + 1)])
+    return F.cross_entropy(-torch.cdist(h, centers), label)
+
+
+@form(1)
+def one_hot_of_as_many_as_there_are(m, x, label):
+    return (m.hidden(x)[:, :1] * F.one_hot(label)).square().sum()
+
+
+@form(2)
+def rows_of_their_own_length(m, x, label):
+    """Slices, which torch's tracer makes something else of; and which is the longest of them."""
+    parts = [x[row : row + length + 1] for row, length in enumerate(label[:2].tolist())]
+    return m.hidden(nn.utils.rnn.pad_sequence(parts, batch_first=True)).square().sum()
+
+
+@form(2)
+def a_key(m, x, label):
+    return m.hidden(x).square().mean() * {1: 1.0, 2: 3.0}[label.max().item()]
+
+
+@form(2)
+def a_name(m, x, label):
+    return getattr(m, {"1": "hidden", "2": "hidden_twice"}[f"{label.max()}"])(x).square().mean()
+
+
+Told.hidden_twice = lambda self, x: 2 * self.hidden(x)
+
+
+@form(2)
+def a_place_in_a_list(m, x, label):
+    return [1.0, 1.0, 3.0][label.max()] * m.hidden(x).square().mean()
+
+
+@form(1)
+def hardest(m, x, label):
+    """Hard negatives, as many as there are others twice, as detectors have them."""
+    each = F.cross_entropy(m.hidden(x), label, reduction="none")
+    others = int((label > 0).sum())
+    return (each[label > 0].sum() + each[label == 0].topk(min(2 * others, int((label == 0).sum())))[0].sum()) / others
+
+
+@form(1)
+def masked_select(m, x, label):
+    return torch.masked_select(m.hidden(x), (label > 0)[:, None]).square().sum() + torch.argwhere(label > 0).sum()
+
+
+@form(1)
+def a_log(m, x, label):
+    h = m.hidden(x)
+    print(f"{h.mean():.3f} {h.mean().item()} {label.sum():3d}", label.sum())
+    return h.square().mean()
+
+
+def engine_of(function, **settings):
+    torch.manual_seed(0)
+    described = ModelDescription(
+        [IODescription("x", ["n", 4]), IODescription("label", ["n"], torch.int64)], [IODescription("loss", [])]
+    )
+    return Engine(Told(function), None, described, OptimizerChoice("SGDOptimizer", clip=False), Settings(**settings))
+
+
+def train(engine, twin, steps):
+    for step in steps:
+        x, label = batch(step)
+        found, expected = engine.train_step({"x": x, "label": label}, RATE)[0][0], twin(x, label)
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-6)
+        twin.zero_grad()
+        expected.backward()
+        with torch.no_grad():
+            for parameter in (p for p in twin.parameters() if p.grad is not None):
+                parameter -= RATE * parameter.grad
+    for mine, other in zip(engine.model.parameters(), twin.parameters()):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::orttrainer.errors.NoGradientWarning")
+@pytest.mark.parametrize("name", FORMS)
+def test_each_batch_trains_as_in_pytorch(name):
+    function, graphs = FORMS[name]
+    engine = engine_of(function)
+    train(engine, copy.deepcopy(engine.model), range(6))
+    assert len(engine._ways.known) == graphs
+    x, label = batch(7)
+    torch.testing.assert_close(engine.eval_step({"x": x, "label": label})[0], engine.model(x, label).detach())
+
+
+def test_labels_in_a_row_of_a_length_of_their_own_have_the_loss_of_ctc():
+    """As transformers has it: the targets of all samples behind each other, chosen by a mask."""
+
+    class Recognizer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(4, 5)
+
+        def forward(self, x, y):
+            mask = y > 0
+            emitted = self.head(x).log_softmax(-1).transpose(0, 1)
+            return F.ctc_loss(emitted, y.masked_select(mask), torch.full((2,), 6), mask.sum(-1), zero_infinity=True)
+
+    torch.manual_seed(0)
+    module = Recognizer()
+    twin = copy.deepcopy(module)
+    described = ModelDescription(
+        [IODescription("x", [2, 6, 4]), IODescription("y", [2, 8], torch.int64)], [IODescription("loss", [])]
+    )
+    engine = Engine(module, None, described, OptimizerChoice("SGDOptimizer", clip=False), Settings())
+    x = torch.randn(2, 6, 4)
+    longer_than_the_path = [[1, 2, 3, 4, 1, 2, 3, 4], [1, 2, 0, 0, 0, 0, 0, 0]]
+    nothing = [[1] + [0] * 7, [0] * 8]
+    for y in ([[1, 2, 2] + [0] * 5, [4, 3, 0, 1] + [0] * 4], nothing, longer_than_the_path, [[0] * 8, [0] * 8]):
+        y = torch.tensor(y)
+        found, expected = engine.train_step({"x": x, "y": y}, RATE)[0][0], twin(x, y)
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-6)
+        twin.zero_grad()
+        expected.backward()
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter -= RATE * parameter.grad
+    torch.testing.assert_close(module.head.weight, twin.head.weight, rtol=1e-4, atol=1e-5)
+
+
+REFUSED = {
+    "a float that Python has to know": (
+        lambda m, x, label: m.hidden(x).square().mean() * math.exp(-x.abs().mean().item()),
+        r"makes a number of a tensor's value at .*test_told\.py:\d+ \(.*math\.exp",
+    ),
+    "a random number": (
+        lambda m, x, label: m.hidden(x).square().mean() * (2 if torch.rand(1).item() < 0.5 else 1),
+        "decides by random numbers",
+    ),
+    "an array of NumPy's": (
+        lambda m, x, label: (
+            m.hidden(x[np.argsort(x[:, 0].numpy()).copy()] * torch.arange(ROWS)[:, None]).square().mean()
+        ),
+        r"gives Python values of a tensor at .*test_told\.py:\d+ \(.*argsort",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_stays_another_number_is_refused(case):
+    function, text = REFUSED[case]
+    engine = engine_of(function)
+    with pytest.raises(UnsupportedModelError, match=text):
+        engine.train_step(dict(zip(("x", "label"), batch(0))), RATE)
+
+
+def test_text_of_a_number_is_no_number():
+    """Should a program compare it with another text, it is not that of any number."""
+    with pytest.raises(ValueError, match="invalid literal"):
+        int(UNTOLD)
+
+
+@pytest.fixture
+def said(caplog):
+    caplog.set_level(logging.WARNING, "orttrainer")
+    return caplog
+
+
+def test_the_way_that_was_not_gone_for_longest_makes_place_for_another(monkeypatch, said):
+    """And two that alternate keep their sessions, on one state."""
+
+    def turns(m, x, label):
+        h = m.hidden(x)
+        for _ in range(int(x[0, 0])):
+            h = h.tanh() * 1.5
+        return h.square().mean()
+
+    monkeypatch.setattr(ways, "MOST", 2)
+    engine = engine_of(turns)
+    twin = copy.deepcopy(engine.model)
+    runners = {}
+    for step, number in enumerate((1, 2, 1, 2, 3, 2, 1)):
+        x, label = batch(step)
+        x[0, 0] = number
+        found, expected = engine.train_step({"x": x, "label": label}, RATE)[0][0], twin(x, label)
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-6)
+        twin.zero_grad()
+        expected.backward()
+        with torch.no_grad():
+            for parameter in (p for p in twin.parameters() if p.grad is not None):
+                parameter -= RATE * parameter.grad
+        runners.setdefault(number, []).append(engine._runner)
+        assert len(engine._ways.known) == min(2, 1 + step)
+    first, again, anew = runners[1]
+    assert first is again is not anew and runners[2][0] is runners[2][1] is runners[2][2]
+    assert len([record for record in said.records if "in 2 ways" in record.message]) == 1
