@@ -6,6 +6,7 @@ that these conditions are a graph of their own, which the engine asks before eac
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,7 +16,7 @@ import torch
 from onnx_ir.passes import common
 
 from orttrainer import runtime
-from orttrainer.errors import ExecutionError, UnsupportedModelError
+from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.initializers import as_real, state_as_inputs
 from orttrainer.export.told import Told, place
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from orttrainer.export.hints import Hints
 
 __all__ = ["Asked", "Condition", "Conditions", "Followed", "decides", "taken_out"]
+
+log = logging.getLogger("orttrainer")
 
 
 class Condition(NamedTuple):
@@ -66,12 +69,19 @@ class Asked:
         self._session = runtime.load().InferenceSession(proto, options, providers=["CPUExecutionProvider"])
 
     def unmet(self, tensor: Callable[[str], torch.Tensor]) -> Condition | None:
-        """The first decision that goes otherwise, or None; `tensor` gives an input or the state of this name."""
+        """The first decision that goes otherwise, or one where that cannot be told; None if none does.
+
+        Args:
+            tensor: gives an input or the state of this name.
+        """
         feeds = {name: as_real(tensor(name).detach()).cpu().contiguous().numpy() for name in self._inputs}
         try:
             answers = self._session.run(None, feeds)
-        except Exception as error:  # ONNX Runtime raises a dozen classes without a common base
-            raise ExecutionError(f"ONNX Runtime failed in what forward decides by: {error}") from error
+        except (
+            Exception
+        ) as error:  # a row that only another way has; ONNX Runtime raises a dozen classes without a common base
+            log.info("a batch cannot be asked for what forward decides by, so it goes otherwise: %s", error)
+            return self._made[0]
         return next((made for made, y in zip(self._made, answers) if bool(y.item()) != made.value), None)
 
 

@@ -12,7 +12,6 @@ import contextlib
 import inspect
 import math
 import operator
-import sys
 from unittest import mock
 
 import torch
@@ -41,6 +40,7 @@ from orttrainer.export.rewrites import (
     losses,
     noise,
     normalization,
+    packed,
     pooling,
     recurrent,
     spelled_out,
@@ -71,7 +71,8 @@ def faithful(wrapper, decided):
             mock.patch.object(torch.distributions.Distribution, "_validate_args", False),
             mock.patch.object(torch.nn.Module, "_apply", kept_parameters.apply),
             _symbolic_builtins(wrapper),
-            _snapshots_apart(),
+            derivatives.snapshots_apart(),
+            packed.unchecked(),
             _Rewrites(wrapper, decided) as rewrites,
             mock.patch.object(FakeTensor, "tolist", rewrites.numbers.tolist()),  # no mode sees it
             rewrites.functions.traced(),
@@ -94,23 +95,6 @@ def _split_projection(q, k, v, w, b=None):
     if q is not k or k is not v:
         return _packed_projection(q, k, v, w, b)
     return tuple(part.contiguous() for part in F.linear(q, w, b).chunk(3, dim=-1))
-
-
-@contextlib.contextmanager
-def _snapshots_apart():
-    """Under `vmap` torch's tracer detaches what it takes note of in sight of modes: no `detach` of the model's."""
-    tracer = sys.modules.get("torch.fx.experimental.proxy_tensor")
-    snapshot = getattr(tracer, "snapshot_fake", None)
-    if snapshot is None:  # not loaded, or another torch
-        yield
-        return
-
-    def apart(*args, **kwargs):
-        with torch._C.DisableTorchFunction():
-            return snapshot(*args, **kwargs)
-
-    with mock.patch.object(tracer, "snapshot_fake", apart):
-        yield
 
 
 @contextlib.contextmanager
@@ -160,7 +144,7 @@ class _Rewrites(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         args, kwargs = self._registered(args), {name: self._registered(x) for name, x in (kwargs or {}).items()}
         if func not in self._rewrites and (
-            inner := _SEEN.get(func) or _SEEN_BY_ALL.get(func) or opened(func) or custom_functions.of_operator(func)
+            inner := _SEEN.get(func) or by_value.SEEN.get(func) or opened(func) or custom_functions.of_operator(func)
         ):
             with self:
                 return (inner.apply if isinstance(inner, type) else inner)(*args, **kwargs)
@@ -268,16 +252,7 @@ def _in_place_dropout(dropout):
     return dropped
 
 
-def _one_hot(x, num_classes=-1):
-    """`F.one_hot`, which takes the number of classes from the values where it is not given."""
-    if num_classes == -1:
-        return (x.unsqueeze(-1) == torch.arange(x.max().item() + 1, device=x.device)).long()
-    with torch._C.DisableTorchFunction():
-        return F.one_hot(x, num_classes)
-
-
 _SEEN = {torch.Tensor.__iter__: lambda x: iter(x.unbind(0))}  # in calls that the mode sees
-_SEEN_BY_ALL = {F.one_hot: _one_hot}  # also by the mode of an observed forward
 
 _PLUMBING = {torch.Tensor.requires_grad.__get__, torch.Tensor.grad.__get__, torch.Tensor.grad_fn.__get__}
 
@@ -293,6 +268,7 @@ _REWRITES = {
     **losses.REWRITES,
     **noise.REWRITES,
     **normalization.REWRITES,
+    **packed.REWRITES,
     **pooling.REWRITES,
     **spelled_out.REWRITES,
     torch.Tensor.copy_: _copy,
@@ -331,7 +307,7 @@ class MutedDropout(TorchFunctionMode):
         self.differentiates |= func is torch.autograd.grad
         if mute := _MUTES.get(func):
             return mute(self, func, args, kwargs)
-        if inner := _SEEN_BY_ALL.get(func) or opened(func):
+        if inner := by_value.SEEN.get(func) or opened(func):
             with self:
                 return inner(*args, **kwargs)
         result = func(*args, **kwargs)

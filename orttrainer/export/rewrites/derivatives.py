@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from unittest import mock
 
@@ -17,7 +18,7 @@ from orttrainer.differentiate.inner import DOMAIN, GRADIENT
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.stop_gradient import stopped
 
-__all__ = ["REWRITES", "transforms"]
+__all__ = ["REWRITES", "snapshots_apart", "transforms"]
 
 
 def _grad(
@@ -48,6 +49,23 @@ def _backward(*args, **kwargs):
         "forward calls backward(), whose gradients go to .grad, where a graph has none. Ask for those that forward needs: "
         "torch.autograd.grad(y, x, create_graph=True)."
     )
+
+
+@contextlib.contextmanager
+def snapshots_apart():
+    """Under `vmap` torch's tracer detaches what it takes note of in sight of modes: no `detach` of the model's."""
+    tracer = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    snapshot = getattr(tracer, "snapshot_fake", None)
+    if snapshot is None:  # not loaded, or another torch
+        yield
+        return
+
+    def apart(*args, **kwargs):
+        with torch._C.DisableTorchFunction():
+            return snapshot(*args, **kwargs)
+
+    with mock.patch.object(tracer, "snapshot_fake", apart):
+        yield
 
 
 REWRITES = {torch.autograd.grad: _grad, torch.autograd.backward: _backward, torch.Tensor.backward: _backward}

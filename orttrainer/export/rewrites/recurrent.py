@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch._higher_order_ops.scan import scan
 
+from orttrainer.export.rewrites import packed
+
 __all__ = ["REWRITES"]
 
 
@@ -29,8 +31,11 @@ def _rewritten(recurrent):
         return (x, *(torch.cat(parts) for parts in zip(*states)))
 
     def call_unless_packed(*args, **kwargs):
-        packed = not isinstance(args[3], bool)
-        return (recurrent if packed else call)(*args, **kwargs)
+        if isinstance(args[3], bool):
+            return call(*args, **kwargs)
+        if torch.compiler.is_exporting():
+            return packed.recurrent(recurrent, *args, **kwargs)
+        return recurrent(*args, **kwargs)
 
     return call_unless_packed
 

@@ -1,0 +1,128 @@
+"""Recurrent layers on packed sequences, as in PyTorch: all that reads them, and batches of other lengths."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
+
+from orttrainer import IODescription, ModelDescription
+from orttrainer.engine import Engine
+from orttrainer.settings import OptimizerChoice, Settings
+
+RATE, STEPS, FEATURES, HIDDEN = 0.1, 7, 4, 6
+LENGTHS = [3, 7, 2, 4, 5], [6, 1, 1, 2, 6], [4, 4, 3, 1], [7, 7, 7, 7, 7]
+
+
+class Reader(nn.Module):
+    """loss of what `read(packed output, states, batch_first)` gives."""
+
+    def __init__(self, kind, read, order="any", **options):
+        super().__init__()
+        self.rnn = getattr(nn, kind)(FEATURES, HIDDEN, **options)
+        self.read, self.order = read, order
+
+    def forward(self, x, lengths):
+        x = x if self.rnn.batch_first else x.transpose(0, 1)
+        if self.order == "falling":
+            lengths = lengths.sort(descending=True)[0]
+        packed = pack_padded_sequence(
+            x, lengths.cpu(), batch_first=self.rnn.batch_first, enforce_sorted=self.order == "falling"
+        )
+        y, states = self.rnn(packed)
+        states = states if isinstance(states, tuple) else (states,)
+        return self.read(y, states, self.rnn.batch_first).square().mean()
+
+
+def last(y, states, first):
+    return states[0][-1]
+
+
+def all_states(y, states, first):
+    return torch.cat(states, -1)
+
+
+def rows(y, states, first):
+    return y.data
+
+
+def padded(y, states, first):
+    x, lengths = pad_packed_sequence(y, batch_first=first)
+    return x.sum((0, 1)) * lengths.sum()
+
+
+def padded_with_something(y, states, first):
+    return pad_packed_sequence(y, batch_first=first, padding_value=-0.5)[0]
+
+
+def padded_to_more(y, states, first):
+    return pad_packed_sequence(y, batch_first=first, total_length=STEPS + 2)[0]
+
+
+def scaled_rows(y, states, first):
+    y = PackedSequence(y.data * 2, y.batch_sizes, y.sorted_indices, y.unsorted_indices)
+    return pad_packed_sequence(y, batch_first=first)[0]
+
+
+CASES = {
+    "the last state": lambda: Reader("LSTM", last, batch_first=True),
+    "falling lengths": lambda: Reader("LSTM", last, "falling"),
+    "all states": lambda: Reader("LSTM", all_states, num_layers=2, bidirectional=True),
+    "GRU": lambda: Reader("GRU", last, batch_first=True),
+    "GRU without biases": lambda: Reader("GRU", all_states, num_layers=2, bidirectional=True, bias=False),
+    "RNN": lambda: Reader("RNN", padded),
+    "RNN of relu": lambda: Reader("RNN", last, nonlinearity="relu"),
+    "padded again": lambda: Reader("LSTM", padded, batch_first=True, bidirectional=True),
+    "rows": lambda: Reader("LSTM", rows),
+    "scaled rows": lambda: Reader("LSTM", scaled_rows),
+    "padded with something": lambda: Reader("GRU", padded_with_something),
+    "padded to more": lambda: Reader("LSTM", padded_to_more, batch_first=True),
+}
+
+
+def engine_of(module):
+    described = ModelDescription(
+        [IODescription("x", ["n", STEPS, FEATURES]), IODescription("lengths", ["n"], torch.int64)],
+        [IODescription("loss", [])],
+    )
+    return Engine(module, None, described, OptimizerChoice("SGDOptimizer", clip=False), Settings())
+
+
+def train(module, batches):
+    twin = copy.deepcopy(module)
+    engine = engine_of(module)
+    for x, lengths in batches:
+        found, expected = engine.train_step({"x": x, "lengths": lengths}, RATE)[0][0], twin(x, lengths)
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-6)
+        twin.zero_grad()
+        expected.backward()
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter -= RATE * parameter.grad
+    for mine, other in zip(module.parameters(), twin.parameters()):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+    return engine
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_trains_as_in_pytorch(case):
+    torch.manual_seed(0)
+    engine = train(CASES[case](), [(torch.randn(len(n), STEPS, FEATURES), torch.tensor(n)) for n in LENGTHS])
+    assert len(engine._ways.known) == 1
+
+
+def test_a_list_of_sequences():
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.GRU(FEATURES, HIDDEN)
+
+        def forward(self, x, lengths):
+            packed = pack_sequence([row[:n] for row, n in zip(x[:3], lengths[:3].tolist())], enforce_sorted=False)
+            return self.rnn(packed)[1].square().mean()
+
+    torch.manual_seed(0)
+    train(Listed(), [(torch.randn(5, STEPS, FEATURES), torch.tensor(n)) for n in ([3, 7, 2, 4, 5], [3, 6, 2, 1, 1])])
