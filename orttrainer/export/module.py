@@ -126,7 +126,7 @@ class _Job:
                 raise
             except Exception as error:  # exporters raise anything
                 log.info("the %s exporter failed: %s", exporter, _condensed(error))
-                if exporter != "torchscript" and followed.more_hints(_by_numbers(error)):
+                if exporter != "torchscript" and followed.more_hints(_lacks_numbers(error)):
                     self.example = self.inputs  # the numbers are theirs
                     attempts.appendleft((exporter, forget_cached))
                     continue
@@ -292,8 +292,7 @@ def _failure(module, failures):
 
 def _refuse_frozen_decision(module, error):
     """Stop where forward decides by tensor values: a trace would freeze the first decision."""
-    if _by_numbers(error):
-        cause = _root(error)
+    if _is_data_dependent(cause := _root(error)):
         raise UnsupportedModelError(
             f"{type(module).__name__}.forward makes a number of a tensor's value{_place(cause)}, which Python has to know; a graph would "
             f"repeat the first batch's for ever: {_condensed(error)}\n"
@@ -302,11 +301,16 @@ def _refuse_frozen_decision(module, error):
         ) from error
 
 
-def _by_numbers(error) -> bool:
-    """Whether the exporter would have had to know numbers that only a batch tells."""
+def _is_data_dependent(cause) -> bool:
+    return "DataDependent" in type(cause).__name__ or "data-dependent" in str(cause)[:500]
+
+
+def _lacks_numbers(error) -> bool:
+    """Whether the exporter would have had to know numbers that only a batch tells: also for a key, or in a name."""
     cause = _root(error)
-    said = str(cause)[:500]
-    return "DataDependent" in type(cause).__name__ or any(text in said for text in ("data-dependent", "SymInt", UNTOLD))
+    return _is_data_dependent(cause) or any(
+        text in str(cause)[:500] for text in ("unhashable type: non-nested SymInt", UNTOLD)
+    )
 
 
 def _place(error):

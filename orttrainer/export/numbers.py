@@ -107,7 +107,8 @@ class Numbers:
             return
         file, line = place()
         followed = self._wrapper.followed
-        if (file, line) not in {(seen.file, seen.line) for seen in (*followed.told, *followed.observed)}:
+        given = [*followed.observed, *(known for known in followed.told if known.taken)]
+        if (file, line) not in {(seen.file, seen.line) for seen in given}:
             return  # a size, which is a tensor while TorchScript traces
         names = {_script_name(buffer): name for name, buffer in self._wrapper.named_buffers()}
         constants = names.keys() - {

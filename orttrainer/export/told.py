@@ -65,7 +65,7 @@ def takes(func: Callable) -> bool:
 def what(func: Callable, args: Sequence) -> str | None:
     """The name of `func`, one for all that make a number of a tensor; None where nothing can depend on values."""
     name = getattr(func, "__name__", "")
-    if func in NUMBERS or func is torch.Tensor.__format__:
+    if func in NUMBERS or (func is torch.Tensor.__format__ and args[0].dim() == 0):
         return _NUMBER
     return name if func in _ARRAYS or (name in _SIZES and (name != "where" or len(args) == 1)) else None
 
@@ -75,7 +75,7 @@ def told(func: Callable, args: Sequence, result: Any) -> Told | None:
     if (name := what(func, args)) is None:
         return None
     if func is torch.Tensor.__format__:
-        result = args[0].item() if args[0].dim() == 0 else ()
+        result = args[0].item()
     return Told(*place(), name, tuple(leaves(result)))
 
 
