@@ -19,12 +19,12 @@ from orttrainer.export.told import UNTOLD
 from orttrainer.settings import OptimizerChoice, Settings
 
 RATE, ROWS, CLASSES = 0.05, 9, 3
-FORMS = {}  # loss of `f(module, x, label)` -> how many graphs the batches below need
+FORMS = []  # loss of `f(module, x, label)`, and how many graphs the batches below need
 
 
-def form(graphs):
+def form(graphs, long=False):
     def noted(function):
-        FORMS[function.__name__] = function, graphs
+        FORMS.append(pytest.param(function, graphs, id=function.__name__, marks=pytest.mark.slow if long else ()))
         return function
 
     return noted
@@ -62,7 +62,7 @@ def a_length(m, x, label):
     return m.hidden(x[: int(label.max()) + 4]).square().mean()
 
 
-@form(2)
+@form(2, long=True)
 def a_number_of_turns(m, x, label):
     h = m.hidden(x)
     for _ in range(int(label.max())):
@@ -70,13 +70,13 @@ def a_number_of_turns(m, x, label):
     return h.square().mean()
 
 
-@form(2)
+@form(2, long=True)
 def a_float(m, x, label):
     """math.sqrt is Python's: it has to know the number."""
     return m.hidden(x / float(x.abs().max())).square().mean() / math.sqrt((label > 0).sum().item())
 
 
-@form(2)
+@form(2, long=True)
 def nothing_chosen(m, x, label):
     chosen = m.hidden(x)[label == 2]
     return F.cross_entropy(chosen, label[label == 2]) if chosen.shape[0] else m.hidden(x).square().mean()
@@ -101,7 +101,7 @@ def each_class(m, x, label):
     return sum(h[label == c].mean(0).square().sum() for c in label.unique())
 
 
-@form(2)
+@form(2, long=True)
 def prototypes(m, x, label):
     h = m.hidden(x)
     centers = torch.stack([h[label == c].mean(0) for c in range(int(label.max()) + 1)])
@@ -120,7 +120,7 @@ def rows_of_their_own_length(m, x, label):
     return m.hidden(nn.utils.rnn.pad_sequence(parts, batch_first=True)).square().sum()
 
 
-@form(2)
+@form(2, long=True)
 def a_key(m, x, label):
     return m.hidden(x).square().mean() * {1: 1.0, 2: 3.0}[label.max().item()]
 
@@ -133,12 +133,12 @@ def a_name(m, x, label):
 Told.hidden_twice = lambda self, x: 2 * self.hidden(x)
 
 
-@form(2)
+@form(2, long=True)
 def a_place_in_a_list(m, x, label):
     return [1.0, 1.0, 3.0][label.max()] * m.hidden(x).square().mean()
 
 
-@form(1)
+@form(1, long=True)
 def hardest(m, x, label):
     """Hard negatives, as many as there are others twice, as detectors have them."""
     each = F.cross_entropy(m.hidden(x), label, reduction="none")
@@ -188,9 +188,8 @@ def train(engine, twin, steps):
 
 
 @pytest.mark.filterwarnings("ignore::orttrainer.errors.NoGradientWarning")
-@pytest.mark.parametrize("name", FORMS)
-def test_each_batch_trains_as_in_pytorch(name):
-    function, graphs = FORMS[name]
+@pytest.mark.parametrize("function, graphs", FORMS)
+def test_each_batch_trains_as_in_pytorch(function, graphs):
     engine = engine_of(function)
     train(engine, copy.deepcopy(engine.model), range(6))
     assert len(engine._ways.known) == graphs
