@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from in_step import check_equal, step
 from marks import slow
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
@@ -96,15 +97,8 @@ def train(module, batches):
     twin = copy.deepcopy(module)
     engine = engine_of(module)
     for x, lengths in batches:
-        found, expected = engine.train_step({"x": x, "lengths": lengths}, RATE)[0][0], twin(x, lengths)
-        torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-6)
-        twin.zero_grad()
-        expected.backward()
-        with torch.no_grad():
-            for parameter in twin.parameters():
-                parameter -= RATE * parameter.grad
-    for mine, other in zip(module.parameters(), twin.parameters()):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+        step(engine, twin, {"x": x, "lengths": lengths}, RATE)
+    check_equal(module, twin, atol=1e-6)
     return engine
 
 

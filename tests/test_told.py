@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from in_step import check_equal, step
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription, ways
@@ -44,11 +45,11 @@ class Told(nn.Module):
         return self.head(self.body(x).tanh())
 
 
-def batch(step):
+def batch(number):
     """Labels of two classes or of three; some are 0 and so leave rows out."""
-    dice = torch.Generator().manual_seed(step)
-    label = torch.arange(ROWS) % (2 + step % 2)
-    return torch.randn(ROWS, 4, generator=dice) + step % 2, label[torch.randperm(ROWS, generator=dice)]
+    dice = torch.Generator().manual_seed(number)
+    label = torch.arange(ROWS) % (2 + number % 2)
+    return torch.randn(ROWS, 4, generator=dice) + number % 2, label[torch.randperm(ROWS, generator=dice)]
 
 
 @form(2)
@@ -174,17 +175,10 @@ def engine_of(function, **settings):
 
 
 def train(engine, twin, steps):
-    for step in steps:
-        x, label = batch(step)
-        found, expected = engine.train_step({"x": x, "label": label}, RATE)[0][0], twin(x, label)
-        torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-6)
-        twin.zero_grad()
-        expected.backward()
-        with torch.no_grad():
-            for parameter in (p for p in twin.parameters() if p.grad is not None):
-                parameter -= RATE * parameter.grad
-    for mine, other in zip(engine.model.parameters(), twin.parameters()):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+    for number in steps:
+        x, label = batch(number)
+        step(engine, twin, {"x": x, "label": label}, RATE)
+    check_equal(engine.model, twin)
 
 
 @pytest.mark.filterwarnings("ignore::orttrainer.errors.NoGradientWarning")
@@ -222,14 +216,8 @@ def test_labels_in_a_row_of_a_length_of_their_own_have_the_loss_of_ctc():
     nothing = [[1] + [0] * 7, [0] * 8]
     for y in ([[1, 2, 2] + [0] * 5, [4, 3, 0, 1] + [0] * 4], nothing, longer_than_the_path, [[0] * 8, [0] * 8]):
         y = torch.tensor(y)
-        found, expected = engine.train_step({"x": x, "y": y}, RATE)[0][0], twin(x, y)
-        torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-6)
-        twin.zero_grad()
-        expected.backward()
-        with torch.no_grad():
-            for parameter in twin.parameters():
-                parameter -= RATE * parameter.grad
-    torch.testing.assert_close(module.head.weight, twin.head.weight, rtol=1e-4, atol=1e-5)
+        step(engine, twin, {"x": x, "y": y}, RATE)
+    check_equal(module, twin)
 
 
 REFUSED = {
@@ -283,18 +271,12 @@ def test_the_way_that_was_not_gone_for_longest_makes_place_for_another(monkeypat
     engine = engine_of(turns)
     twin = copy.deepcopy(engine.model)
     runners = {}
-    for step, number in enumerate((1, 2, 1, 2, 3, 2, 1)):
-        x, label = batch(step)
+    for turn, number in enumerate((1, 2, 1, 2, 3, 2, 1)):
+        x, label = batch(turn)
         x[0, 0] = number
-        found, expected = engine.train_step({"x": x, "label": label}, RATE)[0][0], twin(x, label)
-        torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-6)
-        twin.zero_grad()
-        expected.backward()
-        with torch.no_grad():
-            for parameter in (p for p in twin.parameters() if p.grad is not None):
-                parameter -= RATE * parameter.grad
+        step(engine, twin, {"x": x, "label": label}, RATE)
         runners.setdefault(number, []).append(engine._runner)
-        assert len(engine._ways.known) == min(2, 1 + step)
+        assert len(engine._ways.known) == min(2, 1 + turn)
     first, again, anew = runners[1]
     assert first is again is not anew and runners[2][0] is runners[2][1] is runners[2][2]
     assert len([record for record in said.records if "in 2 ways" in record.message]) == 1
