@@ -69,7 +69,13 @@ def scaled_rows(y, states, first):
     return pad_packed_sequence(y, batch_first=first)[0]
 
 
+def rows_changed_in_place(y, states, first):
+    y.data.mul_(2)
+    return pad_packed_sequence(y, batch_first=first)[0]
+
+
 CASES = {
+    "rows changed in place": lambda: Reader("GRU", rows_changed_in_place),
     "the last state": lambda: Reader("LSTM", last, batch_first=True),
     "falling lengths": lambda: Reader("LSTM", last, "falling"),
     "all states": lambda: Reader("LSTM", all_states, num_layers=2, bidirectional=True),
@@ -110,6 +116,16 @@ def test_trains_as_in_pytorch(case):
     torch.manual_seed(0)
     engine = train(CASES[case](), [(torch.randn(len(n), STEPS, FEATURES), torch.tensor(n)) for n in LENGTHS])
     assert len(engine._ways.known) == 1
+
+
+def test_dropout_between_layers_is_what_the_module_has():
+    """The export refuses a graph that has other dropouts than the module."""
+    torch.manual_seed(0)
+    engine = engine_of(Reader("LSTM", last, num_layers=3, dropout=0.25))
+    batch = {"x": torch.randn(5, STEPS, FEATURES), "lengths": torch.tensor(LENGTHS[0])}
+    first, second = (engine.train_step(batch, 0.0)[0][0] for _ in range(2))
+    assert first != second
+    torch.testing.assert_close(engine.eval_step(batch)[0], engine.model.eval()(*batch.values()).detach())
 
 
 def test_a_list_of_sequences():

@@ -38,7 +38,7 @@ class _Padded(NamedTuple):
 
 def _rows(padded: _Padded) -> torch.Tensor:
     rows = padded.x[padded.mask]
-    rows.packed_from = padded
+    rows.packed_from = padded, rows._version
     return rows
 
 
@@ -66,8 +66,9 @@ def _pad(data, batch_sizes, batch_first, padding_value, total_length):
 
 def _padded(data, batch_sizes) -> _Padded:
     """What rows were packed from; of rows that something was made of since, put back where they were."""
-    if (padded := getattr(data, "packed_from", None)) is not None:
-        return padded
+    packed_from, version = getattr(data, "packed_from", (None, None))
+    if packed_from is not None and data._version == version:
+        return packed_from
     if (padded := getattr(batch_sizes, "of", None)) is None:
         raise UnsupportedModelError("a packed sequence was not packed by torch.nn.utils.rnn within forward")
     steps, batch = padded.x.shape[:2]
