@@ -44,6 +44,7 @@ from orttrainer.export.rewrites import (
     pooling,
     recurrent,
     spelled_out,
+    strided,
 )
 from orttrainer.export.untouched import memory_of
 
@@ -271,6 +272,7 @@ _REWRITES = {
     **packed.REWRITES,
     **pooling.REWRITES,
     **spelled_out.REWRITES,
+    **strided.REWRITES,
     torch.Tensor.copy_: _copy,
     torch.where: _where,
     **kept_parameters.REWRITES,

@@ -1,0 +1,52 @@
+"""Views by strides show the memory of their tensor, in whatever order its axes lie, and train as in PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fidelity import assert_trains_as_in_pytorch, vectors
+from torch import nn
+
+from orttrainer.errors import ExportMismatchError
+
+
+class Strided(nn.Module):
+    """What `view` makes of y = x * w, of shape [n, 6]."""
+
+    def __init__(self, view):
+        super().__init__()
+        self.w, self.view = nn.Parameter(torch.rand(6) + 0.5), view
+
+    def forward(self, x):
+        return self.view(x * self.w)
+
+
+def overlapping(x):
+    """Longformer's chunks: two rows each, of which the next begins in the middle."""
+    size, stride = x.shape, x.stride()
+    return x.as_strided((size[0], size[1] - 1, 2, *size[2:]), (stride[0], stride[1], *stride[1:]))
+
+
+VIEWS = {
+    "as it lies": lambda y: y.as_strided((y.shape[0], 5, 2), (6, 1, 1)),
+    "transposed": lambda y: y.t().as_strided((y.shape[0], 2), (6, 3)),
+    "of a transposed view's own strides": lambda y: overlapping(y.view(-1, 3, 2).transpose(1, 2)),
+    "heads and rows merged": lambda y: overlapping(y.view(-1, 1, 3, 2).transpose(1, 2).reshape(-1, 3, 2)),
+    "heads before rows": lambda y: overlapping(y.view(-1, 3, 2).transpose(0, 1).reshape(3, -1, 2).transpose(0, 1)),
+    "of a slice": lambda y: y[:, 2:].as_strided((y.shape[0], 2), (6, 1)),
+    "every second of every second": lambda y: y[:, ::2].as_strided((y.shape[0], 2), (6, 4)),
+    "from a place": lambda y: torch.as_strided(y, size=(y.shape[0], 2), stride=(6, 2), storage_offset=1),
+    "expanded": lambda y: y[:, None].expand(-1, 3, -1).as_strided((y.shape[0], 2, 2), (6, 0, 1)),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_a_view_by_strides_trains_as_in_pytorch(view):
+    assert_trains_as_in_pytorch(lambda: Strided(view), vectors, evaluates=True)
+
+
+def test_what_a_view_shows_beyond_its_tensor_is_refused_since_pytorch_gives_it_no_gradient():
+    with pytest.raises(ExportMismatchError, match="the gradient of parameter 'layer.w' differs"):
+        assert_trains_as_in_pytorch(
+            lambda: Strided(lambda y: y[:, :2].as_strided((y.shape[0], 2), (6, 1), 3)), vectors, False
+        )
