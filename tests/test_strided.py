@@ -46,7 +46,7 @@ def test_a_view_by_strides_trains_as_in_pytorch(view):
 
 
 def test_what_a_view_shows_beyond_its_tensor_is_refused_since_pytorch_gives_it_no_gradient():
-    with pytest.raises(ExportMismatchError, match="the gradient of parameter 'layer.w' differs"):
+    with pytest.raises(ExportMismatchError, match="the gradient of parameter"):
         assert_trains_as_in_pytorch(
             lambda: Strided(lambda y: y[:, :2].as_strided((y.shape[0], 2), (6, 1), 3)), vectors, False
         )
