@@ -22,6 +22,7 @@ from orttrainer.export.batch_norm import copy_of, unbiased_running_var
 from orttrainer.export.initializers import add_initializer
 from orttrainer.export.quiet import silence
 from orttrainer.graph.passes.bools import BoolOperatorsPass
+from orttrainer.graph.passes.empty_means import EmptyMeansPass
 from orttrainer.graph.passes.random import RANDOM_OPS, random_nodes_apart
 from orttrainer.graph.passes.scalar_axes import ReduceScalarPass
 from orttrainer.graph.scopes import keep_scopes
@@ -159,6 +160,7 @@ def optimize(model) -> None:
         value.name = name  # an output that is an input, or two outputs, got an Identity
     common.TopologicalSortPass()(model)
     _infer_missing_shapes(model)
+    EmptyMeansPass()(model)
 
 
 def _shape_losses(model):

@@ -1,0 +1,91 @@
+"""A batch of which nothing counts, no label or no row, has PyTorch's loss, NaN where that has it, and its gradients."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from in_step import check_equal, step
+from torch import nn
+
+from orttrainer import IODescription, ModelDescription
+from orttrainer.engine import Engine
+from orttrainer.settings import OptimizerChoice, Settings
+
+RATE, WEIGHTS = 0.05, torch.arange(1.0, 6.0)
+LABELS = [1, 2, -100, 4], [-100] * 4, [0, 1, -100, -100]
+
+
+class Scored(nn.Module):
+    def __init__(self, loss):
+        super().__init__()
+        self.linear, self.loss = nn.Linear(6, 5), loss
+
+    def forward(self, x, label):
+        return self.loss(self.linear(x), label)
+
+
+def engine_of(module):
+    description = ModelDescription(
+        [IODescription("x", ["n", 6]), IODescription("label", ["n"], torch.int64)], [IODescription("loss", [])]
+    )
+    return Engine(module, None, description, OptimizerChoice("SGDOptimizer", clip=False), Settings())
+
+
+def of_the_labelled(loss):
+    """`loss` of the rows that have a label, and of ones."""
+    return lambda y, label: loss(y[label >= 0], torch.ones_like(y)[label >= 0])
+
+
+LOSSES = {
+    "labels": F.cross_entropy,
+    "labels, weighted": lambda y, label: F.cross_entropy(y, label, WEIGHTS),
+    "labels, smoothed": lambda y, label: F.cross_entropy(y, label, label_smoothing=0.1),
+    "labels, smoothed, weighted": lambda y, label: F.cross_entropy(y, label, WEIGHTS, label_smoothing=0.1),
+    "labels, chosen": lambda y, label: F.cross_entropy(y[label >= 0], label[label >= 0]),
+    "labels, flattened": lambda y, label: F.nll_loss(y.log_softmax(-1).view(-1, 5), label.view(-1)),
+    "mean": lambda y, label: y[label >= 0].mean(),
+    "mean of each column": lambda y, label: y[label >= 0].mean(0).sum(),
+    "mean of what is computed": lambda y, label: (y[label >= 0].sin() * 2).mean(-1, keepdim=True).sum(),
+    "root of a mean": lambda y, label: y[label >= 0].square().mean().sqrt(),
+    "spread": lambda y, label: y[label >= 0].std(),
+    "spread of each column": lambda y, label: y[label >= 0].var(0).sum(),
+    "sum": of_the_labelled(lambda y, ones: (y - ones).square().sum()),
+    "squares": of_the_labelled(F.mse_loss),
+    "distances": of_the_labelled(F.l1_loss),
+    "smooth distances": of_the_labelled(F.smooth_l1_loss),
+    "logits": of_the_labelled(F.binary_cross_entropy_with_logits),
+    "divergence": of_the_labelled(lambda y, ones: F.kl_div(y.log_softmax(-1), ones / 5)),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own: reduction='mean', and a spread of nothing
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_a_batch_of_nothing_trains_as_in_pytorch(loss):
+    torch.manual_seed(0)
+    module = Scored(loss)
+    twin = copy.deepcopy(module)
+    engine = engine_of(module)
+    for labels in LABELS:
+        step(engine, twin, {"x": torch.randn(len(labels), 6), "label": torch.tensor(labels)}, RATE)
+    check_equal(module, twin)
+
+
+@pytest.mark.parametrize(
+    ("function", "asked"),
+    [
+        (lambda y, label: y[label >= 0].mean(-1).sum(), False),
+        (lambda y, label: y.mean(), False),
+        (lambda y, label: y[label >= 0].mean(0).sum(), True),
+    ],
+    ids=["of each chosen row", "of the batch", "of the chosen rows"],
+)
+def test_only_a_mean_that_may_be_one_of_nothing_is_asked(function, asked):
+    engine = engine_of(Scored(function))
+    engine.train_step({"x": torch.randn(4, 6), "label": torch.tensor(LABELS[0])}, RATE)
+    operands = [x for node in engine.training_graph.graph.graph if node.op_type == "Where" for x in node.inputs]
+    constants = [x.const_value.numpy() for x in operands if x.const_value is not None]
+    assert any(np.isnan(constant).any() for constant in constants) == asked
