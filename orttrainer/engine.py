@@ -439,7 +439,7 @@ class Engine(NotCopied):
 
     def _follow(self, batch: Mapping[str, torch.Tensor], trains: bool) -> None:
         """Change to the graph of what forward decides on this batch; make it, where there is none yet."""
-        if self._forward.conditions is None:
+        if not self._forward.depends:
             return
 
         whole, source = [*batch.values()], self.source

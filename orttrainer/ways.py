@@ -14,6 +14,7 @@ import torch
 
 from orttrainer import export
 from orttrainer.errors import UnsupportedModelError
+from orttrainer.export.granted import unmet
 from orttrainer.graph.subgraphs import node_inputs
 from orttrainer.inference import inference_model
 
@@ -112,6 +113,8 @@ class Ways:
             )
 
     def _holds(self, forward: ForwardGraph, batch, state, trains: bool) -> bool:
+        if unmet(forward.granted, batch) is not None:
+            return False
         return forward.conditions is None or self._unmet(forward.conditions, batch, state, trains) is None
 
     def _unmet(self, conditions: Conditions, batch, state, trains: bool):
@@ -123,8 +126,10 @@ class Ways:
         return asked and asked.unmet(lambda name: batch[name] if name in batch else state(name))
 
     def _refused(self, batch, state, trains: bool, reason: str) -> UnsupportedModelError:
-        condition, where = self._unmet(self.known[-1].conditions, batch, state, trains), ""
-        if condition is not None:
+        forward, where = self.known[-1], ""
+        if (statement := unmet(forward.granted, batch)) is not None:
+            where = f" of sizes ({statement})"
+        elif (condition := self._unmet(forward.conditions, batch, state, trains)) is not None:
             line = linecache.getline(condition.file, condition.line).strip()
             where = f" at {condition.file}:{condition.line} ({line})"
         return UnsupportedModelError(

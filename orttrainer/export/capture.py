@@ -20,6 +20,7 @@ from orttrainer import runtime
 from orttrainer.export import batch_norm, stop_gradient, written_slices
 from orttrainer.export.decompose import node_by_node
 from orttrainer.export.faithful import faithful
+from orttrainer.export.granted import Granted, granted_by
 from orttrainer.export.initializers import state_tensor
 from orttrainer.export.quiet import silence
 
@@ -28,12 +29,25 @@ __all__ = ["capture_dynamo", "capture_torchscript", "load_exporter"]
 _TORCHSCRIPT_MAX_OPSET = 20
 
 
-def capture_dynamo(wrapper, inputs, symbols, opset, by_nodes: list[bool] | None, decided: set[str]) -> ir.Model:
+def capture_dynamo(
+    wrapper,
+    inputs,
+    symbols,
+    opset,
+    by_nodes: list[bool] | None,
+    decided: set[str],
+    granted: list[Granted],
+    names,
+    fixed,
+) -> ir.Model:
     """Export through `torch.export`.
 
     Args:
         symbols: per input, the axes that vary: {axis: symbol}.
         decided: the names of the buffers by whose values forward decides, as Python does (if, int()), are added.
+        granted: what the trace takes for granted of the sizes of inputs is added.
+        names: of the inputs.
+        fixed: axes by whose size forward decides may become constants.
         by_nodes: decompose node by node where that can be done, and append True if it was; None: let torch do it.
     """
     decomposing = contextlib.nullcontext() if by_nodes is None else node_by_node(by_nodes)
@@ -42,7 +56,8 @@ def capture_dynamo(wrapper, inputs, symbols, opset, by_nodes: list[bool] | None,
     with silence(), _sources_forgotten(), _no_stack_traces(), by_hints:
         load_exporter()
         with faithful(wrapper, decided):
-            program = _exported_program(wrapper, inputs, symbols)
+            program = _exported_program(wrapper, inputs, symbols, fixed)
+            granted += granted_by(program, names, symbols)
         # With gradients a Scan would give the sizes that its backward reads.
         with _late_signatures(), decomposing, _values_known(), torch.no_grad():
             onnx_program = torch.onnx.export(
@@ -208,10 +223,11 @@ def _attach_state(model, wrapper, names):
         model.graph.register_initializer(value)
 
 
-def _exported_program(wrapper, inputs, symbols):
+def _exported_program(wrapper, inputs, symbols, fixed):
     # DYNAMIC, not a named Dim: a named one refuses axes that depend on each other, such as a
     # flat label of length bptt * batch. Unlike AUTO it still refuses to become a constant.
-    dynamic = [{axis: torch.export.Dim.DYNAMIC for axis in axes} for axes in symbols]
+    kind = torch.export.Dim.AUTO if fixed else torch.export.Dim.DYNAMIC
+    dynamic = [dict.fromkeys(axes, kind) for axes in symbols]
     with _sizes_0_and_1_may_vary():
         return torch.export.export(
             wrapper,

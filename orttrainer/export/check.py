@@ -11,6 +11,7 @@ import copy
 import functools
 import logging
 import math
+import re
 from collections import Counter
 
 import numpy as np
@@ -23,6 +24,7 @@ from orttrainer.errors import ExportMismatchError, RuntimeNotFoundError
 from orttrainer.export.call import in_train_mode
 from orttrainer.export.conditions import Asked
 from orttrainer.export.faithful import MutedDropout
+from orttrainer.export.granted import Granted
 from orttrainer.export.hidden_state import Generators
 from orttrainer.export.initializers import as_real, constant_of, state_as_inputs
 from orttrainer.export.observation import Observation, observe, own
@@ -79,19 +81,25 @@ def _rates_text(rates):
 # ---------------------------------------------------------------- values
 
 
-def check_values(forward, wrapper, inputs, observed: Observation, public, symbols) -> None:
+def check_values(
+    forward, wrapper, inputs, observed: Observation, public, symbols, thorough=False
+) -> tuple[Granted, ...]:
     """Raise ExportMismatchError unless the graph computes what the module does.
 
     Args:
         public: qualified state name -> public name.
         symbols: per input, {axis: symbol}; each symbol is also tried with another size.
+        thorough: with a larger one, too.
+
+    Returns:
+        What it takes for granted of sizes, without what `_needless` found.
     """
     if observed.random:
         log.warning(
             "the forward draws random numbers of a kind that has no stand-in, so the exported graph cannot be "
             "compared with the module by value"
         )
-        return
+        return forward.granted
     try:
         run = _runner(forward)
     except RuntimeNotFoundError:
@@ -100,7 +108,7 @@ def check_values(forward, wrapper, inputs, observed: Observation, public, symbol
         if "NOT_IMPLEMENTED" not in str(error):
             raise
         log.warning("ONNX Runtime's CPU cannot run the exported graph, so it is not checked: %s", error)
-        return
+        return forward.granted
     names = [v.name for v in forward.model.graph.outputs]
     updates = {name: forward.updates[public[name]] for name in observed.updated if public[name] in forward.updates}
 
@@ -113,7 +121,8 @@ def check_values(forward, wrapper, inputs, observed: Observation, public, symbol
     expected, got = named(observed), dict(zip(names, run(inputs)))
     _compare(expected, got, "on the first batch", functools.partial(rounding, inputs, expected))
     del expected, got  # logits may be the largest tensors of all
-    _check_sizes(wrapper, inputs, symbols, names, run, rounding, _other_way(forward, wrapper, public))
+    other_way = _other_way(forward, wrapper, public)
+    return _check_sizes(forward, wrapper, inputs, symbols, names, run, rounding, other_way, thorough)
 
 
 def _other_way(forward, wrapper, public):
@@ -137,8 +146,15 @@ def _rounding(wrapper, named, inputs, expected) -> dict[str, float]:
         return {}
 
 
-def _check_sizes(wrapper, inputs, symbols, names, run, rounding, other_way):
-    """Compare with all symbolic axes at another size; where that does not do, with one after the other, to name it."""
+def _check_sizes(forward, wrapper, inputs, symbols, names, run, rounding, other_way, thorough):
+    """Compare with all symbolic axes at another size; where that does not do, with one after the other, to name it.
+
+    Returns what is granted still, see `check_values`.
+    """
+    described = [value.name for value in forward.model.graph.inputs]
+
+    def untrue(other):
+        return {statement for statement in forward.granted if not statement.holds(dict(zip(described, other)))}
 
     def compare(other, where):
         """Whether the module takes these sizes, and the graph gives the same there."""
@@ -150,19 +166,56 @@ def _check_sizes(wrapper, inputs, symbols, names, run, rounding, other_way):
             return False
         outputs = seen.outputs
         expected = dict(zip(names, outputs))
-        _compare_resized(expected, run, other, where, functools.partial(rounding, other, expected))
+        try:
+            _compare_resized(expected, run, other, where, functools.partial(rounding, other, expected))
+        except ExportMismatchError:
+            if untrue(other):  # and so it goes another way
+                return False
+            raise
         return True
 
     together, mismatch = all_resized(inputs, symbols), None
     try:
-        if together is not None and compare(together, "with other sizes of all symbolic axes"):
-            return
+        same = together is not None and compare(together, "with other sizes of all symbolic axes")
     except ExportMismatchError as error:
-        mismatch = error
-    for symbol, other in resized(inputs, symbols):
+        same, mismatch = False, error
+    for symbol, other in () if same else resized(inputs, symbols):
         compare(other, f"with another size of axis {symbol!r}")
+    for symbol, other in resized(inputs, symbols, _larger) if thorough else ():
+        compare(other, f"with a larger size of axis {symbol!r}")
     if mismatch is not None:
         raise mismatch
+    needless = _needless(lambda size: [other for _, other in resized(inputs, symbols, size)], untrue, compare)
+    return tuple(statement for statement in forward.granted if statement not in needless)
+
+
+def _larger(size):
+    """Also than 2, which an exporter gets for 1."""
+    return size + 2
+
+
+def _needless(batches, untrue, compare) -> set[Granted]:
+    """Of "not 1" what one row shows not to matter; of "equal to" what a smaller and a larger batch show.
+
+    torch's own code decides by sizes too, mostly to the same end. Other statements stay: by chance one batch shows little.
+
+    Args:
+        batches: gives them for what a size becomes.
+        untrue: the statements that a batch does not meet.
+        compare: whether the graph does on a batch what the module does.
+    """
+
+    def shown(pattern, size):
+        found = set()
+        for other in batches(size):
+            about = {statement for statement in untrue(other) if re.fullmatch(pattern, statement.text)}
+            if about - found and compare(other, ""):
+                found |= about
+        return found
+
+    more_than_one = shown("size0 (!= 1|>= 2|> 1)", lambda size: 1)
+    smaller, larger = (shown(r"size0 == \d+", size) for size in (lambda size: max(1, size // 2), _larger))
+    return more_than_one | (smaller & larger)
 
 
 def _compare_resized(expected, run, inputs, where, rounding):

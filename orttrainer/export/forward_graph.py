@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from orttrainer.export.conditions import Conditions
+from orttrainer.export.granted import Granted
 
 __all__ = ["MAX_OPSET", "MIN_OPSET", "ForwardGraph"]
 
@@ -29,6 +30,7 @@ class ForwardGraph:
         decided: names of buffers that the graph is right for as long as they have their values: forward decides by them.
         conditions: what forward decided by values on the first batch; the graph is right for batches on which it decides
             the same.
+        granted: what holds of the sizes of inputs that the graph is right for.
         exporter: what made the graph: "dynamo", "torchscript" or "onnx".
     """
 
@@ -40,3 +42,9 @@ class ForwardGraph:
     unread: tuple[str, ...] = ()
     decided: tuple[str, ...] = ()
     conditions: Conditions | None = None
+    granted: tuple[Granted, ...] = ()
+
+    @property
+    def depends(self) -> bool:
+        """Whether there are batches that it is not right for."""
+        return self.conditions is not None or bool(self.granted)

@@ -10,6 +10,7 @@ import os
 import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
@@ -20,6 +21,7 @@ from orttrainer.export.call import LossModule, check_layers, state_names
 from orttrainer.export.check import check_dropouts, check_values, compare_evaluation, warn_of_evaluation
 from orttrainer.export.child import Child, may_fork
 from orttrainer.export.forward_graph import MAX_OPSET, MIN_OPSET, ForwardGraph
+from orttrainer.export.granted import unmet
 from orttrainer.export.observation import observe
 from orttrainer.export.parcel import packed, unpacked
 from orttrainer.export.sizes import without_ones
@@ -89,6 +91,8 @@ class _Job:
         ]
         self.public = state_names(wrapper)
         self.by_nodes = []  # True for each graph that was decomposed so
+        self.fixes_sizes = False  # axes may become constants
+        self.thorough = False  # larger sizes are to be compared, too
         self.tensors = {}
         for name, tensor in [*wrapper.named_parameters(), *wrapper.named_buffers()]:
             self.tensors.setdefault(self.public[name], tensor)
@@ -121,7 +125,8 @@ class _Job:
                 continue
             try:
                 forward = getattr(self, exporter)(forget_cached)
-                self._check(forward)
+                _check_granted(forward, dict(zip(self.input_names, self.inputs)))
+                forward = self._checked(forward)
             except RuntimeNotFoundError:
                 raise
             except Exception as error:  # exporters raise anything
@@ -130,6 +135,13 @@ class _Job:
                     self.example = self.inputs  # the numbers are theirs
                     attempts.appendleft((exporter, forget_cached))
                     continue
+                of_one_size = "dynamo_of_one_size", forget_cached
+                if exporter != of_one_size[0] and of_one_size not in attempts:
+                    if isinstance(error, _OtherSizes):
+                        attempts.appendleft(of_one_size)
+                    elif "inferred ranges from model tracing" in str(_root(error))[:500]:
+                        self.thorough = True  # which torch's older exporter would not say
+                        attempts.append(of_one_size)
                 _refuse_frozen_decision(module, error)
                 failures.setdefault(exporter, error)
             else:
@@ -145,13 +157,24 @@ class _Job:
         """Should our decomposition, node by node, be what was wrong."""
         return _exporters().by_dynamo(self, forget_cached, None)
 
+    def dynamo_of_one_size(self, forget_cached):
+        """For this batch's sizes, where forward decides by them: the axes that it fixes are constants."""
+        self.example, self.fixes_sizes = self.inputs, True
+        try:
+            return self.dynamo(forget_cached)
+        finally:
+            self.fixes_sizes = False
+
     def torchscript(self, forget_cached=False):
         return _exporters().by_torchscript(self, forget_cached)
 
-    def _check(self, forward):
+    def _checked(self, forward) -> ForwardGraph:
         check_dropouts(forward.model, self.rates)
-        if self.check:
-            check_values(forward, self.wrapper, self.inputs, self.observed, self.public, self.symbols)
+        if not self.check:
+            return forward
+        thorough = self.thorough or forward.exporter == "torchscript"
+        left = check_values(forward, self.wrapper, self.inputs, self.observed, self.public, self.symbols, thorough)
+        return replace(forward, granted=left)
 
     def _evaluated(self):
         if self.observed.differentiates and self.counted:
@@ -193,7 +216,7 @@ class _Job:
             return None
         forward = unpacked(answer, self.tensors)
         try:
-            self._check(forward)
+            forward = self._checked(forward)
         except RuntimeNotFoundError:
             raise
         except Exception as error:
@@ -311,6 +334,15 @@ def _lacks_numbers(error) -> bool:
     return _is_data_dependent(cause) or any(
         text in str(cause)[:500] for text in ("unhashable type: non-nested SymInt", UNTOLD)
     )
+
+
+class _OtherSizes(ExportError):
+    """The graph is right for batches of other sizes than the one that it was made of."""
+
+
+def _check_granted(forward, batch):
+    if (statement := unmet(forward.granted, batch)) is not None:
+        raise _OtherSizes(f"the graph is one for {statement}, which the first batch has not")
 
 
 def _place(error):

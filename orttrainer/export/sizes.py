@@ -11,20 +11,25 @@ __all__ = ["all_resized", "resized", "without_ones"]
 _TRIES = 16
 
 
-def resized(inputs, symbols):
-    """Yield (symbol, inputs) with one symbolic axis after the other at another size.
+def resized(inputs, symbols, size=None):
+    """Yield (symbol, inputs) with one symbolic axis after the other at another size, or at this one.
 
-    Where a size is the product of two others (a flat label), it follows them.
+    Where a size is the product of two others (a flat label), it follows them; where it is a multiple, in a second try.
 
     Args:
         symbols: per input, {axis: symbol}.
+        size: by default `_another`; given what it was.
     """
-    sizes = _sizes(inputs, symbols)
-    for symbol, size in sizes.items():
-        changed = {symbol: _another(size)}
+    sizes, size = _sizes(inputs, symbols), size or _another
+    for symbol, before in sizes.items():
+        changed = {symbol: size(before)}
         for product, factor in _products_of(symbol, sizes):
             changed[product] = changed[symbol] * factor
         yield symbol, _with_sizes(inputs, symbols, changed)
+        multiples = {other: total // before for other, total in sizes.items() if total > before and total % before == 0}
+        if multiples.keys() - changed.keys():
+            scaled = {other: changed[symbol] * factor for other, factor in multiples.items()}
+            yield symbol, _with_sizes(inputs, symbols, scaled | changed)
 
 
 def all_resized(inputs, symbols):

@@ -28,13 +28,17 @@ def by_dynamo(job, forget_cached: bool, by_nodes: list[bool] | None) -> ForwardG
         forget_cached: forward forgets the tensors that it keeps as attributes.
         by_nodes: see `capture_dynamo`.
     """
-    job.wrapper.updated, decided = job.updated, set()
+    job.wrapper.updated, decided, granted = job.updated, set(), []
+    exporter = functools.partial(
+        capture_dynamo,
+        by_nodes=by_nodes, decided=decided, granted=granted, names=job.input_names, fixed=job.fixes_sizes,
+    )  # fmt: skip
     try:
-        model = _captured(job, functools.partial(capture_dynamo, by_nodes=by_nodes, decided=decided), forget_cached)
+        model = _captured(job, exporter, forget_cached)
     finally:
         job.wrapper.updated = ()
     normalize.name_state(model, job.public, _ir_tensors(job))
-    return _forward_graph(job, model, [job.public[name] for name in job.updated], "dynamo", decided)
+    return _forward_graph(job, model, [job.public[name] for name in job.updated], "dynamo", decided, granted)
 
 
 def by_torchscript(job, forget_cached: bool) -> ForwardGraph:
@@ -69,13 +73,19 @@ def _captured(job, exporter, forget_cached):
     return model
 
 
-def _forward_graph(job, model, updated, exporter, decided=()):
+def _forward_graph(job, model, updated, exporter, decided=(), granted=()):
     _keep_written(job, model, updated)
     state = [name for name in dict.fromkeys(job.public.values()) if name in model.graph.initializers]
     made = job.wrapper.followed.made if exporter == "dynamo" else []
     output_names = job.output_names + [f"{name}_update" for name in updated]
     output_names += [f"forward_decides_{index}" for index in range(len(made))]
-    normalize.name_interface(model, job.input_names, output_names, job.symbols)
+    symbols = job.symbols
+    if job.fixes_sizes:
+        symbols = [
+            {axis: symbol for axis, symbol in axes.items() if not isinstance(value.shape[axis], int)}
+            for value, axes in zip(model.graph.inputs, symbols)
+        ]
+    normalize.name_interface(model, job.input_names, output_names, symbols)
     watch_inner_gradients(model)
     with state_as_inputs(model, state):
         normalize.optimize(model)
@@ -96,6 +106,7 @@ def _forward_graph(job, model, updated, exporter, decided=()):
         updates={name: f"{name}_update" for name in updated},
         decided=tuple(sorted(job.public[name] for name in decided)),
         conditions=conditions,
+        granted=tuple(granted),
         exporter=exporter,
         unread=tuple(n for n, t in job.tensors.items() if _is_trainable(t) and n not in set(used)),
     )

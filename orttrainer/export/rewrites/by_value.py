@@ -1,4 +1,4 @@
-"""Functions whose result has a size that values give, in forms that the exporters know; and numbers as tensors that are sizes."""
+"""Functions whose result has a size that values give, in forms that the exporters know, or axes and parts as a symbolic size has it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,46 @@ def _unbind(input, dim=0):
     return torch.unbind(input, dim) if isinstance(size, int) else tuple(input.select(dim, i) for i in range(size))
 
 
+def _split(split):
+    """torch.split into equal parts, of which an axis of a symbolic size has as many as it has in this batch."""
+
+    def call(input, size, dim=0):
+        whole = input.shape[dim]
+        if not isinstance(size, (int, torch.SymInt)) or torch.jit.is_tracing() or isinstance(whole, int):
+            return split(input, size, dim)
+        last = int((whole + size - 1) // size) - 1
+        parts = [input.narrow(dim, index * size, size) for index in range(last)]
+        return (*parts, input.narrow(dim, last * size, whole - last * size))
+
+    return call
+
+
+def _chunk(chunk):
+    """torch.chunk, likewise."""
+
+    def call(input, chunks, dim=0):
+        whole = input.shape[dim]
+        if torch.jit.is_tracing() or isinstance(whole, int):
+            return chunk(input, chunks, dim)
+        return _split(torch.split)(input, (whole + chunks - 1) // chunks, dim)
+
+    return call
+
+
+def _squeezed(squeeze):
+    """torch.squeeze, which the tracer takes to leave an axis of a symbolic size: that is a decision."""
+
+    def call(input, *dim, **named):
+        (dims,) = (*dim, *named.values()) or (range(input.dim()),)
+        dims = [dims] if isinstance(dims, int) else list(dims)
+        if torch.jit.is_tracing() or all(isinstance(input.shape[axis], int) for axis in dims):
+            return squeeze(input, *dim, **named)
+        ones = [axis for axis in dims if input.shape[axis] == 1]
+        return squeeze(input, ones) if ones else input
+
+    return call
+
+
 def _quotient(input, other, **options):
     """torch.div; of two sizes a size, since what is a tensor in PyTorch is asked for its number, as for another `view`."""
     sizes = all(isinstance(x, (int, torch.SymInt)) for x in (input, other)) and not torch.jit.is_tracing()
@@ -34,6 +74,13 @@ REWRITES = {
     torch.Tensor.argwhere: torch.nonzero,
     torch.unbind: _unbind,
     torch.Tensor.unbind: _unbind,
+    torch.split: _split(torch.split),
+    torch.Tensor.split: _split(torch.Tensor.split),
+    torch.chunk: _chunk(torch.chunk),
+    torch.Tensor.chunk: _chunk(torch.Tensor.chunk),
+    torch.squeeze: _squeezed(torch.squeeze),
+    torch.Tensor.squeeze: _squeezed(torch.Tensor.squeeze),
+    torch.Tensor.squeeze_: _squeezed(torch.Tensor.squeeze_),
     torch.div: _quotient,
 }
 

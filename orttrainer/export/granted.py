@@ -1,0 +1,111 @@
+"""What a graph takes for granted of the sizes of its inputs: as forward decided by them when it was traced.
+
+`if x.shape[0] > 1` goes one way in a trace. The graph is right for the batches whose sizes go the same way, and what
+torch.export noted of them is asked of each batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["Granted", "granted_by", "unmet"]
+
+log = logging.getLogger("orttrainer")
+
+_FUNCTIONS = {"__builtins__": {}, "math": math, "max": max, "min": min, "abs": abs, "int": int, "round": round}
+
+
+class Granted(NamedTuple):
+    """One statement.
+
+    Attributes:
+        text: in Python, of `size0`, `size1`, ...
+        sizes: which sizes these are, as an input and its axis each.
+    """
+
+    text: str
+    sizes: tuple[tuple[str, int], ...]
+
+    def __str__(self) -> str:
+        return re.sub(r"\bsize(\d+)\b", lambda m: "{}.shape[{}]".format(*self.sizes[int(m[1])]), self.text)
+
+    def holds(self, batch: Mapping[str, torch.Tensor]) -> bool:
+        """Whether it is true of these inputs, by name; of inputs that are not there it is not asked."""
+        if any(name not in batch for name, _ in self.sizes):
+            return True
+        numbers = {f"size{i}": batch[name].shape[axis] for i, (name, axis) in enumerate(self.sizes)}
+        return bool(eval(_code(self.text), _FUNCTIONS, numbers))
+
+
+@functools.cache
+def _code(text: str):
+    return compile(text, "<sizes>", "eval")
+
+
+def unmet(granted: Sequence[Granted], batch: Mapping[str, torch.Tensor]) -> Granted | None:
+    """The first statement that is not true of this batch."""
+    return next((statement for statement in granted if not statement.holds(batch)), None)
+
+
+def granted_by(program, names: Sequence[str], symbols: Sequence[Mapping[int, str]]) -> list[Granted]:
+    """What a `torch.export.ExportedProgram` takes for granted.
+
+    Args:
+        names: of its inputs.
+        symbols: per input, the axes that may vary: {axis: symbol}. Those of one symbol have one size, which is not said again.
+    """
+    import sympy  # here: with torch's exporter, which has it
+    from torch.utils._sympy.printers import PythonPrinter
+
+    places: dict[str, tuple[str, int]] = {}  # symbol -> the first axis that it names
+    known: dict[sympy.Symbol, tuple[str, int]] = {}
+    stated = []
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    for name, node, axes in zip(names, program.graph_signature.user_inputs, symbols, strict=True):
+        for axis, symbol in axes.items():
+            place, size = places.setdefault(symbol, (name, axis)), values[node].shape[axis]
+            if isinstance(size, int):
+                stated.append((f"size0 == {size}", (place,)))
+            elif size.node.expr.is_Symbol:
+                known[size.node.expr] = place
+    used = list(dict.fromkeys(known.values()))
+    named = {symbol: sympy.Symbol(f"size{used.index(place)}", integer=True) for symbol, place in known.items()}
+    for expression in _expressions(program, known):
+        expression = expression.xreplace(named)
+        if expression is not sympy.true:
+            stated.append((PythonPrinter().doprint(expression), tuple(used)))
+    return [_of_its_own(text, sizes) for text, sizes in dict.fromkeys(stated)]
+
+
+def _expressions(program, known) -> Iterator:
+    """What holds of the symbols of inputs: the ranges of sizes, and what else was asserted."""
+    import sympy
+
+    for symbol, bounds in program.range_constraints.items():
+        if symbol in known and bounds.lower == bounds.upper:
+            yield sympy.Eq(symbol, bounds.lower)
+        elif symbol in known:
+            if isinstance(bounds.lower, sympy.Integer) and bounds.lower > 0:
+                yield symbol >= bounds.lower
+            if isinstance(bounds.upper, sympy.Integer):  # and not infinite
+                yield symbol <= bounds.upper
+    for node in program.graph.nodes:
+        if node.target is torch.ops.aten._assert_scalar.default and isinstance(node.args[0], torch.fx.Node):
+            value = node.args[0].meta.get("val")
+            expression = value.node.expr if isinstance(value, torch.SymBool) else None
+            if isinstance(expression, sympy.Basic) and expression.free_symbols <= known.keys():
+                yield expression
+
+
+def _of_its_own(text: str, sizes: tuple[tuple[str, int], ...]) -> Granted:
+    """The statement with those sizes only that it is about."""
+    used = sorted({int(number) for number in re.findall(r"\bsize(\d+)\b", text)})
+    text = re.sub(r"\bsize(\d+)\b", lambda m: f"size{used.index(int(m[1]))}", text)
+    return Granted(text, tuple(sizes[number] for number in used))

@@ -1,0 +1,119 @@
+"""Decisions by the sizes of inputs: a batch of other sizes goes the way that forward goes on it, as in PyTorch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from in_step import check_equal, step
+from marks import slow
+from torch import nn
+
+from orttrainer import IODescription, ModelDescription
+from orttrainer.engine import Engine
+from orttrainer.errors import UnsupportedModelError
+from orttrainer.settings import OptimizerChoice, Settings
+
+RATE, SIZES = 0.05, (4, 6, 3, 1, 2, 6)
+PLACES = torch.linspace(0.5, 1.5, 4)[:, None]
+
+
+class Sized(nn.Module):
+    """loss of `function(layer(x))`."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.layer, self.function = nn.Linear(6, 5), function
+
+    def forward(self, x, label):
+        return self.function(self.layer(x)) * label.mean()
+
+
+def engine_of(module, size="n"):
+    description = ModelDescription(
+        [IODescription("x", [size, 6]), IODescription("label", [size])], [IODescription("loss", [])]
+    )
+    return Engine(module, None, description, OptimizerChoice("SGDOptimizer", clip=False), Settings())
+
+
+def batch(size):
+    dice = torch.Generator().manual_seed(size)
+    return {"x": torch.randn(size, 6, generator=dice), "label": torch.rand(size, generator=dice)}
+
+
+def repeated(y):
+    """Places for more rows than there are, as of a table that grows with the longest sequence."""
+    places = PLACES if len(y) <= len(PLACES) else torch.cat([PLACES, PLACES])
+    return (y * places[: len(y)]).square().mean()
+
+
+FORMS = {  # what is done, and how many graphs the sizes need
+    "nothing": (lambda y: y.square().mean(), 1),
+    "more than": (lambda y: y.square().mean() if y.shape[0] > 5 else y.sum(), 2),
+    "more than one": (lambda y: y.var(0).sum() if len(y) > 1 else y.sum(), 2),
+    "even": (lambda y: y.square().mean() if y.size(0) % 2 == 0 else y.sum(), 2),
+    "of all elements": (lambda y: y.square().mean() if y.numel() > 15 else y.sum(), 2),
+    "one size": (lambda y: y.square().mean() if y.shape[0] == 4 else y.sum(), 2),
+    "a table that grows": (repeated, 2),
+    "each row": (lambda y: sum(row.square().sum() * (i + 1) for i, row in enumerate(y)), 5),
+    "each row, sliced": (lambda y: sum(y[i : i + 1].square().sum() * (i + 1) for i in range(len(y))), 5),
+    "squeezed": (lambda y: y.squeeze().mean(0).square().sum(), 2),
+    "squeezed along the batch": (lambda y: y.squeeze(0).mean(0).square().sum(), 2),
+    "halves": (lambda y: torch.stack([part.mean() for part in y.chunk(2)]).square().sum(), 2),
+    "parts": (lambda y: sum(part.mean() * (i + 1) for i, part in enumerate(y.split(2))), 3),
+}
+LONG = "of all elements", "squeezed along the batch"
+
+
+@pytest.mark.parametrize("name", [slow(name) if name in LONG else name for name in FORMS])
+def test_each_size_trains_as_in_pytorch(name):
+    function, graphs = FORMS[name]
+    torch.manual_seed(0)
+    module = Sized(function)
+    twin, engine = copy.deepcopy(module), engine_of(module)
+    for size in SIZES:
+        step(engine, twin, batch(size), RATE)
+    check_equal(module, twin)
+    assert len(engine._ways.known) == graphs
+
+
+def test_a_first_batch_of_one_row_goes_its_own_way():
+    torch.manual_seed(0)
+    module = Sized(FORMS["more than one"][0])
+    twin, engine = copy.deepcopy(module), engine_of(module)
+    for size in (1, 4, 1):
+        step(engine, twin, batch(size), RATE)
+    check_equal(module, twin)
+
+
+def test_evaluation_goes_the_way_of_its_size():
+    module = Sized(FORMS["more than"][0])
+    engine = engine_of(module)
+    engine.train_step(batch(4), RATE)
+    for size in (6, 4):
+        torch.testing.assert_close(engine.eval_step(batch(size))[0], module(**batch(size)).detach())
+
+
+def test_a_size_that_forward_does_not_take_changes_nothing():
+    def choosy(y):
+        if len(y) > 5:
+            raise ValueError("too many rows")
+        return y.square().mean()
+
+    module = Sized(choosy)
+    engine = engine_of(module)
+    engine.train_step(batch(4), RATE)
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(Exception, match="too many rows"):
+        engine.train_step(batch(6), RATE)
+    assert all(torch.equal(before[name], x) for name, x in module.state_dict().items())
+    engine.train_step(batch(4), RATE)
+
+
+def test_where_no_graph_can_be_made_the_error_says_of_which_sizes():
+    module = Sized(FORMS["more than"][0])
+    engine = engine_of(module)
+    engine.train_step(batch(4), RATE)
+    with pytest.raises(UnsupportedModelError, match=r"of sizes \(x\.shape\[0\] <= 5\)"):
+        engine._ways.other(batch(6), engine._state.live, True, None)
