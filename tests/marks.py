@@ -1,5 +1,6 @@
 """Marks that tables of cases share."""
 
+import collections
 import itertools
 
 import pytest
@@ -8,6 +9,22 @@ import pytest
 def slow(*case):
     """A case for `make test-slow`: it takes long and shows little that the others do not."""
     return pytest.param(*case, marks=pytest.mark.slow)
+
+
+def usual(cases, *names):
+    """Cases, of which those of these names run in CI; `make test-slow` has the others."""
+    return [case if case in names else slow(*case) if isinstance(case, tuple) else slow(case) for case in cases]
+
+
+def of_each_operator(cases):
+    """Of the uses of each operator the first, the fourth and so on; `make test-slow` has the others."""
+    before = collections.Counter()
+    marked = []
+    for case in cases:
+        operator = case.domain, case.op_type
+        marked.append(slow(case) if before[operator] % 3 else case)
+        before[operator] += 1
+    return marked
 
 
 def in_turn(*axes):
