@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import activation, elementwise, reduction
-from marks import slow
+from marks import in_turn, of_each_operator, slow
 from onnx import TensorProto, helper
 
 from orttrainer import build_gradient
@@ -69,14 +69,14 @@ def loads(model):
     return True
 
 
-@pytest.mark.parametrize("case", HALF_CASES, ids=str)
+@pytest.mark.parametrize("case", of_each_operator(HALF_CASES), ids=str)
 def test_float16_gradients_run_on_onnxruntime(case):
     gradient, feeds, expected = gradient_and_feeds(case, np.float16)
     assert_near(_run_onnxruntime(gradient, feeds), expected, 2e-2)  # float16 rounds at 5e-4; inputs do too
 
 
 @pytest.mark.parametrize("opset", [18, 22])  # 22 gave bfloat16 to many operators
-@pytest.mark.parametrize("case", HALF_CASES, ids=str)
+@pytest.mark.parametrize("case", of_each_operator(HALF_CASES), ids=str)
 def test_bfloat16_gradients_are_bfloat16(case, opset):
     """ONNX Runtime's CPU has no bfloat16 kernels: the schemas check the types, the reference evaluator the values."""
     opset = max(opset, case.opset)
@@ -86,7 +86,7 @@ def test_bfloat16_gradients_are_bfloat16(case, opset):
     assert_near(evaluate(gradient, feeds), expected, 6e-2)  # bfloat16 rounds at 4e-3
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", of_each_operator(CASES), ids=str)
 def test_float64_gradients_run_on_onnxruntime_where_the_operator_does(case):
     gradient, feeds, expected = gradient_and_feeds(case, np.float64)
     if loads(_model(case, np.float64)[0]):
@@ -94,7 +94,7 @@ def test_float64_gradients_run_on_onnxruntime_where_the_operator_does(case):
 
 
 @pytest.mark.parametrize("opset", [20, slow(21), 22, slow(23), 26])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", of_each_operator(CASES), ids=str)
 def test_gradients_are_valid_in_every_opset(case, opset):
     opset = max(opset, case.opset)
     case = in_opset(case, opset)
@@ -157,8 +157,7 @@ def test_mean_of_more_elements_than_float16_can_count():
 @pytest.mark.parametrize("op_type", sorted(reduction.FORMS))
 @pytest.mark.parametrize("keepdims", [0, 1])
 @pytest.mark.parametrize("shape", [["a", "b", "c"], None], ids=["symbolic", "unknown-rank"])
-@pytest.mark.parametrize("axes", [[1], [-1, 0], []], ids=str)
-@pytest.mark.parametrize("noop", [0, 1])
+@pytest.mark.parametrize("noop, axes", in_turn([0, 1], [[1], [-1, 0], []]))
 def test_reduction_over_axes_that_only_the_run_knows(op_type, keepdims, shape, axes, noop):
     """Against the same reduction with constant axes and static shapes."""
     data = reduction.POSITIVE

@@ -18,6 +18,7 @@ from cases import (
     sampling,
     signal,
 )
+from marks import of_each_operator
 
 from orttrainer.differentiate.build import gradient_of
 from orttrainer.testing import check_gradient, evaluate
@@ -64,7 +65,7 @@ def with_gradients_as_outputs(model, feeds):
     return gradient
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", of_each_operator(CASES), ids=str)
 def test_gradient_of_the_gradient_matches_central_differences(case):
     model, feeds = _model(case, np.float64)
     gradient = with_gradients_as_outputs(model, feeds)

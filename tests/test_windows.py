@@ -6,6 +6,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from cases import convolution, convolution_transposed, pooling, resize
+from marks import of_each_operator
 
 from orttrainer import blocked
 from orttrainer.differentiate import build_gradient
@@ -39,7 +40,7 @@ def with_symbolic_axes(case, axes, dtype=np.float64):
     [lambda rank: [0], lambda rank: range(2, rank), lambda rank: [0, *range(2, rank)]],
     ids=["batch", "spatial", "both"],
 )
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", of_each_operator(CASES), ids=str)
 def test_symbolic_sizes_give_the_gradient_of_known_ones(case, axes):
     static, feeds = _model(case, np.float64)
     rng = np.random.default_rng(1)
@@ -51,7 +52,7 @@ def test_symbolic_sizes_give_the_gradient_of_known_ones(case, axes):
     _compare(_gradients(symbolic, feeds, cotangents), expected, 1e-12, str(case))
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.runtime and c.symbolic], ids=str)
+@pytest.mark.parametrize("case", of_each_operator([c for c in CASES if c.runtime and c.symbolic]), ids=str)
 def test_symbolic_gradients_run_on_onnxruntime(case):
     static, feeds = _model(case, np.float32)
     rng = np.random.default_rng(1)
@@ -69,7 +70,7 @@ def test_symbolic_gradients_run_on_onnxruntime(case):
     )
 
 
-@pytest.mark.parametrize("case", CASES + resize.CASES, ids=str)
+@pytest.mark.parametrize("case", of_each_operator(CASES + resize.CASES), ids=str)
 def test_the_gradient_has_a_gradient(case):
     """Each rule emits what other rules can differentiate."""
     model, feeds = _model(case, np.float64)
