@@ -87,7 +87,7 @@ def exactly(feeds):
 
 def _marked(case):
     """The others look for the same in fewer places."""
-    usual = ("bidirectional", "lengths-bidirectional", "reset-before-lengths", "no-length-reverse", "relu")
+    usual = ("lengths-bidirectional", "reset-before-lengths", "no-length-reverse", "relu")
     return case if case.name in usual else slow(case)
 
 
@@ -155,7 +155,7 @@ def test_no_time_leaves_the_state_and_no_batch_is_nothing():
         assert all_.shape == x0.shape
 
 
-@pytest.mark.parametrize("threads", [1, 3, 8])
+@pytest.mark.parametrize("threads", [slow(1), 3, slow(8)])
 def test_the_number_of_threads_changes_no_bit(threads):
     case = recurrent.case("LSTM", "threads", "bidirectional", shape=(9, 16, 6), hidden=136)
     model, feeds = layer(case)

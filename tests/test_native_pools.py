@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from marks import in_turn
+from marks import in_turn, slow
 from onnx_ir.passes import common
 from test_native_weights import run
 from test_passes_nchwc import BLOCK, needs_blocks
@@ -124,9 +124,9 @@ def in_blocks(x, block):
     return x.reshape(images, channels // block, block, *size).transpose(0, 1, 3, 4, 2).reshape(x.shape)
 
 
-@pytest.mark.parametrize("block", [8, 16])
-@pytest.mark.parametrize(("size", "attributes"), WINDOWS.values(), ids=WINDOWS)
-def test_blocks_of_other_processors(size, attributes, block):
+@pytest.mark.parametrize("case, block", in_turn(WINDOWS, [8, 16]))
+def test_blocks_of_other_processors(case, block):
+    size, attributes = case
     x = pixels(2, 48, *size)
     dy, right = expected(x, **attributes)
     model = gradient_of(x.shape, **attributes)
@@ -221,7 +221,7 @@ class Pools(nn.Module):
 
 @needs_blocks
 @pytest.mark.parametrize(
-    "settings", [{}, {"side": 13}, {"accumulation_steps": 2}], ids=["as it is", "odd", "accumulated"]
+    "settings", [{}, slow({"side": 13}), slow({"accumulation_steps": 2})], ids=["as it is", "odd", "accumulated"]
 )
 def test_a_network_with_pools_trains_as_in_pytorch(settings, monkeypatch):
     opened = []

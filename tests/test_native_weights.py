@@ -5,7 +5,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
-from marks import in_turn, slow
+from marks import in_turn, usual
 from onnx_ir.passes import common
 from test_passes_nchwc import BLOCK, needs_blocks
 from test_passes_nchwc_regions import VARIANTS, assert_trained, trained
@@ -162,9 +162,10 @@ def test_other_gradients_are_left_to_onnx_runtime(x, w, window, options):
     assert not FuseWeightGradientsPass(BLOCK)(model).modified
 
 
-@pytest.mark.parametrize(
-    "name", [slow("as it is"), slow("larger images"), "odd images", "values made again", "batches that are accumulated"]
-)
+KERNELS = ("as it is", "larger images", "odd images", "values made again", "batches that are accumulated")
+
+
+@pytest.mark.parametrize("name", usual(KERNELS, "odd images"))
 def test_a_residual_network_with_kernels_trains_as_in_pytorch(name, monkeypatch):
     opened = []
     original = phase._open_session

@@ -1,10 +1,12 @@
 """Convolutions of 3 x 3 taps by a kernel that transforms tiles: the results of PyTorch in float64, for every size and what is added."""
 
+import itertools
+
 import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from marks import in_turn
+from marks import in_turn, usual
 from test_native_weights import run
 from test_passes_nchwc import BLOCK, model_of, needs_blocks
 from test_passes_nchwc_regions import node
@@ -93,7 +95,10 @@ def test_the_operator_convolves(size, pads, channels, block):
     assert_close(out_of_blocks(found, block), convolved(x, w, pads))
 
 
-@pytest.mark.parametrize("bias, added, relu, block", in_turn(*[[False, True]] * 3, BLOCKS))
+ADDED = [(False, False, False, 8), (True, False, True, 8), (False, True, False, 16), (True, True, True, 16)]
+
+
+@pytest.mark.parametrize("bias, added, relu, block", usual(itertools.product(*[[False, True]] * 3, BLOCKS), *ADDED))
 def test_the_operator_adds_and_activates(bias, added, relu, block):
     rng, outs = np.random.default_rng(0), 3 * block
     x, w, b = draw(rng, 3, 2 * block, 9, 8), draw(rng, outs, 2 * block, 3, 3), draw(rng, outs)
