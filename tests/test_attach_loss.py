@@ -6,6 +6,7 @@ import models
 import onnx
 import pytest
 import torch
+from marks import slow
 from small import LR, batch, description, make, net
 from torch import nn
 
@@ -21,7 +22,7 @@ def inference_file(tmp_path, module=None) -> onnx.ModelProto:
     return onnx.load(tmp_path / "model.onnx")
 
 
-@pytest.mark.parametrize("optimizer", ["SGDOptimizer", "AdamOptimizer"])
+@pytest.mark.parametrize("optimizer", [slow("SGDOptimizer"), "AdamOptimizer"])
 def test_an_onnx_model_with_a_loss_in_torch_trains_like_the_module_it_came_from(tmp_path, optimizer):
     trainer = make(inference_file(tmp_path), optimizer)
     twin = make(net(), optimizer)
@@ -70,6 +71,7 @@ def test_an_output_that_the_model_lacks_is_named(tmp_path):
         trainer.train_step(*batch(), LR)
 
 
+@pytest.mark.slow
 def test_the_transformer_of_the_sample_trains_from_its_inference_file(tmp_path):
     setup, module = models.make("transformer")
     trainer = make(module, loss_fn=setup.loss_fn, desc=setup.description())

@@ -340,6 +340,7 @@ def test_own_cost_has_a_row_for_each_number_of_parameters(tmp_path, capsys):
     )
 
 
+@SLOW
 def test_a_family_has_the_losses_of_pytorch_in_its_row(tmp_path):
     import families
 

@@ -29,6 +29,7 @@ from exported import (
     without_dropout,
     without_dynamo,
 )
+from marks import slow
 from torch import nn
 
 from orttrainer.export import export_module
@@ -235,6 +236,7 @@ def test_bert_with_padding_is_called_by_keyword_and_keeps_attention_dropout():
     assert_same(forward, other, {"loss": want.loss, "logits": want.logits})
 
 
+@pytest.mark.slow
 def test_gpt2_has_one_parameter_for_its_tied_embedding():
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=16)
@@ -327,7 +329,7 @@ def test_each_dropout_call_is_one_active_dropout(case, exporter, request):
     assert dropout_rates(forward) == rates
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("kind", [nn.LSTM, slow(nn.GRU)])
 def test_dropout_between_recurrent_layers_is_kept(kind):
     model = Model(
         lambda m, x: m.out(m.rnn(x)[0]), rnn=kind(6, 4, 2, dropout=0.2, batch_first=True), out=nn.Linear(4, 6)

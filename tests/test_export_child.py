@@ -27,8 +27,8 @@ from orttrainer.export import module as export_stage
 
 WORKER = pathlib.Path(__file__).parent / "workers" / "exported_in_child.py"
 # Each export takes seconds, in a child and here.
-NAMES = "bert", "buffers and a cached mask"
-OTHERS = "LSTM", "BatchNorm", "stop_gradient", "a loss with parameters", "a batch of one", "named outputs"
+NAMES = ("buffers and a cached mask",)
+OTHERS = "bert", "LSTM", "BatchNorm", "stop_gradient", "a loss with parameters", "a batch of one", "named outputs"
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is no child")
 

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from half import BFLOAT16, FLOAT, FLOAT16, differentiated, run
-from marks import slow
+from marks import slow, usual
 
 from orttrainer.export import export_module
 from orttrainer.graph.passes.half_kernels import EmulateHalfPass, has_cuda_kernel
@@ -122,7 +122,7 @@ def test_in_the_sample_the_backward_casts_to_float32_only_what_came_from_float32
     assert not any(v.dtype == ir.DataType.DOUBLE for node in backward for v in node.outputs)
 
 
-@pytest.mark.parametrize("name", [slow(name) if name in ("bert", "tied") else name for name in sorted(models.SETUPS)])
+@pytest.mark.parametrize("name", usual(sorted(models.SETUPS), "mlp", "cnn", "transformer"))
 def test_cuda_has_a_float16_kernel_for_every_node_of_the_models(name):
     graph = differentiated(exported(name)[2], FLOAT16, primitives=True)
     assert not EmulateHalfPass(has_cuda_kernel)(graph.model).modified

@@ -7,6 +7,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from marks import slow
 from small import batch, forward_model, make, net
 from torch import nn
 
@@ -67,7 +68,7 @@ def test_batch_normalization_uses_its_running_statistics_also_where_it_is_called
     assert all(len(node.output) == 1 for node in normalizations)
 
 
-@pytest.mark.parametrize("name", ["transformer", "tied", "bert"])
+@pytest.mark.parametrize("name", [slow("transformer"), "tied", "bert"])
 def test_published_models_are_written_as_they_evaluate(name, tmp_path):
     setup, module = models.make(name)
     trainer = make(module, "AdamOptimizer", loss_fn=setup.loss_fn, desc=setup.description())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
-from marks import slow
+from marks import slow, usual
 from recomputed import BUDGETS, LAYERS, SIZES, assert_equal, make, recorded_plans, trained, with_dropout, without
 
 from orttrainer import ORTTrainer, Recompute
@@ -43,18 +44,10 @@ TRANSFORMERS = {
 }
 
 
-USUAL = [("mlp", "modules"), ("cnn", "modules"), ("cnn", "budget")]
+USUAL = [("mlp", "modules"), ("cnn", "budget"), ("transformer", "modules"), ("transformer", "budget")]
 
 
-def usual(names) -> list:
-    """The models of each run; those that take longest and are made of what the others have are for the long ones."""
-    return [slow(name) if name in ("bert", "gpt2") else name for name in names]
-
-
-@pytest.mark.parametrize("name, selection", [
-    pytest.param(name, selection, marks=() if name == "transformer" or (name, selection) in USUAL else pytest.mark.slow)
-    for name in BUDGETS for selection in EVERYWHERE
-])  # fmt: skip
+@pytest.mark.parametrize("name, selection", usual(itertools.product(BUDGETS, EVERYWHERE), *USUAL))
 def test_losses_and_weights_are_those_without_bit_for_bit(name, selection, plans):
     actual = trained(name, EVERYWHERE[selection](name))
     assert plans
@@ -71,11 +64,14 @@ def test_the_legacy_selections_change_no_number_either(name, selection, plans):
     assert_equal(actual, without(name))
 
 
-def test_a_module_trains_as_without_through_its_own_memory():
-    setup = models.SETUPS["transformer"]
+@pytest.mark.parametrize("name, chosen", [
+    ("mlp", Recompute(patterns=["*"])), slow("transformer", Recompute(transformer_layers=True, number_of_layers=2)),
+], ids=["mlp", "transformer"])  # fmt: skip
+def test_a_module_trains_as_without_through_its_own_memory(name, chosen):
+    setup = models.SETUPS[name]
     weights = []
-    for recompute in (None, Recompute(transformer_layers=True, number_of_layers=2)):
-        module = with_dropout(models.make("transformer")[1])
+    for recompute in (None, chosen):
+        module = with_dropout(models.make(name)[1])
         trainer = ORTTrainer(
             module, setup.loss_fn, setup.description(), "LambOptimizer", None, models.LEARNING_RATE, "cpu",
             recompute=recompute,
@@ -118,9 +114,10 @@ def test_accumulation_and_mixed_precision_go_with_it(options, plans):
     assert_equal(actual, trained("transformer", None, steps=4, **options))
 
 
-def test_evaluation_runs_nothing_twice(plans):
-    trainer = make("bert", Recompute(transformer_layers=True, number_of_layers=2))
-    plain, batch = make("bert", None), models.SETUPS["bert"].batch(0)
+@pytest.mark.parametrize("name", ["transformer", slow("bert")])
+def test_evaluation_runs_nothing_twice(name, plans):
+    trainer = make(name, Recompute(transformer_layers=True, number_of_layers=2))
+    plain, batch = make(name, None), models.SETUPS[name].batch(0)
     assert torch.equal(trainer.eval_step(*batch)[0], plain.eval_step(*batch)[0])
     forward = ancestors(trainer.training_graph.graph.graph.outputs[:2])
     assert not any(node.name in copies_of(plans) for node in forward)
@@ -134,7 +131,7 @@ def copies_of(plans) -> set[str]:
     return {f"recompute/{name}_0" for _, _, nodes in plans for name in nodes}
 
 
-@pytest.mark.parametrize("name", usual(BUDGETS))
+@pytest.mark.parametrize("name", usual(BUDGETS, "mlp", "cnn", "transformer"))
 def test_no_backward_node_reads_a_value_that_is_made_again(name, plans):
     trainer = make(name, Recompute(patterns=["*"]))
     graph = trainer.training_graph.graph.graph
