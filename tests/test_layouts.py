@@ -9,7 +9,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from marks import slow
+from marks import in_turn, slow
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription, ORTTrainer
@@ -85,8 +85,7 @@ def transposed(one: Engine) -> dict[str, str | None]:
     return {e.name: e.last_row for e in one.training_graph.signature.state if e.transposed}
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer, accumulate", in_turn(list(OPTIMIZERS), [1, 2]))
 def test_it_trains_as_the_plain_layout_and_as_torch(optimizer, accumulate):
     module, other, reference = Decoder(), Decoder(), Decoder()
     one = engine(module, optimizer, accumulation_steps=accumulate)
@@ -280,8 +279,7 @@ def assert_same_training(one, two, reference):
 
 
 @pytest.mark.usefixtures("any_table")
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer, accumulate", in_turn(list(OPTIMIZERS), [1, 2]))
 @pytest.mark.parametrize("bias", [True, slow(False)])
 def test_a_table_that_scores_are_made_with_is_held_so(optimizer, accumulate, bias):
     module = Tied(bias)
@@ -320,7 +318,7 @@ def test_an_index_beyond_the_table_is_an_error_and_changes_nothing():
     assert all(torch.equal(tensor, before[name]) for name, tensor in one.state_dict().items())
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [slow(False), True])
 @pytest.mark.usefixtures("any_table")
 def test_a_model_of_transformers_can_be_saved_as_ever(tied, tmp_path):
     """Its save_pretrained takes parameters in one storage for tied ones, and looks at these as flat memory."""

@@ -5,7 +5,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
-from marks import slow
+from marks import usual
 from onnx import TensorProto, helper
 from test_passes_nchwc import BLOCK, model_of, needs_blocks, operators, results, sessions_opened
 from torch import nn
@@ -394,9 +394,10 @@ VARIANTS = {
     "values made again": {"recompute": Recompute(patterns=["*"])},
     "batches that are accumulated": {"accumulation_steps": 2},
 }
+USUAL = "as it is", "evaluation in between", "a part of the network that does not train", "values made again"
 
 
-@pytest.mark.parametrize("name", [slow(name) if name == "larger images" else name for name in VARIANTS])
+@pytest.mark.parametrize("name", usual(VARIANTS, *USUAL))
 def test_a_residual_network_that_stays_in_blocks_trains_as_in_pytorch(name, monkeypatch):
     opened = sessions_opened(monkeypatch)
     assert_trained(*trained(**VARIANTS[name]))

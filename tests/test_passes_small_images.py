@@ -6,6 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
+from marks import in_turn
 from onnx import TensorProto, helper
 from test_passes_nchwc import model_of, operators, results, sessions_opened
 from torch import nn
@@ -126,9 +127,9 @@ class Narrowing(nn.Sequential):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"native_kernels": True}, {"disabled_passes": ["BlockedConvolutionPass"]}], ids=str
+    "size, options",
+    in_turn([5, "batch"], [{}, {"native_kernels": True}, {"disabled_passes": ["BlockedConvolutionPass"]}]),
 )
-@pytest.mark.parametrize("size", [5, "batch"])
 def test_a_network_of_small_images_trains_as_in_pytorch(size, options, monkeypatch):
     torch.manual_seed(0)
     module = Narrowing()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 import pytest
 import torch
-from marks import slow
+from marks import in_turn, slow
 from small import train_with_torch
 from test_passes_sparse_update import OPTIMIZERS, assert_close
 from torch import nn
@@ -109,7 +109,7 @@ def made_in_tiles(models: list[ir.Model]) -> set[str]:
 @pytest.mark.parametrize(
     ("name", "native"),
     [
-        ("SGD", False), ("SGD, Nesterov's momentum", False), ("Adam", False), ("Adam, coupled decay", False),
+        slow("SGD", False), ("SGD, Nesterov's momentum", False), slow("Adam", False), ("Adam, coupled decay", False),
         ("Adam, no first moment", False), ("AdamW", False), slow("SGD", True), ("Adam", True), slow("Adam, no first moment", True),
     ],
 )  # fmt: skip
@@ -132,7 +132,13 @@ def test_the_update_with_its_gradient_is_that_of_the_whole(name, native, opened)
 
 @pytest.mark.parametrize(
     ("network", "optimizer", "native"),
-    [(Net, "SGD", False), (Net, "Adam", False), (Net, "Adam", True), (Prompt, "Adam", False), (Prompt, "SGD", True)],
+    [
+        (Net, "SGD", False),
+        slow(Net, "Adam", False),
+        (Net, "Adam", True),
+        (Prompt, "Adam", False),
+        slow(Prompt, "SGD", True),
+    ],
 )
 def test_training_with_gradients_in_tiles_equals_torch(optimizer, network, native, opened):
     module, reference = network(), network()
@@ -146,8 +152,7 @@ def test_training_with_gradients_in_tiles_equals_torch(optimizer, network, nativ
     assert made_in_tiles(opened) == ({"up.weight", "down.weight"} if network is Net else set())
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["plain", "native"])
-@pytest.mark.parametrize("network", [Net, Prompt])
+@pytest.mark.parametrize("network, native", in_turn({"Net": Net, "Prompt": Prompt}, {"plain": False, "native": True}))
 def test_old_values_are_read_before_they_are_overwritten(network, native):
     trainer = engine(network(), "Adam", native_kernels=native)
     train(trainer, range(1))

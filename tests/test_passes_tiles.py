@@ -6,7 +6,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
-from marks import slow
+from marks import in_turn, slow
 from small import train_with_torch
 from test_passes_sparse_update import (
     EACH,
@@ -80,8 +80,7 @@ def test_with_the_update_from_rows_it_is_the_same(name):
     assert_close(train(tiled, range(2)), train(whole, range(2)))
 
 
-@pytest.mark.parametrize("disabled", [(), (DENSE,)], ids=["from rows", "whole gradient"])
-@pytest.mark.parametrize("decay", [0.0, 0.01])
+@pytest.mark.parametrize("decay, disabled", in_turn([0.0, 0.01], {"from rows": (), "whole gradient": (DENSE,)}))
 def test_lamb_in_tiles_is_that_of_the_whole(decay, disabled):
     """In float64, for the norms are added up in another order, which LAMB makes much of."""
     description = ModelDescription(
@@ -106,7 +105,7 @@ def test_lamb_in_tiles_is_that_of_the_whole(decay, disabled):
 
 @pytest.mark.parametrize(
     ("optimizer", "clip"),
-    [("SGD", False), slow("SGD", True), slow("Adam", False), ("Adam", True), ("Lamb", False), ("Lamb", True)],
+    [("SGD", False), slow("SGD", True), slow("Adam", False), ("Adam", True), ("Lamb", False), slow("Lamb", True)],
 )
 def test_the_norm_of_the_gradients_is_the_same(optimizer, clip):
     """It is taken in the tiles, after the fence, only where nothing is clipped."""
@@ -128,8 +127,9 @@ def test_the_tiles_are_the_parameter_and_its_moments():
     assert tiled(trainer) == dict.fromkeys(names, (8, 3, 4096))
 
 
-@pytest.mark.parametrize("change", [{"second": True}, {"tied": True}], ids=["looked up twice", "tied"])
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+@pytest.mark.parametrize(
+    "optimizer, change", in_turn(["SGD", "Adam"], {"looked up twice": {"second": True}, "tied": {"tied": True}})
+)
 def test_training_in_tiles_equals_torch(optimizer, change):
     module, reference = Bag(**change), Bag(**change)
     trainer = engine(module, optimizer, {"epsilon": 1e-3} if optimizer == "Adam" else None)
