@@ -6,7 +6,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from marks import slow
+from marks import in_turn, slow
 from small import OPTIMIZERS, assert_same, batch, forward_model, make, net, snapshot
 from torch import nn
 
@@ -33,8 +33,7 @@ def whole(first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 # -- the numbers -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("clip", [True, False], ids=["clip", "no clip"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer, clip", in_turn(OPTIMIZERS, {"clip": True, "no clip": False}))
 @pytest.mark.parametrize("steps", [3, slow(7)])
 def test_an_update_of_several_batches_is_that_of_one_batch_of_all_of_them(steps, optimizer, clip):
     apart = make(optimizer=optimizer, gradient_accumulation_steps=steps, enable_grad_norm_clip=clip)
@@ -151,7 +150,7 @@ def test_the_batches_per_update_cannot_change_within_a_block():
 # -- state in the midst of a block -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("when", ["after the first step", "before the first step"])
+@pytest.mark.parametrize("when", [slow("after the first step"), "before the first step"])
 def test_training_goes_on_exactly_from_a_state_in_the_midst_of_a_block(when):
     def trainer():
         return make(net(dropout=0.3), "AdamOptimizer", gradient_accumulation_steps=4)

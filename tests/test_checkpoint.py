@@ -48,10 +48,10 @@ def full(value: float, shape=(3,)) -> torch.Tensor:
 @pytest.mark.parametrize(
     "optimizer, attributes",
     [
-        ("SGDOptimizer", None),
+        slow("SGDOptimizer", None),
         ("SGDOptimizer", lambda _: {"momentum": 0.9, "nesterov": 1}),
-        ("AdamOptimizer", None),
-        ("AdamWOptimizer", None),
+        slow("AdamOptimizer", None),
+        slow("AdamWOptimizer", None),
         ("LambOptimizer", None),
     ],
 )
@@ -162,7 +162,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("delay", [0.0, slow(0.003), 0.007, slow(0.015), 0.05])
+@pytest.mark.parametrize("delay", [slow(0.0), slow(0.003), 0.007, slow(0.015), slow(0.05)])
 def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path, delay):
     with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
         process.stdout.readline()

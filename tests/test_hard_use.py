@@ -17,7 +17,7 @@ import time
 import pytest
 import torch
 from launched import ROOT, WORKERS
-from marks import slow
+from marks import in_turn, slow, usual
 from small import OPTIMIZERS, RATE, batch, make, net, torch_step
 from torch import nn
 
@@ -114,7 +114,7 @@ def test_a_block_that_is_dropped_after_loading_a_state_goes_back_to_that_state()
 # -- threads -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("batches", [slow(1), 2])
 def test_two_threads_train_one_trainer_one_after_the_other(batches):
     def wide():
         torch.manual_seed(0)
@@ -179,11 +179,11 @@ def made_in_inference_mode(x):
         return x + 0.0
 
 
+WHEN = {"first step": True, "later": False}
 VIEWS = [in_other_memory, of_one_row, with_gradient, inside_a_graph, negated_view, made_in_inference_mode]
 
 
-@pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.__name__)
-@pytest.mark.parametrize("first", [True, False], ids=["first step", "later"])
+@pytest.mark.parametrize("first, view", in_turn(WHEN, {view.__name__: view for view in VIEWS}))
 def test_any_view_of_a_batch_trains_like_a_plain_tensor_of_its_values(view, first):
     trainer, twin = make(check_export=False), net()
     if not first:
@@ -273,7 +273,7 @@ def test_a_parameter_that_is_frozen_or_set_free_after_compiling_is_refused():
     trainer.train_step(*batch(), RATE)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", usual(OPTIMIZERS, "LambOptimizer"))
 def test_a_copy_of_the_module_and_the_state_make_a_copy_of_the_trainer(optimizer):
     trainer = make(optimizer=optimizer, check_export=False)
     trainer.train_step(*batch(), RATE)

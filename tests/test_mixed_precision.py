@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
 import models
 import pytest
 import torch
-from marks import in_turn
+from marks import in_turn, slow, usual
 from small import LR, OPTIMIZERS, assert_same, batch, make, net, snapshot
 from torch import nn
 
@@ -81,7 +82,7 @@ def test_losses_are_those_of_float32_within_rounding(optimizer, dtype):
     torch.testing.assert_close(weights, twin.state_dict(False), rtol=0.1, atol=0.05)
 
 
-@pytest.mark.parametrize("scale", [1.0, 1024.0, 16384.0])
+@pytest.mark.parametrize("scale", [slow(1.0), 1024.0, slow(16384.0)])
 def test_the_loss_scale_does_not_change_the_update(scale):
     trainer, twin = mixed(), mixed()
     for step in range(5):
@@ -123,7 +124,9 @@ def with_statistics() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3))
 
 
-@pytest.mark.parametrize("optimizer, dtype", in_turn(OPTIMIZERS, PRECISIONS))
+@pytest.mark.parametrize(
+    "optimizer, dtype", usual(itertools.product(OPTIMIZERS, PRECISIONS), ("LambOptimizer", "float16"))
+)
 def test_overflows_at_random_steps_leave_no_trace(optimizer, dtype):
     set_seed(2)
     injected, clean = (mixed(with_statistics(), optimizer, dtype) for _ in range(2))

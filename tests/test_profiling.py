@@ -10,6 +10,7 @@ import pytest
 import second_generation
 import torch
 from exported import without_dynamo
+from marks import slow
 from small import LR, assert_same, batch, forward_model, make, net, snapshot
 from torch import nn
 
@@ -159,7 +160,7 @@ def test_an_onnx_model_is_measured_by_the_names_that_its_parameters_have(tmp_pat
 # -- measuring changes nothing -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulate", [slow(1), 3])
 def test_profile_leaves_the_state_and_the_next_steps_as_they_were(accumulate):
     trainers = [trained(steps=2, gradient_accumulation_steps=accumulate) for _ in range(2)]
     measured, other = trainers
@@ -173,7 +174,7 @@ def test_profile_leaves_the_state_and_the_next_steps_as_they_were(accumulate):
     assert_same(snapshot(measured), snapshot(other))
 
 
-@pytest.mark.parametrize("accumulate", [1, 3], ids=["each batch", "from the midst of a block into another"])
+@pytest.mark.parametrize("accumulate", [slow(1), 3], ids=["each batch", "from the midst of a block into another"])
 def test_measured_steps_are_real_steps(accumulate):
     measured, other = (trained(steps=2, gradient_accumulation_steps=accumulate) for _ in range(2))
     with orttrainer.profile() as found:

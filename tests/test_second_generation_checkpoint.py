@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from marks import slow
+from marks import slow, usual
 from second_generation import CONFIGS, assert_equal_trees, make, net, train
 
 from orttrainer.errors import CheckpointError, InvalidArgumentError
@@ -20,7 +20,7 @@ from orttrainer.training import _checkpoint_storage, amp, optim
 
 
 @pytest.mark.parametrize("steps_of_the_loader", [0, slow(2)])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", usual(CONFIGS, "momentum", "Lamb"))
 def test_steps_after_loading_are_the_steps_that_would_have_followed(name, steps_of_the_loader, tmp_path):
     trainer = make(net(dropout=0.4), CONFIGS[name]())
     train(trainer, 3)
@@ -156,7 +156,7 @@ def test_a_legacy_reader_finds_what_it_knows_in_our_file(tmp_path):
         assert pickle.loads(bytes.fromhex(file["user_dict"][()].decode())) == {"epoch": 1}
 
 
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("mixed", [slow(False), True])
 def test_the_files_of_a_zero_run_are_loaded_into_one_process(tmp_path, mixed):
     trainer = make(config=optim.AdamConfig())
     train(trainer, 3)

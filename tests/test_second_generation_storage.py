@@ -153,7 +153,7 @@ print("done", flush=True)
 """
 
 
-@pytest.mark.parametrize("delay", [0.0, slow(0.01), 0.03, slow(0.06), 0.12])
+@pytest.mark.parametrize("delay", [slow(0.0), slow(0.01), 0.03, slow(0.06), slow(0.12)])
 def test_a_writer_killed_at_any_moment_leaves_no_file_or_a_whole_one(tmp_path, delay):
     path = tmp_path / "a.ortcp"
     with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True) as process:

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from marks import in_turn
 from small import assert_same, batch, net
 from test_sketch import assert_parameters_close, sgd, torch_step
 from torch import nn
@@ -258,8 +259,7 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("through_a_file", [False, True])
-@pytest.mark.parametrize("case", MOMENTS)
+@pytest.mark.parametrize("case, through_a_file", in_turn(list(MOMENTS), [False, True]))
 def test_moments_that_the_optimizer_has_are_taken_over(case, through_a_file):
     reference = net()
     theirs = MOMENTS[case](reference)

@@ -182,7 +182,7 @@ def test_loading_a_tensor_of_another_shape_loads_nothing():
 @pytest.mark.legacy_runtime
 @pytest.mark.parametrize(
     ("optimizer", "pending"),
-    [slow("SGDOptimizer", True), ("AdamOptimizer", True), ("AdamOptimizer", False), ("LambOptimizer", True)],
+    [slow("SGDOptimizer", True), ("AdamOptimizer", True), ("AdamOptimizer", False), slow("LambOptimizer", True)],
     ids=["sgd", "adam", "adam, loaded after the first step", "lamb"],
 )
 def test_ten_steps_equal_five_save_load_and_five_more(optimizer, pending, tmp_path):
