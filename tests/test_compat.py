@@ -12,6 +12,7 @@ import textwrap
 
 import onnxruntime
 import pytest
+from marks import slow
 
 import orttrainer
 from orttrainer import compat, describe, loss_scaler, training
@@ -250,7 +251,7 @@ LOOKED = (
 )
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", [slow("before"), "after"])
 def test_an_installed_training_package_keeps_all_but_the_trainer(when, own_training):
     imports = {
         "before": "    import orttrainer.compat\n",
@@ -270,7 +271,7 @@ def test_onnxruntime_training_keeps_its_on_device_training(installed):
         assert own.__module__.startswith("onnxruntime.")
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", slow("after")])
 def test_uninstall_gives_an_installed_training_package_back(when, own_training):
     imported = "import onnxruntime.training.api" if when == "after" else ""
     code = f"""

@@ -15,7 +15,8 @@ import warnings
 import onnx
 import pytest
 import torch
-from launched import LAUNCHERS, ONE_LAUNCHER
+from launched import LAUNCHERS
+from marks import usual
 from reference_optimizers import SGD, AdamBefore, ClippedOptimizer, Lamb
 
 import orttrainer
@@ -136,7 +137,7 @@ def in_pytorch(lm, folder, generation: int, steps: int) -> tuple[list[float], fl
     return found, total / tokens
 
 
-@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("generation", usual(GENERATIONS, 3))
 def test_getting_started_trains_like_pytorch_without_dropout(generation, language_model, wikitext):
     expected, validation = in_pytorch(language_model, wikitext, generation, steps=12)
     output = run(f"getting_started_{generation}.py", "--data", wikitext, "--steps", 12, "--dropout", 0)
@@ -305,6 +306,7 @@ def test_gpt2_of_rc3_trains_like_pytorch_and_is_evaluated_in_an_inference_sessio
     assert number("session loss", output) == pytest.approx(number("evaluation loss", output), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_gpt2_of_rc3_in_fp16_accumulates_and_skips_what_overflows(tmp_path):
     arguments = ("--steps", 12, "--dropout", 0, "--gradient_accumulation_steps", 2, "--fp16")
     output = run("gpt2_rc3.py", "--output_dir", tmp_path, *arguments)
@@ -317,7 +319,8 @@ def test_gpt2_of_rc3_in_fp16_accumulates_and_skips_what_overflows(tmp_path):
 # -- several ranks -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("launcher", ONE_LAUNCHER)
+@pytest.mark.slow  # as `test_data_parallel.py`, but for the import
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_two_ranks_train_as_one_process_with_both_batches(launcher):
     torch.manual_seed(1)
     model = torch.nn.Linear(3, 2)

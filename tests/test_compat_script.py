@@ -158,7 +158,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork", slow("forkserver")])
+@pytest.mark.parametrize("method", ["spawn", slow("fork"), slow("forkserver")])
 def test_processes_that_the_script_starts_import_the_trainer_as_well(method, tmp_path):
     write(tmp_path / "script.py", SPAWNS)
     done = run("script.py", method, cwd=tmp_path)

@@ -7,7 +7,7 @@ import pytest
 import second_generation as second
 import small
 import torch
-from marks import slow
+from marks import slow, usual
 from second_generation import CONFIGS, batch, make, net, options, train
 
 from orttrainer import LossScaler
@@ -30,7 +30,7 @@ def first_losses(trainer, steps: int, *rate) -> list[float]:
     return [trainer.train_step(*batch(step), *rate)[0].item() for step in range(steps)]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", usual(CONFIGS, "momentum", "Adam", "Lamb"))
 def test_weights_of_both_generations_are_equal_to_the_bit(name):
     config, modules = CONFIGS[name](), [net(), net()]
     losses = train(make(modules[0], config), 5)
@@ -38,7 +38,7 @@ def test_weights_of_both_generations_are_equal_to_the_bit(name):
     small.assert_same(modules[0].state_dict(), modules[1].state_dict())
 
 
-@pytest.mark.parametrize("steps", [3, 7, 12])
+@pytest.mark.parametrize("steps", [slow(3), 7, slow(12)])
 def test_accumulated_gradients_of_both_generations_are_equal(steps):
     config, modules = optim.LambConfig(lr=0.01), [net(), net()]
     losses = train(make(modules[0], config, batch={"gradient_accumulation_steps": steps}), 12)
@@ -64,7 +64,7 @@ def test_schedules_of_both_generations_are_equal(name, schedule):
     small.assert_same(modules[0].state_dict(), modules[1].state_dict())
 
 
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("steps", [slow(1), 2])
 def test_mixed_precision_of_both_generations_is_equal_and_skips_what_overflows(steps):
     config, modules = optim.AdamConfig(lr=0.01), [net(), net()]
     scales = {"loss_scale": 2.0**30, "max_loss_scale": 2.0**30}  # float16 ends at 2^16
@@ -146,37 +146,39 @@ def large(name: str, config, **branches):
 
 
 @pytest.mark.parametrize("schedule", ["cosine"])
-def test_the_transformer_trains_under_a_schedule_and_its_onnx_model_is_as_described(schedule):
-    setup, trainer = large("transformer", optim.LambConfig(lr=0.1), lr_scheduler=SCHEDULERS[schedule]())
+@pytest.mark.parametrize("name, words", [("tied", 37), slow("transformer", 101)])
+def test_a_language_model_trains_under_a_schedule_and_its_onnx_model_is_as_described(name, words, schedule):
+    setup, trainer = large(name, optim.LambConfig(lr=0.1), lr_scheduler=SCHEDULERS[schedule]())
     expected = [SCHEDULERS[schedule]()._schedule.rate(step, 0.1) for step in range(6)]
     rates = []
     for step in range(6):
         outputs = trainer.train_step(*setup.batch(step))
         rates += trainer.options.lr_scheduler.get_last_lr()
     assert rates == pytest.approx(expected)
-    assert outputs[0].shape == () and list(outputs[1].shape)[-1] == 101
+    assert outputs[0].shape == () and list(outputs[1].shape)[-1] == words
     graph = trainer._onnx_model.graph
     assert [value.name for value in graph.input] == [entry.name for entry in trainer.model_desc.inputs]
     assert [value.name for value in graph.output] == [entry.name for entry in trainer.model_desc.outputs]
 
 
 @pytest.mark.parametrize(
-    "flags",
+    "name, flags",
     [
-        {"transformer_layer_recompute": True, "number_recompute_layers": 1},
-        slow({"gelu_recompute": True, "transformer_layer_recompute": True}),
+        ("mlp", {"gelu_recompute": True}),
+        slow("transformer", {"transformer_layer_recompute": True, "number_recompute_layers": 1}),
+        slow("transformer", {"gelu_recompute": True, "transformer_layer_recompute": True}),
     ],
 )
-def test_recomputation_changes_no_loss(flags):
-    setup, plain = large("transformer", optim.AdamConfig(lr=0.01))
-    _, recomputing = large("transformer", optim.AdamConfig(lr=0.01), graph_transformer=flags)
+def test_recomputation_changes_no_loss(name, flags):
+    setup, plain = large(name, optim.AdamConfig(lr=0.01))
+    _, recomputing = large(name, optim.AdamConfig(lr=0.01), graph_transformer=flags)
     for step in range(3):
         loss = plain.train_step(*setup.batch(step))[0]
         assert torch.equal(recomputing.train_step(*setup.batch(step))[0], loss)
     assert len(recomputing.training_graph.graph.graph) > len(plain.training_graph.graph.graph)
 
 
-@pytest.mark.parametrize("name", ["cnn", "tied", "bert"])
+@pytest.mark.parametrize("name", ["cnn", "tied", slow("bert")])
 def test_models_of_other_kinds_train_as_in_torch(name):
     setup, trainer = large(name, optim.AdamWConfig(lr=0.01))
     _, module = models.make(name)

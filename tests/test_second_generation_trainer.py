@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import second_generation as second
 import torch
+from marks import slow
 from second_generation import batch, make, net, train
 from torch import nn
 
@@ -77,7 +78,7 @@ def test_a_schedule_without_a_rate_of_its_own_takes_the_configuration_s():
     assert losses[0] != train(make(lr_scheduler=LinearWarmup(10, 0.5, lr=0.2)), 6)
 
 
-@pytest.mark.parametrize("rate", [torch.tensor(0.1), np.float32(0.1), 1])
+@pytest.mark.parametrize("rate", [torch.tensor(0.1), np.float32(0.1), slow(1)])
 def test_a_scheduler_may_return_any_number(rate):
     class Fixed(optim.lr_scheduler._LRScheduler):
         def get_lr(self, train_step_info):
@@ -112,7 +113,7 @@ def test_adam_clips_the_global_norm_to_one_unless_told_otherwise():
     assert train(unclipped, 20) == pytest.approx(expected(None), rel=1e-5)
 
 
-@pytest.mark.parametrize("config", [optim.AdamConfig, optim.LambConfig])
+@pytest.mark.parametrize("config", [slow(optim.AdamConfig), optim.LambConfig])
 def test_a_smaller_bound_on_the_norm_changes_the_losses(config):
     losses = [train(make(config=config(lr=0.01, max_norm_clip=bound, epsilon=1e-2)), 6) for bound in (1.0, 0.1)]
     assert losses[0][0] == losses[1][0] and losses[0][-1] != losses[1][-1]
@@ -142,7 +143,7 @@ def test_the_rate_of_the_configuration_is_read_at_every_step():
     assert not torch.equal(before["0.weight"], trainer._engine.model.state_dict()["0.weight"])
 
 
-@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize("steps", [slow(1), slow(2), 4])
 def test_accumulated_batches_are_one_large_batch(steps):
     module, config = net(), optim.SGDConfig(lr=0.1)
     trainer = make(module, config, batch={"gradient_accumulation_steps": steps})
