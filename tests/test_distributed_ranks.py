@@ -1,5 +1,6 @@
 """The collectives on 2 or 3 real processes, and what can be wrong with MPI."""
 
+import itertools
 import os
 import shutil
 import socket
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from launched import LAUNCH_VARIABLES
-from marks import slow
+from marks import usual
 
 from orttrainer import distributed
 from orttrainer.distributed import (
@@ -215,7 +216,12 @@ def second_trainer(kind):
     return textwrap.dedent(source).replace("KIND", kind)
 
 
-@pytest.mark.parametrize("error", ["ValueError('broken batch')", slow("KeyboardInterrupt()")])
+ENDS = "ValueError('broken batch')", "KeyboardInterrupt()"
+
+
+@pytest.mark.parametrize(
+    "launch, error", usual(itertools.product(LAUNCHERS, ENDS), ("mpi", ENDS[0])), indirect=["launch"]
+)
 def test_rank_that_dies_ends_the_others(launch, error):
     source = f"""
         if rank == 1:
