@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from marks import slow
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription, ORTTrainer, load_checkpoint, save_checkpoint
@@ -208,7 +209,11 @@ BUFFERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("make", [*PARAMETERS.values(), *BUFFERS.values()], ids=[*PARAMETERS, *BUFFERS])
+LONG = "Fourier operator", "unitary", "average, by_filling", "average, copied", "average, lerp_", "average, data"
+STATES = PARAMETERS | BUFFERS
+
+
+@pytest.mark.parametrize("make", [slow(STATES[name]) if name in LONG else STATES[name] for name in STATES], ids=STATES)
 def test_complex_state_trains_like_pytorch(make):
     torch.manual_seed(0)
     assert_trains_like_pytorch(make(), rate=0.02)

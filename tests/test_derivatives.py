@@ -8,6 +8,7 @@ import onnxruntime
 import pytest
 import torch
 from fidelity import RATE, Loss, assert_trains_as_in_pytorch, described, vectors
+from marks import in_turn
 from small import make
 from torch import func, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -138,12 +139,19 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize(("compute", "settings"), AUTOGRAD.values(), ids=AUTOGRAD)
+LONG = "residual, SiLU", "residual, GELU", "vmap of jacfwd", "vmap of a Laplacian"
+AUTOGRAD, TRANSFORMS = (
+    [pytest.param(*case, id=name, marks=pytest.mark.slow if name in LONG else ()) for name, case in cases.items()]
+    for cases in (AUTOGRAD, TRANSFORMS)
+)
+
+
+@pytest.mark.parametrize(("compute", "settings"), AUTOGRAD)
 def test_gradients_that_forward_asks_for_train_like_pytorch(compute, settings):
     assert_trains_as_in_pytorch(lambda: Derived(compute, **settings), vectors, evaluates=compute is hamiltonian)
 
 
-@pytest.mark.parametrize(("compute", "settings"), TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize(("compute", "settings"), TRANSFORMS)
 def test_transforms_of_functions_train_like_pytorch(compute, settings):
     assert_trains_as_in_pytorch(lambda: Derived(compute, **settings), vectors, evaluates=False)
 
@@ -169,7 +177,7 @@ CRITICS = {
 }
 
 
-@pytest.mark.parametrize("layers", CRITICS.values(), ids=CRITICS)
+@pytest.mark.parametrize("layers", in_turn(CRITICS))
 def test_a_gradient_penalty_trains_like_pytorch(layers):
     def images(step):
         return [torch.randn(4 + step, 2, 6, 6, generator=torch.Generator().manual_seed(step))]

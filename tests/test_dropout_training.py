@@ -8,6 +8,7 @@ import math
 import models
 import pytest
 import torch
+from marks import slow
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription, ORTTrainer, set_seed
@@ -84,7 +85,7 @@ def attention_dropout_only(p: float, layers: int = 1) -> nn.Module:
     ("module", "sites"),
     [
         (lambda: sample_transformer(0.2, layers=2), 9),  # 1 after the positions; in each layer 3 and 1 in its attention
-        (lambda: attention_dropout_only(0.2, layers=2), 2),
+        slow(lambda: attention_dropout_only(0.2, layers=2), 2),
         (lambda: sample_transformer(0.0), 0),
     ],
     ids=["all", "attention only", "none"],
@@ -95,7 +96,9 @@ def test_every_dropout_of_the_sample_is_active_in_the_graph(module, sites):
     assert active_sites(trainer) == sites
 
 
-@pytest.mark.parametrize("make", [sample_transformer, attention_dropout_only], ids=["everywhere", "attention only"])
+@pytest.mark.parametrize(
+    "make", [slow(sample_transformer), attention_dropout_only], ids=["everywhere", "attention only"]
+)
 def test_dropout_is_active_in_train_step_and_off_in_eval_step(make):
     module = make(0.2)
     trainer = transformer_trainer(module)

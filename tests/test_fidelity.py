@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from exported import Model
 from fidelity import RATE, Loss, assert_trains_as_in_pytorch, described, rebuilt, vectors
+from marks import in_turn
 from small import make
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
@@ -267,7 +268,7 @@ EMBEDDINGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", EMBEDDINGS)
+@pytest.mark.parametrize("case", in_turn(list(EMBEDDINGS)))
 def test_embeddings_train_as_in_pytorch(case):
     make_layer, inputs = EMBEDDINGS[case]
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from exported import Model
 from fidelity import assert_trains_as_in_pytorch
-from marks import slow
+from marks import in_turn, slow, usual
 from small import make
 from test_fidelity import Loss, described
 from torch import nn
@@ -96,7 +96,7 @@ CTC = {
 }
 
 
-@pytest.mark.parametrize("case", [name if name in ("mean", "targets in a row") else slow(name) for name in CTC])
+@pytest.mark.parametrize("case", usual(CTC, "targets in a row"))
 def test_connectionist_temporal_classification_trains_as_in_pytorch(case):
     options, targets = CTC[case]
     lengths = torch.tensor([5, 9, 12]) if case == "not enough time" else LENGTHS
@@ -161,8 +161,7 @@ LOSSES_OF_EACH = {
 }
 
 
-@pytest.mark.parametrize("which", ["all", "the larger of each pair"])
-@pytest.mark.parametrize("name", LOSSES_OF_EACH)
+@pytest.mark.parametrize("name, which", in_turn(list(LOSSES_OF_EACH), ["all", "the larger of each pair"]))
 def test_losses_of_each_sample_have_the_size_of_any_batch(name, which):
     torch.manual_seed(0)
     module = nn.Linear(6, 5)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fidelity import RATE, Loss, Written, assert_trains_as_in_pytorch, described, rebuilt, vectors
+from marks import in_turn
 from small import make
 from torch import nn
 
@@ -170,7 +171,10 @@ ONLY_TRAINING = {  # what these do in forward they do in evaluation too, which a
 }
 
 
-@pytest.mark.parametrize("make_layer", ONLY_TRAINING.values(), ids=ONLY_TRAINING)
+@pytest.mark.parametrize("make_layer", [  # of each change, with gradients and without in turn
+    pytest.param(make_layer, id=name, marks=pytest.mark.slow if k > 3 and k % 4 in (1, 2) else ())
+    for k, (name, make_layer) in enumerate(ONLY_TRAINING.items())
+])  # fmt: skip
 def test_buffers_change_as_in_pytorch(make_layer):
     assert_trains_as_in_pytorch(make_layer, vectors, evaluates=False)
 
@@ -254,7 +258,7 @@ MOVES = {
 }
 
 
-@pytest.mark.parametrize("change", MOVES.values(), ids=MOVES)
+@pytest.mark.parametrize("change", in_turn(MOVES))
 def test_a_frozen_parameter_changes_as_in_pytorch(change):
     assert_trains_as_in_pytorch(lambda: Written(change, trained=False), vectors, evaluates=False)
 

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from in_step import check_equal, step
-from marks import slow
+from marks import usual
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
@@ -108,10 +108,7 @@ def train(module, batches):
     return engine
 
 
-LONG = {"all states", "GRU", "RNN of relu", "rows", "scaled rows", "padded with something", "padded to more"}
-
-
-@pytest.mark.parametrize("case", [slow(case) if case in LONG else case for case in CASES])
+@pytest.mark.parametrize("case", usual(CASES, "rows changed in place", "the last state", "falling lengths", "RNN"))
 def test_trains_as_in_pytorch(case):
     torch.manual_seed(0)
     engine = train(CASES[case](), [(torch.randn(len(n), STEPS, FEATURES), torch.tensor(n)) for n in LENGTHS])

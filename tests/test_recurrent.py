@@ -8,7 +8,7 @@ import onnx
 import pytest
 import torch
 from cases import recurrent
-from marks import slow
+from marks import usual
 from onnx import TensorProto, helper
 from torch import nn
 
@@ -142,7 +142,7 @@ def make(name: str) -> nn.Module:
 
 
 # Layers, directions and order are those of the others here, and of `test_passes_recurrent.py`.
-@pytest.mark.parametrize("name", [slow(name) if name in ("lstm-2", "gru") else name for name in MODELS])
+@pytest.mark.parametrize("name", usual(MODELS, "lstm-bidirectional", "lstm-no-bias", "lstm-states", "rnn"))
 def test_five_steps_are_those_of_pytorch_at_every_length_and_batch(name):
     module, twin = make(name), make(name)
     last = isinstance(module, Classifier)

@@ -7,6 +7,7 @@ import copy
 import models
 import pytest
 import torch
+from marks import in_turn
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription, ORTTrainer
@@ -174,8 +175,9 @@ class Patches(nn.Module):
         return self.linear(tokens[:, 0]).tanh().mean()
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.InstanceNorm2d])
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(
+    "batch, norm", in_turn([1, 2], {"BatchNorm2d": nn.BatchNorm2d, "InstanceNorm2d": nn.InstanceNorm2d})
+)
 def test_a_single_image_trains_by_its_gradient_which_pytorch_gets_wrong(norm, batch):
     torch.manual_seed(0)
     module = Patches(norm)

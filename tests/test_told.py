@@ -52,7 +52,7 @@ def batch(number):
     return torch.randn(ROWS, 4, generator=dice) + number % 2, label[torch.randperm(ROWS, generator=dice)]
 
 
-@form(2)
+@form(2, long=True)
 def an_item(m, x, label):
     h = m.hidden(x)
     return (h if x.sum().item() > 10 else 2 * h).square().mean()
@@ -147,7 +147,7 @@ def hardest(m, x, label):
     return (each[label > 0].sum() + each[label == 0].topk(min(2 * others, int((label == 0).sum())))[0].sum()) / others
 
 
-@form(2)
+@form(2, long=True)
 def each_row(m, x, label):
     """Of which there are fewer in some batches: those cannot be asked about the last."""
     h = m.hidden(x)
@@ -191,6 +191,7 @@ def test_each_batch_trains_as_in_pytorch(function, graphs):
     torch.testing.assert_close(engine.eval_step({"x": x, "label": label})[0], engine.model(x, label).detach())
 
 
+@pytest.mark.slow
 def test_labels_in_a_row_of_a_length_of_their_own_have_the_loss_of_ctc():
     """As transformers has it: the targets of all samples behind each other, chosen by a mask."""
 

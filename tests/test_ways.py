@@ -7,6 +7,7 @@ import copy
 import onnx
 import pytest
 import torch
+from marks import slow
 from small import make
 from torch import nn
 
@@ -75,8 +76,8 @@ def by_a_buffer(m, x, h):
     "decide, optimizer, ways_gone",
     [
         (one_or_other, "SGDOptimizer", 2),
-        (both, "AdamOptimizer", 2),
-        (halved, "AdamOptimizer", 2),
+        slow(both, "AdamOptimizer", 2),
+        slow(halved, "AdamOptimizer", 2),
         (by_a_weight, "SGDOptimizer", 2),
         (by_a_buffer, "AdamOptimizer", 2),
     ],

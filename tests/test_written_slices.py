@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fidelity import assert_trains_as_in_pytorch, vectors
+from marks import in_turn
 from torch import nn
 
 
@@ -55,6 +56,6 @@ WRITES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("write", in_turn(WRITES))
 def test_what_is_written_into_a_slice_trains_as_in_pytorch(write):
     assert_trains_as_in_pytorch(lambda: Written(write), vectors, evaluates=True)
