@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from orttrainer.training_graph import TrainingGraph
 
 MOST = 16  # whose graphs are kept: each was exported
+REMEMBERED = 1024  # sizes that were found to fit
 OPEN = 4  # of these, whose sessions are: each has memory for its activations
 
 log = logging.getLogger("orttrainer")
@@ -43,6 +44,7 @@ class Ways:
     def __init__(self, forward: ForwardGraph, described: Sequence[str]):
         self.known = [forward]
         self._described, self._warned = frozenset(described), False
+        self._fitting: set[tuple] = set()  # sizes of batches that met what a graph takes for granted
         self._opened: dict[int, tuple[TrainingGraph, Runner]] = {}  # by the id of a known one, all on the same state
         self._asked: dict[tuple, tuple] = {}  # sessions that are open; what they are of, so that its id stays its own
 
@@ -103,6 +105,7 @@ class Ways:
 
     def _forget(self, forward: ForwardGraph) -> None:
         self._opened.pop(id(forward), None)
+        self._fitting.clear()  # an id may become another's
         self._asked = {key: asked for key, asked in self._asked.items() if asked[1] is not forward.conditions}
         if not self._warned:
             self._warned = True
@@ -113,9 +116,21 @@ class Ways:
             )
 
     def _holds(self, forward: ForwardGraph, batch, state, trains: bool) -> bool:
-        if unmet(forward.granted, batch) is not None:
-            return False
-        return forward.conditions is None or self._unmet(forward.conditions, batch, state, trains) is None
+        return self._fits(forward, batch) and (
+            forward.conditions is None or self._unmet(forward.conditions, batch, state, trains) is None
+        )
+
+    def _fits(self, forward: ForwardGraph, batch) -> bool:
+        """Whether the batch has sizes that the graph is right for; found out once for each."""
+        key = id(forward), *batch, *(tensor.shape for tensor in batch.values())
+        if key not in self._fitting:
+            if unmet(forward.granted, batch) is not None:
+                return False
+            if len(self._fitting) == REMEMBERED:
+                self._fitting.clear()
+            if any(way is forward for way in self.known):  # whose id stays its own
+                self._fitting.add(key)
+        return True
 
     def _unmet(self, conditions: Conditions, batch, state, trains: bool):
         """The first condition that this batch does not meet, or None; those that need inputs that it lacks are not asked."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import linecache
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from unittest import mock
 
 import onnx
@@ -36,17 +36,16 @@ def capture_dynamo(
     opset,
     by_nodes: list[bool] | None,
     decided: set[str],
-    granted: list[Granted],
-    names,
-    fixed,
+    granted: list[Granted] | None = None,
+    names: Sequence[str] = (),
+    fixed: bool = False,
 ) -> ir.Model:
     """Export through `torch.export`.
 
     Args:
         symbols: per input, the axes that vary: {axis: symbol}.
         decided: the names of the buffers by whose values forward decides, as Python does (if, int()), are added.
-        granted: what the trace takes for granted of the sizes of inputs is added.
-        names: of the inputs.
+        granted: what the trace takes for granted of the sizes of inputs, which have these `names`, is added.
         fixed: axes by whose size forward decides may become constants.
         by_nodes: decompose node by node where that can be done, and append True if it was; None: let torch do it.
     """
@@ -57,7 +56,8 @@ def capture_dynamo(
         load_exporter()
         with faithful(wrapper, decided):
             program = _exported_program(wrapper, inputs, symbols, fixed)
-            granted += granted_by(program, names, symbols)
+            if granted is not None:
+                granted += granted_by(program, names, symbols)
         # With gradients a Scan would give the sizes that its backward reads.
         with _late_signatures(), decomposing, _values_known(), torch.no_grad():
             onnx_program = torch.onnx.export(

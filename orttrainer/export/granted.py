@@ -7,7 +7,6 @@ torch.export noted of them is asked of each batch.
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,8 +15,6 @@ from typing import NamedTuple
 import torch
 
 __all__ = ["Granted", "granted_by", "unmet"]
-
-log = logging.getLogger("orttrainer")
 
 _FUNCTIONS = {"__builtins__": {}, "math": math, "max": max, "min": min, "abs": abs, "int": int, "round": round}
 

@@ -92,7 +92,6 @@ class _Job:
         self.public = state_names(wrapper)
         self.by_nodes = []  # True for each graph that was decomposed so
         self.fixes_sizes = False  # axes may become constants
-        self.thorough = False  # larger sizes are to be compared, too
         self.tensors = {}
         for name, tensor in [*wrapper.named_parameters(), *wrapper.named_buffers()]:
             self.tensors.setdefault(self.public[name], tensor)
@@ -140,8 +139,7 @@ class _Job:
                     if isinstance(error, _OtherSizes):
                         attempts.appendleft(of_one_size)
                     elif "inferred ranges from model tracing" in str(_root(error))[:500]:
-                        self.thorough = True  # which torch's older exporter would not say
-                        attempts.append(of_one_size)
+                        attempts.append(of_one_size)  # behind torch's older exporter, whose graph may be right for all
                 _refuse_frozen_decision(module, error)
                 failures.setdefault(exporter, error)
             else:
@@ -172,7 +170,7 @@ class _Job:
         check_dropouts(forward.model, self.rates)
         if not self.check:
             return forward
-        thorough = self.thorough or forward.exporter == "torchscript"
+        thorough = forward.exporter == "torchscript"  # which does not say what it takes for granted
         left = check_values(forward, self.wrapper, self.inputs, self.observed, self.public, self.symbols, thorough)
         return replace(forward, granted=left)
 
