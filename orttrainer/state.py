@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 import torch
+from onnx_ir.tensor_adapters import TorchTensor
 
 from orttrainer import export
 from orttrainer.distributed import Collective, check_ranks_agree
@@ -371,10 +372,10 @@ def cpu_copy(tensor: torch.Tensor) -> torch.Tensor:
 def ir_view(name: str, tensor: torch.Tensor) -> ir.TensorProtocol:
     """An ONNX tensor that shows what `tensor` holds at the moment it is written."""
     tensor = export.as_real(tensor)
-    dtype = ir.DataType.from_numpy(torch.empty(0, dtype=tensor.dtype).numpy().dtype)
+    dtype = TorchTensor(tensor).dtype
 
     def read() -> ir.TensorProtocol:
-        return ir.tensor(tensor.detach().cpu().numpy(), name=name)
+        return TorchTensor(tensor.detach().cpu().contiguous(), name=name)
 
     return ir.LazyTensor(read, dtype=dtype, shape=ir.Shape(tensor.shape), name=name, cache=False)
 

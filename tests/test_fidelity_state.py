@@ -317,3 +317,19 @@ def test_a_batch_that_forward_writes_to_is_trained_as_it_is_given_and_left_so():
     assert_trains_as_in_pytorch(lambda: ChangesItsInput(6, 6), vectors, evaluates=False)
     make(rebuilt(lambda: ChangesItsInput(6, 6)), loss_fn=None, desc=described(batch)).train_step(*batch, RATE)
     assert torch.equal(batch[0], vectors(0)[0])
+
+
+class Normalized(nn.Module):
+    """Times a constant in a dtype that NumPy has not, as models of transformers keep one."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("normalizer", torch.tensor(5.7, dtype=torch.bfloat16), persistent=False)
+
+    def forward(self, x):
+        return self.linear(x) * self.normalizer.type(x.dtype)
+
+
+def test_a_buffer_in_bfloat16_is_read_as_in_pytorch():
+    assert_trains_as_in_pytorch(Normalized, vectors, evaluates=True)
