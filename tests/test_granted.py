@@ -61,6 +61,8 @@ FORMS = {  # what is done, and how many graphs the sizes need
     "squeezed": (lambda y: y.squeeze().mean(0).square().sum(), 2),
     "squeezed along the batch": (lambda y: y.squeeze(0).mean(0).square().sum(), 2),
     "halves": (lambda y: torch.stack([part.mean() for part in y.chunk(2)]).square().sum(), 2),
+    "parts by keyword": (lambda y: sum(part.mean() for part in torch.split(tensor=y, split_size_or_sections=2)), 3),
+    "parts of other axes": (lambda y: sum(part.sum() for part in y.split(split_size=2, dim=1)), 1),
     "parts": (lambda y: sum(part.mean() * (i + 1) for i, part in enumerate(y.split(2))), 3),
 }
 LONG = "of all elements", "squeezed along the batch"

@@ -78,7 +78,19 @@ def granted_by(program, names: Sequence[str], symbols: Sequence[Mapping[int, str
         expression = expression.xreplace(named)
         if expression is not sympy.true:
             stated.append((PythonPrinter().doprint(expression), tuple(used)))
-    return [_of_its_own(text, sizes) for text, sizes in dict.fromkeys(stated)]
+    return [_of_its_own(text, sizes) for text, sizes in dict.fromkeys(stated) if _is_python(text)]
+
+
+def _is_python(text: str) -> bool:
+    """Whether a statement is of functions that are known here; torch has some of its own."""
+    sizes = dict.fromkeys(re.findall(r"\bsize\d+\b", text), 2)
+    try:
+        eval(_code(text), _FUNCTIONS, sizes)
+    except ArithmeticError:  # of sizes such as these
+        return True
+    except Exception:
+        return False
+    return True
 
 
 def _expressions(program, known) -> Iterator:

@@ -22,7 +22,8 @@ def _unbind(input, dim=0):
 def _split(split):
     """torch.split into equal parts, of which an axis of a symbolic size has as many as it has in this batch."""
 
-    def call(input, size, dim=0):
+    def call(tensor, split_size=None, dim=0, *, split_size_or_sections=None):
+        input, size = tensor, split_size_or_sections if split_size is None else split_size
         whole = input.shape[dim]
         if not isinstance(size, (int, torch.SymInt)) or torch.jit.is_tracing() or isinstance(whole, int):
             return split(input, size, dim)

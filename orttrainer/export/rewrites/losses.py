@@ -45,9 +45,7 @@ def _cross_entropy(
     nll = F.nll_loss(log_prob, target, weight, ignore_index=ignore_index, reduction=reduction)
     nll = _of_each(nll, target) if reduction == "none" else nll
     valid = target != ignore_index
-    smooth = torch.where(
-        valid, -weighted.sum(dim=axis), 0.0
-    )  # no product: what is ignored has no slope, be that infinite
+    smooth = torch.where(valid, -weighted.sum(dim=axis), 0.0)  # no product: 0 times an infinite slope is NaN
     count = valid.to(input.dtype)
     if weight is not None:
         count = count * weight[torch.where(valid, target, 0)]
