@@ -1,21 +1,92 @@
-"""Inverses, systems of equations and logarithms of determinants train like PyTorch."""
+"""Inverses, factorizations, eigenvalues and singular values train like PyTorch, and so do models made of them."""
 
 import copy
 
+import marks
 import pytest
 import torch
-from torch import nn
+from torch import distributions, linalg, nn
+from torch.nn.utils import parametrizations
 
 from orttrainer import IODescription, ModelDescription, ORTTrainer
 
+
+def positive(w):
+    return w @ w.mT + torch.eye(w.shape[-1])
+
+
+def outer(w, x):
+    """One matrix for each row of x."""
+    return (x @ w).unsqueeze(-1) * (x @ w).unsqueeze(-2)
+
+
+def of_vectors(values, vectors):
+    """What depends on values and vectors, but not on the vectors' signs."""
+    weights = torch.arange(1.0, vectors.shape[-1] + 1)
+    return values.sin().sum() + (vectors.square() * weights).sin().sum()
+
+
+def of_svd(U, S, Vh):
+    return of_vectors(S, U[..., :3]) + of_vectors(S, Vh.mT[..., :3]) + ((U[:, :3] * S[:3]) @ Vh[:3]).cos().sum()
+
+
+def gradient_norm(y, w):
+    return torch.autograd.grad(y, w, create_graph=True)[0].square().sum()
+
+
 FORMS = {
-    "inv": lambda w, x: torch.linalg.inv(w).diagonal(dim1=-2, dim2=-1).sum(),
+    "inv": lambda w, x: linalg.inv(w).diagonal(dim1=-2, dim2=-1).sum(),
     "inverse": lambda w, x: (x @ torch.inverse(w)).square().mean(),
-    "solve-matrix": lambda w, x: torch.linalg.solve(w, x.T).square().mean(),
-    "solve-vector": lambda w, x: torch.linalg.solve(w, x.sum(0)).square().mean(),
-    "solve-right": lambda w, x: torch.linalg.solve(w, x, left=False).square().mean(),
-    "slogdet": lambda w, x: torch.linalg.slogdet(w)[1] + (x @ w).square().mean(),
-    "logdet": lambda w, x: torch.logdet(w @ w.T + torch.eye(4)) + (x @ w).square().mean(),
+    "solve-matrix": lambda w, x: linalg.solve(w, x.T).square().mean(),
+    "solve-vector": lambda w, x: linalg.solve(w, x.sum(0)).square().mean(),
+    "solve-right": lambda w, x: linalg.solve(w, x, left=False).square().mean(),
+    "inv-ex": lambda w, x: linalg.inv_ex(w).inverse.sin().sum(),
+    "solve-ex": lambda w, x: linalg.solve_ex(w, x.T).result.sin().sum(),
+    "tensorinv": lambda w, x: linalg.tensorinv(w.reshape(2, 2, 4), ind=2).sin().sum(),
+    "tensorsolve": lambda w, x: linalg.tensorsolve(w.reshape(2, 2, 4), x[:2, :2]).sin().sum(),
+    "matrix-power": lambda w, x: sum(linalg.matrix_power(w / 4, n).sin().sum() for n in (5, 0, -2)),
+    "slogdet": lambda w, x: linalg.slogdet(w)[1] + (x @ w).square().mean(),
+    "slogdet-batch": lambda w, x: sum(p.sin().sum() for p in linalg.slogdet(outer(w, x) - w)),
+    "slogdet-small": lambda w, x: linalg.slogdet(positive(w) * 1e-12)[1],
+    "logdet": lambda w, x: torch.logdet(positive(w)) + (x @ w).square().mean(),
+    "triangular": lambda w, x: linalg.solve_triangular(w, x.T, upper=False).sin().sum(),
+    "triangular-unit-right": lambda w, x: linalg.solve_triangular(
+        w / 3, x, upper=True, left=False, unitriangular=True
+    ).sum(),
+    "triangular-old": lambda w, x: torch.triangular_solve(x.T, w, transpose=True).solution.sin().sum(),
+    "cholesky": lambda w, x: linalg.cholesky(positive(w)).sin().sum(),
+    "cholesky-batch": lambda w, x: linalg.cholesky(outer(w, x) + torch.eye(4)).sin().sum(),
+    "cholesky-of-rows": lambda w, x: linalg.cholesky((x @ w) @ (x @ w).mT + torch.eye(len(x)), upper=True).sin().sum(),
+    "cholesky-ex": lambda w, x: linalg.cholesky_ex(positive(w), upper=True).L.sin().sum(),
+    "cholesky-solve": lambda w, x: torch.cholesky_solve(x.T, linalg.cholesky(positive(w))).sin().sum(),
+    "cholesky-inverse": lambda w, x: torch.cholesky_inverse(torch.cholesky(positive(w))).sin().sum(),
+    "lu": lambda w, x: sum(p.sin().sum() for p in linalg.lu(w)),
+    "qr": lambda w, x: sum(p.sin().sum() for p in linalg.qr(w)),
+    "qr-tall": lambda w, x: sum(p.sin().sum() for p in torch.qr(x @ w)),
+    "qr-wide": lambda w, x: sum(p.sin().sum() for p in linalg.qr(w[:3])),
+    "householder": lambda w, x: linalg.householder_product(w, w.sum(0).sigmoid()).sin().sum(),
+    "eigh": lambda w, x: of_vectors(*linalg.eigh(positive(w))),
+    "eigh-batch": lambda w, x: 0.1 * of_vectors(*linalg.eigh(outer(w, x) + positive(w), UPLO="U")),
+    "eigvalsh": lambda w, x: linalg.eigvalsh(w + w.mT).sin().sum(),
+    "eigvalsh-equal": lambda w, x: linalg.eigvalsh(torch.eye(4) * w.sum()).sin().sum(),
+    "svd": lambda w, x: of_svd(*linalg.svd(w)),
+    "svd-tall": lambda w, x: of_svd(*linalg.svd(x @ w, full_matrices=False)),
+    "svd-complete": lambda w, x: of_svd(*linalg.svd(w[:3])),
+    "svd-old": lambda w, x: of_svd(*(p.mT if n == 2 else p for n, p in enumerate(torch.svd(w[:, :3])))),
+    "svdvals-odd": lambda w, x: linalg.svdvals(w[:3, :3]).sin().sum(),
+    "norms": lambda w, x: torch.norm(w, "nuc") + linalg.matrix_norm(x @ w, 2) + linalg.norm(w, -2, keepdim=True).sum(),
+    "norm-of-zeros": lambda w, x: linalg.matrix_norm(w * 0, "nuc") + (x @ w).square().mean(),
+    "pinv": lambda w, x: linalg.pinv(x @ w).sin().sum(),
+    "pinv-wide": lambda w, x: torch.pinverse(w[:3]).sin().sum(),
+    "pinv-of-lower-rank": lambda w, x: linalg.pinv(w[:, :2] @ w[:2], rtol=1e-3).sin().sum(),
+    "pinv-hermitian": lambda w, x: linalg.pinv(positive(w), hermitian=True).sin().sum(),
+    "lstsq": lambda w, x: linalg.lstsq(x @ w, x[:, :2]).solution.sin().sum(),
+    "cond": lambda w, x: linalg.cond(w) + linalg.cond(w, -2),
+    "cholesky-twice": lambda w, x: gradient_norm(linalg.cholesky(positive(w)).sin().sum(), w),
+    "qr-twice": lambda w, x: gradient_norm(linalg.qr(w)[0].sin().sum(), w),
+    "eigenvalues-twice": lambda w, x: 0.01 * gradient_norm(linalg.eigvalsh(positive(w)).sin().sum(), w),
+    "singular-values-twice": lambda w, x: gradient_norm(linalg.svdvals(w).sin().sum(), w),
+    "slogdet-twice": lambda w, x: gradient_norm(linalg.slogdet(w)[1], w),
 }
 
 
@@ -28,10 +99,67 @@ class Model(nn.Module):
         return self.form(self.weight, x)
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_linear_algebra_trains_like_pytorch(name):
-    torch.manual_seed(0)
-    model = Model(FORMS[name])
+class Orthogonal(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wider, self.square = (
+            parametrizations.orthogonal(nn.Linear(4, 6)),
+            parametrizations.orthogonal(nn.Linear(6, 6)),
+        )
+        self.narrower = parametrizations.orthogonal(nn.Linear(6, 3))
+
+    def forward(self, x):
+        return (self.narrower(self.square(self.wider(x).tanh()).tanh()) - 1).square().mean()
+
+
+class GaussianProcess(nn.Module):
+    """The marginal likelihood of the rows of a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.length, self.noise = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(()))
+
+    def covariance(self, x):
+        return torch.exp(-torch.cdist(x, x).square() / self.length.exp() ** 2) + self.noise.exp() * torch.eye(len(x))
+
+    def forward(self, x):
+        factor, y = linalg.cholesky(self.covariance(x)), x.sin().sum(-1, keepdim=True)
+        return (y * torch.cholesky_solve(y, factor)).sum() / 2 + factor.diagonal().log().sum()
+
+
+class GaussianProcessOfDistribution(GaussianProcess):
+    def forward(self, x):
+        y = distributions.MultivariateNormal(torch.zeros(len(x)), covariance_matrix=self.covariance(x))
+        return -y.log_prob(x.sin().sum(-1))
+
+
+class MixtureDensity(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.heads = nn.Linear(4, 8), nn.Linear(8, 3 * 6)
+
+    def forward(self, x):
+        logits, mean, scales, below = self.heads(self.hidden(x).tanh()).split([3, 6, 6, 3], -1)
+        factor = torch.diag_embed(nn.functional.softplus(scales.reshape(-1, 3, 2)))
+        factor = factor + nn.functional.pad(below.reshape(-1, 3, 1, 1), (0, 1, 1, 0))
+        parts = distributions.MultivariateNormal(mean.reshape(-1, 3, 2), scale_tril=factor)
+        mixture = distributions.MixtureSameFamily(distributions.Categorical(logits=logits), parts)
+        return -mixture.log_prob(x[:, :2]).mean()
+
+
+class LowRank(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor, self.mean = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        low = distributions.LowRankMultivariateNormal(self.mean, self.factor, torch.ones(4))
+        full = distributions.MultivariateNormal(self.mean, covariance_matrix=positive(self.factor @ self.factor.mT))
+        prior = distributions.MultivariateNormal(torch.zeros(4), torch.eye(4))
+        return distributions.kl_divergence(full, prior) - low.log_prob(x).mean()
+
+
+def assert_trains_alike(model):
     twin = copy.deepcopy(model)
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.01)
     description = ModelDescription(
@@ -39,10 +167,66 @@ def test_linear_algebra_trains_like_pytorch(name):
     )
     rate = IODescription("Learning_Rate", [1], torch.float32)
     trainer = ORTTrainer(model, None, description, "SGDOptimizer", None, rate, torch.device("cpu"))
-    for step in range(4):
-        x = torch.randn(3 + step, 4)
+    for step in range(3):
+        x = torch.randn(5 + step, 4)
         loss, expected = trainer.train_step(x, torch.tensor([0.01])), twin(x)
         optimizer.zero_grad()
         expected.backward()
         optimizer.step()
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-4, atol=1e-6)
+    for own, expected in zip(model.parameters(), twin.parameters()):
+        torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-5)
+
+
+USUAL = [
+    *(
+        "inv",
+        "solve-vector",
+        "slogdet-batch",
+        "slogdet-small",
+        "triangular-unit-right",
+        "cholesky-batch",
+        "cholesky-of-rows",
+    ),
+    *(
+        "lu",
+        "qr-tall",
+        "qr-wide",
+        "householder",
+        "eigh-batch",
+        "eigvalsh-equal",
+        "svd-tall",
+        "svd-complete",
+        "norm-of-zeros",
+    ),
+    *("pinv", "lstsq", "cholesky-twice", "eigenvalues-twice"),
+]
+
+
+@pytest.mark.parametrize("name", marks.usual(FORMS, *USUAL))
+def test_linear_algebra_trains_like_pytorch(name):
+    torch.manual_seed(0)
+    assert_trains_alike(Model(FORMS[name]))
+
+
+MODELS = [Orthogonal, GaussianProcess, GaussianProcessOfDistribution, MixtureDensity, LowRank]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_models_of_linear_algebra_train_like_pytorch(model):
+    torch.manual_seed(0)
+    assert_trains_alike(model())
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 64])
+def test_jacobi_finds_eigenvalues_and_singular_values_of_any_size(size):
+    """Odd ones too, where one column has no partner; to float64's roundings."""
+    from orttrainer.export.rewrites import spectra
+
+    torch.manual_seed(0)
+    A = torch.randn(size, size, dtype=torch.float64)
+    scaled, V = spectra._jacobi(A)
+    singular = scaled.square().sum(-2).sqrt().sort(descending=True).values
+    torch.testing.assert_close(singular, linalg.svdvals(A), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(V.mT @ V, torch.eye(size, dtype=torch.float64), rtol=0, atol=1e-12)
+    torch.testing.assert_close(scaled, A @ V, rtol=1e-12, atol=1e-12)

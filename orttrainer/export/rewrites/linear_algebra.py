@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-__all__ = ["OF_A_MATRIX", "REWRITES"]
+__all__ = ["OF_A_MATRIX", "REWRITES", "inverse", "is_vector", "no_errors", "only_exporting"]
 
 
-def _inverse(A, *, out=None):
+def inverse(A, *, out=None):
     """torch.linalg.inv; of a singular matrix ONNX Runtime's has infinite elements where torch raises an error."""
     if not torch.compiler.is_exporting():
         return torch.linalg.inv(A)
@@ -16,16 +18,68 @@ def _inverse(A, *, out=None):
 
 def _solve(A, B, *, left=True, out=None):
     """torch.linalg.solve: X with A X = B, or X A = B."""
-    inverse = _inverse(A)
-    if left and (B.dim() == 1 or (A.dim() == B.dim() + 1 and A.shape[:-1] == B.shape)):  # vectors
-        return (inverse @ B.unsqueeze(-1)).squeeze(-1)
-    return inverse @ B if left else B @ inverse
+    inverted = inverse(A)
+    if left and is_vector(A, B):
+        return (inverted @ B.unsqueeze(-1)).squeeze(-1)
+    return inverted @ B if left else B @ inverted
 
 
-def _slogdet(A, *, out=None):
-    """torch.linalg.slogdet, from the determinant itself."""
-    determinant = torch.linalg.det(A)
-    return torch.return_types.linalg_slogdet((torch.sign(determinant.detach()), torch.log(determinant.abs())))
+def is_vector(A, B):
+    """Whether torch takes B for one right-hand side of each system of A."""
+    return B.dim() == 1 or (A.dim() == B.dim() + 1 and A.shape[:-1] == B.shape)
+
+
+def _inverse_ex(A, *, check_errors=False, out=None):
+    return torch.return_types.linalg_inv_ex((inverse(A), no_errors(A)))
+
+
+def _solve_ex(A, B, *, left=True, check_errors=False, out=None):
+    return torch.return_types.linalg_solve_ex((_solve(A, B, left=left), no_errors(A)))
+
+
+def no_errors(A):
+    """What LAPACK reports of each matrix where all went well."""
+    return torch.zeros(A.shape[:-2], dtype=torch.int32, device=A.device)
+
+
+def only_exporting(rewrites):
+    """The functions, each as itself where torch's older exporter makes the graph, or of empty matrices."""
+
+    def chosen(function, rewritten):
+        def call(*args, **kwargs):
+            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+            empty = any(type(size) is int and size == 0 for x in tensors for size in x.shape)
+            return (rewritten if torch.compiler.is_exporting() and not empty else function)(*args, **kwargs)
+
+        return call
+
+    return {function: chosen(function, rewritten) for function, rewritten in rewrites.items()}
+
+
+def _tensorinv(A, ind=2, *, out=None):
+    """torch.linalg.tensorinv: the inverse of the matrix whose rows are the first `ind` axes."""
+    size = math.prod(A.shape[ind:])
+    return inverse(A.reshape(-1, size)).reshape(A.shape[ind:] + A.shape[:ind])
+
+
+def _tensorsolve(A, B, dims=None, *, out=None):
+    """torch.linalg.tensorsolve: X with tensordot(A, X) = B."""
+    if dims is not None:
+        moved = sorted(axis % A.dim() for axis in dims)
+        A = A.permute([axis for axis in range(A.dim()) if axis not in moved] + moved)
+    shape = A.shape[B.dim() :]
+    return _solve(A.reshape(B.numel(), -1), B.reshape(-1)).reshape(shape)
+
+
+def _matrix_power(A, n, *, out=None):
+    """torch.linalg.matrix_power, by squaring."""
+    if n < 0:
+        return _matrix_power(inverse(A), -n)
+    if n == 0:
+        return torch.eye(A.shape[-1], dtype=A.dtype, device=A.device).expand(A.shape).clone()
+    half = _matrix_power(A, n // 2) if n > 1 else None
+    square = A if half is None else half @ half
+    return square @ A if half is not None and n % 2 else square
 
 
 _TERMS, _SQUARINGS = 12, 12
@@ -49,10 +103,14 @@ def _matrix_exp(A):
 
 OF_A_MATRIX = {
     **dict.fromkeys([torch.linalg.matrix_exp, torch.matrix_exp, torch.Tensor.matrix_exp], _matrix_exp),
-    **dict.fromkeys([torch.linalg.inv, torch.inverse, torch.Tensor.inverse], _inverse),
+    **dict.fromkeys([torch.linalg.inv, torch.inverse, torch.Tensor.inverse], inverse),
 }
 REWRITES = {
     **OF_A_MATRIX,
     torch.linalg.solve: _solve,
-    **dict.fromkeys([torch.linalg.slogdet, torch.slogdet, torch.Tensor.slogdet], _slogdet),
+    torch.linalg.inv_ex: _inverse_ex,
+    torch.linalg.solve_ex: _solve_ex,
+    torch.linalg.tensorinv: _tensorinv,
+    torch.linalg.tensorsolve: _tensorsolve,
+    **dict.fromkeys([torch.linalg.matrix_power, torch.matrix_power, torch.Tensor.matrix_power], _matrix_power),
 }

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from orttrainer.export.rewrites import special
+from orttrainer.export.rewrites.spectra import spectral_norm
 
 __all__ = ["REWRITES"]
 
@@ -41,19 +42,23 @@ def _linalg_norm(x, ord=None, dim=None, keepdim=False, *, dtype=None):
         return _vector_norm(x, 2, dim, keepdim, dtype=dtype)
     if axes <= 1 and not isinstance(ord, str):
         return _vector_norm(x, ord, dim, keepdim, dtype=dtype)
-    return torch.linalg.norm(x, ord, dim, keepdim, dtype=dtype)
+    return _matrix_norm(x, ord, (-2, -1) if dim is None else dim, keepdim, dtype=dtype)
 
 
 def _matrix_norm(A, ord="fro", dim=(-2, -1), keepdim=False, *, dtype=None):
     """torch.linalg.matrix_norm, whose Frobenius norm has the slope 0 at 0."""
     if ord == "fro":
         return _vector_norm(A, 2, dim, keepdim, dtype=dtype)
+    if ord in (2, -2, "nuc"):
+        return spectral_norm(A if dtype is None else A.to(dtype), ord, dim, keepdim)
     return torch.linalg.matrix_norm(A, ord, dim, keepdim, dtype=dtype)
 
 
 def _norm(input, p="fro", dim=None, keepdim=False, out=None, dtype=None):
     """torch.norm, which knows no norm of a matrix but the nuclear one."""
-    if p == "nuc" or out is not None:
+    if p == "nuc":
+        return spectral_norm(input if dtype is None else input.to(dtype), p, dim, keepdim)
+    if out is not None:
         return torch.norm(input, p, dim, keepdim, out, dtype)
     return _vector_norm(input, 2 if p in ("fro", None) else p, dim, keepdim, dtype=dtype)
 
