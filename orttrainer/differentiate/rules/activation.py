@@ -10,8 +10,9 @@ import math
 import onnx_ir as ir
 
 from orttrainer.differentiate.registry import vjp
-from orttrainer.differentiate.rules.elementwise import compare, mask
+from orttrainer.differentiate.rules.elementwise import compare, mask, masked
 from orttrainer.differentiate.rules.tools import widened
+from orttrainer.graph.infinite import may_be_infinite
 from orttrainer.graph.passes.speed.gelu import normal_distribution
 
 SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
@@ -29,7 +30,10 @@ def one_if_positive(op, x: ir.Value, otherwise: ir.Value | float) -> ir.Value:
 @vjp("Relu")
 def relu(op, node, dy):
     """Y = max(X, 0)  ->  dX = dY where Y > 0."""
-    return op.Mul(dy, _positive(op, node.outputs[0]))  # 0 at X == 0
+    (y,) = node.outputs  # 0 at X == 0
+    if may_be_infinite(y):
+        return masked(op, node, dy, compare(op, "Greater", y, 0.0))
+    return op.Mul(dy, _positive(op, y))
 
 
 def _positive(op, y: ir.Value) -> ir.Value:
@@ -61,31 +65,31 @@ def prelu(op, node, dy):
 @vjp("ThresholdedRelu")
 def thresholded_relu(op, node, dy):
     """Y = X where X > alpha, else 0  ->  dX = dY where X > alpha."""
-    return op.Mul(dy, mask(op, "Greater", node.inputs[0], node.attributes.get_float("alpha", 1.0)))
+    return masked(op, node, dy, compare(op, "Greater", node.inputs[0], node.attributes.get_float("alpha", 1.0)))
 
 
 @vjp("Shrink")
 def shrink(op, node, dy):
     """Y = X + bias below -lambd, X - bias above lambd, else 0  ->  dX = dY where |X| > lambd."""
-    return op.Mul(dy, mask(op, "Greater", op.Abs(node.inputs[0]), node.attributes.get_float("lambd", 0.5)))
+    return masked(op, node, dy, compare(op, "Greater", op.Abs(node.inputs[0]), node.attributes.get_float("lambd", 0.5)))
 
 
 @vjp("HardSigmoid")
 def hard_sigmoid(op, node, dy):
     """Y = clip(alpha X + beta, 0, 1)  ->  dX = alpha dY where 0 < Y < 1."""
     (y,) = node.outputs
-    return op.Mul(dy, op.Mul(_strictly_between_0_and_1(op, y), node.attributes.get_float("alpha", 0.2)))
+    return op.Mul(masked(op, node, dy, _strictly_between_0_and_1(op, y)), node.attributes.get_float("alpha", 0.2))
 
 
 @vjp("HardSwish")
 def hard_swish(op, node, dy):
     """Y = X H, H = clip(X / 6 + 1/2, 0, 1)  ->  dX = dY * (H + (X / 6 = H - 1/2, where 0 < H < 1))."""
     h = op.HardSigmoid(node.inputs[0], alpha=1 / 6, beta=0.5)
-    return op.Mul(dy, op.Add(h, op.Mul(op.Sub(h, 0.5), _strictly_between_0_and_1(op, h))))
+    return op.Mul(dy, op.Add(h, op.Mul(op.Sub(h, 0.5), op.cast_as(_strictly_between_0_and_1(op, h), h))))
 
 
 def _strictly_between_0_and_1(op, y: ir.Value) -> ir.Value:
-    return op.cast_as(op.And(compare(op, "Greater", y, 0.0), compare(op, "Less", y, 1.0)), y)
+    return op.And(compare(op, "Greater", y, 0.0), compare(op, "Less", y, 1.0))
 
 
 # -- exponential ------------------------------------------------------------------------------

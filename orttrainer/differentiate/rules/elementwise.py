@@ -14,6 +14,7 @@ import onnx_ir as ir
 from orttrainer.differentiate.driver import FLOATS
 from orttrainer.differentiate.registry import non_differentiable, vjp
 from orttrainer.differentiate.rules.tools import operand, widened
+from orttrainer.graph.infinite import may_be_infinite
 
 non_differentiable("Ceil", "Floor", "Round", "Sign")  # piecewise constant
 non_differentiable("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "IsInf", "IsNaN")
@@ -33,6 +34,13 @@ def compare(op, relation: str, a: ir.Value, b: ir.Value | float) -> ir.Value:
 def mask(op, relation: str, a: ir.Value, b: ir.Value | float) -> ir.Value:
     """1 where `a relation b` holds, else 0, in the dtype of `a`. Faster than Where, which has one thread."""
     return op.cast_as(compare(op, relation, a, b), a)
+
+
+def masked(op, node: ir.Node, dy: ir.Value, condition: ir.Value) -> ir.Value:
+    """`dy` where `condition` holds for an element of what `node` reads, else 0, of an infinite `dy` too."""
+    if may_be_infinite(node.outputs[0]):
+        return op.Where(condition, dy, op.scalar(0.0, dy))
+    return op.Mul(dy, op.cast_as(condition, dy))
 
 
 # -- arithmetic -------------------------------------------------------------------------------
@@ -93,16 +101,20 @@ def max_(op, node, dy):
     if len(xs) == 1:
         return dy
     # Never X_i == Y: ONNX Runtime may hold a float16 X_i in float32, and Y rounded.
+    if len(xs) == 2 and may_be_infinite(node.outputs[0]):
+        zero, half = op.scalar(0.0, dy), op.Mul(dy, 0.5)
+        first, second = compare(op, beats, *xs), compare(op, beats, *reversed(xs))
+        return tuple(op.Where(a, dy, op.Where(b, zero, half)) for a, b in ((first, second), (second, first)))
     if len(xs) == 2:
         lead = op.Sub(mask(op, beats, *xs), mask(op, beats, *reversed(xs)))  # 1, 0 for a tie, -1
         da = op.Mul(dy, op.Add(op.Mul(lead, 0.5), 0.5))
         return da, op.Sub(dy, da)
-    wins = []
+    conditions = []
     for i, x in enumerate(xs):
         won = functools.reduce(op.And, [compare(op, wins_over, x, other) for j, other in enumerate(xs) if j != i])
-        wins.append(op.cast_as(won, x))
-    share = op.Div(dy, functools.reduce(op.Add, wins))
-    return [op.Mul(share, won) for won in wins]
+        conditions.append(won)
+    share = op.Div(dy, functools.reduce(op.Add, [op.cast_as(won, dy) for won in conditions]))
+    return [masked(op, node, share, won) for won in conditions]
 
 
 @vjp("Clip")
@@ -115,14 +127,14 @@ def clip(op, node, dy):
         below = compare(op, "Less", x, low)
         if high is not None:  # low > high: Y = high everywhere
             below = op.And(below, compare(op, "LessOrEqual", low, high))
-        dlow = op.Mul(dy, op.cast_as(below, x))
+        dlow = masked(op, node, dy, below)
     if high is not None:
         inside.append(compare(op, "LessOrEqual", x, high))
         above = compare(op, "Greater", x, high)
         if low is not None:
             above = op.Or(above, compare(op, "Greater", low, high))
-        dhigh = op.Mul(dy, op.cast_as(above, x))
-    dx = op.Mul(dy, op.cast_as(functools.reduce(op.And, inside), x)) if inside else dy
+        dhigh = masked(op, node, dy, above)
+    dx = masked(op, node, dy, functools.reduce(op.And, inside)) if inside else dy
     return (dx, dlow, dhigh)[: len(node.inputs)]
 
 

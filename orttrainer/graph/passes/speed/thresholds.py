@@ -6,6 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder, same_shape
+from orttrainer.graph.infinite import may_be_infinite
 from orttrainer.graph.passes.counter_hash import replace
 from orttrainer.graph.scopes import copy_scope
 
@@ -13,8 +14,8 @@ from orttrainer.graph.scopes import copy_scope
 class ThresholdPass(ir.passes.InPlacePass):
     """Where(x >= k, k, x) -> Clip(x, max k); Where(x >= k, 0, dy) -> dy * HardSigmoid(3e38 (k - x)); likewise for <=.
 
-    For constants k and float32. The mask is 1 or 0, but between them where x is a denormal number away from k. Where dy is
-    infinite and masked, the result is NaN, as behind Relu.
+    For constants k and float32. The mask is 1 or 0, but between them where x is a denormal number away from k. It stays
+    a choice where dy may be infinite.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -53,7 +54,7 @@ def _masked(op: Builder, node: ir.Node) -> ir.Value | None:
     if (found := _threshold(op, node)) is None or _scalar(op, node.inputs[1]) != 0:
         return None
     (relation, x, k), dy = found, node.inputs[2]
-    if not same_shape(dy, x) or dy.dtype != x.dtype:
+    if not same_shape(dy, x) or dy.dtype != x.dtype or may_be_infinite(x):
         return None
     inside = op.Sub(k, x) if relation == "GreaterOrEqual" else op.Sub(x, k)
     return op.Mul(dy, op.HardSigmoid(inside, alpha=3e38, beta=0.0))
