@@ -46,6 +46,7 @@ from orttrainer.export.rewrites import (
     pooling,
     recurrent,
     spectra,
+    sampling,
     spelled_out,
     strided,
 )
@@ -277,6 +278,7 @@ _REWRITES = {
     **normalization.REWRITES,
     **packed.REWRITES,
     **pooling.REWRITES,
+    **sampling.REWRITES,
     **spelled_out.REWRITES,
     **strided.REWRITES,
     torch.Tensor.copy_: _copy,

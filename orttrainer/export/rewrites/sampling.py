@@ -1,0 +1,69 @@
+"""`grid_sample` of volumes, which the exporters have for images alone: each point is a weighted sum of the voxels around it."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["REWRITES"]
+
+_NEAREST = 1  # as torch numbers the modes ...
+_ZEROS, _BORDER = 0, 1  # ... and what is beyond the volume; 2 is its reflection
+
+
+def _grid_sampler(input, grid, interpolation_mode, padding_mode, align_corners):
+    if input.dim() != 5:
+        return torch.grid_sampler(input, grid, interpolation_mode, padding_mode, align_corners)
+    return _grid_sampler_3d(input, grid, interpolation_mode, padding_mode, align_corners)
+
+
+def _grid_sampler_3d(input, grid, interpolation_mode, padding_mode, align_corners):
+    """torch.grid_sampler_3d; of `grid` the last axis is x, y, z, and in volumes z is the first."""
+    batch, channels, *sizes = input.shape
+    place, weight = torch.arange(batch, device=input.device).unsqueeze(1), 1.0  # [taps of z, of y, of x, batch, points]
+    for axis, size in enumerate(sizes):
+        at = _in_voxels(grid[..., 2 - axis].reshape(batch, -1), size, padding_mode, align_corners)
+        near, share = (
+            x.reshape([-1] + [1] * (2 - axis) + list(at.shape)) for x in _neighbors(at, size, interpolation_mode)
+        )
+        place, weight = place * size + near, weight * share
+    # As rows of one table: a gather along an axis would need an index for each channel.
+    table = input.flatten(2).transpose(1, 2).reshape(-1, channels)
+    found = table.index_select(0, place.flatten()).reshape(*place.shape, channels) * weight.unsqueeze(-1)
+    return found.sum((0, 1, 2)).transpose(1, 2).reshape(batch, channels, *grid.shape[1:4])
+
+
+def _in_voxels(at, size, padding_mode, align_corners):
+    """Coordinates from -1 to 1 as positions in voxels, from 0 to size - 1; beyond these as `padding_mode` says."""
+    at = (at + 1) / 2 * (size - 1) if align_corners else ((at + 1) * size - 1) / 2
+    if padding_mode == _ZEROS:
+        return torch.where((at >= -1) & (at <= size), at, -2.0)  # what is farther away is as good as NaN
+    if padding_mode != _BORDER:
+        at = _reflected(at, *((0.0, size - 1) if align_corners else (-0.5, size)))
+    # The slope at both ends is 0, as in PyTorch.
+    return torch.where(at > 0, torch.where(at < size - 1, at, at.new_ones(()) * (size - 1)), 0.0)
+
+
+def _reflected(at, low, span):
+    """Back and forth between `low` and `low + span`."""
+    beyond = at - low
+    side = torch.where(beyond < 0, -1.0, 1.0)
+    beyond, span = beyond * side, at.new_ones(()) * span
+    turns = torch.floor(beyond / span.clamp(min=1)).detach()
+    rest = beyond - turns * span
+    return torch.where(turns % 2 == 0, rest, span - rest) + low
+
+
+def _neighbors(at, size, mode):
+    """The voxels next to each position along one axis, and their weights: [taps, batch, points]; outside the weight is 0."""
+    if mode == _NEAREST:
+        near = torch.round(at.detach()).unsqueeze(0)
+        share = torch.ones_like(near)
+    else:
+        below = torch.floor(at.detach())
+        near, share = torch.stack([below, below + 1]), torch.stack([below + 1 - at, at - below])
+    inside = (near >= 0) & (near < size)
+    return torch.where(inside, near, 0.0).long(), torch.where(inside, share, 0.0)
+
+
+REWRITES = {torch.grid_sampler: _grid_sampler, torch.grid_sampler_3d: _grid_sampler_3d}
+"""Each has the value and the gradient of the original, also where the slope jumps."""

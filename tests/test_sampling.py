@@ -1,0 +1,67 @@
+"""Volumes read at points between their voxels train like in PyTorch, whatever lies beyond their bounds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fidelity import assert_trains_as_in_pytorch
+from marks import slow
+from torch import nn
+
+PADDINGS = ["zeros", "border", "reflection"]
+
+
+class Warped(nn.Module):
+    """A volume that is moved by a field, once for each padding: both are trained."""
+
+    def __init__(self, mode, align_corners):
+        super().__init__()
+        self.options = {"mode": mode, "align_corners": align_corners}
+        self.scale = nn.Parameter(torch.rand(2, 4, 5, 3) + 0.5)
+        self.shift = nn.Parameter(torch.randn(3, 2, 4, 3))
+
+    def forward(self, volume, points):
+        volume, points = volume * self.scale, points + self.shift
+        found = [F.grid_sample(volume, points, padding_mode=padding, **self.options) for padding in PADDINGS]
+        return torch.cat(found, 1) + self.shift.mean()
+
+
+def volumes(step: int):
+    """Points far outside the volume, near its bounds, and in the middle of it."""
+    generator = torch.Generator().manual_seed(step)
+    volume = torch.randn(2 + step, 2, 4, 5, 3, generator=generator)
+    return [volume, torch.randn(2 + step, 3, 2, 4, 3, generator=generator) * 0.8]
+
+
+@pytest.mark.parametrize("align_corners", [False, slow(True)])
+@pytest.mark.parametrize("mode", ["bilinear", slow("nearest")])
+def test_a_sampled_volume_trains_as_in_pytorch(mode, align_corners):
+    assert_trains_as_in_pytorch(lambda: Warped(mode, align_corners), volumes, evaluates=True)
+
+
+class AtCorners(nn.Module):
+    """A volume and points where the slope jumps, both parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.volume = nn.Parameter(torch.randn(1, 1, 3, 3, 3, generator=torch.Generator().manual_seed(0)))
+        points = [
+            [-1.0, -1, -1],
+            [1, 1, 1],
+            [-1, 0, 1],
+            [0, 0, 0],
+            [0.5, -1, 0],
+            [3, 1, -5],
+            [-2, 2, 0.25],
+            [9e9, 0, 0],
+        ]
+        self.points = nn.Parameter(torch.tensor(points).reshape(1, 1, 1, -1, 3))
+
+    def forward(self, x):
+        found = [F.grid_sample(self.volume, self.points, padding_mode=p, align_corners=True) for p in PADDINGS]
+        return torch.cat(found) * x.mean()
+
+
+def test_at_voxels_and_bounds_the_slope_is_pytorch_s():
+    assert_trains_as_in_pytorch(AtCorners, lambda step: [torch.ones(2 + step, 1)], evaluates=False)
