@@ -1,6 +1,6 @@
-"""The logarithm of the gamma function with its derivative, and the inverse of the error function, which ONNX has not.
+"""The logarithm of the gamma function with its derivatives, which ONNX has not.
 
-The first two by Stirling's series at 8 and above, which leaves out less than 1e-11; smaller arguments are moved there by
+By Stirling's series at 8 and above, which leaves out less than 1e-11; smaller arguments are moved there by
 gamma(x + 1) = x gamma(x), and negative ones are reflected. In float64, for the terms cancel.
 """
 
@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from orttrainer.export.stop_gradient import stopped
+from orttrainer.export.rewrites.series import float_of, in_float64, polynomial
 
 __all__ = ["REWRITES"]
 
@@ -28,7 +28,7 @@ def _lgamma(input):
         product = product * torch.where(small, z + step, 1.0)
     value = value - product.log()
     reflected = math.log(math.pi) - _angle(x, mirrored).sin().abs().log() - value
-    return torch.where(mirrored, reflected, value).to(input.dtype)
+    return torch.where(mirrored, reflected, value).to(float_of(input))
 
 
 def _digamma(input):
@@ -40,16 +40,16 @@ def _digamma(input):
     angle = _angle(x, mirrored)
     value = value - torch.where(mirrored, math.pi * angle.cos() / angle.sin(), 0.0)
     value = torch.where((x < 0) & (x == x.floor()), math.nan, value)
-    return torch.where(x == 0, -math.inf, value).to(input.dtype)
+    return torch.where(x == 0, -math.inf, value).to(float_of(input))
 
 
-def _shifted(input):
-    """x; whether it is reflected; z, which is x or 1 - x; whether z is small; w >= 8, which is z or z + 8."""
-    x = input.double() if input.is_floating_point() else input.float().double()
+def _shifted(input, shift=_SHIFT):
+    """x; whether it is reflected; z, which is x or 1 - x; whether z is small; w >= shift, which is z or z + shift."""
+    x = in_float64(input)
     mirrored = x < 0.5
     z = torch.where(mirrored, 1.0 - x, x)
-    small = z < _SHIFT
-    return x, mirrored, z, small, torch.where(small, z + _SHIFT, z)
+    small = z < shift
+    return x, mirrored, z, small, torch.where(small, z + shift, z)
 
 
 def _angle(x, mirrored):
@@ -71,38 +71,31 @@ def _mvlgamma(input, p):
     return _lgamma(input.unsqueeze(-1) - halves).sum(-1) + p * (p - 1) / 4 * math.log(math.pi)
 
 
-# For -log(1 - x^2) below 5, and above: Giles, "Approximating the erfinv function", 2010, for float32.
-_ERFINV_CENTER = (
-    2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087, -0.00125372503, -0.00417768164,
-    0.246640727, 1.50140941,
-)  # fmt: skip
-_ERFINV_TAIL = (
-    -0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573950773, -0.0076224613, 0.00943887047,
-    1.00167406, 2.83297682,
-)  # fmt: skip
+def _polygamma(n, input):
+    """The derivative of order n of digamma; infinite at 0, -1, -2, ..."""
+    if n == 0:
+        return _digamma(input)
+    shift = _SHIFT + n
+    x, mirrored, z, small, w = _shifted(input, shift)
+    series = [coefficient * math.perm(2 * k + n + 1, n) for k, coefficient in enumerate(_DIGAMMA_SERIES)]
+    total = w**-n * (math.factorial(n - 1) + math.factorial(n) / 2 / w + _series(series, w) / (w * w))
+    for step in range(shift):
+        total = total + torch.where(small, math.factorial(n) * torch.where(small, z + step, 1.0) ** -(n + 1), 0.0)
+    angle = _angle(x, mirrored)
+    reflected = -total - math.pi ** (n + 1) * polynomial(_cotangent(n), angle.cos() / angle.sin())
+    return torch.where(mirrored, reflected, total if n % 2 else -total).to(float_of(input))
 
 
-def _erfinv(input):
-    """y with erf(y) = x, to a few float32 roundings, and the slope that this has; infinite at -1 and 1."""
-    still = stopped(input)
-    x = still.double()
-    w = -torch.log1p(-(torch.where(x.abs() < 1, x, 0.0) ** 2))
-    center, tail = (_polynomial(c, at) for c, at in ((_ERFINV_CENTER, w - 2.5), (_ERFINV_TAIL, w.sqrt() - 3)))
-    y = torch.where(w < 5, center, tail) * x
-    slope = (math.sqrt(math.pi) / 2 * (y * y).exp()).to(input.dtype)
-    y = torch.where(x.abs() < 1, y, torch.where(x.abs() == 1, x * math.inf, math.nan))
-    return y.to(input.dtype) + (input - still) * slope
-
-
-def _polynomial(coefficients, x):
-    total = torch.zeros_like(x)
-    for coefficient in coefficients:
-        total = total * x + coefficient
-    return total
+def _cotangent(n):
+    """The derivative of order n of the cotangent c, in powers of c, the highest first: c' = -1 - c^2."""
+    powers = [0, 1]
+    for _ in range(n):
+        slope = [k * coefficient for k, coefficient in enumerate(powers)][1:]
+        powers = [-(a + b) for a, b in zip([*slope, 0, 0], [0, 0, *slope])]
+    return powers[::-1]
 
 
 REWRITES = {
-    **dict.fromkeys([torch.erfinv, torch.Tensor.erfinv, torch.special.erfinv], _erfinv),
     torch.lgamma: _lgamma,
     torch.Tensor.lgamma: _lgamma,
     torch.special.gammaln: _lgamma,
@@ -113,4 +106,7 @@ REWRITES = {
     torch.mvlgamma: _mvlgamma,
     torch.Tensor.mvlgamma: _mvlgamma,
     torch.special.multigammaln: _mvlgamma,
+    torch.polygamma: _polygamma,
+    torch.special.polygamma: _polygamma,
+    torch.Tensor.polygamma: lambda input, n: _polygamma(n, input),
 }

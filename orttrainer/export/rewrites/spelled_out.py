@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from orttrainer.export.rewrites import special
 from orttrainer.export.rewrites.spectra import spectral_norm
+from orttrainer.export.rewrites import bessel, error_function, special
 
 __all__ = ["REWRITES"]
 
@@ -351,6 +352,8 @@ def _relu6(input, inplace=False):
 
 
 REWRITES = {
+    **bessel.REWRITES,
+    **error_function.REWRITES,
     **special.REWRITES,
     torch.linalg.vector_norm: _vector_norm,
     torch.linalg.matrix_norm: _matrix_norm,
