@@ -98,6 +98,26 @@ FUNCTIONS = {
         f"index_reduce to a {reduce}": (lambda x, y, r=reduce: x.index_reduce(1, INDEX, y[:, :3], r), TIES, OTHER)
         for reduce in ("mean", "amax", "prod")
     },
+    "put": (lambda x, y: x.put(torch.tensor([[0, -1, 5]]), y[0, :3]), TIES, OTHER),
+    "put that accumulates": (lambda x, y: torch.Tensor.put(x, INDEX, y[:, 0].repeat(2)[:3], accumulate=True), TIES, OTHER),
+    "put in place": (lambda x, y: (2 * x).put_(torch.tensor([1, 6]), y[:, 0]), TIES, OTHER),
+    "diagonal_scatter": (lambda x, y: x.diagonal_scatter(y[:, 0], 1), TIES, OTHER),
+    "diagonal_scatter below": (lambda x, y: torch.diagonal_scatter(x.expand(3, 2, 4), y[:, :2], -1, 0, 2), TIES, OTHER),
+    "combinations": (lambda x: torch.combinations(x, 3), [1.0, 3.0, 3.0, 2.0]),
+    "combinations with replacement": (lambda x: torch.combinations(x, with_replacement=True), [1.0, 3.0, 2.0]),
+    "scatter_reduce of a scalar": (lambda x, y: x.scatter_reduce(0, torch.tensor(0), y, "mean"), 2.0, 5.0),
+    "repeat_interleave of a size": (
+        lambda x: torch.repeat_interleave(x, torch.tensor([2, 0, 3, 1]), 1, output_size=6), TIES,
+    ),
+    **{
+        f"segment_reduce to a {reduce}": (
+            lambda x, r=reduce: torch.segment_reduce(x, r, lengths=torch.tensor([3, 0, 3, 2]), initial=1.0), TIES[0] + TIES[1],
+        )
+        for reduce in ("sum", "mean", "prod", "max", "min")
+    },
+    "segment_reduce of rows": (
+        lambda x: torch.segment_reduce(x, "max", offsets=torch.tensor([[0, 1, 4], [0, 3, 4]]), axis=1), TIES,
+    ),
     "index_reduce along the first axis": (
         lambda x, y: x.index_reduce(0, torch.tensor([1, 1]), y, "mean", include_self=False), TIES, OTHER,
     ),
@@ -161,7 +181,8 @@ FUNCTIONS = {
 # TorchScript does not know sizes as numbers, nor triu_indices.
 DYNAMO_ALONE = {
     "a window that would start in the padding", "places in a padded plane", "pdist", "einsum of broadcast axes",
-    "einsum of a list", "index_reduce to a amax", "index_reduce to a prod",
+    "einsum of a list", "index_reduce to a amax", "index_reduce to a prod", "combinations",
+    "combinations with replacement",
 }  # fmt: skip
 
 

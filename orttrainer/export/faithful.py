@@ -25,6 +25,7 @@ from orttrainer.export.call import without_checkpoints
 from orttrainer.export.numbers import Numbers
 from orttrainer.export.opened import opened
 from orttrainer.export.rewrites import (
+    by_index,
     by_value,
     complex_numbers,
     ctc,
@@ -281,6 +282,7 @@ _REWRITES = {
     **sampling.REWRITES,
     **spelled_out.REWRITES,
     **strided.REWRITES,
+    **by_index.REWRITES,
     torch.Tensor.copy_: _copy,
     torch.where: _where,
     **kept_parameters.REWRITES,

@@ -53,6 +53,7 @@ DYNAMO_ONLY = {
     "nn_functional_interpolate_area",
     "nn_functional_pixel_unshuffle",
     "nn_functional_unfold",
+    "put",
     "take",
     "unfold",
 }

@@ -14,7 +14,7 @@ from orttrainer.export.rewrites import special
 from orttrainer.export.rewrites.spectra import spectral_norm
 from orttrainer.export.rewrites import bessel, error_function, special
 
-__all__ = ["REWRITES"]
+__all__ = ["REWRITES", "functions"]
 
 
 # ---------------------------------------------------------------- norms
@@ -214,54 +214,7 @@ def _corrcoef(input):
     return (covariance / deviation.unsqueeze(1) / deviation).clamp(-1, 1)
 
 
-# ---------------------------------------------------------------- by index, and joined
-
-
-def _index_add(input, dim, index, source, *, alpha=1):
-    """Exporters forget the factor, what is added to a scalar, and all but one of what goes to the same place."""
-    source = source if alpha == 1 else source * alpha
-    if not input.dim():
-        return input + source.sum()
-    places = index.reshape([-1 if axis == dim % input.dim() else 1 for axis in range(input.dim())])
-    source = source if source.dim() else source.reshape([1] * input.dim())
-    return torch.scatter_add(input, dim, places.expand(source.shape), source)
-
-
-def _index_fill(input, dim, index, value):
-    """By a mask: ONNX's scatter wants each index once."""
-    if not input.dim():
-        return torch.index_fill(input, dim, index, value)
-    dim = dim % input.dim()
-    hit = (torch.arange(input.size(dim), device=input.device).unsqueeze(-1) == index.reshape(-1)).any(-1)
-    hit = hit.reshape([-1 if axis == dim else 1 for axis in range(input.dim())])
-    value = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, dtype=input.dtype, device=input.device)
-    return torch.where(hit, value, input)
-
-
-def _scatter_reduce(input, dim, index, src, reduce, *, include_self=True):
-    """torch.scatter_reduce, whose mean no exporter knows."""
-    if reduce != "mean":
-        return torch.scatter_reduce(input, dim, index, src, reduce, include_self=include_self)
-    counts = torch.zeros_like(input).scatter_add(dim, index, torch.ones_like(src))
-    kept = input if include_self else torch.where(counts > 0, 0, input)
-    total = kept.scatter_add(dim, index, src)
-    counts = counts + 1 if include_self else counts.clamp(min=1)
-    return total / counts if input.is_floating_point() else total.div(counts, rounding_mode="floor")
-
-
-def _fill_diagonal_(input, fill_value, wrap=False):
-    """Tensor.fill_diagonal_ of a matrix; it goes by strides, which no exporter knows."""
-    if input.dim() != 2 or wrap:
-        return input.fill_diagonal_(fill_value, wrap)
-    rows, columns = (torch.arange(size, device=input.device) for size in input.shape)
-    return input.copy_(torch.where(rows[:, None] == columns, fill_value, input))
-
-
-def _index_reduce(input, dim, index, source, reduce, *, include_self=True):
-    """torch.index_reduce, which no exporter knows."""
-    axis = dim % max(input.dim(), 1)
-    index = index.reshape([-1 if k == axis else 1 for k in range(source.dim())]).expand(source.shape)
-    return _scatter_reduce(input, dim, index, source, reduce, include_self=include_self)
+# ---------------------------------------------------------------- searched, and joined
 
 
 def _searchsorted(sorted_sequence, input, *, out_int32=False, right=False, side=None, sorter=None):
@@ -332,7 +285,7 @@ def _each(value, count):
     return values * count if len(values) == 1 else values
 
 
-def _functions(**rewrites):
+def functions(**rewrites):
     """{torch.f: rewrite, torch.Tensor.f: rewrite} for each name."""
     found = {}
     for name, rewrite in rewrites.items():
@@ -361,7 +314,6 @@ REWRITES = {
     torch.norm: _norm,
     torch.Tensor.norm: _tensor_norm,
     torch.pdist: _pdist,
-    torch.Tensor.fill_diagonal_: _fill_diagonal_,
     torch._C._nn.log_sigmoid: _log_sigmoid,
     F.pairwise_distance: _pairwise_distance,
     F.hardtanh: _hardtanh,
@@ -369,7 +321,7 @@ REWRITES = {
     **{pool: _ceil_max_pool(pool, 1) for pool in (torch.max_pool1d, torch.max_pool1d_with_indices)},
     **{pool: _ceil_max_pool(pool, 2) for pool in (torch.max_pool2d, torch._C._nn.max_pool2d_with_indices)},
     **{pool: _ceil_max_pool(pool, 3) for pool in (torch.max_pool3d, torch._C._nn.max_pool3d_with_indices)},
-    **_functions(
+    **functions(
         argsort=_argsort,
         cdist=_cdist,
         column_stack=_column_stack,
@@ -384,15 +336,10 @@ REWRITES = {
         fmin=_fmin,
         hstack=_hstack,
         hypot=_hypot,
-        index_add=_index_add,
-        index_fill=_index_fill,
-        index_reduce=_index_reduce,
         kthvalue=_kthvalue,
         logaddexp=_logaddexp,
         logaddexp2=_logaddexp2,
         median=_median,
-        scatter_reduce=_scatter_reduce,
-        scatter_reduce_=lambda input, *args, **kwargs: input.copy_(_scatter_reduce(input, *args, **kwargs)),
         searchsorted=_searchsorted,
         sort=_sort,
         vstack=_vstack,

@@ -1,0 +1,164 @@
+"""Reads and writes by index that torch's exporters lack, or get wrong."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+
+from orttrainer.export.rewrites.spelled_out import functions
+
+__all__ = ["REWRITES"]
+
+
+# ---------------------------------------------------------------- along an axis
+
+
+def _index_add(input, dim, index, source, *, alpha=1):
+    """Exporters forget the factor, what is added to a scalar, and all but one of what goes to the same place."""
+    source = source if alpha == 1 else source * alpha
+    if not input.dim():
+        return input + source.sum()
+    places = index.reshape([-1 if axis == dim % input.dim() else 1 for axis in range(input.dim())])
+    source = source if source.dim() else source.reshape([1] * input.dim())
+    return torch.scatter_add(input, dim, places.expand(source.shape), source)
+
+
+def _index_fill(input, dim, index, value):
+    """By a mask: ONNX's scatter wants each index once."""
+    if not input.dim():
+        return torch.index_fill(input, dim, index, value)
+    dim = dim % input.dim()
+    hit = (torch.arange(input.size(dim), device=input.device).unsqueeze(-1) == index.reshape(-1)).any(-1)
+    hit = hit.reshape([-1 if axis == dim else 1 for axis in range(input.dim())])
+    value = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, dtype=input.dtype, device=input.device)
+    return torch.where(hit, value, input)
+
+
+def _scatter_reduce(input, dim, index, src, reduce, *, include_self=True):
+    """torch.scatter_reduce, whose mean no exporter knows; nor does ONNX know it of a scalar."""
+    if not input.dim():
+        flat = input.reshape(1), 0, index.reshape(-1), src.reshape(-1)
+        return _scatter_reduce(*flat, reduce, include_self=include_self).reshape(())
+    if reduce != "mean":
+        return torch.scatter_reduce(input, dim, index, src, reduce, include_self=include_self)
+    counts = torch.zeros_like(input).scatter_add(dim, index, torch.ones_like(src))
+    kept = input if include_self else torch.where(counts > 0, 0, input)
+    total = kept.scatter_add(dim, index, src)
+    counts = counts + 1 if include_self else counts.clamp(min=1)
+    return total / counts if input.is_floating_point() else total.div(counts, rounding_mode="floor")
+
+
+def _fill_diagonal_(input, fill_value, wrap=False):
+    """Tensor.fill_diagonal_ of a matrix; it goes by strides, which no exporter knows."""
+    if input.dim() != 2 or wrap:
+        return input.fill_diagonal_(fill_value, wrap)
+    rows, columns = (torch.arange(size, device=input.device) for size in input.shape)
+    return input.copy_(torch.where(rows[:, None] == columns, fill_value, input))
+
+
+def _index_reduce(input, dim, index, source, reduce, *, include_self=True):
+    """torch.index_reduce, which no exporter knows."""
+    axis = dim % max(input.dim(), 1)
+    index = index.reshape([-1 if k == axis else 1 for k in range(source.dim())]).expand(source.shape)
+    return _scatter_reduce(input, dim, index, source, reduce, include_self=include_self)
+
+
+def _repeat_interleave(input, repeats=None, dim=None, *, output_size=None):
+    """torch.repeat_interleave; where its size is given, the place that each element is from follows from the ends of all."""
+    if repeats is None:
+        input, repeats = torch.arange(input.shape[0], device=input.device), input
+    if output_size is None or not isinstance(repeats, torch.Tensor):
+        return torch.repeat_interleave(input, repeats, dim)
+    input, dim = (input.flatten(), 0) if dim is None else (input, dim)
+    ends = torch.cumsum(repeats.expand(input.shape[dim]), 0)
+    place = torch.arange(output_size, device=input.device)
+    return input.index_select(dim, (place.unsqueeze(-1) >= ends).sum(-1))
+
+
+_NEUTRAL = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "max": -math.inf, "min": math.inf}
+
+
+def _segment_reduce(data, reduce, *, lengths=None, indices=None, offsets=None, axis=0, unsafe=False, initial=None):
+    """torch.segment_reduce; of elements that tie for the extremum of a segment each has its share of the gradient."""
+    if indices is not None:
+        return torch.segment_reduce(data, reduce, indices=indices, axis=axis, unsafe=unsafe, initial=initial)
+    starts = torch.cumsum(lengths, -1) - lengths if offsets is None else offsets[..., :-1]
+    ends = torch.cumsum(lengths, -1) if offsets is None else offsets[..., 1:]
+    count, place = ends.shape[-1], torch.arange(data.shape[axis], device=data.device)
+    segment = (place.unsqueeze(-1) >= ends.unsqueeze(-2)).sum(-1)
+    segment = torch.where(place < starts[..., :1], count, segment)  # what is in none goes behind the last
+    segment = segment.reshape(*segment.shape, *[1] * (data.dim() - axis - 1)).expand(data.shape)
+    empty = data.new_zeros(*data.shape[:axis], count + 1, *data.shape[axis + 1 :])
+
+    def total(x):
+        return empty.scatter_add(axis, segment, x).narrow(axis, 0, count)
+
+    start = _NEUTRAL[reduce] if initial is None else float(initial)
+    if reduce == "prod":
+        return torch.scatter_reduce(empty + 1, axis, segment, data, "prod").narrow(axis, 0, count) * start
+    if reduce in ("sum", "mean"):
+        size = total(torch.ones_like(data))
+        mean = reduce == "mean"
+        return (total(data) + start) / ((size if initial is None else size.clamp(min=1)) if mean else 1)
+    extremum = "amax" if reduce == "max" else "amin"
+    best = torch.scatter_reduce(empty + _NEUTRAL[reduce], axis, segment, data.detach(), extremum)
+    ties = data == best.gather(axis, segment)
+    best, size = best.narrow(axis, 0, count), total(ties.to(data.dtype))
+    beyond = (best < start if reduce == "max" else best > start) | (size == 0)
+    return torch.where(beyond, start, total(torch.where(ties, data, 0.0)) / size.clamp(min=1))
+
+
+# ---------------------------------------------------------------- in all of a tensor
+
+
+def _put(input, index, source, accumulate=False):
+    """Tensor.put: places are counted over the whole tensor."""
+    flat, index = input.flatten(), index.flatten()
+    index = torch.where(index < 0, index + flat.shape[0], index)
+    scatter = torch.scatter_add if accumulate else torch.scatter
+    return scatter(flat, 0, index, source.flatten()).reshape(input.shape)
+
+
+def _diagonal_scatter(input, src, offset=0, dim1=0, dim2=1):
+    """torch.diagonal_scatter: a place on the diagonal has the element of `src` of its row, or of its column below."""
+    axes, last = (dim1 % input.dim(), dim2 % input.dim()), (input.dim() - 2, input.dim() - 1)
+    x = input.movedim(axes, last)
+    rows, columns = (torch.arange(size, device=input.device) for size in x.shape[-2:])
+    on_diagonal = columns - rows.unsqueeze(-1) == offset
+    along = (rows if offset >= 0 else columns).clamp(max=src.shape[-1] - 1)
+    spread = src.index_select(-1, along).unsqueeze(-1 if offset >= 0 else -2)
+    return torch.where(on_diagonal, spread, x).movedim(last, axes)
+
+
+def _combinations(input, r=2, with_replacement=False):
+    """torch.combinations of a vector of known size."""
+    size = input.shape[0]
+    if not isinstance(size, int) or r == 0:
+        return torch.combinations(input, r, with_replacement)
+    choose = itertools.combinations_with_replacement if with_replacement else itertools.combinations
+    places = torch.tensor(list(choose(range(size), r)), dtype=torch.int64, device=input.device)
+    return input.index_select(0, places.flatten()).reshape(-1, r)
+
+
+def _in_place(rewrite):
+    return lambda input, *args, **kwargs: input.copy_(rewrite(input, *args, **kwargs))
+
+
+REWRITES = {
+    torch.Tensor.fill_diagonal_: _fill_diagonal_,
+    torch.segment_reduce: _segment_reduce,
+    **functions(
+        combinations=_combinations,
+        diagonal_scatter=_diagonal_scatter,
+        index_add=_index_add,
+        index_fill=_index_fill,
+        index_reduce=_index_reduce,
+        put=_put,
+        put_=_in_place(_put),
+        repeat_interleave=_repeat_interleave,
+        scatter_reduce=_scatter_reduce,
+        scatter_reduce_=_in_place(_scatter_reduce),
+    ),
+}

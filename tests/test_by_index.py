@@ -1,0 +1,56 @@
+"""Reads and writes by index train like in PyTorch, with other sizes in each batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fidelity import assert_trains_as_in_pytorch
+from marks import slow
+from torch import nn
+
+
+def lengths(place):
+    return (place[:, None] == torch.arange(4)).sum(0)
+
+
+# Of rows of a batch, [n, 6], and where each goes, [n].
+FUNCTIONS = {
+    "segment_reduce": lambda x, place: torch.cat(
+        [torch.segment_reduce(x, r, lengths=lengths(place), initial=0.25) for r in ("sum", "mean", "prod", "max", "min")]
+        + [torch.segment_reduce(x, "max", offsets=torch.tensor([0, 1, 2]), unsafe=True)]
+    ),
+    "index_reduce": lambda x, place: torch.cat(
+        [x.new_ones(4, 6).index_reduce(0, place, x, r) for r in ("mean", "amax", "amin")]
+        + [x.new_zeros(4, 6).index_reduce(0, place, x, "prod", include_self=False)]
+    ),
+    "scatter_reduce": lambda x, place: torch.cat(
+        [
+            torch.zeros(4, 6).scatter_reduce(0, place[:, None].expand(-1, 6), x, "mean", include_self=own)
+            for own in (True, False)
+        ]
+    ),
+    "put": lambda x, place: torch.zeros(4, 6).put(place, x[:, 0], accumulate=True) + x.put(torch.tensor([3, -1]), x[0, :2]).sum(),
+    "diagonal_scatter": lambda x, place: x.diagonal_scatter(x[0, :3], 3)[:, 2:],
+    "repeat_interleave": lambda x, place: x.repeat_interleave(torch.tensor([2, 0, 1, 1, 3, 0]), dim=1, output_size=7),
+}  # fmt: skip
+
+
+class ByIndex(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.linear = function, nn.Linear(6, 6)
+
+    def forward(self, x, place):
+        return self.function(self.linear(x), place).sum(0, keepdim=True)
+
+
+def rows(step: int):
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(8 + step, 6, generator=generator), torch.randint(4, (8 + step,), generator=generator)]
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ("segment_reduce", "index_reduce") else slow(name) for name in FUNCTIONS]
+)
+def test_writes_by_index_train_as_in_pytorch(name):
+    assert_trains_as_in_pytorch(lambda: ByIndex(FUNCTIONS[name]), rows, evaluates=True)
