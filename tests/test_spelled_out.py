@@ -83,6 +83,16 @@ FUNCTIONS = {
     "a median that ties": (lambda x: x.median(), TIES),
     "a median of NaN": (lambda x: torch.where(x.median().isnan(), x.sum(), 0.0), [1.0, math.nan, 2.0]),
     "medians": (lambda x: x.median(1, keepdim=True).values, DISTINCT),
+    "a median of the numbers": (lambda x: x.nanmedian(), [math.nan, 3.0, 1.0, math.nan, 2.0, 4.0, 2.0]),
+    "medians of the numbers": (
+        lambda x: torch.nanmedian(x, 1).values, [[math.nan, 3.0, 1.0, 5.0], [2.0, 5.0, 1.0, 8.0], [1.0, math.nan, math.nan, -math.inf]]
+    ),
+    "a mode": (lambda x: torch.mode(x, 1, keepdim=True).values, [[2.0, 3.0, 2.0, 1.0, 3.0], [5.0, -4.0, 1.0, 0.0, 7.0]]),
+    "modes along the first axis": (lambda x: x.mode(0).values, TIES),
+    "frexp": (lambda x: torch.frexp(x)[0], [1.0, 0.99999994, 8.0, -3.5, 1e-20, -6e30, 0.0]),
+    "frexp's exponent": (lambda x: x * torch.frexp(x).exponent, [1.0, 0.99999994, 8.0, -3.5, 0.0]),
+    "vander": (lambda x: torch.linalg.vander(x, N=4), [[0.0, 2.0], [-1.0, 0.5]]),
+    "vecdot": (lambda x, y: torch.linalg.vecdot(x, y, dim=0), TIES, OTHER),
     "cov": (lambda x: torch.cov(x), OTHER),
     "cov with weights": (lambda x: x.cov(aweights=torch.tensor([1.0, 2, 3, 1]), fweights=torch.tensor([1, 1, 2, 3])), OTHER),
     "corrcoef": (lambda x: torch.corrcoef(x)[0], OTHER),

@@ -121,6 +121,22 @@ def _copysign(input, other):
     return input.abs() * torch.where(negative, -1.0, 1.0).to(input.dtype)
 
 
+def _frexp(input):
+    """mantissa * 2^exponent with a mantissa from 1/2 to 1, whose slope is 2^-exponent."""
+    size = input.detach().double().abs()
+    usual = (size > 0) & (size < math.inf)
+    size = torch.where(usual, size, 0.5)
+    exponent = torch.floor(torch.log2(size)) + 1
+    mantissa = size * 2.0**-exponent  # log2 is rounded
+    exponent = exponent + (mantissa >= 1).double() - (mantissa < 0.5).double()
+    scaled = (input.double() * 2.0**-exponent).to(input.dtype)
+    return torch.return_types.frexp((torch.where(usual, scaled, input), exponent.int()))
+
+
+def _vecdot(x, y, *, dim=-1, out=None):
+    return torch.linalg.vecdot(x, y, dim=dim) if x.is_complex() or y.is_complex() else (x * y).sum(dim)
+
+
 # ---------------------------------------------------------------- along an axis
 
 
@@ -182,6 +198,45 @@ def _median(input, dim=None, keepdim=False):
     values, indices = _kthvalue(input, (size - 1) // 2 + 1, dim, keepdim)
     nan = input.isnan().any(dim, keepdim) if input.dim() else input.isnan()
     return torch.return_types.median((torch.where(nan, math.nan, values), indices))
+
+
+def _nanmedian(input, dim=None, keepdim=False):
+    """The lower one of the two in the middle of the numbers, likewise; NaN if there are none."""
+    if dim is None:
+        flat = input.flatten()
+        middle = _nanmedian(flat.detach(), 0)[0]
+        ties = flat == middle
+        return torch.where(middle.isnan(), math.nan, torch.where(ties, flat, 0.0).sum() / ties.sum().clamp(min=1))
+    if not input.dim():
+        return torch.return_types.nanmedian((input.clone(), torch.zeros_like(input, dtype=torch.int64)))
+    order = torch.sort(torch.where(input.isnan(), math.inf, input.detach()), dim)[1]
+    middle = ((~input.isnan()).sum(dim, keepdim=True) - 1).clamp(min=0) // 2
+    indices = order.gather(dim, middle)
+    found = input.gather(dim, indices), indices
+    return torch.return_types.nanmedian(found if keepdim else [part.squeeze(dim) for part in found])
+
+
+def _mode(input, dim=-1, keepdim=False):
+    """The most frequent value, the least of those that tie, where it is last; its memory is the square of the axis."""
+    if not input.dim():
+        return torch.return_types.mode((input.clone(), torch.zeros_like(input, dtype=torch.int64)))
+    x = input.detach().transpose(dim, -1)
+    counts = (x.unsqueeze(-1) == x.unsqueeze(-2)).sum(-1)
+    frequent = counts == counts.amax(-1, keepdim=True)
+    highest = math.inf if x.is_floating_point() else torch.iinfo(x.dtype).max
+    value = torch.where(frequent, x, highest).amin(-1, keepdim=True)
+    place = torch.arange(x.size(-1), device=x.device)
+    indices = torch.where(x == value, place, -1).amax(-1, keepdim=True).transpose(dim, -1)
+    found = input.gather(dim, indices), indices
+    return torch.return_types.mode(found if keepdim else [part.squeeze(dim) for part in found])
+
+
+def _vander(x, *, N=None):
+    """torch.linalg.vander: the powers of each number from 0 to N - 1, each the one before times the number."""
+    powers = [torch.ones_like(x)]
+    for _ in range((x.shape[-1] if N is None else N) - 1):
+        powers.append(powers[-1] * x)
+    return torch.stack(powers, -1)
 
 
 # ---------------------------------------------------------------- covariance
@@ -311,6 +366,8 @@ REWRITES = {
     torch.linalg.vector_norm: _vector_norm,
     torch.linalg.matrix_norm: _matrix_norm,
     torch.linalg.norm: _linalg_norm,
+    torch.linalg.vander: _vander,
+    torch.linalg.vecdot: _vecdot,
     torch.norm: _norm,
     torch.Tensor.norm: _tensor_norm,
     torch.pdist: _pdist,
@@ -334,12 +391,15 @@ REWRITES = {
         dstack=_dstack,
         fmax=_fmax,
         fmin=_fmin,
+        frexp=_frexp,
         hstack=_hstack,
         hypot=_hypot,
         kthvalue=_kthvalue,
         logaddexp=_logaddexp,
         logaddexp2=_logaddexp2,
         median=_median,
+        mode=_mode,
+        nanmedian=_nanmedian,
         searchsorted=_searchsorted,
         sort=_sort,
         vstack=_vstack,
