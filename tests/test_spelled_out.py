@@ -153,6 +153,9 @@ FUNCTIONS = {
     "mvlgamma": (lambda x: torch.mvlgamma(x, 3), [1.1, 2.0, 9.0]),
     "cdist of order 1/2": (lambda x, y: torch.cdist(x, y, 0.5), ROWS, NEAR),
     **{f"cdist of order {p}": (lambda x, y, p=p: torch.cdist(x, y, float(p)), ROWS, NEAR) for p in (1, 2, 3)},
+    "cdist of nothing": (lambda x, y: torch.cdist(x[:0], y), ROWS, NEAR),
+    "vecdot of nothing": (lambda x, y: torch.linalg.vecdot(x[:0], y[:0]), ROWS, NEAR),
+    "a norm along no axis named": (lambda x: torch.linalg.vector_norm(x, 2, ()), 3.0),
     "pdist": (lambda x: F.pdist(x), ROWS),
     "logsigmoid": (F.logsigmoid, [-200.0, -8.5, 0.0, 30.0]),
     "binary cross-entropy of large scores": (
@@ -188,11 +191,11 @@ FUNCTIONS = {
 }  # fmt: skip
 
 
-# TorchScript does not know sizes as numbers, nor triu_indices.
+# TorchScript does not know sizes as numbers, nor triu_indices; and it divides by the sizes of what is empty.
 DYNAMO_ALONE = {
     "a window that would start in the padding", "places in a padded plane", "pdist", "einsum of broadcast axes",
     "einsum of a list", "index_reduce to a amax", "index_reduce to a prod", "combinations",
-    "combinations with replacement",
+    "combinations with replacement", "cdist of nothing", "vecdot of nothing",
 }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ __all__ = ["REWRITES", "functions"]
 def _vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
     """torch.linalg.vector_norm; exporters forget `keepdim` without `dim`, and their x^p has no slope at 0."""
     x = x if dtype is None else x.to(dtype)
+    dim = None if dim == () else dim
     if dim is None and keepdim:
         return _vector_norm(x.flatten(), ord, 0).reshape([1] * x.dim())
     if ord in (0, 1, 2, math.inf, -math.inf):
@@ -69,8 +70,9 @@ def _tensor_norm(input, p="fro", dim=None, keepdim=False, dtype=None):
 
 
 def _cdist(x1, x2, p=2.0, compute_mode=None):
-    """The norm of each difference; 0 has the slope 0."""
-    return _vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1)
+    """The norm of each difference; 0 has the slope 0. The axis is counted from the first: see `_vecdot`."""
+    differences = x1.unsqueeze(-2) - x2.unsqueeze(-3)
+    return _vector_norm(differences, p, differences.dim() - 1)
 
 
 def _pdist(input, p=2.0):
@@ -134,7 +136,11 @@ def _frexp(input):
 
 
 def _vecdot(x, y, *, dim=-1, out=None):
-    return torch.linalg.vecdot(x, y, dim=dim) if x.is_complex() or y.is_complex() else (x * y).sum(dim)
+    """Of what is empty ONNX Runtime (1.31.1) gets the shape of a sum wrong, where the axis is counted from the last."""
+    if x.is_complex() or y.is_complex():
+        return torch.linalg.vecdot(x, y, dim=dim)
+    product = x * y
+    return product.sum(dim % product.dim())
 
 
 # ---------------------------------------------------------------- along an axis
@@ -233,6 +239,7 @@ def _mode(input, dim=-1, keepdim=False):
 
 def _vander(x, *, N=None):
     """torch.linalg.vander: the powers of each number from 0 to N - 1, each the one before times the number."""
+    x = torch.atleast_1d(x)
     powers = [torch.ones_like(x)]
     for _ in range((x.shape[-1] if N is None else N) - 1):
         powers.append(powers[-1] * x)
