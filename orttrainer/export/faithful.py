@@ -25,6 +25,7 @@ from orttrainer.export.call import without_checkpoints
 from orttrainer.export.numbers import Numbers
 from orttrainer.export.opened import opened
 from orttrainer.export.rewrites import (
+    antialiased,
     by_index,
     by_value,
     complex_numbers,
@@ -283,6 +284,7 @@ _REWRITES = {
     **spelled_out.REWRITES,
     **strided.REWRITES,
     **by_index.REWRITES,
+    **antialiased.REWRITES,
     torch.Tensor.copy_: _copy,
     torch.where: _where,
     **kept_parameters.REWRITES,

@@ -1,0 +1,31 @@
+"""Images that are resized with `antialias` train like in PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fidelity import assert_trains_as_in_pytorch
+from torch import nn
+
+
+class Resized(nn.Module):
+    def __init__(self, mode, align_corners):
+        super().__init__()
+        self.options = {"mode": mode, "align_corners": align_corners, "antialias": True}
+        self.scale = nn.Parameter(torch.rand(2, 9, 12) + 0.5)
+
+    def forward(self, x):
+        x = x * self.scale
+        small = F.interpolate(x, scale_factor=(0.3, 1.7), **self.options)
+        return torch.cat([part.flatten(1) for part in (F.interpolate(x, (4, 15), **self.options), small)], 1)
+
+
+def images(step: int):
+    return [torch.randn(2 + step, 2, 9, 12, generator=torch.Generator().manual_seed(step))]
+
+
+@pytest.mark.parametrize("align_corners", [False, True])
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_an_image_resized_with_antialias_trains_as_in_pytorch(mode, align_corners):
+    assert_trains_as_in_pytorch(lambda: Resized(mode, align_corners), images, evaluates=True)
