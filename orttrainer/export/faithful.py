@@ -47,8 +47,8 @@ from orttrainer.export.rewrites import (
     packed,
     pooling,
     recurrent,
-    spectra,
     sampling,
+    spectra,
     spelled_out,
     strided,
 )

@@ -10,9 +10,8 @@ import math
 import torch
 import torch.nn.functional as F
 
-from orttrainer.export.rewrites import special
-from orttrainer.export.rewrites.spectra import spectral_norm
 from orttrainer.export.rewrites import bessel, error_function, special
+from orttrainer.export.rewrites.spectra import spectral_norm
 
 __all__ = ["REWRITES", "functions"]
 
