@@ -75,6 +75,8 @@ FUNCTIONS = {
     "cumprod with a zero": (lambda x: x.cumprod(1), ROWS),
     "cumprod along the first axis": (lambda x: x.cumprod(0), OTHER),
     "cummax with ties": (lambda x: x.cummax(1).values, TIES),
+    "cummax of integers": (lambda x: x * (x > 0).long().cummax(1).values, TIES),
+    "cummin of booleans": (lambda x: x * (x > -1).byte().cummin(1).values, TIES),
     "cummin with ties": (lambda x: x.cummin(-1)[0], TIES),
     "a stable sort": (lambda x: torch.sort(x, stable=True, dim=1, descending=True).values, TIES),
     "a stable argsort": (lambda x: torch.gather(x, 1, x.argsort(stable=True, dim=1)), TIES),

@@ -41,6 +41,12 @@ def both(m, x, h):
     return m.one(h) + m.other(h) if (x.mean() > 0).item() else m.one(h) - 2 * m.other(h)
 
 
+def checked(m, x, h):
+    """As models of transformers do."""
+    torch._check_tensor_all(~torch.isnan(x))
+    return m.one(h) + m.other(h)
+
+
 def halved(m, x, h):
     """A loop of as many turns as the batch takes."""
     turns, h = 0, h * x.abs().max()
@@ -103,13 +109,14 @@ def test_each_batch_trains_as_in_pytorch(decide, optimizer, ways_gone):
         torch.testing.assert_close(engine.eval_step({"x": batch(step)})[0], twin.eval()(batch(step)).detach())
 
 
-def test_what_forward_asserts_of_a_batch_fails_there_and_changes_nothing():
+@pytest.mark.parametrize("decide, error", [(both, AssertionError), (checked, RuntimeError)])
+def test_what_forward_asserts_of_a_batch_fails_there_and_changes_nothing(decide, error):
     torch.manual_seed(0)
-    module = Decides(both)
+    module = Decides(decide)
     engine = engine_of(module, "AdamOptimizer")
     engine.train_step({"x": batch(1)}, RATE)
     before = engine.state_dict()
-    with pytest.raises(AssertionError):
+    with pytest.raises(error):
         engine.train_step({"x": batch(2) * float("nan")}, RATE)
     after = engine.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)

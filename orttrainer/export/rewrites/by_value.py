@@ -83,6 +83,8 @@ REWRITES = {
     torch.Tensor.squeeze: _squeezed(torch.Tensor.squeeze),
     torch.Tensor.squeeze_: _squeezed(torch.Tensor.squeeze_),
     torch.div: _quotient,
+    torch.Tensor._is_all_true: torch.all,  # what `torch._check_tensor_all` asks
+    torch.Tensor._is_any_true: torch.any,
 }
 
 

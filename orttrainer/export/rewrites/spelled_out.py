@@ -158,13 +158,12 @@ def _cumprod(input, dim, *, dtype=None):
     return _prefixes(input, dim, 1.0).prod(-1).transpose(dim, -1) if input.dim() else input.clone()
 
 
-def _running_extremum(original, pick, filling):
+def _running_extremum(original, pick, worst, bound):
     def call(input, dim):
         """The extremum of each prefix, the last of those that tie; its memory is the square of the axis."""
-        if not input.is_floating_point():
-            return original(input, dim)
         if not input.dim():
             return result_type((input.clone(), torch.zeros_like(input, dtype=torch.int64)))
+        filling = worst if input.is_floating_point() else getattr(torch.iinfo(input.dtype), bound)
         prefixes = _prefixes(input.detach(), dim, filling)
         place = torch.arange(prefixes.size(-1), device=input.device)
         best = (prefixes == pick(prefixes, -1, keepdim=True)) & (place <= place.unsqueeze(-1))
@@ -391,8 +390,8 @@ REWRITES = {
         copysign=_copysign,
         corrcoef=_corrcoef,
         cov=_cov,
-        cummax=_running_extremum(torch.cummax, torch.amax, -math.inf),
-        cummin=_running_extremum(torch.cummin, torch.amin, math.inf),
+        cummax=_running_extremum(torch.cummax, torch.amax, -math.inf, "min"),
+        cummin=_running_extremum(torch.cummin, torch.amin, math.inf, "max"),
         cumprod=_cumprod,
         dstack=_dstack,
         fmax=_fmax,

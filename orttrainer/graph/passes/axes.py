@@ -16,6 +16,9 @@ class AllAxesPass(ir.passes.InPlacePass):
     ONNX Runtime moves a Transpose from before such a node to behind it, and then permutes the pads, scales or sizes as
     if there were one for each axis (seen in 1.31.1): wrong numbers, or an index out of range. Where the rank of x is
     unknown the node stays as it is.
+
+    ReduceSum(x, axes) and its like: axes are counted from the first where x may be empty. Of such an x ONNX Runtime
+    gives the shape unreduced where they are counted from the last (seen in 1.31.1).
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -83,6 +86,17 @@ def _resize(op: _Complete, node: ir.Node) -> bool:
     return True
 
 
+def _reduce(op: _Complete, node: ir.Node) -> bool:
+    axes, shape = node.inputs[1] if len(node.inputs) > 1 else None, node.inputs[0].shape
+    if axes is None or axes.const_value is None or axes.is_graph_input() or shape.is_static():
+        return False
+    places = axes.const_value.numpy()
+    if not (places < 0).any():
+        return False
+    node.replace_input_with(1, op.constant(places % len(shape)))
+    return True
+
+
 def _axes(node: ir.Node) -> np.ndarray | None:
     axes: Sequence[int] | None = node.attributes.get_ints("axes")
     return None if axes is None else np.array(axes, np.int64) % len(node.inputs[0].shape)
@@ -93,4 +107,5 @@ def _has(node: ir.Node, index: int) -> bool:
     return x is not None and not (x.shape is not None and x.shape == (0,))
 
 
-_REWRITES = {"Pad": _pad, "Resize": _resize}
+_REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare")
+_REWRITES = {"Pad": _pad, "Resize": _resize, **{f"Reduce{name}": _reduce for name in _REDUCTIONS}}
