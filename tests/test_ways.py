@@ -36,6 +36,11 @@ def one_or_other(m, x, h):
     return m.one(h) if x.mean() > 0 else 2 * m.other(h)
 
 
+def squeezed(m, x, h):
+    """An axis that is not 1, which squeeze leaves."""
+    return one_or_other(m, x, h.squeeze(1))
+
+
 def both(m, x, h):
     assert not torch.isnan(x).any()
     return m.one(h) + m.other(h) if (x.mean() > 0).item() else m.one(h) - 2 * m.other(h)
@@ -82,6 +87,7 @@ def by_a_buffer(m, x, h):
     "decide, optimizer, ways_gone",
     [
         (one_or_other, "SGDOptimizer", 2),
+        (squeezed, "SGDOptimizer", 2),
         slow(both, "AdamOptimizer", 2),
         slow(halved, "AdamOptimizer", 2),
         (by_a_weight, "SGDOptimizer", 2),

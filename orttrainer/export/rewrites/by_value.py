@@ -47,12 +47,12 @@ def _chunk(chunk):
 
 
 def _squeezed(squeeze):
-    """torch.squeeze, which the tracer takes to leave an axis of a symbolic size: that is a decision."""
+    """torch.squeeze of what is 1: the tracer leaves an axis of a symbolic size, and the exporter forgets to leave others."""
 
     def call(input, *dim, **named):
         (dims,) = (*dim, *named.values()) or (range(input.dim()),)
         dims = [dims] if isinstance(dims, int) else list(dims)
-        if torch.jit.is_tracing() or all(isinstance(input.shape[axis], int) for axis in dims):
+        if torch.jit.is_tracing():
             return squeeze(input, *dim, **named)
         ones = [axis for axis in dims if input.shape[axis] == 1]
         return squeeze(input, ones) if ones else input
