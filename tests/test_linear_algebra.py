@@ -218,15 +218,35 @@ def test_models_of_linear_algebra_train_like_pytorch(model):
     assert_trains_alike(model())
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 64])
-def test_jacobi_finds_eigenvalues_and_singular_values_of_any_size(size):
-    """Odd ones too, where one column has no partner; to float64's roundings."""
+def graded(size):
+    """Singular values from 1 to 1e-12."""
+    U, _, V = linalg.svd(torch.randn(size, size, dtype=torch.float64))
+    return (U * torch.logspace(0, -12, size, dtype=torch.float64)) @ V
+
+
+MATRICES = {
+    "1": lambda: torch.randn(1, 1, dtype=torch.float64),
+    "2": lambda: torch.randn(2, 2, dtype=torch.float64),
+    "tall, odd": lambda: torch.randn(9, 7, dtype=torch.float64),
+    "wide": lambda: torch.randn(5, 8, dtype=torch.float64),
+    "graded": lambda: graded(48),
+    "of rank 3": lambda: torch.randn(8, 3, dtype=torch.float64) @ torch.randn(3, 8, dtype=torch.float64),
+    "zeros": lambda: torch.zeros(4, 4, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("matrix", MATRICES.values(), ids=MATRICES)
+def test_rotations_find_singular_values_and_eigenvalues_to_float64_s_roundings(matrix):
     from orttrainer.export.rewrites import spectra
 
     torch.manual_seed(0)
-    A = torch.randn(size, size, dtype=torch.float64)
-    scaled, V = spectra._jacobi(A)
-    singular = scaled.square().sum(-2).sqrt().sort(descending=True).values
-    torch.testing.assert_close(singular, linalg.svdvals(A), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(V.mT @ V, torch.eye(size, dtype=torch.float64), rtol=0, atol=1e-12)
-    torch.testing.assert_close(scaled, A @ V, rtol=1e-12, atol=1e-12)
+    A = matrix()
+    U, S, V = spectra._singular(A)
+    torch.testing.assert_close(S, linalg.svdvals(A), rtol=0, atol=1e-13)
+    torch.testing.assert_close((U * S) @ V.mT, A, rtol=0, atol=1e-13)
+    for x in (U, V):
+        torch.testing.assert_close(x.mT @ x, torch.eye(len(S), dtype=torch.float64), rtol=0, atol=1e-13)
+    square = A.mT @ A - torch.eye(A.shape[1])
+    values, vectors = spectra._Eigh.apply(square, "L")
+    torch.testing.assert_close(values, linalg.eigvalsh(square), rtol=0, atol=1e-12)
+    torch.testing.assert_close((vectors * values) @ vectors.mT, square, rtol=0, atol=1e-12)

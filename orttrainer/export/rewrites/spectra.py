@@ -103,12 +103,17 @@ def _eigvalsh(A, UPLO="L", *, out=None):
 
 
 def _singular(A):
+    """U, S in descending order and V of the reduced decomposition: of A = Q R by rotations of R's rows.
+
+    These end sooner than those of A's columns (Drmac and Veselic, "New fast and accurate Jacobi SVD algorithm", 2008).
+    """
     turned = A.shape[-2] < A.shape[-1]
-    scaled, V = _jacobi(A.mT if turned else A)
-    S, scaled, V = _ordered(scaled.square().sum(-2).sqrt(), scaled, V, descending=True)
-    U, R = orthonormal(scaled)  # of columns of length 0, too
-    U = torch.where(R.diagonal(dim1=-2, dim2=-1).unsqueeze(-2) < 0, -U, U)
-    return (V, S, U) if turned else (U, S, V)
+    Q, R = orthonormal(A.mT if turned else A)
+    scaled, J = _jacobi(R.mT)
+    S, scaled, J = _ordered(scaled.square().sum(-2).sqrt(), scaled, J, descending=True)
+    V, lengths = orthonormal(scaled)  # of columns of length 0, too
+    V = torch.where(lengths.diagonal(dim1=-2, dim2=-1).unsqueeze(-2) < 0, -V, V)
+    return (V, S, Q @ J) if turned else (Q @ J, S, V)
 
 
 class _SVD(Function):
