@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
+
+from orttrainer.export.stop_gradient import stopped
 
 __all__ = ["REWRITES", "SEEN"]
 
@@ -68,7 +72,31 @@ def _quotient(input, other, **options):
     return torch.div(input, other, **options)
 
 
+def _made(tensor):
+    """torch.tensor of lists that have tensors of one element in them, which it reads as numbers."""
+
+    def call(data, *, dtype=None, device=None, **others):
+        if not torch.compiler.is_exporting() or not _has_tensors(data):
+            return tensor(data, dtype=dtype, device=device, **others)
+        return stopped(_stacked(data)).to(dtype=dtype, device=device)
+
+    return call
+
+
+def _has_tensors(data):
+    return isinstance(data, (list, tuple)) and any(isinstance(x, torch.Tensor) or _has_tensors(x) for x in data)
+
+
+def _stacked(data):
+    if isinstance(data, (list, tuple)):
+        parts = [_stacked(x) for x in data]
+        dtype = functools.reduce(torch.promote_types, [x.dtype for x in parts])
+        return torch.stack([x.to(dtype) for x in parts])
+    return data.reshape(()) if isinstance(data, torch.Tensor) else torch.tensor(data)
+
+
 REWRITES = {
+    **{function: _made(function) for function in (torch.tensor, torch.as_tensor)},
     torch.masked_select: _masked_select,
     torch.Tensor.masked_select: _masked_select,
     torch.argwhere: torch.nonzero,
