@@ -28,6 +28,8 @@ FORMS = {
     "relu-rsqrt": lambda h: F.relu(h).rsqrt().clamp(max=3),
     "relu-divided": lambda h: (1 / F.relu(h)).clamp(max=3),
     "relu-of-views": lambda h: torch.cat([F.relu(h).T, F.relu(h[:, :1] + 50).T]).mean(0).sqrt(),
+    "relu-tanh": lambda h: F.relu(h).tanh().sqrt(),
+    "relu-dropout": lambda h: F.dropout(F.relu(h), 1e-4).sqrt(),
     "relu-xlogy": lambda h: torch.xlogy(F.relu(h), F.relu(h)),
     "relu-hypot": lambda h: torch.hypot(F.relu(h), F.relu(h)),
     "relu6": lambda h: F.relu6(h).sqrt(),
