@@ -9,6 +9,7 @@ from torch import distributions, linalg, nn
 from torch.nn.utils import parametrizations
 
 from orttrainer import IODescription, ModelDescription, ORTTrainer
+from orttrainer.export.rewrites import spectra
 
 
 def positive(w):
@@ -237,8 +238,6 @@ MATRICES = {
 
 @pytest.mark.parametrize("matrix", MATRICES.values(), ids=MATRICES)
 def test_rotations_find_singular_values_and_eigenvalues_to_float64_s_roundings(matrix):
-    from orttrainer.export.rewrites import spectra
-
     torch.manual_seed(0)
     A = matrix()
     U, S, V = spectra._singular(A)
