@@ -17,7 +17,7 @@ import onnx_ir as ir
 import torch
 
 from orttrainer import runtime
-from orttrainer.export import batch_norm, stop_gradient, written_slices
+from orttrainer.export import batch_norm, masks, stop_gradient, written_slices
 from orttrainer.export.decompose import node_by_node
 from orttrainer.export.faithful import faithful
 from orttrainer.export.granted import Granted, granted_by
@@ -63,7 +63,11 @@ def capture_dynamo(
             onnx_program = torch.onnx.export(
                 program,
                 opset_version=opset,
-                custom_translation_table={**batch_norm.TRANSLATIONS, **written_slices.TRANSLATIONS},
+                custom_translation_table={
+                    **batch_norm.TRANSLATIONS,
+                    **masks.TRANSLATIONS,
+                    **written_slices.TRANSLATIONS,
+                },
                 optimize=False,  # folds BatchNorm into weights; our own passes run later
                 dynamo=True,
                 verbose=False,

@@ -1,0 +1,61 @@
+"""Reads and writes at masks, as torch's dynamo exporter should write them down.
+
+Its own forms take numbers beside a mask for masks, forget what stands behind a mask of several axes, and know no writes
+but those of one mask that comes first.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+import torch
+from onnxscript import opset18 as op
+from onnxscript.function_libs.torch_lib.ops import core
+
+__all__ = ["TRANSLATIONS"]
+
+aten = torch.ops.aten
+
+
+def _index(self, indices):
+    """aten.index: self[indices]."""
+    given = [index for index in indices if index is not None]
+    return core.aten_index(self, indices if len(given) == 1 else _places(indices))
+
+
+def _index_put(self, indices, values, accumulate=False):
+    """aten.index_put: `self` with `values` in the places of self[indices], or added to them."""
+    at, *others = (at for at, index in enumerate(indices) if index is not None)
+    alone = _is_mask(indices[at]) and not others
+    if alone and not accumulate and values.shape is not None and not len(values.shape):
+        return _filled(self, indices[at], at, values)
+    return core.aten_index_put(self, indices if alone and not at else _places(indices), values, accumulate)
+
+
+def _is_mask(index) -> bool:
+    return index is not None and index.dtype == ir.DataType.BOOL and bool(len(index.shape))
+
+
+def _filled(self, mask, at, number):
+    """One number wherever the mask of the axes from `at` on says so."""
+    behind = len(self.shape) - at - len(mask.shape)
+    if behind:
+        mask = op.Unsqueeze(mask, op.Constant(value_ints=list(range(-behind, 0))))
+    return op.Where(mask, number, self)
+
+
+def _places(indices):
+    """The indices, with the places that a mask chooses, one vector for each of its axes, where it was."""
+    found = []
+    for index in indices:
+        if not _is_mask(index):
+            found.append(index)
+            continue
+        chosen = op.NonZero(index)
+        for axis in range(len(index.shape)):
+            vector = op.Gather(chosen, op.Constant(value_int=axis), axis=0)
+            vector.dtype, vector.shape = ir.DataType.INT64, ir.Shape([None])
+            found.append(vector)
+    return found
+
+
+TRANSLATIONS = {aten.index.Tensor: _index, aten.index_put.default: _index_put}

@@ -1,0 +1,88 @@
+"""What is read and written at masks, beside other indices, too, trains as in PyTorch, where nothing is chosen as well."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fidelity import assert_trains_as_in_pytorch
+from marks import usual
+from torch import nn
+
+
+def write(*index, value=lambda y, chosen: 0.5, add=False):
+    """Writes or adds `value(y, chosen)` at y[index], where callables of (rows, columns, place) stand for masks and places."""
+
+    def written(y, *given):
+        at = tuple(k(*given) if callable(k) else k for k in index)
+        result = y.clone()
+        result[at] = value(y, at) + result[at] if add else value(y, at)
+        return result
+
+    return written
+
+
+def read(*index):
+    return lambda y, *given: y[tuple(k(*given) if callable(k) else k for k in index)].square().sum().reshape(1)
+
+
+def rows(rows, columns, place):
+    return rows
+
+
+def columns(rows, columns, place):
+    return columns
+
+
+def chosen_place(rows, columns, place):
+    return place[rows]
+
+
+def both(rows, columns, place):
+    return rows[:, None] & columns
+
+
+ALL, REST = slice(None), ...
+FUNCTIONS = {  # of y of [n, 6], masks of its rows and columns, and a place in each row
+    "a number in columns": write(ALL, columns),
+    "a number in columns of a tail": write(slice(2, None), columns),
+    "a sum in columns": write(ALL, columns, value=lambda y, at: y.sum()),
+    "vectors in columns": write(ALL, columns, value=lambda y, at: y[:, :1]),
+    "added to columns": write(REST, columns, value=lambda y, at: 1.0, add=True),
+    "a number at a place of each row": write(rows, chosen_place),
+    "a vector at a place of each row": write(rows, chosen_place, value=lambda y, at: y[at[0], 0]),
+    "a number in one column of some rows": write(rows, 2),
+    "a slice of some rows": write(rows, slice(1, 3), value=lambda y, at: y[at[0], :2]),
+    "a number in rows": write(rows),
+    "vectors in rows": write(rows, value=lambda y, at: 2 * y[at[0]]),
+    "rows of half as many axes": lambda y, *given: write(ALL, both)(torch.stack([y, y.sin()]), *given)[1],
+    "one of two at masks of both axes": lambda y, *given: write(1, both)(torch.stack([y, y.sin()]), *given)[1],
+    "read columns": read(ALL, columns),
+    "read a place of each row": read(rows, chosen_place),
+    "read one column": read(rows, 0),
+    "read a mask of two axes, then a number": lambda y, *given: read(both, 1)(torch.stack([y, y.sin()], -1), *given),
+    "read behind a mask of two axes": lambda y, *given: read(ALL, both)(torch.stack([y, y.sin()]), *given),
+}
+USUAL = "a number in columns", "vectors in columns", "a number at a place of each row", "read a place of each row"
+
+
+class Masked(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.linear = function, nn.Linear(6, 6)
+
+    def forward(self, x, columns, place):
+        return self.function(self.linear(x), x[:, 0] > 0, columns[0] > 0, place).sum(0, keepdim=True)
+
+
+def batch(step: int):
+    """Without a column in the second, without a row in the third."""
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(8 + step, 6, generator=generator)
+    x[:, 0] *= step != 2
+    columns = torch.randint(2, (8 + step, 6), generator=generator) * (step != 1)
+    return [x, columns, torch.randint(6, (8 + step,), generator=generator)]
+
+
+@pytest.mark.parametrize("name", usual(FUNCTIONS, *USUAL))
+def test_what_is_read_and_written_at_masks_trains_as_in_pytorch(name):
+    assert_trains_as_in_pytorch(lambda: Masked(FUNCTIONS[name]), batch, evaluates=True)
