@@ -25,32 +25,16 @@ from orttrainer.export.call import without_checkpoints
 from orttrainer.export.numbers import Numbers
 from orttrainer.export.opened import opened
 from orttrainer.export.rewrites import (
-    antialiased,
-    by_index,
+    REWRITES,
     by_value,
     complex_numbers,
-    ctc,
     custom_functions,
     derivatives,
-    einsum,
-    embedding,
-    factorizations,
-    foreach,
     gradient_hooks,
     grouped,
     kept_parameters,
-    kinks,
-    linear_algebra,
-    losses,
-    noise,
     normalization,
     packed,
-    pooling,
-    recurrent,
-    sampling,
-    spectra,
-    spelled_out,
-    strided,
 )
 from orttrainer.export.untouched import memory_of
 
@@ -264,35 +248,14 @@ _SEEN = {torch.Tensor.__iter__: lambda x: iter(x.unbind(0))}  # in calls that th
 _PLUMBING = {torch.Tensor.requires_grad.__get__, torch.Tensor.grad.__get__, torch.Tensor.grad_fn.__get__}
 
 _REWRITES = {
+    **REWRITES,
     **stop_gradient.REWRITES,
-    **by_value.REWRITES,
-    **ctc.REWRITES,
-    **derivatives.REWRITES,
-    **einsum.REWRITES,
-    **embedding.REWRITES,
-    **foreach.REWRITES,
-    **linear_algebra.REWRITES,
-    **factorizations.REWRITES,
-    **spectra.REWRITES,
-    **kinks.REWRITES,
-    **losses.REWRITES,
-    **noise.REWRITES,
-    **normalization.REWRITES,
-    **packed.REWRITES,
-    **pooling.REWRITES,
-    **sampling.REWRITES,
-    **spelled_out.REWRITES,
-    **strided.REWRITES,
-    **by_index.REWRITES,
-    **antialiased.REWRITES,
     torch.Tensor.copy_: _copy,
     torch.where: _where,
-    **kept_parameters.REWRITES,
     torch.dropout_: _in_place_dropout(torch.dropout),
     torch.feature_dropout: _feature_dropout,
     torch.feature_dropout_: _in_place_dropout(_feature_dropout),
     torch._C._nn.scaled_dot_product_attention: attention,
-    **recurrent.REWRITES,
 }
 
 

@@ -1,0 +1,132 @@
+"""Reads and writes at a place that a tensor of one number tells: `x[t] = v`, `x[t] += v`, `x[mask, t]`.
+
+torch makes a Python number of it, which an export has not; here it stays a tensor.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["REWRITES"]
+
+_NO_PLACES = (torch.bool, torch.uint8)  # of which one number is a mask
+
+
+def _get_item(input, index):
+    places, others = _counted(index)
+    return torch.ops.aten.index.Tensor(*_shown(input, index)) if places and others else input[index]
+
+
+def _set_item(input, index, value):
+    if not _counted(index)[0]:
+        input[index] = value
+        return
+    view, indices = _shown(input, index)
+    value = torch.as_tensor(value, dtype=view.dtype, device=view.device)
+    rank = _rank(view, indices)
+    while value.dim() > rank and value.shape[0] == 1:  # as torch's own
+        value = value.squeeze(0)
+    torch.ops.aten.index_put_.default(view, indices, value)
+
+
+def _select(select):
+    """`x[t]` alone, which torch makes select with a number that the export does not know; noted for `x[t] += v`."""
+
+    def selected(input, dim, index):
+        shown = select(input, dim, index)
+        if torch.compiler.is_exporting() and (_is_told(index) or hasattr(input, "_shown_at")):
+            shown._shown_at = input, dim, index
+        return shown
+
+    return selected
+
+
+def _is_told(index) -> bool:
+    """Whether it is a tensor, or the number made of one."""
+    if isinstance(index, torch.SymInt):
+        from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # here: with it comes sympy
+
+        return bool(free_unbacked_symbols(index))
+    return isinstance(index, torch.Tensor)
+
+
+def _in_place(name: str):
+    """`x[t] += v`: Python reads, changes what it has read, and writes it; what is read shows x, but not to an export."""
+    function, out_of_place = getattr(torch.Tensor, f"{name}_"), getattr(torch.Tensor, name)
+
+    def changed(input, *args, **kwargs):
+        if not hasattr(input, "_shown_at"):
+            return function(input, *args, **kwargs)
+        result = out_of_place(input, *args, **kwargs).to(input.dtype)
+        _write(input, result)
+        return result
+
+    return changed
+
+
+def _write(shown, value):
+    input, *at = shown._shown_at
+    whole = torch.select_scatter(input, value, *at)
+    if hasattr(input, "_shown_at"):
+        _write(input, whole)
+    else:
+        input.copy_(whole)
+
+
+def _counted(index) -> tuple[int, int]:
+    """How many places among the indices are tensors of one number, and how many are other tensors or lists."""
+    items = index if isinstance(index, tuple) else (index,)
+    known = all(isinstance(x, (int, slice, list, torch.Tensor, torch.SymInt)) or x in (None, ...) for x in items)
+    if not known or any(isinstance(x, bool) for x in items) or not torch.compiler.is_exporting():
+        return 0, 0
+    tensors = [x for x in items if isinstance(x, (torch.Tensor, list))]
+    places = sum(map(_is_place, tensors))
+    return places, len(tensors) - places
+
+
+def _is_place(index) -> bool:
+    return isinstance(index, torch.Tensor) and not index.dim() and index.dtype not in _NO_PLACES
+
+
+def _shown(input, index):
+    """What ints, slices and None show of `input`, and the tensors among the indices, as aten.index takes them.
+
+    A place is an index like the others there, but where these go, its axis does not count: it goes before the first one.
+    """
+    items = list(index) if isinstance(index, tuple) else [index]
+    items = [torch.as_tensor(x, device=input.device) if isinstance(x, list) else x for x in items]
+    taken = sum(_axes(x) for x in items if x is not None and x is not ...)
+    at = next((at for at, x in enumerate(items) if x is ...), len(items))
+    items[at : at + 1] = [slice(None)] * (input.dim() - taken)
+    basic = tuple(k for x in items for k in ([slice(None)] * _axes(x) if isinstance(x, torch.Tensor) else [x]))
+    view = input[basic]
+    left = [x if isinstance(x, torch.Tensor) else None for x in items if not isinstance(x, (int, torch.SymInt))]
+    starts = [sum(map(_axes, left[:at])) for at in range(len(left))]
+    places = [at for at, x in enumerate(left) if _is_place(x)]
+    first = next((at for at, x in enumerate(left) if x is not None and at not in places), None)
+    if first is None:
+        return view, left
+    order = [at for at in range(first) if at not in places] + places
+    order += [at for at in range(first, len(left)) if at not in places]
+    axes = [axis for at in order for axis in range(starts[at], starts[at] + _axes(left[at]))]
+    return view.permute(axes), [left[at] for at in order]
+
+
+def _axes(index) -> int:
+    """How many axes an index is for."""
+    return index.dim() if isinstance(index, torch.Tensor) and index.dtype in _NO_PLACES else 1
+
+
+def _rank(view, indices) -> int:
+    """The number of axes of view[indices]."""
+    tensors = [x for x in indices if x is not None]
+    broadcast = max(1 if x.dtype in _NO_PLACES else x.dim() for x in tensors)
+    return view.dim() - sum(map(_axes, tensors)) + broadcast
+
+
+REWRITES = {
+    torch.Tensor.__getitem__: _get_item,
+    torch.Tensor.__setitem__: _set_item,
+    **{select: _select(select) for select in (torch.select, torch.Tensor.select)},
+    **{getattr(torch.Tensor, f"{name}_"): _in_place(name) for name in ("add", "sub", "mul", "div")},
+}

@@ -1,0 +1,93 @@
+"""What is read and written at a place that a tensor of one number tells trains as in PyTorch, at another place each time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fidelity import assert_trains_as_in_pytorch
+from marks import usual
+from torch import nn
+
+
+def add_to_row(y, t, mask):
+    y[t] += 1.0
+
+
+def scale_in_place_in_a_row(y, t, mask):
+    y[1, t] *= y[0, 0].clone()
+
+
+def divide_an_element(y, t, mask):
+    y[t, t, 2] /= 3.0
+
+
+def subtract_by_select(y, t, mask):
+    y.select(1, t).sub_(y[:, 0].clone(), alpha=2)
+
+
+def write_in_a_loop(y, t, mask):
+    for k, place in enumerate((t, t - 1, t - 2)):  # of which one counts from the end
+        y[place] = y[place - 1] * 0.5 + k
+
+
+def write(*index, value=lambda y: 0.5):
+    def written(y, t, mask):
+        y[tuple({"t": t, "mask": mask}.get(k, k) if isinstance(k, str) else k for k in index)] = value(y)
+
+    return written
+
+
+def read(*index):
+    """Adds what is read to all."""
+
+    def added(y, t, mask):
+        y += y[tuple({"t": t, "mask": mask}.get(k, k) if isinstance(k, str) else k for k in index)].square().sum()
+
+    return added
+
+
+ALL = slice(None)
+FUNCTIONS = {  # which change y of [3, 4, 5]; t is 0, 1 or 2, the mask one of 3
+    "a number at a place": write("t"),
+    "a row at a place": write("t", 1, value=lambda y: y[0, 0]),
+    "a row with an axis of its own": write("t", 1, value=lambda y: y[0, :1]),
+    "behind an axis": write(ALL, "t", value=lambda y: y[:, 0] + y[0, 1]),
+    "behind all axes": write(..., "t"),
+    "an element": write("t", "t", "t", value=lambda y: y.sum()),
+    "before a new axis": write(None, "t", slice(1, 3), value=lambda y: y[0, 1:3].clone()),
+    "a place, then a mask": write("t", ALL, [0, 2], value=lambda y: y[0, :, 1:3]),
+    "a mask, then a place": write("mask", "t", value=lambda y: y[0, 0]),
+    "a mask behind an axis behind a place": lambda y, t, mask: write("t", ALL, "mask")(y.transpose(0, 2)[:3], t, mask),
+    "reads a mask, then a place": read("mask", "t"),
+    "reads a place, then a mask": lambda y, t, mask: read("t", "mask")(y[:, :3], t, mask),
+    "reads a mask behind an axis behind a place": lambda y, t, mask: read("t", ALL, "mask")(y[:, :, :3], t, mask),
+    "add_to_row": add_to_row,
+    "scale_in_place_in_a_row": scale_in_place_in_a_row,
+    "divide_an_element": divide_an_element,
+    "subtract_by_select": subtract_by_select,
+    "write_in_a_loop": write_in_a_loop,
+}
+
+
+class Places(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.linear = function, nn.Linear(5, 5)
+
+    def forward(self, x, t):
+        y = torch.tanh(self.linear(x)).clone()
+        self.function(y, t[0], torch.arange(3) != t[1])
+        return y * torch.arange(5.0)
+
+
+def batch(step: int):
+    x = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(step))
+    return [x, torch.tensor([(1 + step) % 3, step % 3, 0])]
+
+
+@pytest.mark.parametrize(
+    "name",
+    usual(FUNCTIONS, "a row at a place", "a mask behind an axis behind a place", "reads a mask, then a place", "add_to_row", "write_in_a_loop"),
+)  # fmt: skip
+def test_what_is_read_and_written_at_a_place_trains_as_in_pytorch(name):
+    assert_trains_as_in_pytorch(lambda: Places(FUNCTIONS[name]), batch, evaluates=True)
