@@ -59,6 +59,12 @@ PLANE = [[[[7.0, 1, 3, 2, 5], [4, 9, 8, 6, 0], [1, 2, 3, 4, -5], [5, -1, 0, 7, 8
 INDEX = torch.tensor([2, 1, 2])
 PLACES = torch.tensor([[2, 1, 2, 0], [1, 1, 1, 1]])
 
+
+def _changed(x, change):
+    change(x)
+    return x
+
+
 FUNCTIONS = {
     "a fractional norm": (lambda x: torch.linalg.vector_norm(x, 0.5, 1), ROWS),
     "a cubic norm": (lambda x: torch.linalg.vector_norm(x, 3, 1), ROWS),
@@ -71,6 +77,13 @@ FUNCTIONS = {
     "fmax": (torch.fmax, TIES, OTHER),
     "fmin": (torch.fmin, TIES, OTHER),
     "hypot": (torch.hypot, TIES, OTHER),
+    "clamp between tensors": (lambda x, y: torch.clamp(x, y - 1, y + 1), TIES, OTHER),
+    "clamp to the bounds of others": (lambda x, y: x.clip(min=y) + x.clamp_min(x.detach()) + torch.clamp_max(x, y), TIES, OTHER),
+    "clamp in place": (lambda x, y: (x * 1).clamp_(max=y), TIES, OTHER),
+    "copysign in place": (lambda x, y: (2 * x).copysign_(y), TIES, OTHER),
+    "hypot in place, of a part": (lambda x, y: _changed(2 * x, lambda z: z[:, 1:3].hypot_(y[:, :2])), TIES, OTHER),
+    "lgamma in place, of a part": (lambda x: _changed(x * 1, lambda z: z[1:].lgamma_()), [0.3, 2.5, 7.0]),
+    "index_reduce in place": (lambda x, y: (x * 1).index_reduce_(1, INDEX, y[:, :3], "amax"), TIES, OTHER),
     "copysign": (torch.copysign, ROWS, [-0.0, 1.0, -1.0, 0.0]),
     "cumprod with a zero": (lambda x: x.cumprod(1), ROWS),
     "cumprod along the first axis": (lambda x: x.cumprod(0), OTHER),
@@ -198,6 +211,7 @@ DYNAMO_ALONE = {
     "a window that would start in the padding", "places in a padded plane", "pdist", "einsum of broadcast axes",
     "einsum of a list", "index_reduce to a amax", "index_reduce to a prod", "combinations",
     "combinations with replacement", "cdist of nothing", "vecdot of nothing",
+    "hypot in place, of a part", "lgamma in place, of a part",  # it drops what is written to parts
 }  # fmt: skip
 
 

@@ -52,6 +52,12 @@ WRITES = {
     "from a row on": write(slice(3, None), value=lambda v: v[:-3]),
     "the last rows": write(slice(-2, None), value=lambda v: v[:2]),
     "without the last row": write(slice(1, -1), value=lambda v: v[:-2]),
+    "a diagonal": lambda y, v: y.diagonal().copy_(v[0]),
+    "added to a diagonal": lambda y, v: y.diagonal().add_(v.sum()),
+    "a diagonal below": lambda y, v: y.diagonal(-2).fill_(0.5),
+    "a diagonal above": lambda y, v: y[3:].diagonal(2).mul_(v[0, :4]),
+    "diagonals of matrices": lambda y, v: y.view(-1, 2, 3).diagonal(dim1=1, dim2=2).lerp_(v[:, :2], 0.25),
+    "diagonals of other axes": lambda y, v: y.view(-1, 2, 3).diagonal(-1, 0, 2).exp_(),
     "twice": lambda y, v: (write(slice(0, 2), slice(1, 3), value=lambda v: v[:2, :2])(y, v), write(ALL, 2, value=lambda v: v[:, 1])(y, v)),
 }  # fmt: skip
 

@@ -41,6 +41,27 @@ def _select_scatter(self, src, dim, index):
     return _between(self, op.Unsqueeze(src, [dim]), dim, index, after)
 
 
+def _diagonal_scatter(self, src, offset=0, dim1=0, dim2=1):
+    """aten.diagonal_scatter: `self` with `src` on a diagonal. What torch makes of it, its own exporter refuses."""
+    rank = len(self.shape)
+    last = [dim1 % rank, dim2 % rank]
+    axes = [axis for axis in range(rank) if axis not in last] + last
+    x = self if axes == sorted(axes) else op.Transpose(self, perm=axes)
+    rows, columns = (
+        op.Range(_int(0), op.Squeeze(op.Shape(x, start=at, end=at + 1), [0]), _int(1)) for at in (rank - 2, rank - 1)
+    )
+    on_diagonal = op.Equal(op.Sub(columns, op.Unsqueeze(rows, [1])), _int(offset))
+    length = op.Shape(src, start=rank - 2)
+    place = op.Min(rows if offset >= 0 else columns, op.Sub(length, _int(1)))
+    spread = op.Unsqueeze(op.Gather(src, place, axis=rank - 2), [-1 if offset >= 0 else -2])
+    y = op.Where(on_diagonal, spread, x)
+    return y if x is self else op.Transpose(y, perm=[axes.index(axis) for axis in range(rank)])
+
+
+def _int(value):
+    return op.Constant(value_int=value)
+
+
 def _between(self, src, dim, start, end):
     """`src` behind self[:start] and before self[end:]."""
     before = [op.Slice(self, [0], [start], [dim])] if start != 0 else []
@@ -49,4 +70,8 @@ def _between(self, src, dim, start, end):
     return op.Concat(*parts, axis=dim) if len(parts) > 1 else op.Identity(src)
 
 
-TRANSLATIONS = {aten.slice_scatter.default: _slice_scatter, aten.select_scatter.default: _select_scatter}
+TRANSLATIONS = {
+    aten.diagonal_scatter.default: _diagonal_scatter,
+    aten.select_scatter.default: _select_scatter,
+    aten.slice_scatter.default: _slice_scatter,
+}

@@ -3,6 +3,8 @@
 Those that need more than the call itself have their own ways: `complex_numbers`, `custom_functions`, `gradient_hooks`, `grouped`.
 """
 
+import torch
+
 from orttrainer.export.rewrites import (
     antialiased,
     by_index,
@@ -57,3 +59,15 @@ _FAMILIES = (
     strided,
 )
 REWRITES = {function: rewrite for family in _FAMILIES for function, rewrite in family.REWRITES.items()}
+
+
+def _in_place(rewrite):
+    return lambda input, *args, **kwargs: input.copy_(rewrite(input, *args, **kwargs))
+
+
+# x.f_(...), unless it has its own, where x.f(...) has another form; a few do not change values.
+for _owner in (torch, torch.Tensor):
+    for _name in (name for name in dir(_owner) if name.endswith("_") and not name.startswith("_")):
+        _rewrite = REWRITES.get(getattr(_owner, _name[:-1], None))
+        if _rewrite is not None and _name not in ("as_strided_", "detach_"):
+            REWRITES.setdefault(getattr(_owner, _name), _in_place(_rewrite))

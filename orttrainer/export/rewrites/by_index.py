@@ -142,10 +142,6 @@ def _combinations(input, r=2, with_replacement=False):
     return input.index_select(0, places.flatten()).reshape(-1, r)
 
 
-def _in_place(rewrite):
-    return lambda input, *args, **kwargs: input.copy_(rewrite(input, *args, **kwargs))
-
-
 REWRITES = {
     torch.Tensor.fill_diagonal_: _fill_diagonal_,
     torch.segment_reduce: _segment_reduce,
@@ -156,9 +152,7 @@ REWRITES = {
         index_fill=_index_fill,
         index_reduce=_index_reduce,
         put=_put,
-        put_=_in_place(_put),
         repeat_interleave=_repeat_interleave,
         scatter_reduce=_scatter_reduce,
-        scatter_reduce_=_in_place(_scatter_reduce),
     ),
 }

@@ -28,7 +28,26 @@ def _softshrink(input, lambd=0.5):
     return torch.where(input > lambd, input - lambd, torch.where(input < -lambd, input + lambd, 0.0))
 
 
+def _clamp(input, min=None, max=None, *, out=None):
+    """torch.clamp; at a bound that is a tensor the slope is the input's alone, where ONNX's Max and Min share it."""
+    if not isinstance(min, torch.Tensor) and not isinstance(max, torch.Tensor):
+        return torch.clamp(input, min, max)
+    bounded = input if min is None else torch.where(input < min, min, input)
+    return bounded if max is None else torch.where(bounded > max, max, bounded)
+
+
+def _clamp_min(input, min, *, out=None):
+    return _clamp(input, min)
+
+
+def _clamp_max(input, max, *, out=None):
+    return _clamp(input, None, max)
+
+
 REWRITES = {
+    **dict.fromkeys([torch.clamp, torch.Tensor.clamp, torch.clip, torch.Tensor.clip], _clamp),
+    **dict.fromkeys([torch.clamp_min, torch.Tensor.clamp_min], _clamp_min),
+    **dict.fromkeys([torch.clamp_max, torch.Tensor.clamp_max], _clamp_max),
     **dict.fromkeys([torch.std, torch.Tensor.std], _std),
     torch.std_mean: _std_mean,
     F.softshrink: _softshrink,
