@@ -353,6 +353,18 @@ def functions(**rewrites):
     return found
 
 
+def _histc(input, bins=100, min=0, max=0, *, out=None):
+    """torch.histc; between the extrema of its input if the bounds are equal."""
+    x, (low, high) = input.flatten(), (min, max) if min != max else (input.min(), input.max())
+    width = torch.as_tensor(high - low, dtype=x.dtype, device=x.device)
+    place = ((x - low) * bins / torch.where(width == 0, 1.0, width)).long().clamp(max=bins - 1)
+    inside = (x >= low) & (x <= high)
+    place = torch.where(inside, place, 0)
+    if isinstance(low, torch.Tensor):  # all equal: they lie in the middle of a range of 2
+        place = torch.where(width == 0, bins // 2, place)
+    return x.new_zeros(bins).scatter_add(0, place, inside.to(x.dtype))
+
+
 def _hardtanh(input, min_val=-1.0, max_val=1.0, inplace=False):
     """torch.nn.functional.hardtanh, which has slope 0 at its bounds; exporters write clamp, which has 1 there."""
     bounded = F.relu(input) if min_val == 0 else torch.where(input <= min_val, min_val, input)
@@ -397,6 +409,7 @@ REWRITES = {
         fmax=_fmax,
         fmin=_fmin,
         frexp=_frexp,
+        histc=_histc,
         hstack=_hstack,
         hypot=_hypot,
         kthvalue=_kthvalue,
