@@ -9,7 +9,7 @@ from torch import distributions, linalg, nn
 from torch.nn.utils import parametrizations
 
 from orttrainer import IODescription, ModelDescription, ORTTrainer
-from orttrainer.export.rewrites import spectra
+from orttrainer.export.rewrites import factorizations, spectra
 
 
 def positive(w):
@@ -61,8 +61,12 @@ FORMS = {
     "cholesky-ex": lambda w, x: linalg.cholesky_ex(positive(w), upper=True).L.sin().sum(),
     "cholesky-solve": lambda w, x: torch.cholesky_solve(x.T, linalg.cholesky(positive(w))).sin().sum(),
     "cholesky-inverse": lambda w, x: torch.cholesky_inverse(torch.cholesky(positive(w))).sin().sum(),
+    "cholesky-large": lambda w, x: linalg.cholesky(positive(w.repeat(16, 16) / 8)).sin().mean(),
+    "slogdet-large": lambda w, x: sum(p.sin().sum() for p in linalg.slogdet(w.repeat(13, 13) + 9 * torch.eye(52))),
+    "lu-large": lambda w, x: sum(p.sin().mean() for p in linalg.lu(w.repeat(13, 13).triu(-3) - 2 * torch.eye(52))),
     "lu": lambda w, x: sum(p.sin().sum() for p in linalg.lu(w)),
     "qr": lambda w, x: sum(p.sin().sum() for p in linalg.qr(w)),
+    "qr-large": lambda w, x: sum(p.sin().mean() for p in linalg.qr(w.repeat(25, 13)[:, :50] + 9 * torch.eye(100, 50))),
     "qr-tall": lambda w, x: sum(p.sin().sum() for p in torch.qr(x @ w)),
     "qr-wide": lambda w, x: sum(p.sin().sum() for p in linalg.qr(w[:3])),
     "householder": lambda w, x: linalg.householder_product(w, w.sum(0).sigmoid()).sin().sum(),
@@ -188,6 +192,7 @@ USUAL = [
         "triangular-unit-right",
         "cholesky-batch",
         "cholesky-of-rows",
+        "cholesky-large",
     ),
     *(
         "lu",
@@ -197,7 +202,6 @@ USUAL = [
         "eigh-batch",
         "eigvalsh-equal",
         "svd-tall",
-        "svd-complete",
         "norm-of-zeros",
     ),
     *("pinv", "lstsq", "cholesky-twice", "eigenvalues-twice"),
@@ -234,6 +238,25 @@ MATRICES = {
     "of rank 3": lambda: torch.randn(8, 3, dtype=torch.float64) @ torch.randn(3, 8, dtype=torch.float64),
     "zeros": lambda: torch.zeros(4, 4, dtype=torch.float64),
 }
+
+
+def test_factorizations_by_halves_are_lapack_s():
+    torch.manual_seed(0)
+    A = torch.randn(2, 101, 101, dtype=torch.float64)
+    P, factors, U, free = factorizations._eliminated(A)
+    for found, expected in zip((P, P.mT @ factors, U), linalg.lu(A)):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    assert not free.any()
+    for shape in ((101, 101), (130, 70), (60, 101)):
+        B = torch.randn(2, *shape, dtype=torch.float64)
+        for found, expected in zip(factorizations.orthonormal(B), linalg.qr(B)):
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    L = linalg.cholesky(positive(A))
+    torch.testing.assert_close(factorizations._lower_factor(positive(A)), L, rtol=1e-11, atol=1e-11)
+    for upper in (False, True):
+        T = L.mT if upper else L
+        found = factorizations._inverse_of_triangle(T + (A.tril(-1) if upper else A.triu(1)), upper)
+        torch.testing.assert_close(found @ T, torch.eye(101).to(T).expand_as(T), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("matrix", MATRICES.values(), ids=MATRICES)

@@ -175,6 +175,9 @@ FUNCTIONS = {
     "vecdot of nothing": (lambda x, y: torch.linalg.vecdot(x[:0], y[:0]), ROWS, NEAR),
     "a norm along no axis named": (lambda x: torch.linalg.vector_norm(x, 2, ()), 3.0),
     "pdist": (lambda x: F.pdist(x), ROWS),
+    "logit": (torch.special.logit, [1e-6, 0.25, 0.5, 0.999]),
+    "logit between bounds": (lambda x: torch.logit(x, 0.125) + x.logit(eps=1e-3), [0.125, 0.875, 0.3, 0.95, 1.0, 0.0, -1.0]),
+    "logit of a constant": (lambda x: x + torch.logit(x.detach(), 1e-5), [0.2, 1.0]),
     "logsigmoid": (F.logsigmoid, [-200.0, -8.5, 0.0, 30.0]),
     "binary cross-entropy of large scores": (
         lambda x: F.binary_cross_entropy_with_logits(x, torch.tensor([1.0, 0.0, 0.25, 0.0]).to(x), reduction="none"),

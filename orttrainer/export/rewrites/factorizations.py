@@ -8,6 +8,7 @@ PyTorch's closed form in the factors (Giles, "An extended collection of matrix d
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch._higher_order_ops.scan import scan
 from torch.autograd import Function
 
@@ -34,9 +35,39 @@ def _triangular_solve(b, A, upper=True, transpose=False, unitriangular=False, *,
 
 def _inverse_of_triangle(A, upper, unit=False):
     A = A.double()
-    if not unit:
-        return inverse(A.triu() if upper else A.tril())
-    return inverse(eye(A) + (A.triu(1) if upper else A.tril(-1)))
+    if unit:
+        triangle = eye(A) + (A.triu(1) if upper else A.tril(-1))
+    else:
+        triangle = A.triu() if upper else A.tril()
+    return _inverted_by_halves(triangle.mT).mT if upper else _inverted_by_halves(triangle)
+
+
+def _inverted_by_halves(L):
+    """The inverse of [[A, 0], [B, C]] is [[A', 0], [-C' B A', C']]: products, until the halves are small."""
+    half = _half(L)
+    if half is None:
+        return inverse(L)
+    first, last = _inverted_by_halves(L[..., :half, :half]), _inverted_by_halves(L[..., half:, half:])
+    return _put_together(first, -last @ (L[..., half:, :half] @ first), last)
+
+
+def _half(A) -> int | None:
+    """After how many of its columns the other ones are brought up to date, by products; None: one by one, there are few."""
+    size = A.shape[-1]
+    return size // 2 if isinstance(size, int) and size > _FEW else None
+
+
+_FEW = 48
+
+
+def _put_together(first, below, last):
+    """[[first, 0], [below, last]]"""
+    return torch.cat([F.pad(first, (0, last.shape[-1])), torch.cat([below, last], -1)], -2)
+
+
+def _dense(A):
+    """A copy as a loop can begin with: with the layout of what it makes of it."""
+    return A.clone(memory_format=torch.contiguous_format)
 
 
 def eye(A):
@@ -52,13 +83,7 @@ class _Cholesky(Function):
 
     @staticmethod
     def forward(ctx, A):
-        def column(rest, unit):
-            x = (rest * unit).sum(-1)
-            x = x / (x * unit).sum(-1, keepdim=True).sqrt()
-            return rest - x.unsqueeze(-1) * x.unsqueeze(-2), x.clone()
-
-        rest = symmetric(A.double(), "L")
-        factor = scan(column, rest, eye(rest), dim=0)[1].movedim(0, -1).tril().to(A.dtype)
+        factor = _lower_factor(symmetric(A.double(), "L")).to(A.dtype)
         ctx.save_for_backward(factor)
         return factor
 
@@ -70,6 +95,20 @@ class _Cholesky(Function):
         root = _inverse_of_triangle(factor, upper=False)
         dA = root.mT @ half @ root
         return (0.5 * (dA + dA.mT)).to(dL.dtype)
+
+
+def _lower_factor(A):
+    if (half := _half(A)) is not None:
+        first = _lower_factor(A[..., :half, :half])
+        below = A[..., half:, :half] @ _inverted_by_halves(first).mT
+        return _put_together(first, below, _lower_factor(A[..., half:, half:] - below @ below.mT))
+
+    def column(rest, unit):
+        x = (rest * unit).sum(-1)
+        x = x / (x * unit).sum(-1, keepdim=True).sqrt()
+        return rest - x.unsqueeze(-1) * x.unsqueeze(-2), x.clone()
+
+    return scan(column, _dense(A), eye(A), dim=0)[1].movedim(0, -1).tril()
 
 
 def symmetric(A, triangle):
@@ -105,24 +144,35 @@ def _cholesky_inverse(L, upper=False, *, out=None):
 # ---------------------------------------------------------------- LU, and determinants of any size
 
 
-def _eliminated(A):
-    """P^T, the columns of L in the order of A's rows, and U, by elimination with the largest element of each column."""
+def _eliminated(A, free=None):
+    """P^T, the columns of L in the order of A's rows, U, and which rows are free, by elimination in those that were.
+
+    The pivot is the largest element of each column.
+    """
+    free = torch.ones_like(A[..., 0]) if free is None else free
+    if (half := _half(A)) is not None:
+        P, factors, U, free = _eliminated(A[..., :half], free)
+        right = _inverted_by_halves(P.mT @ factors) @ (P.mT @ A[..., half:])
+        rest = (A[..., half:] - factors @ right) * free.unsqueeze(-1)
+        other_P, other_factors, other_U, free = _eliminated(rest, free)
+        U = _put_together(U.mT, right.mT, other_U.mT).mT
+        return torch.cat([P, other_P], -1), torch.cat([factors, other_factors], -1), U, free
 
     def eliminate(state, unit):
         rest, free = state
-        column = (rest * unit).sum(-1)
+        column = (rest @ unit.unsqueeze(-1)).squeeze(-1)
         pivot = torch.where(free > 0, column.abs(), -1.0).argmax(-1, keepdim=True)
         chosen = torch.zeros_like(free).scatter(-1, pivot, 1.0)
-        row = (rest * chosen.unsqueeze(-1)).sum(-2)
+        row = (chosen.unsqueeze(-2) @ rest).squeeze(-2)
         value = (row * unit).sum(-1, keepdim=True)
         factors = torch.where(value == 0, torch.zeros_like(column), column / value)
         factors = torch.where(chosen > 0, torch.ones_like(factors), factors * free)
-        rest = (rest - factors.unsqueeze(-1) * row.unsqueeze(-2)) * (1 - chosen).unsqueeze(-1)
+        rest = rest - factors.unsqueeze(-1) * row.unsqueeze(-2)  # 0 in the chosen row
         return (rest, free * (1 - chosen)), (chosen, factors.clone(), row.clone())
 
-    free = torch.ones_like(A[..., 0])
-    _, (chosen, factors, rows) = scan(eliminate, (A.clone(), free), eye(A), dim=0)
-    return chosen.movedim(0, -1), factors.movedim(0, -1), rows.movedim(0, -2).triu()
+    units = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
+    (_, free), (chosen, factors, rows) = scan(eliminate, (_dense(A), free.clone()), units, dim=0)
+    return chosen.movedim(0, -1), factors.movedim(0, -1), rows.movedim(0, -2).triu(), free
 
 
 class _LU(Function):
@@ -130,7 +180,7 @@ class _LU(Function):
 
     @staticmethod
     def forward(ctx, A):
-        P, factors, U = _eliminated(A.double())
+        P, factors, U, _ = _eliminated(A.double())
         P, L, U = (x.to(A.dtype) for x in (P, P.mT @ factors, U))
         L = L.tril()
         ctx.save_for_backward(P, L, U)
@@ -157,7 +207,7 @@ class _Slogdet(Function):
 
     @staticmethod
     def forward(ctx, A):
-        P, _, U = _eliminated(A.double())
+        P, _, U, _ = _eliminated(A.double())
         pivots = U.diagonal(dim1=-2, dim2=-1)
         order = P.argmax(-2)
         exchanges = (order.unsqueeze(-1) > order.unsqueeze(-2)).triu(1).sum((-2, -1))
@@ -197,17 +247,29 @@ def _householder_product(input, tau, *, out=None):
 
 def _reflected(reflectors, tau, columns):
     """The first columns of the product of `reflectors`, of which what is below the diagonal is read; in float64."""
-    tau, rows = tau.double(), reflectors.shape[-2]
-    unit = torch.eye(rows, max(columns, tau.shape[-1]), dtype=tau.dtype, device=tau.device)
-    v = reflectors.double()[..., : tau.shape[-1]].tril(-1) + unit[:, : tau.shape[-1]]
+    v, T = _compact(reflectors, tau)
+    return torch.eye(v.shape[-2], columns, dtype=v.dtype, device=v.device) - v @ (T @ v[..., :columns, :].mT)
+
+
+def _compact(reflectors, tau):
+    """V and T of the product I - V T V^T."""
+    tau = tau.double()
+    unit = torch.eye(reflectors.shape[-2], tau.shape[-1], dtype=tau.dtype, device=tau.device)
+    v = reflectors.double()[..., : tau.shape[-1]].tril(-1) + unit
     among = tau.unsqueeze(-1) * (v.mT @ v).triu(1)
-    combined = inverse(eye(among) + among) * tau.unsqueeze(-2)
-    return unit[:, :columns] - v @ (combined @ v[..., :columns, :].mT)
+    return v, _inverted_by_halves((eye(among) + among).mT).mT * tau.unsqueeze(-2)
 
 
 def _householder(A):
     """R, the reflectors below its diagonal, and their factors, as LAPACK's geqrf has them."""
     rows, number = A.shape[-2], min(A.shape[-2:])
+    if (half := _half(A[..., :number])) is not None:
+        R, v, tau = _householder(A[..., :half])
+        V, T = _compact(v, tau)
+        right = A[..., half:] - V @ (T.mT @ (V.mT @ A[..., half:]))
+        below, other_v, other_tau = _householder(right[..., half:, :])
+        R = torch.cat([R, torch.cat([right[..., :half, :], below], -2)], -1)
+        return R, torch.cat([v, F.pad(other_v, (0, 0, half, 0))], -1), torch.cat([tau, other_tau], -1)
     units = torch.eye(number, rows, dtype=A.dtype, device=A.device)
 
     def reflect(R, positions):
@@ -226,7 +288,7 @@ def _householder(A):
         return reflected, (v.clone(), factor.squeeze(-1))
 
     columns = torch.eye(number, A.shape[-1], dtype=A.dtype, device=A.device)
-    R, (v, tau) = scan(reflect, A, (units, columns), dim=0)
+    R, (v, tau) = scan(reflect, _dense(A), (units, columns), dim=0)
     return R, v.movedim(0, -1), tau.movedim(0, -1)
 
 

@@ -44,7 +44,14 @@ def _clamp_max(input, max, *, out=None):
     return _clamp(input, None, max)
 
 
+def _logit(input, eps=None, *, out=None):
+    """torch.logit, whose slope is 0 beyond eps and 1 - eps."""
+    p = input if eps is None else torch.clamp(input, eps, 1 - eps)
+    return torch.log(p) - torch.log1p(-p)
+
+
 REWRITES = {
+    **dict.fromkeys([torch.logit, torch.Tensor.logit, torch.special.logit], _logit),
     **dict.fromkeys([torch.clamp, torch.Tensor.clamp, torch.clip, torch.Tensor.clip], _clamp),
     **dict.fromkeys([torch.clamp_min, torch.Tensor.clamp_min], _clamp_min),
     **dict.fromkeys([torch.clamp_max, torch.Tensor.clamp_max], _clamp_max),
