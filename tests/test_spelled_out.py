@@ -209,6 +209,8 @@ FUNCTIONS = {
     "a window that ends beyond it": (lambda x: F.max_pool1d(x[0], 2, 2, ceil_mode=True), PLANE),
     "places in a padded plane": (lambda x: F.max_pool2d(x, 3, (2, 3), 1, 1, True, True)[1].to(x.dtype) + x.sum(), PLANE),
     "an axis of a scalar": (lambda x: x.sum(0) + x.amax(-1, keepdim=True), 2.0),
+    "squeeze of a scalar": (lambda x: x.squeeze(0) * torch.squeeze(x, dim=-1) + x.squeeze((0,)) * x.squeeze(), 2.0),
+    "squeeze of several axes": (lambda x: x[None, :, None].squeeze(0, 2) + x[None].squeeze(dim=(0, 2)), TIES),
 }  # fmt: skip
 
 
@@ -217,7 +219,7 @@ DYNAMO_ALONE = {
     "a window that would start in the padding", "places in a padded plane", "pdist", "einsum of broadcast axes",
     "einsum of a list", "index_reduce to a amax", "index_reduce to a prod", "combinations",
     "combinations with replacement", "cdist of nothing", "vecdot of nothing",
-    "hypot in place, of a part", "lgamma in place, of a part",  # it drops what is written to parts
+    "squeeze of a scalar", "squeeze of several axes", "hypot in place, of a part", "lgamma in place, of a part",  # it drops what is written to parts
 }  # fmt: skip
 
 

@@ -54,11 +54,11 @@ def _squeezed(squeeze):
     """torch.squeeze of what is 1: the tracer leaves an axis of a symbolic size, and the exporter forgets to leave others."""
 
     def call(input, *dim, **named):
-        (dims,) = (*dim, *named.values()) or (range(input.dim()),)
-        dims = [dims] if isinstance(dims, int) else list(dims)
+        dims = [*dim, *named.values()] or [range(input.dim())]
+        dims = dims if isinstance(dims[0], int) else list(dims[0])
         if torch.jit.is_tracing():
             return squeeze(input, *dim, **named)
-        ones = [axis for axis in dims if input.shape[axis] == 1]
+        ones = [axis for axis in dims if input.dim() and input.shape[axis] == 1]
         return squeeze(input, ones) if ones else input
 
     return call
