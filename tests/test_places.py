@@ -30,9 +30,16 @@ def write_in_a_loop(y, t, mask):
         y[place] = y[place - 1] * 0.5 + k
 
 
+def told(index, t, mask):
+    """The index with what the names in it stand for."""
+    if isinstance(index, (tuple, list)):
+        return type(index)([told(k, t, mask) for k in index])
+    return {"t": t, "mask": mask}[index] if isinstance(index, str) else index
+
+
 def write(*index, value=lambda y: 0.5):
     def written(y, t, mask):
-        y[tuple({"t": t, "mask": mask}.get(k, k) if isinstance(k, str) else k for k in index)] = value(y)
+        y[told(index, t, mask)] = value(y)
 
     return written
 
@@ -41,7 +48,7 @@ def read(*index):
     """Adds what is read to all."""
 
     def added(y, t, mask):
-        y += y[tuple({"t": t, "mask": mask}.get(k, k) if isinstance(k, str) else k for k in index)].square().sum()
+        y += y[told(index, t, mask)].square().sum()
 
     return added
 
@@ -61,6 +68,7 @@ FUNCTIONS = {  # which change y of [3, 4, 5]; t is 0, 1 or 2, the mask one of 3
     "reads a mask, then a place": read("mask", "t"),
     "reads a place, then a mask": lambda y, t, mask: read("t", "mask")(y[:, :3], t, mask),
     "reads a mask behind an axis behind a place": lambda y, t, mask: read("t", ALL, "mask")(y[:, :, :3], t, mask),
+    "lists of places": write((0, "t"), ["t", 1], value=lambda y: y[0, :2].clone()),
     "add_to_row": add_to_row,
     "scale_in_place_in_a_row": scale_in_place_in_a_row,
     "divide_an_element": divide_an_element,

@@ -65,9 +65,16 @@ def _in_place(rewrite):
     return lambda input, *args, **kwargs: input.copy_(rewrite(input, *args, **kwargs))
 
 
-# x.f_(...), unless it has its own, where x.f(...) has another form; a few do not change values.
-for _owner in (torch, torch.Tensor):
-    for _name in (name for name in dir(_owner) if name.endswith("_") and not name.startswith("_")):
-        _rewrite = REWRITES.get(getattr(_owner, _name[:-1], None))
-        if _rewrite is not None and _name not in ("as_strided_", "detach_"):
-            REWRITES.setdefault(getattr(_owner, _name), _in_place(_rewrite))
+def _in_place_forms() -> dict:
+    """`x.f_(...)` for each `x.f(...)`; two names that end so change no values."""
+    found = {}
+    for owner in (torch, torch.Tensor):
+        for name in dir(owner):
+            if name.endswith("_") and not name.startswith("_") and name not in ("as_strided_", "detach_"):
+                rewrite = REWRITES.get(getattr(owner, name[:-1], None))
+                if rewrite is not None:
+                    found[getattr(owner, name)] = _in_place(rewrite)
+    return found
+
+
+REWRITES = _in_place_forms() | REWRITES  # what has its own keeps it

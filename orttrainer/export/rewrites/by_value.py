@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from orttrainer.export.stop_gradient import stopped
 
-__all__ = ["REWRITES", "SEEN"]
+__all__ = ["REWRITES", "SEEN", "has_tensors", "stacked"]
 
 
 def _masked_select(input, mask):
@@ -76,20 +76,22 @@ def _made(tensor):
     """torch.tensor of lists that have tensors of one element in them, which it reads as numbers."""
 
     def call(data, *, dtype=None, device=None, **others):
-        if not torch.compiler.is_exporting() or not _has_tensors(data):
+        if not torch.compiler.is_exporting() or not has_tensors(data):
             return tensor(data, dtype=dtype, device=device, **others)
-        return stopped(_stacked(data)).to(dtype=dtype, device=device)
+        return stopped(stacked(data)).to(dtype=dtype, device=device)
 
     return call
 
 
-def _has_tensors(data):
-    return isinstance(data, (list, tuple)) and any(isinstance(x, torch.Tensor) or _has_tensors(x) for x in data)
+def has_tensors(data) -> bool:
+    """Whether it is a list, or a list of lists, with tensors in it."""
+    return isinstance(data, (list, tuple)) and any(isinstance(x, torch.Tensor) or has_tensors(x) for x in data)
 
 
-def _stacked(data):
+def stacked(data):
+    """The tensor of a list of numbers and of tensors of one element."""
     if isinstance(data, (list, tuple)):
-        parts = [_stacked(x) for x in data]
+        parts = [stacked(x) for x in data]
         dtype = functools.reduce(torch.promote_types, [x.dtype for x in parts])
         return torch.stack([x.to(dtype) for x in parts])
     return data.reshape(()) if isinstance(data, torch.Tensor) else torch.tensor(data)

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import torch
 
+from orttrainer.export.rewrites.by_value import has_tensors, stacked
+
 __all__ = ["REWRITES"]
 
 _NO_PLACES = (torch.bool, torch.uint8)  # of which one number is a mask
 
 
 def _get_item(input, index):
+    index = _without_lists(index)
     places, others = _counted(index)
     return torch.ops.aten.index.Tensor(*_shown(input, index)) if places and others else input[index]
 
 
 def _set_item(input, index, value):
+    index = _without_lists(index)
     if not _counted(index)[0]:
         input[index] = value
         return
@@ -27,6 +31,13 @@ def _set_item(input, index, value):
     while value.dim() > rank and value.shape[0] == 1:  # as torch's own
         value = value.squeeze(0)
     torch.ops.aten.index_put_.default(view, indices, value)
+
+
+def _without_lists(index):
+    """`x[rows, columns]` of lists of places that tensors tell: torch asks for their numbers."""
+    if not isinstance(index, tuple) or not torch.compiler.is_exporting():
+        return index
+    return tuple(stacked(x) if has_tensors(x) else x for x in index)
 
 
 def _select(select):
