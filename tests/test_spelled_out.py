@@ -207,6 +207,15 @@ FUNCTIONS = {
     "pairwise distance": (lambda x, y: F.pairwise_distance(x, y, 3.0), TIES, OTHER),
     "a window that would start in the padding": (lambda x: F.max_pool2d(x, 3, 3, 1, ceil_mode=True), PLANE),
     "a window that ends beyond it": (lambda x: F.max_pool1d(x[0], 2, 2, ceil_mode=True), PLANE),
+    "averages over the end of the padding": (
+        lambda x: F.avg_pool2d(x, (4, 3), 2, 1, ceil_mode=True) * F.avg_pool1d(x[0], 2, 2, ceil_mode=True)[:, :1, None],
+        PLANE,
+    ),
+    "averages over the end that count no padding": (
+        lambda x: F.avg_pool2d(x, 4, 2, 1, True, count_include_pad=False) * F.lp_pool2d(x, 2, 2, ceil_mode=True),
+        PLANE,
+    ),
+    "an average whose last window would start in the padding": (lambda x: F.avg_pool2d(x, 2, 2, 1, True), PLANE),
     "places in a padded plane": (lambda x: F.max_pool2d(x, 3, (2, 3), 1, 1, True, True)[1].to(x.dtype) + x.sum(), PLANE),
     "an axis of a scalar": (lambda x: x.sum(0) + x.amax(-1, keepdim=True), 2.0),
     "squeeze of a scalar": (lambda x: x.squeeze(0) * torch.squeeze(x, dim=-1) + x.squeeze((0,)) * x.squeeze(), 2.0),
@@ -216,7 +225,9 @@ FUNCTIONS = {
 
 # TorchScript does not know sizes as numbers, nor triu_indices; and it divides by the sizes of what is empty.
 DYNAMO_ALONE = {
-    "a window that would start in the padding", "places in a padded plane", "pdist", "einsum of broadcast axes",
+    "a window that would start in the padding", "averages over the end of the padding",
+    "averages over the end that count no padding", "an average whose last window would start in the padding",
+    "places in a padded plane", "pdist", "einsum of broadcast axes",
     "einsum of a list", "index_reduce to a amax", "index_reduce to a prod", "combinations",
     "combinations with replacement", "cdist of nothing", "vecdot of nothing",
     "squeeze of a scalar", "squeeze of several axes", "hypot in place, of a part", "lgamma in place, of a part",  # it drops what is written to parts

@@ -1,4 +1,4 @@
-"""Pooling that the exporters refuse or change: adaptive, fractional, and averages with a divisor of their own."""
+"""Pooling that the exporters refuse or change: adaptive, fractional, windows over the end, averages with a divisor of their own."""
 
 from __future__ import annotations
 
@@ -12,37 +12,88 @@ __all__ = ["REWRITES"]
 _nn = torch._C._nn
 
 
-# ---------------------------------------------------------------- averages
+# ---------------------------------------------------------------- windows that hang over the end (ceil_mode)
+
+
+def _behind(size, kernel, step, before, spread=1):
+    """The padding behind an axis that holds the last window of `ceil_mode`.
+
+    Spelled out, for releases of ONNX differ in where a window may start, and its shape inference from ONNX Runtime.
+    """
+    reach = spread * (kernel - 1) + 1
+    last = -(-(size + 2 * before - reach) // step) * step  # where it starts, counted from the padding's begin
+    last -= step * (last >= size + before)  # it would see the padding alone
+    return max(0, last + reach - size - before)
+
+
+def _known(sizes):
+    return all(type(size) is int for size in sizes)
 
 
 def _average(pool, rank):
-    """avg_pool2d or avg_pool3d; with `divisor_override` the sum of each window, divided by it."""
+    """avg_pool1d, 2d or 3d; with `ceil_mode` or `divisor_override` each window's sum, divided by what PyTorch divides by."""
 
     def call(
         input, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None
     ):
-        if divisor_override is None:
-            return pool(input, kernel_size, stride, padding, ceil_mode, count_include_pad)
-        kernel = _each(kernel_size, rank)
+        kernel, sizes = _each(kernel_size, rank), input.shape[input.dim() - rank :]
         stride, padding = _each(stride or kernel, rank), _each(padding, rank)
-        pads = []
-        for axis in reversed(range(rank)):
-            size = input.shape[axis - rank]
-            before, after = padding[axis], padding[axis]
-            if ceil_mode:
-                windows = -(-(size + 2 * before - kernel[axis]) // stride[axis]) + 1
-                if (windows - 1) * stride[axis] >= size + before:
-                    windows -= 1
-                after = max(0, (windows - 1) * stride[axis] + kernel[axis] - size - before)
-            pads += [before, after]
-        return pool(F.pad(input, pads), kernel, stride) * (math.prod(kernel) / divisor_override)
+        axes = list(zip(sizes, kernel, stride, padding))
+        if divisor_override is None and (not ceil_mode or not _known(sizes)):
+            return pool(input, kernel, stride, padding, ceil_mode, count_include_pad)
+        pads = [(axis[3], _behind(*axis) if ceil_mode else axis[3]) for axis in axes]
+        if divisor_override is None and all(after <= before for before, after in pads):
+            return pool(input, kernel, stride, padding, False, count_include_pad)
+        y = pool(F.pad(input, [side for pad in reversed(pads) for side in pad]), kernel, stride)
+        if divisor_override is not None:
+            return y * (math.prod(kernel) / divisor_override)
+        for axis, (size, width, step, before) in enumerate(axes, -rank):
+            border = before if count_include_pad else 0
+            starts = [place * step - before for place in range(y.shape[axis])]
+            counts = [min(start + width, size + border) - max(start, -border) for start in starts]
+            shares = torch.tensor([width / count for count in counts], dtype=y.dtype, device=y.device)
+            y = y * shares.reshape([-1] + [1] * (-1 - axis))
+        return y
 
     return call
+
+
+def _ceil_max_pool(pool, rank):
+    """Max pooling with `ceil_mode`, spelled out as padding."""
+
+    def call(input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False):
+        sizes = input.shape[input.dim() - rank :]
+        stride = kernel_size if stride is None or stride == [] else stride
+        if not ceil_mode or not _known(sizes):
+            return pool(input, kernel_size, stride, padding, dilation, ceil_mode)
+        axes = zip(sizes, *(_each(x, rank) for x in (kernel_size, stride, padding, dilation)))
+        pads = [(axis[3], _behind(*axis)) for axis in axes]
+        if all(after <= before for before, after in pads):
+            return pool(input, kernel_size, stride, padding, dilation)
+        padded = F.pad(input, [side for pad in reversed(pads) for side in pad], value=-math.inf)
+        result = pool(padded, kernel_size, stride, 0, dilation)
+        if isinstance(result, torch.Tensor):
+            return result
+        return result[0], _moved(result[1], padded.shape[-rank:], sizes, [before for before, _ in pads])
+
+    return call
+
+
+def _moved(indices, padded, sizes, shifts):
+    """Places in a padded plane as places in the plane."""
+    flat, factor = 0, 1
+    for axis in reversed(range(len(sizes))):
+        flat = flat + (indices % padded[axis] - shifts[axis]) * factor
+        indices, factor = indices // padded[axis], factor * sizes[axis]
+    return flat
 
 
 def _each(value, rank):
     values = [value] * rank if isinstance(value, int) else list(value)
     return values * rank if len(values) == 1 else values
+
+
+# ---------------------------------------------------------------- adaptive averages
 
 
 def _adaptive_avg_pool3d(input, output_size):
@@ -132,8 +183,12 @@ def _max_over_windows(input, windows):
 
 
 REWRITES = {
-    _nn.avg_pool2d: _average(F.avg_pool2d, 2),
-    _nn.avg_pool3d: _average(F.avg_pool3d, 3),
+    torch.avg_pool1d: _average(torch.avg_pool1d, 1),
+    _nn.avg_pool2d: _average(_nn.avg_pool2d, 2),
+    _nn.avg_pool3d: _average(_nn.avg_pool3d, 3),
+    **{pool: _ceil_max_pool(pool, 1) for pool in (torch.max_pool1d, torch.max_pool1d_with_indices)},
+    **{pool: _ceil_max_pool(pool, 2) for pool in (torch.max_pool2d, _nn.max_pool2d_with_indices)},
+    **{pool: _ceil_max_pool(pool, 3) for pool in (torch.max_pool3d, _nn.max_pool3d_with_indices)},
     _nn.adaptive_avg_pool3d: _adaptive_avg_pool3d,
     torch.adaptive_max_pool1d: _adaptive_max_pool(1),
     _nn.adaptive_max_pool2d: _adaptive_max_pool(2),

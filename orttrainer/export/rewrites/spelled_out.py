@@ -303,48 +303,6 @@ def _column_stack(tensors):
     return torch.cat([x.reshape(-1, 1) if x.dim() <= 1 else x for x in tensors], 1)
 
 
-# ---------------------------------------------------------------- pooling
-
-
-def _ceil_max_pool(pool, rank):
-    """Max pooling with `ceil_mode`, spelled out as padding: where a window may start, releases of ONNX differ."""
-
-    def call(input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False):
-        sizes = input.shape[input.dim() - rank :]
-        stride = kernel_size if stride is None or stride == [] else stride
-        if not ceil_mode or not all(type(size) is int for size in sizes):
-            return pool(input, kernel_size, stride, padding, dilation, ceil_mode)
-        pads, shifts = [], []
-        for size, *window in zip(sizes, *(_each(x, rank) for x in (kernel_size, stride, padding, dilation))):
-            kernel, step, before, spread = window
-            reach = spread * (kernel - 1) + 1
-            count = -(-(size + 2 * before - reach) // step) + 1
-            count -= (count - 1) * step >= size + before  # it would see the padding alone
-            pads.append((before, (count - 1) * step + reach - size - before))
-            shifts.append(before)
-        padded = F.pad(input, [side for pad in reversed(pads) for side in pad], value=-math.inf)
-        result = pool(padded, kernel_size, stride, 0, dilation)
-        if isinstance(result, torch.Tensor):
-            return result
-        return result[0], _moved(result[1], padded.shape[-rank:], sizes, shifts)
-
-    return call
-
-
-def _moved(indices, padded, sizes, shifts):
-    """Places in a padded plane as places in the plane."""
-    flat, factor = 0, 1
-    for axis in reversed(range(len(sizes))):
-        flat = flat + (indices % padded[axis] - shifts[axis]) * factor
-        indices, factor = indices // padded[axis], factor * sizes[axis]
-    return flat
-
-
-def _each(value, count):
-    values = [value] if isinstance(value, int) else list(value)
-    return values * count if len(values) == 1 else values
-
-
 def functions(**rewrites):
     """{torch.f: rewrite, torch.Tensor.f: rewrite} for each name."""
     found = {}
@@ -392,9 +350,6 @@ REWRITES = {
     F.pairwise_distance: _pairwise_distance,
     F.hardtanh: _hardtanh,
     F.relu6: _relu6,
-    **{pool: _ceil_max_pool(pool, 1) for pool in (torch.max_pool1d, torch.max_pool1d_with_indices)},
-    **{pool: _ceil_max_pool(pool, 2) for pool in (torch.max_pool2d, torch._C._nn.max_pool2d_with_indices)},
-    **{pool: _ceil_max_pool(pool, 3) for pool in (torch.max_pool3d, torch._C._nn.max_pool3d_with_indices)},
     **functions(
         argsort=_argsort,
         cdist=_cdist,
