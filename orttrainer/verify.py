@@ -17,6 +17,8 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from onnx_ir.passes import common
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from orttrainer import export, runtime
 from orttrainer.differentiate import differentiate
@@ -176,7 +178,8 @@ def _allowed(module, loss_fn, description, batch, expected, errors: Mapping[str,
     try:
         twin, loss_fn = _in_double(module), copy.deepcopy(loss_fn)
         arguments = [tensor.double() if tensor.is_floating_point() else tensor for tensor in batch]
-        exact = export.observe_gradients(twin, loss_fn, description, arguments)
+        with _WidenedOperands():
+            exact = export.observe_gradients(twin, loss_fn, description, arguments)
         _, scales = _lengths_and_scales(exact, list(errors))
         own, other = dict.fromkeys(errors, 0.0), expected
         for _ in range(1 + _MOVES):
@@ -186,7 +189,7 @@ def _allowed(module, loss_fn, description, batch, expected, errors: Mapping[str,
             allowed = {name: TOLERANCE + max(10 * error, anywhere) for name, error in own.items()}
             if all(errors[name] <= allowed[name] for name in errors):
                 break
-            with _moved(twin, generator):
+            with _moved(twin, generator), _WidenedOperands():
                 other = export.observe_gradients(twin, loss_fn, description, arguments)
     except Exception:  # whatever the user's code or a copy of it raises
         return dict.fromkeys(errors, _FLIP)
@@ -200,6 +203,24 @@ def _in_double(module: torch.nn.Module) -> torch.nn.Module:
         for hook in (parameter._backward_hooks or {}).values():
             copied.register_hook(hook)
     return twin
+
+
+class _WidenedOperands(TorchFunctionMode):
+    """Within the block what meets float64 becomes it: float32 that no module holds, such as a loss's class weights."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs, writes = (
+            kwargs or {},
+            func.__name__.endswith("_"),
+        )  # in place, a copy would be written: also __setitem__
+        floats = {x.dtype for x in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(x) and x.is_floating_point()}
+        if not writes and torch.float64 in floats and len(floats) > 1:
+            args, kwargs = pytree.tree_map_only(torch.Tensor, _widened, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _widened(x: torch.Tensor) -> torch.Tensor:
+    return x.double() if x.dtype == torch.float32 else x
 
 
 @contextlib.contextmanager

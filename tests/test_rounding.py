@@ -33,7 +33,13 @@ def _check(monkeypatch, module, error: float) -> None:
     verify.check_gradients(None, module, None, DESCRIPTION, batch, expected)
 
 
-@pytest.mark.parametrize("function", [torch.tanh, torch.relu])
+def times_a_constant(x):
+    return nn.functional.linear(
+        torch.tanh(x), torch.eye(4)
+    )  # a float32 that is in no module; float64 does not mix with it
+
+
+@pytest.mark.parametrize("function", [torch.tanh, torch.relu, times_a_constant])
 def test_an_error_of_a_percent_is_refused_where_rounding_does_nothing_to_the_gradient(function, monkeypatch):
     with pytest.raises(ExportMismatchError, match="gradient of parameter 'weight' differs from PyTorch's"):
         _check(monkeypatch, Sum(function, [0.5, 0.9, 1.5, 2.0]), 1e-2)
