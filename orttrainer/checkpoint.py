@@ -90,7 +90,7 @@ def load_checkpoint(
     again; else the one file whose name begins so.
 
     Args:
-        model: a trainer. Before its first step it keeps the state, and loads it then.
+        model: a trainer. Before its first step it loads the weights alone, and keeps the optimizer's state until then.
         checkpoint_dir, checkpoint_prefix: as given to `save_checkpoint`.
         strict: missing or unexpected names are an error; else they are ignored.
         weights_only: False also loads entries of other types than tensors, numbers, strings and

@@ -282,7 +282,7 @@ class Engine(NotCopied):
 
     @one_at_a_time
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = False) -> None:
-        """Load what `state_dict` gave. Before the model is compiled it is kept, and loaded then.
+        """Load what `state_dict` gave; before the model is compiled only the modules' values, if not `strict`, the rest then.
 
         Raises:
             StateError: a tensor of another shape, or, if `strict`, other names. Nothing is loaded.
@@ -290,7 +290,7 @@ class Engine(NotCopied):
         if not isinstance(state_dict, Mapping):
             raise StateError(f"load_state_dict takes a dict of name -> tensor, got {type(state_dict).__name__}")
         if self._runner is None:
-            self._pending_state = (dict(state_dict), strict)
+            self._pending_state = (dict(state_dict) if strict else self.source.load(state_dict), strict)
             return
         loaded = self._state.load(state_dict, strict, self._runner.named_accumulators())
         self._runner.drop_accumulated(loaded)

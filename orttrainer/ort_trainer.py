@@ -283,7 +283,7 @@ class ORTTrainer(FrontEnd):
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = False) -> None:
-        """Load what `state_dict` gave. Before the first step it is kept, and loaded then.
+        """Load what `state_dict` gave: before the first step the weights at once and the optimizer's state then, all then if `strict`.
 
         Args:
             strict: missing or unexpected names are an error; else they are ignored.

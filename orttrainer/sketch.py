@@ -165,7 +165,7 @@ class Trainer(FrontEnd):
         return self._engine.state_dict(include_optimizer_state)
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = False) -> None:
-        """Load what `state_dict` gave. Before the first step it is kept, and loaded then.
+        """Load what `state_dict` gave: before the first step the weights at once and the optimizer's state then, all then if `strict`.
 
         Learning rates are not in it: those are the optimizer's and its scheduler's.
 

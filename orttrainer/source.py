@@ -6,7 +6,7 @@ import collections
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from orttrainer.errors import (
     UnsupportedFeatureError,
 )
 from orttrainer.settings import Settings
+from orttrainer.state import check_fits
 from orttrainer.verify import check_gradients
 
 if TYPE_CHECKING:
@@ -118,6 +119,27 @@ class Source:
         changed = self._postprocessed(given)
         export.check_postprocessed(given, changed, forward)
         return replace(forward, model=ir.from_proto(changed))
+
+    def load(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Load what of a state dict is the modules' own: they are live before there is a graph as well.
+
+        Returns:
+            `state_dict` with the modules' tensors in it: what happens to them until there is a graph is not undone then.
+
+        Raises:
+            StateError: an entry does not fit. Nothing is loaded.
+        """
+        if self.module is None:
+            return dict(state_dict)
+        own = export.named_state(self.module, self.loss_fn)
+        ids = {id(tensor) for tensor in own.values()}  # of what is no copy that a state dict's hook makes
+        own |= {name: tensor for name, tensor in self.module.state_dict(keep_vars=True).items() if id(tensor) in ids}
+        live = {name: tensor for name, tensor in own.items() if name in state_dict}
+        check_fits(live, state_dict, strict=False)
+        with torch.no_grad():
+            for name, tensor in live.items():
+                tensor.copy_(torch.as_tensor(state_dict[name]))
+        return {**state_dict, **live}
 
     def frozen(self, forward: ForwardGraph) -> ForwardGraph:
         """`forward` without the parameters that the user froze."""

@@ -248,10 +248,10 @@ class TrainedState:
             accumulated = _checked_accumulated(given, sums, self._collective)
             own |= sums
             given = {name: value for name, value in given.items() if name not in (ACCUMULATED, ACCUMULATED_BY)}
-        _check_fits(own, given, strict)
+        check_fits(own, given, strict)
         for name, tensor in own.items():
             if name in given:
-                tensor.copy_(torch.as_tensor(given[name]))
+                tensor.copy_(torch.as_tensor(given[name]).detach())
         if SEED in own and SEED in given:
             own[SEED].fill_(seed_of_rank(self._collective.rank, own[SEED].item()))
         return accumulated
@@ -410,7 +410,8 @@ def _listed(value) -> object:
         return value
 
 
-def _check_fits(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor], strict: bool) -> None:
+def check_fits(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor], strict: bool) -> None:
+    """Raise a StateError unless each tensor of `given` has the shape of that in `own`, and, if `strict`, all have one."""
     missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys(), key=str)
     if strict and (missing or unexpected):
         raise StateError(f"the state dict does not fit: missing {missing}, unexpected {unexpected}. Nothing was loaded")

@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "nonfinite": set(),
     "turns": {"engine"},  # by name only
     "ways": {"export", "graph", "inference", "run", "training_graph"},  # the last two by name only
-    "source": {"describe", "export", "runtime", "settings", "verify"},
+    "source": {"describe", "export", "runtime", "settings", "state", "verify"},
     "profiling": {"graph", "run", "training_graph"},  # the last two by name only
     "front_end": {"engine", "profiling", "training_graph"},  # the engine by name only: it imports what refuses copies
     "engine": {

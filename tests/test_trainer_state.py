@@ -168,15 +168,41 @@ def test_loading_ignores_missing_and_unexpected_names_unless_strict(pending):
     assert_same(loaded, state)
 
 
-def test_loading_a_tensor_of_another_shape_loads_nothing():
+@pytest.mark.parametrize("pending", [False, True], ids=["after the first step", "before the first step"])
+def test_loading_a_tensor_of_another_shape_loads_nothing(pending):
     state = trained_state()
     state["3.bias"] = torch.zeros(4)
-    trainer = make(net(seed=4), "AdamOptimizer")
-    trainer.eval_step(*batch())
-    before = snapshot(trainer)
+    module = net(seed=4)
+    trainer = make(module, "AdamOptimizer")
+    if not pending:
+        trainer.eval_step(*batch())
+    before = copy.deepcopy(module.state_dict()) if pending else snapshot(trainer)
     with pytest.raises(StateError, match=r"'3.bias' has shape \[4\], expected \[3\]. Nothing was loaded"):
         trainer.load_state_dict(state)
-    assert_same(snapshot(trainer), before)
+    assert_same(module.state_dict() if pending else snapshot(trainer), before)
+
+
+def test_the_module_is_live_when_a_state_was_loaded_before_the_first_step():
+    state = trained_state()
+    module = net(seed=4)
+    trainer = make(module, "AdamOptimizer")
+    trainer.load_state_dict(state)
+    assert_same(module.state_dict(), {name: state[name] for name in module.state_dict()})
+    with torch.no_grad():
+        module[0].bias.fill_(0.25)  # what happens to it then is kept
+    trainer.eval_step(*batch())
+    assert_same(trainer.state_dict(), state | {"0.bias": torch.full_like(state["0.bias"], 0.25)})
+
+
+@pytest.mark.parametrize("pending", [False, True], ids=["after the first step", "before the first step"])
+def test_parameters_of_another_module_are_a_state_too(pending):
+    module, other = net(), net(seed=4)
+    trainer = make(module)
+    if not pending:
+        trainer.train_step(*batch(), LR)
+    trainer.load_state_dict(dict(other.named_parameters()))
+    torch.testing.assert_close(trainer.train_step(*batch(1), LR)[0], torch_step(other, *batch(1)))
+    assert all(parameter.is_leaf for parameter in module.parameters())
 
 
 @pytest.mark.legacy_runtime
