@@ -356,7 +356,7 @@ class Engine(NotCopied):
             with failing_together(self.collective, "describing the first batch"):
                 schema = InputSchema.settle(self.description.inputs_, batch, strict=self.settings.strict)
             self._sizes = schema.sizes(batch)
-            self._compile(lambda: self.source.forward_graph(self.description, batch, schema))
+            self._compile(lambda: self.source.first_graph(self.description, batch, schema))
             self._schema = schema  # last: whatever fails before, the next step begins anew
         self._last_batch = {name: to_device(tensor, self.device) for name, tensor in given.items()}
         return self._last_batch

@@ -282,6 +282,11 @@ class _Groups:
 
     def attributes(self, name: str) -> dict[str, float | int]:
         """The attributes of the engine's optimizer for one parameter."""
+        if name not in self._group_of:
+            raise StateError(
+                f"parameter {name!r} came into the model after the trainer was made, and its optimizer does not have it. Make "
+                "optimizer and trainer when the model is complete."
+            )
         numbers = self._numbers[self._group_of[name]]
         decay, common = float(numbers["weight_decay"]), {"max_norm_clip": self._max_norm}
         if self.kind == "SGDOptimizer":

@@ -44,9 +44,13 @@ class Source:
     """
 
     def __init__(self, model, loss_fn: Callable | None, device: torch.device, settings: Settings):
-        self.model = _on_device(model, device) if isinstance(model, torch.nn.Module) else model
-        self.loss_fn = _on_device(loss_fn, device) if isinstance(loss_fn, torch.nn.Module) else loss_fn
-        self._settings = settings
+        self.model, self.loss_fn, self._device, self._settings = model, loss_fn, device, settings
+        self._bring_modules()
+
+    def _bring_modules(self) -> None:
+        for module in (self.model, self.loss_fn):
+            if isinstance(module, torch.nn.Module):
+                _bring(module, self._device)
 
     @property
     def module(self) -> torch.nn.Module | None:
@@ -92,6 +96,13 @@ class Source:
         forward = export.from_onnx(self._postprocessed(self.model), description)
         specs = _input_specs(forward.model)
         return forward, InputSchema.of_model(specs, description.inputs_, strict=self._settings.strict)
+
+    def first_graph(
+        self, description: ModelDescription, batch: Sequence[torch.Tensor], schema: InputSchema
+    ) -> ForwardGraph:
+        """`forward_graph`, of modules that the caller may have changed since they were given, and that share nothing yet."""
+        self._bring_modules()
+        return self.forward_graph(description, batch, schema)
 
     def forward_graph(
         self, description: ModelDescription, batch: Sequence[torch.Tensor], schema: InputSchema
@@ -191,8 +202,8 @@ def _freeze(forward: ForwardGraph, frozen: Sequence[str], state: Iterable[str]) 
     return replace(forward, parameters=trained, buffers=forward.buffers + stopped, unread=unread)
 
 
-def _on_device(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """The module where the engine can share its memory: on `device`, contiguous.
+def _bring(module: torch.nn.Module, device: torch.device) -> None:
+    """Bring a module to where the engine can share its memory: on `device`, contiguous.
 
     Raises:
         InvalidArgumentError: it is on another device than the CPU or `device`, or without values.
@@ -222,4 +233,3 @@ def _on_device(module: torch.nn.Module, device: torch.device) -> torch.nn.Module
             )
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             tensor.data = tensor.data.resolve_conj().resolve_neg().contiguous()
-    return module

@@ -60,6 +60,8 @@ class TrainedState:
         entries = [entry for entry in graph.signature.state if entry.role != "accumulator"]  # those are the runner's
         for entry in entries:
             shared = None if entry.transposed else own.get(entry.name)
+            if shared is not None and not shared.is_contiguous():  # as a former graph had it transposed
+                shared.data = shared.data.contiguous()
             if shared is None:
                 array = graph.tensors[entry.name].numpy()
                 if entry.role in ("parameter", "buffer"):  # the caller's, whose model is not to be trained in place

@@ -399,6 +399,14 @@ def test_before_the_first_step_there_is_no_state_and_nothing_to_export(tmp_path)
     assert trainer.last_grad_norm == 0
 
 
+def test_a_layer_that_the_optimizer_does_not_have_is_refused():
+    module = net()
+    trainer = orttrainer.trainer(module, nn.functional.cross_entropy, sgd(module))
+    module.append(nn.Linear(3, 3))
+    with pytest.raises(StateError, match="'4.weight' came into the model after the trainer was made"):
+        trainer.step(*batch())
+
+
 def test_the_exported_file_predicts_what_the_trainer_does(tmp_path):
     module = net(dropout=0.5)
     trainer = orttrainer.trainer(module, nn.functional.cross_entropy, sgd(module))
