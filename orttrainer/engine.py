@@ -105,7 +105,7 @@ class Engine(NotCopied):
         self.source = Source(model, loss_fn, self.device, settings)
         self._scale = torch.ones(1)
         self._rate, self._rates_given = 0.0, None  # of the last step: what it was given, and what `_rates` holds
-        self._pending_state: tuple[dict, bool] | None = None
+        self._pending_state: tuple[dict, bool] = ({}, False)
         self._runner: Runner | None = None
         self._schema: InputSchema | None = None
         self._last_batch: dict[str, torch.Tensor] | None = None
@@ -290,7 +290,8 @@ class Engine(NotCopied):
         if not isinstance(state_dict, Mapping):
             raise StateError(f"load_state_dict takes a dict of name -> tensor, got {type(state_dict).__name__}")
         if self._runner is None:
-            self._pending_state = (dict(state_dict) if strict else self.source.load(state_dict), strict)
+            given = state_dict if strict else self._pending_state[0] | self.source.load(state_dict)
+            self._pending_state = (dict(given), strict)
             return
         loaded = self._state.load(state_dict, strict, self._runner.named_accumulators())
         self._runner.drop_accumulated(loaded)
@@ -385,9 +386,8 @@ class Engine(NotCopied):
         self._state = self._trained_state(graph)
         self._open(graph)
         self._ways.took(self._forward, graph, self._runner, self._state.show)
-        if self._pending_state is not None:
-            self.load_state_dict(*self._pending_state)
-            self._pending_state = None
+        self.load_state_dict(*self._pending_state)
+        self._pending_state = ({}, False)
 
     def _training_graph(self, forward: ForwardGraph) -> TrainingGraph:
         """The graph that trains. On the CPU the state holds wide weights transposed, as the step uses them."""

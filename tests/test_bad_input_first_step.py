@@ -113,10 +113,13 @@ def test_a_wrong_first_batch_does_not_settle_anything(case):
 
 def test_a_state_that_does_not_fit_is_refused_at_the_first_step_and_not_forgotten():
     trainer = make()
-    trainer.load_state_dict({"0.bias": torch.ones(99)})
-    for _ in range(2):  # the second call must not train on weights that were never loaded
-        with raises(StateError, "'0.bias' has shape [99], expected [3]"):
+    trainer.load_state_dict({"Moment_1_0.bias": torch.ones(99)})
+    for _ in range(2):  # the second call must not train with moments that were never loaded
+        with raises(StateError, "'Moment_1_0.bias' has shape [99], expected [3]"):
             trainer.train_step(x, y, 0.1)
+    with raises(StateError, "'0.bias' has shape [99], expected [3]"):  # of the module: known before there is a graph
+        trainer.load_state_dict({"0.bias": torch.ones(99)})
+    trainer.load_state_dict({"Moment_1_0.bias": torch.ones(3)})
     trainer.load_state_dict({"0.bias": torch.ones(3)})
-    trainer.train_step(x, y, 0.0)
-    assert torch.equal(trainer.state_dict()["0.bias"], torch.ones(3))
+    trainer.eval_step(x, y)
+    assert all(torch.equal(trainer.state_dict()[name], torch.ones(3)) for name in ("Moment_1_0.bias", "0.bias"))

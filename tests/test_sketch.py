@@ -403,7 +403,7 @@ def test_a_layer_that_the_optimizer_does_not_have_is_refused():
     module = net()
     trainer = orttrainer.trainer(module, nn.functional.cross_entropy, sgd(module))
     module.append(nn.Linear(3, 3))
-    with pytest.raises(StateError, match="'4.weight' came into the model after the trainer was made"):
+    with pytest.raises(StateError, match=r"'4\.weight' came into the model after the trainer was made"):
         trainer.step(*batch())
 
 
