@@ -16,7 +16,7 @@ from orttrainer.errors import ExecutionError, ExportMismatchError, StateError
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.inference import InferenceBatchNormalizationPass
 from orttrainer.graph.passes.random import MutePass
-from orttrainer.graph.subgraphs import node_inputs
+from orttrainer.graph.subgraphs import eliminate_identities, node_inputs
 from orttrainer.graph.write import write_model
 
 # Of the largest number of an output: float32 in another order; half precision has 11 or 8 bits.
@@ -38,7 +38,7 @@ def inference_model(forward: ir.Model, outputs: Sequence[str]) -> ir.Model:
         MutePass({"Dropout"}),
         InferenceBatchNormalizationPass(),
         common.RemoveUnusedNodesPass(),
-        common.IdentityEliminationPass(),
+        eliminate_identities,
         common.LiftConstantsToInitializersPass(lift_all_constants=False),
         common.TopologicalSortPass(),
         common.ClearMetadataAndDocStringPass(),

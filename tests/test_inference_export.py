@@ -68,6 +68,25 @@ def test_batch_normalization_uses_its_running_statistics_also_where_it_is_called
     assert all(len(node.output) == 1 for node in normalizations)
 
 
+class Projected(nn.Module):
+    """An LSTM that is a Scan in the graph: what its body hands on and what it puts into a row is one value."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(4, 6, proj_size=2, batch_first=True), nn.Linear(2, 3)
+
+    def forward(self, x):
+        return self.head(self.lstm(x.unsqueeze(-1).expand(-1, -1, 4))[0].mean(1))
+
+
+def test_a_loop_hands_on_what_it_did(tmp_path):
+    trainer = make(Projected())
+    trainer.train_step(*batch(), 0.1)
+    trainer.export_inference(tmp_path / "model.onnx")
+    module = trainer._engine.model.eval()
+    torch.testing.assert_close(run(tmp_path / "model.onnx", batch(7)[0])[0], module(batch(7)[0]).detach())
+
+
 @pytest.mark.parametrize("name", [slow("transformer"), "tied", "bert"])
 def test_published_models_are_written_as_they_evaluate(name, tmp_path):
     setup, module = models.make(name)

@@ -26,6 +26,7 @@ from orttrainer.graph.passes.empty_means import EmptyMeansPass
 from orttrainer.graph.passes.random import RANDOM_OPS, random_nodes_apart
 from orttrainer.graph.passes.scalar_axes import ReduceScalarPass
 from orttrainer.graph.scopes import keep_scopes
+from orttrainer.graph.subgraphs import eliminate_identities
 
 __all__ = [
     "add_torchscript_updates",
@@ -152,8 +153,7 @@ def optimize(model) -> None:
     with silence(), random_nodes_apart(model), no_slices_split, exact:
         onnxscript.optimizer.optimize_ir(model, should_fold=_may_fold, inline=False)
     keep_scopes(model)
-    if not list(model.graph.subgraphs()):  # a branch may not return an outer value directly
-        common.IdentityEliminationPass()(model)
+    eliminate_identities(model)
     common.RemoveUnusedNodesPass()(model)
     common.OutputFixPass()(model)
     for value, name in zip(model.graph.outputs, output_names):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import onnx_ir as ir
+from onnx_ir.passes import common
 
 
 def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
@@ -31,3 +32,9 @@ def captured_values(node: ir.Node) -> list[ir.Value]:
 def node_inputs(node: ir.Node) -> list[ir.Value]:
     """The values that a node reads: its inputs, and what its subgraphs capture."""
     return [*(x for x in node.inputs if x is not None), *captured_values(node)]
+
+
+def eliminate_identities(model: ir.Model) -> None:
+    """Remove each Identity, unless there are subgraphs: there a branch may not return an outer value, nor a Scan one twice."""
+    if not list(model.graph.subgraphs()):
+        common.IdentityEliminationPass()(model)
