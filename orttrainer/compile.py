@@ -100,7 +100,7 @@ def compile_training_graph(
     build.order(gradients)
     build.update(optimizer, gradients, groups or {})
     names = {name: value.name for name, value in gradients.items()}  # a pass that replaces one keeps its name
-    build.lower(primitives, keep=recompute is None)
+    build.lower(primitives, recompute is None, names.values())
     return build.finish(names, groups or {})
 
 
@@ -297,7 +297,7 @@ class _Build:
         count = self.rate.shape[0]
         return [self.rate] if count == 1 else [self.op.Slice(self.rate, [i], [i + 1]) for i in range(count)]
 
-    def lower(self, primitives: bool, keep: bool) -> None:
+    def lower(self, primitives: bool, keep: bool, gradients: Collection[str]) -> None:
         """Replace operators whose kernels are slow or absent, now that their gradients are taken."""
         graph = self.model.graph
         del graph.outputs[len(self.outputs) :]
@@ -309,7 +309,7 @@ class _Build:
             value.name = self._free(f"{name}_new")
             self.new[name] = value
             graph.outputs.append(value)
-        self.model = self._rewritten(self.model, *after_update(TRAINING_MODE, primitives, keep))
+        self.model = self._rewritten(self.model, *after_update(TRAINING_MODE, primitives, keep, gradients))
 
     def _rewritten(self, model: ir.Model, *passes: ir.passes.PassBase) -> ir.Model:
         return rewritten(model, passes, self.disabled)

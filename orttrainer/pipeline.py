@@ -114,13 +114,16 @@ def before_gradients(
     ]
 
 
-def after_update(training_mode: str, primitives: bool, keep: bool) -> list[ir.passes.PassBase]:
+def after_update(
+    training_mode: str, primitives: bool, keep: bool, gradients: Collection[str]
+) -> list[ir.passes.PassBase]:
     """For a whole step: replace operators whose kernels are slow or absent, now that their gradients are taken.
 
     Args:
         training_mode: name of an input.
         primitives: for CUDA, which lacks some kernels and is slowed down by what suits the CPU.
         keep: recurrent layers may keep what their backward reads.
+        gradients: names of values.
     """
     on_cpu = not primitives
     return [
@@ -138,7 +141,7 @@ def after_update(training_mode: str, primitives: bool, keep: bool) -> list[ir.pa
         AllAxesPass(),
         ScatterReductionPass(),
         ScatterIntoSumPass(),
-        ShareSubexpressionsPass(),
+        ShareSubexpressionsPass(gradients),
         ScalarRankPass(),
         *([TransposeSmallOperandPass()] if on_cpu else []),
     ]

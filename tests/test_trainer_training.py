@@ -253,3 +253,38 @@ def test_the_package_exports_the_legacy_names():
     assert {"ORTTrainer", "IODescription", "ModelDescription", "set_seed", "build_gradient"} <= namespace.keys()
     assert namespace["ORTTrainer"] is ORTTrainer
     assert set(orttrainer.__all__) <= namespace.keys()
+
+
+class EqualGradients(nn.Module):
+    """An LSTM has two biases for one sum."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lstm, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)
+        self.more = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x):
+        return self.head(self.lstm(x[:, None] * torch.ones(3, 1))[0].mean(1)) + self.more
+
+
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        ({"nonfinite_loss": "error"}, 1e-5),
+        ({"use_mixed_precision": True, "mixed_precision_dtype": "bfloat16"}, 2e-2),
+        ({"gradient_accumulation_steps": 2}, 1e-5),
+    ],
+    ids=["update after a look at the loss", "bfloat16", "accumulated"],
+)
+def test_parameters_of_equal_gradients_are_trained_one_by_one(options, tolerance):
+    """Where the update is a session of its own, each has a buffer for its gradient."""
+    module, reference = EqualGradients(), EqualGradients()
+    trainer = make(module, **options)
+    blocks = options.get("gradient_accumulation_steps", 1)
+    for step in range(3):
+        for _ in range(blocks):
+            trainer.train_step(*batch(step), LR)
+        torch_step(reference, *batch(step))
+    for name, expected in reference.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name], expected, rtol=tolerance, atol=tolerance)

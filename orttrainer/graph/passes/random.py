@@ -29,11 +29,25 @@ def random_nodes_apart(model: ir.Model) -> Iterator[None]:
 
 
 class ShareSubexpressionsPass(ir.passes.InPlacePass):
-    """Equal nodes on equal inputs -> one node, except those that draw random numbers."""
+    """Equal nodes on equal inputs -> one node, except those that draw random numbers.
+
+    Args:
+        kept: names of values that stay, as gradients are told apart by theirs; one of two equal ones gets an Identity.
+    """
+
+    def __init__(self, kept: Collection[str] = ()):
+        super().__init__()
+        self._kept = frozenset(kept)
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
+        outputs = model.graph.outputs
+        values = [value for node in model.graph for value in node.outputs if value.name in self._kept]
+        own = len(outputs)
+        outputs.extend(value for value in values if not value.is_graph_output())  # whose names the pass keeps
         with random_nodes_apart(model):
-            return common.CommonSubexpressionEliminationPass()(model)
+            result = common.CommonSubexpressionEliminationPass()(model)
+        del outputs[own:]
+        return result
 
 
 class MutePass(ir.passes.InPlacePass):
