@@ -162,15 +162,15 @@ def changed_on_one(rank: int) -> list[str]:
 
 
 def fail_at_the_first_step(rank: int) -> list[str]:
-    """Rank 1 first has a batch that does not compile, then weights that do not fit, then neither."""
+    """Rank 1 first has a batch that does not compile, then moments that do not fit, then neither."""
     trainer = first("AdamOptimizer", 0, 1)
     x, y = small.batch(rank)
     said = [attempt(lambda: trainer.train_step(x[:, :3] if rank else x, y, RATE))]
     if rank:
-        trainer.load_state_dict({"0.weight": torch.ones(2)})
+        trainer.load_state_dict({"Moment_1_0.weight": torch.zeros(2)})
     said.append(attempt(lambda: trainer.train_step(x, y, RATE)))
     if rank:
-        trainer.load_state_dict({})
+        trainer.load_state_dict({"Moment_1_0.weight": torch.zeros(8, 4)})
     said.append(attempt(lambda: trainer.train_step(x, y, RATE)))
     return [*said, trainer.train_step(x, y, RATE)[0].item()]
 
