@@ -48,6 +48,15 @@ def repeated(y):
     return (y * places[: len(y)]).square().mean()
 
 
+def hardest(y):
+    """The mean of the largest half of the rows."""
+    return y.square().sum(1).topk(int(len(y) * 0.5) or 1)[0].mean()
+
+
+def hardest_by_value(y):
+    return hardest(y) * (2 if y[0, 0].item() > 0 else 3)
+
+
 FORMS = {  # what is done, and how many graphs the sizes need
     "nothing": (lambda y: y.square().mean(), 1),
     "more than": (lambda y: y.square().mean() if y.shape[0] > 5 else y.sum(), 2),
@@ -63,6 +72,8 @@ FORMS = {  # what is done, and how many graphs the sizes need
     "halves": (lambda y: torch.stack([part.mean() for part in y.chunk(2)]).square().sum(), 2),
     "parts by keyword": (lambda y: sum(part.mean() for part in torch.split(tensor=y, split_size_or_sections=2)), 3),
     "parts of other axes": (lambda y: sum(part.sum() for part in y.split(split_size=2, dim=1)), 1),
+    "a share of the rows": (hardest, 4),
+    "a share of the rows, beside a decision by a value": (hardest_by_value, 3),
     "parts": (lambda y: sum(part.mean() * (i + 1) for i, part in enumerate(y.split(2))), 3),
 }
 LONG = "of all elements", "squeezed along the batch"

@@ -111,7 +111,21 @@ def make_trainer(module, **options) -> ORTTrainer:
     return ORTTrainer(module, None, description(), "SGDOptimizer", None, models.LEARNING_RATE, "cpu", **options)
 
 
-@pytest.mark.parametrize("kind", [Detach, NoGrad, StraightThrough, Data, Padding, TrueBackward, SpectralNorm])
+class Running(Detach):
+    """A buffer follows what is detached, beside numbers that Python has to know."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.mean.mul_(0.9).add_(0.1 * y.detach().mean(0))
+        counts = (y > 0).sum(1).tolist()
+        return sum((row * (count + 1)).square().sum() for row, count in zip(y - self.mean, counts))
+
+
+@pytest.mark.parametrize("kind", [Detach, NoGrad, StraightThrough, Data, Padding, TrueBackward, SpectralNorm, Running])
 def test_what_autograd_leaves_out_is_left_out_of_the_graph(kind):
     torch.manual_seed(0)
     module, twin = kind(), kind()

@@ -10,6 +10,7 @@ import functools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ import torch
 __all__ = ["Granted", "granted_by", "unmet"]
 
 _FUNCTIONS = {"__builtins__": {}, "math": math, "max": max, "min": min, "abs": abs, "int": int, "round": round}
+_FUNCTIONS["torch"] = SimpleNamespace(sym_float=float)
 
 
 class Granted(NamedTuple):
@@ -63,7 +65,7 @@ def granted_by(program, names: Sequence[str], symbols: Sequence[Mapping[int, str
 
     places: dict[str, tuple[str, int]] = {}  # symbol -> the first axis that it names
     known: dict[sympy.Symbol, tuple[str, int]] = {}
-    stated = []
+    stated, env = [], None
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     for name, node, axes in zip(names, program.graph_signature.user_inputs, symbols, strict=True):
         for axis, symbol in axes.items():
@@ -71,14 +73,17 @@ def granted_by(program, names: Sequence[str], symbols: Sequence[Mapping[int, str
             if isinstance(size, int):
                 stated.append((f"size0 == {size}", (place,)))
             elif size.node.expr.is_Symbol:
-                known[size.node.expr] = place
+                known[size.node.expr], env = place, size.node.shape_env
     used = list(dict.fromkeys(known.values()))
     named = {symbol: sympy.Symbol(f"size{used.index(place)}", integer=True) for symbol, place in known.items()}
-    for expression in _expressions(program, known):
-        expression = expression.xreplace(named)
-        if expression is not sympy.true:
-            stated.append((PythonPrinter().doprint(expression), tuple(used)))
-    return [_of_its_own(text, sizes) for text, sizes in dict.fromkeys(stated) if _is_python(text)]
+    for expression in _expressions(program, env, known):
+        if (renamed := expression.xreplace(named)) is sympy.true:
+            continue
+        texts = [PythonPrinter().doprint(renamed)]
+        if not _is_python(texts[0]):  # it holds of the sizes of the trace, and the check is not to drop it as needless
+            texts = [f"{env.backed_var_to_val[symbol]} == {named[symbol]}" for symbol in expression.free_symbols]
+        stated += [(text, tuple(used)) for text in texts]
+    return [_of_its_own(text, sizes) for text, sizes in dict.fromkeys(stated)]
 
 
 def _is_python(text: str) -> bool:
@@ -93,8 +98,8 @@ def _is_python(text: str) -> bool:
     return True
 
 
-def _expressions(program, known) -> Iterator:
-    """What holds of the symbols of inputs: the ranges of sizes, and what else was asserted."""
+def _expressions(program, env, known) -> Iterator:
+    """What holds of the symbols of inputs: the ranges of sizes, and what else was asserted, in the graph or before it."""
     import sympy
 
     for symbol, bounds in program.range_constraints.items():
@@ -111,6 +116,9 @@ def _expressions(program, known) -> Iterator:
             expression = value.node.expr if isinstance(value, torch.SymBool) else None
             if isinstance(expression, sympy.Basic) and expression.free_symbols <= known.keys():
                 yield expression
+    for assertion in env.deferred_runtime_asserts.get(None, ()) if env is not None else ():  # not all have a node
+        if isinstance(assertion.expr, sympy.Basic) and assertion.expr.free_symbols <= known.keys():
+            yield assertion.expr
 
 
 def _of_its_own(text: str, sizes: tuple[tuple[str, int], ...]) -> Granted:

@@ -32,7 +32,8 @@ def stop_gradient(x: torch.Tensor) -> torch.Tensor:
     """`x`, to be exported as one StopGradient node."""
     if torch.compiler.is_exporting():
         return torch.onnx.ops.symbolic(f"{DOMAIN}::{STOP_GRADIENT}", (x,), dtype=x.dtype, shape=x.shape, version=1)
-    return traced_stop_gradient(x)
+    with torch.no_grad():  # so that autograd does not note it in a buffer that the result is written to
+        return traced_stop_gradient(x)
 
 
 def stopped(result):
