@@ -209,10 +209,8 @@ class _WidenedOperands(TorchFunctionMode):
     """Within the block what meets float64 becomes it: float32 that no module holds, such as a loss's class weights."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs, writes = (
-            kwargs or {},
-            func.__name__.endswith("_"),
-        )  # in place, a copy would be written: also __setitem__
+        kwargs = kwargs or {}
+        writes = func.__name__.endswith("_")  # in place, and __setitem__: a copy would be written
         floats = {x.dtype for x in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(x) and x.is_floating_point()}
         if not writes and torch.float64 in floats and len(floats) > 1:
             args, kwargs = pytree.tree_map_only(torch.Tensor, _widened, (args, kwargs))

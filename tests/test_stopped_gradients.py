@@ -111,6 +111,12 @@ def make_trainer(module, **options) -> ORTTrainer:
     return ORTTrainer(module, None, description(), "SGDOptimizer", None, models.LEARNING_RATE, "cpu", **options)
 
 
+class ByItsLargest(Detach):
+    def forward(self, x):
+        y = self.linear(x)
+        return (y / (y.abs().max().item() + 1.0)).square().sum() * float(y.min())
+
+
 class Running(Detach):
     """A buffer follows what is detached, beside numbers that Python has to know."""
 
@@ -125,7 +131,9 @@ class Running(Detach):
         return sum((row * (count + 1)).square().sum() for row, count in zip(y - self.mean, counts))
 
 
-@pytest.mark.parametrize("kind", [Detach, NoGrad, StraightThrough, Data, Padding, TrueBackward, SpectralNorm, Running])
+@pytest.mark.parametrize(
+    "kind", [Detach, NoGrad, StraightThrough, Data, Padding, TrueBackward, SpectralNorm, ByItsLargest, Running]
+)
 def test_what_autograd_leaves_out_is_left_out_of_the_graph(kind):
     torch.manual_seed(0)
     module, twin = kind(), kind()

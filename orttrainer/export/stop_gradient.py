@@ -59,7 +59,14 @@ def _detached(x):
     return torch.view_as_complex(torch.view_as_real(x).detach()) if x.is_complex() else x.detach()
 
 
+def _item(x):
+    """`x.item()`: a number has no gradient, which the exporter's would have, for it is the tensor."""
+    floats = x.is_floating_point() and torch.compiler.is_exporting()
+    return (stop_gradient(x) if floats else x).item()
+
+
 REWRITES = {
+    torch.Tensor.item: _item,
     torch.Tensor.detach: _detached,
     torch.detach: _detached,
     torch.Tensor.data.__get__: _detached,

@@ -22,7 +22,8 @@ def _behind(size, kernel, step, before, spread=1):
     """
     reach = spread * (kernel - 1) + 1
     last = -(-(size + 2 * before - reach) // step) * step  # where it starts, counted from the padding's begin
-    last -= step * (last >= size + before)  # it would see the padding alone
+    if last >= size + before:  # it would see the padding alone
+        last -= step
     return max(0, last + reach - size - before)
 
 
