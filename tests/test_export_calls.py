@@ -41,7 +41,7 @@ from orttrainer.errors import (
     SchemaError,
     UnsupportedModelError,
 )
-from orttrainer.export import export_module, from_onnx
+from orttrainer.export import export_module, from_onnx, torch_graph
 from orttrainer.export import module as export_stage
 from orttrainer.export.check import check_dropouts
 
@@ -316,8 +316,23 @@ def test_both_exporters_reasons_are_in_the_error(torchscript):
         export_module(model, None, describe([("x", ("batch", 6))]), [X])
 
 
-def test_a_size_written_into_the_graph_is_a_mismatch_that_names_the_axis(torchscript):
-    model = Model(lambda m, x: m.layer(x) + torch.ones(int(x.shape[0]), 6), layer=nn.Linear(6, 6))
+SIZES_IN_TORCHSCRIPT = {  # and what of them the graph takes for granted
+    "written into the graph": (lambda m, x: m.layer(x) + torch.ones(int(x.shape[0]), 6), ["x.shape[0] == 4"]),
+    "decided by": (lambda m, x: m.layer(x) * (2 if x.shape[0] > 40 else 3), ["x.shape[0] == 4"]),
+    "computed with": (lambda m, x: m.layer(x) / x.shape[0], []),
+}
+
+
+@pytest.mark.parametrize("name", SIZES_IN_TORCHSCRIPT)
+def test_what_torchscript_does_not_say_of_sizes(name, torchscript):
+    forward, granted = SIZES_IN_TORCHSCRIPT[name]
+    graph = export_module(Model(forward, layer=nn.Linear(6, 6)), nn.MSELoss(), XY, [X, Y])
+    assert [str(statement) for statement in graph.granted] == granted
+
+
+def test_a_size_written_into_the_graph_is_a_mismatch_that_names_the_axis(torchscript, monkeypatch):
+    monkeypatch.setattr(torch_graph, "_all_sizes", lambda job: [])
+    model = Model(SIZES_IN_TORCHSCRIPT["written into the graph"][0], layer=nn.Linear(6, 6))
     with pytest.raises(ExportMismatchError, match="with another size of axis 'batch'"):
         export_module(model, nn.MSELoss(), XY, [X, Y])
 

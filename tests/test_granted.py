@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from in_step import check_equal, step
 from marks import slow
 from torch import nn
@@ -53,6 +54,10 @@ def hardest(y):
     return y.square().sum(1).topk(int(len(y) * 0.5) or 1)[0].mean()
 
 
+def pooled(pool, y, width):
+    return pool(y.T[None], width).square().mean()
+
+
 def hardest_by_value(y):
     return hardest(y) * (2 if y[0, 0].item() > 0 else 3)
 
@@ -64,6 +69,17 @@ FORMS = {  # what is done, and how many graphs the sizes need
     "even": (lambda y: y.square().mean() if y.size(0) % 2 == 0 else y.sum(), 2),
     "of all elements": (lambda y: y.square().mean() if y.numel() > 15 else y.sum(), 2),
     "one size": (lambda y: y.square().mean() if y.shape[0] == 4 else y.sum(), 2),
+    "modulo the size": (lambda y: (y * ((torch.arange(len(y)) + 1) % len(y) | len(y))[:, None]).square().mean(), 1),
+    "rolled by a size": (lambda y: (y.roll(len(y) // 2, 0) * y.cumsum(0)).square().mean(), 1),
+    "as many bins": (
+        lambda y: (y * torch.bincount(y.argmax(1), minlength=len(y) + 5)[: len(y), None]).square().sum(),
+        1,
+    ),
+    "the quotient and the rest": (lambda y: y[: divmod(len(y) + 5, 3)[0]].square().mean() + divmod(len(y), 2)[1], 1),
+    "a rounded size": (lambda y: y[: round(len(y) * 0.7)].square().mean(), 5),
+    "a window of all": (lambda y: pooled(F.max_pool1d, y, len(y)) + pooled(F.avg_pool1d, y, y.shape[0]), 1),
+    "a window of all but one": (lambda y: pooled(F.max_pool1d, y, max(1, len(y) - 1)), 5),
+    "places modulo the size": (lambda y: (y.take_along_dim(y.argsort(0), 0) * y).cumsum(0).square().mean(), 1),
     "a table that grows": (repeated, 2),
     "each row": (lambda y: sum(row.square().sum() * (i + 1) for i, row in enumerate(y)), 5),
     "each row, sliced": (lambda y: sum(y[i : i + 1].square().sum() * (i + 1) for i in range(len(y))), 5),
@@ -98,6 +114,25 @@ def test_a_first_batch_of_one_row_goes_its_own_way():
     for size in (1, 4, 1):
         step(engine, twin, batch(size), RATE)
     check_equal(module, twin)
+
+
+def test_two_sizes_that_forward_compares():
+    def forward(x, other):
+        return (x + other if len(x) == len(other) else x * other.mean()).square().mean()
+
+    torch.manual_seed(0)
+    module = Sized(forward)
+    module.forward = lambda x, other: forward(module.layer(x), module.layer(other))
+    twin = copy.deepcopy(module)
+    twin.forward = lambda x, other: forward(twin.layer(x), twin.layer(other))
+    description = ModelDescription(
+        [IODescription("x", ["n", 6]), IODescription("other", ["m", 6])], [IODescription("loss", [])]
+    )
+    engine = Engine(module, None, description, OptimizerChoice("SGDOptimizer", clip=False), Settings())
+    for n, m in ((4, 4), (3, 5), (5, 5), (2, 3)):
+        step(engine, twin, {"x": batch(n)["x"], "other": batch(m)["x"]}, RATE)
+    check_equal(module, twin)
+    assert len(engine._ways.known) == 2
 
 
 def test_evaluation_goes_the_way_of_its_size():

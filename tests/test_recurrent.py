@@ -123,7 +123,28 @@ class Classifier(LanguageModel):
         return self.decoder(torch.cat([h[-1], c[0]], -1))
 
 
+class MeanClassifier(LanguageModel):
+    """Of the mean over time, and of what a layer reads from the end."""
+
+    def forward(self, tokens):
+        y, _ = self.layer(self.embedding(tokens).flip(0))
+        return self.decoder(y.flip(0).cumsum(0).mean(0))
+
+
+class OperatorClassifier(MeanClassifier):
+    """By torch's operator itself, for whose result a trace writes down the one length that it has seen."""
+
+    def forward(self, tokens):
+        x, initial = self.embedding(tokens), torch.zeros(1, tokens.shape[1], 12)
+        weights = [*self.layer.parameters()]
+        y, _ = torch.ops.aten.gru.input(x.transpose(0, 1), initial, weights, True, 1, 0.0, False, False, True)
+        return self.decoder(y.cumsum(1).mean(1))
+
+
 MODELS = {
+    "gru-operator": (OperatorClassifier, nn.GRU, {}),
+    "lstm-mean": (MeanClassifier, nn.LSTM, {}),
+    "gru-mean": (MeanClassifier, nn.GRU, {}),
     "lstm": (LanguageModel, nn.LSTM, {}),
     "lstm-2": (LanguageModel, nn.LSTM, {"num_layers": 2}),
     "lstm-bidirectional": (LanguageModel, nn.LSTM, {"num_layers": 2, "bidirectional": True, "batch_first": True}),
@@ -142,10 +163,12 @@ def make(name: str) -> nn.Module:
 
 
 # Layers, directions and order are those of the others here, and of `test_passes_recurrent.py`.
-@pytest.mark.parametrize("name", usual(MODELS, "lstm-bidirectional", "lstm-no-bias", "lstm-states", "rnn"))
+@pytest.mark.parametrize(
+    "name", usual(MODELS, "lstm-mean", "gru-operator", "lstm-bidirectional", "lstm-no-bias", "lstm-states", "rnn")
+)
 def test_five_steps_are_those_of_pytorch_at_every_length_and_batch(name):
     module, twin = make(name), make(name)
-    last = isinstance(module, Classifier)
+    last = isinstance(module, (Classifier, MeanClassifier))
     dims = ["batch"] if last else ["length", "batch"]
     description = ModelDescription(
         [IODescription("tokens", ["length", "batch"], torch.int64),
@@ -167,5 +190,6 @@ def test_five_steps_are_those_of_pytorch_at_every_length_and_batch(name):
         expected.backward()
         optimizer.step()
         assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert len(trainer._engine._ways.known) == 1
     for name, want in twin.state_dict().items():
         torch.testing.assert_close(module.state_dict()[name], want, rtol=1e-5, atol=1e-6)

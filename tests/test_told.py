@@ -64,6 +64,14 @@ def a_length(m, x, label):
 
 
 @form(1)
+def rolls(m, x, label):
+    h, shift = m.hidden(x), int(label.sum())
+    weights = torch.linspace(0, 1, ROWS * CLASSES).reshape(ROWS, CLASSES)
+    moved = [h.roll(shift, 0), torch.roll(h, (1, -shift), (0, 1)), torch.roll(h, shifts=shift)]
+    return (sum(moved) * weights).square().mean()
+
+
+@form(1)
 def numbers_in_lists(m, x, label):
     """torch.tensor reads those of tensors."""
     h = m.hidden(x)

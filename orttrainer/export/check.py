@@ -81,15 +81,12 @@ def _rates_text(rates):
 # ---------------------------------------------------------------- values
 
 
-def check_values(
-    forward, wrapper, inputs, observed: Observation, public, symbols, thorough=False
-) -> tuple[Granted, ...]:
+def check_values(forward, wrapper, inputs, observed: Observation, public, symbols) -> tuple[Granted, ...]:
     """Raise ExportMismatchError unless the graph computes what the module does.
 
     Args:
         public: qualified state name -> public name.
         symbols: per input, {axis: symbol}; each symbol is also tried with another size.
-        thorough: with a larger one, too.
 
     Returns:
         What it takes for granted of sizes, without what `_needless` found.
@@ -122,7 +119,7 @@ def check_values(
     _compare(expected, got, "on the first batch", functools.partial(rounding, inputs, expected))
     del expected, got  # logits may be the largest tensors of all
     other_way = _other_way(forward, wrapper, public)
-    return _check_sizes(forward, wrapper, inputs, symbols, names, run, rounding, other_way, thorough)
+    return _check_sizes(forward, wrapper, inputs, symbols, names, run, rounding, other_way)
 
 
 def _other_way(forward, wrapper, public):
@@ -146,7 +143,7 @@ def _rounding(wrapper, named, inputs, expected) -> dict[str, float]:
         return {}
 
 
-def _check_sizes(forward, wrapper, inputs, symbols, names, run, rounding, other_way, thorough):
+def _check_sizes(forward, wrapper, inputs, symbols, names, run, rounding, other_way):
     """Compare with all symbolic axes at another size; where that does not do, with one after the other, to name it.
 
     Returns what is granted still, see `check_values`.
@@ -157,13 +154,13 @@ def _check_sizes(forward, wrapper, inputs, symbols, names, run, rounding, other_
         return {statement for statement in forward.granted if not statement.holds(dict(zip(described, other)))}
 
     def compare(other, where):
-        """Whether the module takes these sizes, and the graph gives the same there."""
+        """Whether the graph gives the same there; None where the module does not take this batch, or goes another way by values."""
         try:
             seen = observe(wrapper, other, hidden_state=False)
         except Exception:  # any reason: the module itself refuses this size
-            return False
+            return None
         if other_way(other):
-            return False
+            return None
         outputs = seen.outputs
         expected = dict(zip(names, outputs))
         try:
@@ -181,17 +178,16 @@ def _check_sizes(forward, wrapper, inputs, symbols, names, run, rounding, other_
         same, mismatch = False, error
     for symbol, other in () if same else resized(inputs, symbols):
         compare(other, f"with another size of axis {symbol!r}")
-    for symbol, other in resized(inputs, symbols, _larger) if thorough else ():
-        compare(other, f"with a larger size of axis {symbol!r}")
     if mismatch is not None:
         raise mismatch
-    needless = _needless(lambda size: [other for _, other in resized(inputs, symbols, size)], untrue, compare)
+    needless = _needless(functools.partial(_pairs, inputs, symbols), untrue, compare)
     return tuple(statement for statement in forward.granted if statement not in needless)
 
 
-def _larger(size):
-    """Also than 2, which an exporter gets for 1."""
-    return size + 2
+def _pairs(inputs, symbols, size):
+    """Batches with one symbolic axis after the other at this size: what is added to them is new, or what was there."""
+    pairs = zip(resized(inputs, symbols, size, anew=True), resized(inputs, symbols, size))
+    return [(new, repeated) for (_, new), (_, repeated) in pairs]
 
 
 def _needless(batches, untrue, compare) -> set[Granted]:
@@ -200,21 +196,27 @@ def _needless(batches, untrue, compare) -> set[Granted]:
     torch's own code decides by sizes too, mostly to the same end. Other statements stay: by chance one batch shows little.
 
     Args:
-        batches: gives them for what a size becomes.
+        batches: gives them for what a size becomes, see `_pairs`.
         untrue: the statements that a batch does not meet.
         compare: whether the graph does on a batch what the module does.
     """
 
-    def shown(pattern, size):
-        found = set()
-        for other in batches(size):
-            about = {statement for statement in untrue(other) if re.fullmatch(pattern, statement.text)}
-            if about - found and compare(other, ""):
-                found |= about
-        return found
+    def shown(pattern, *sizes):
+        same, differ = set(), set()
+        for new, repeated in (pair for size in sizes for pair in batches(size)):
+            about = {s for s in untrue(new) if s.shown and re.fullmatch(pattern, s.text)} - differ
+            answers = (compare(batch, "") for batch in (new, repeated) if about)
+            match next((answer for answer in answers if answer is not None), None):
+                case True:
+                    same |= about
+                case False:
+                    differ |= about
+        return same - differ
 
     more_than_one = shown("size0 (!= 1|>= 2|> 1)", lambda size: 1)
-    smaller, larger = (shown(r"size0 == \d+", size) for size in (lambda size: max(1, size // 2), _larger))
+    smaller = shown(r"size0 == \d+", lambda size: max(1, size // 2))
+    # Of twice as many a window of all is two windows; fewer a module takes that has places for so many.
+    larger = shown(r"size0 == \d+", lambda size: 2 * size + 1, lambda size: size + 2) if smaller else set()
     return more_than_one | (smaller & larger)
 
 

@@ -99,6 +99,7 @@ class Followed:
         told: the numbers that it was told.
         hints: gives them to the trace; None where that can do without.
         made: what the graph depends on.
+        by_size: forward decided by a size where TorchScript traced.
     """
 
     def __init__(self):
@@ -113,6 +114,7 @@ class Followed:
         for condition in reversed(self.observed):
             self._waiting[condition[:2]].append(condition)
         self.made: list[Condition] = []
+        self.by_size = False
         self._tensors: list[torch.Tensor] = []
         if self.hints is not None:
             self.hints.begin(self.told)

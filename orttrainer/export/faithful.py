@@ -92,10 +92,11 @@ def _split_projection(q, k, v, w, b=None):
 def _symbolic_builtins(wrapper):
     """Let `len(tensor)` in the user's code stay a symbol, as `tensor.shape[0]` does; with hints also `int` and `float`.
 
-    The builtin must return a number, so an exporter would write the first batch's into the graph.
+    The builtin must return a number, so an exporter would write the first batch's into the graph. `divmod` takes no symbol,
+    and what `round` makes of one no exporter takes.
     """
     hints = wrapper.followed.hints
-    names = {"len": _len}
+    names = {"len": _len, "divmod": _divmod, "round": _round}
     if hints is not None and hints.builtins:
         from orttrainer.export.hints import BUILTINS  # here: with it comes sympy
 
@@ -119,6 +120,15 @@ def _is_user_code(scope):
 
 def _len(sized):
     return sized.shape[0] if isinstance(sized, torch.Tensor) and sized.dim() else len(sized)
+
+
+def _divmod(a, b):
+    symbols = any(isinstance(x, (torch.SymInt, torch.SymFloat)) for x in (a, b))
+    return (a // b, a % b) if symbols else divmod(a, b)
+
+
+def _round(number, ndigits=None):
+    return round(float(number) if isinstance(number, torch.SymFloat) else number, ndigits)  # which is one batch's then
 
 
 class _Rewrites(TorchFunctionMode):

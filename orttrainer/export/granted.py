@@ -27,10 +27,12 @@ class Granted(NamedTuple):
     Attributes:
         text: in Python, of `size0`, `size1`, ...
         sizes: which sizes these are, as an input and its axis each.
+        shown: whether batches of other sizes show that it does not matter, should they be computed the same.
     """
 
     text: str
     sizes: tuple[tuple[str, int], ...]
+    shown: bool = True
 
     def __str__(self) -> str:
         return re.sub(r"\bsize(\d+)\b", lambda m: "{}.shape[{}]".format(*self.sizes[int(m[1])]), self.text)
@@ -73,7 +75,9 @@ def granted_by(program, names: Sequence[str], symbols: Sequence[Mapping[int, str
             if isinstance(size, int):
                 stated.append((f"size0 == {size}", (place,)))
             elif size.node.expr.is_Symbol:
-                known[size.node.expr], env = place, size.node.shape_env
+                first, env = known.setdefault(size.node.expr, place), size.node.shape_env
+                if first != place:
+                    stated.append(("size0 == size1", (first, place)))
     used = list(dict.fromkeys(known.values()))
     named = {symbol: sympy.Symbol(f"size{used.index(place)}", integer=True) for symbol, place in known.items()}
     for expression in _expressions(program, env, known):

@@ -113,7 +113,7 @@ class _Job:
 
     def exported(self) -> ForwardGraph:
         """The graph of the first exporter whose graph does what the module does."""
-        module, followed, failures = self.wrapper.module, self.wrapper.followed, {}
+        module, failures = self.wrapper.module, {}
         exporters = ("dynamo", "dynamo_whole", "torchscript")
         attempts = collections.deque(itertools.product(exporters, self._cache_choices()))
         while attempts:
@@ -124,22 +124,24 @@ class _Job:
                 continue
             try:
                 forward = getattr(self, exporter)(forget_cached)
-                _check_granted(forward, dict(zip(self.input_names, self.inputs)))
-                forward = self._checked(forward)
+                try:
+                    forward = self._checked(forward)
+                finally:  # and this is the reason, where the check has failed
+                    _check_granted(forward, dict(zip(self.input_names, self.inputs)))
             except RuntimeNotFoundError:
                 raise
             except Exception as error:  # exporters raise anything
                 log.info("the %s exporter failed: %s", exporter, _condensed(error))
-                if exporter != "torchscript" and followed.more_hints(_lacks_numbers(error)):
-                    self.example = self.inputs  # the numbers are theirs
+                if self._may_try_again(exporter, error):
+                    self.example = self.inputs  # the numbers that it needs are theirs, or the sizes
                     attempts.appendleft((exporter, forget_cached))
                     continue
                 of_one_size = "dynamo_of_one_size", forget_cached
                 if exporter != of_one_size[0] and of_one_size not in attempts:
                     if isinstance(error, _OtherSizes):
                         attempts.appendleft(of_one_size)
-                    elif "inferred ranges from model tracing" in str(_root(error))[:500]:
-                        attempts.append(of_one_size)  # behind torch's older exporter, whose graph may be right for all
+                    elif _decides_by_size(error):  # without what is cached it may not; TorchScript would not say so
+                        attempts.insert([name for name, _ in attempts].index("torchscript"), of_one_size)
                 _refuse_frozen_decision(module, error)
                 failures.setdefault(exporter, error)
             else:
@@ -147,6 +149,12 @@ class _Job:
                     warn_of_evaluation(self._evaluated())
                 return forward
         raise _failure(module, failures)
+
+    def _may_try_again(self, exporter, error) -> bool:
+        """Whether an exporter that failed has another way: told what only a batch tells, or of this batch's sizes."""
+        if exporter == "torchscript":
+            return isinstance(error, _OtherSizes) and self.example is not self.inputs
+        return not _decides_by_size(error) and self.wrapper.followed.more_hints(_lacks_numbers(error))
 
     def dynamo(self, forget_cached=False):
         return _exporters().by_dynamo(self, forget_cached, self.by_nodes)
@@ -170,8 +178,9 @@ class _Job:
         check_dropouts(forward.model, self.rates)
         if not self.check:
             return forward
-        thorough = forward.exporter == "torchscript"  # which does not say what it takes for granted
-        left = check_values(forward, self.wrapper, self.inputs, self.observed, self.public, self.symbols, thorough)
+        left = check_values(forward, self.wrapper, self.inputs, self.observed, self.public, self.symbols)
+        if any("==" in statement.text for statement in set(forward.granted).difference(left)):
+            _exporters().of_other_sizes(forward)
         return replace(forward, granted=left)
 
     def _evaluated(self):
@@ -332,6 +341,11 @@ def _lacks_numbers(error) -> bool:
     return _is_data_dependent(cause) or any(
         text in str(cause)[:500] for text in ("unhashable type: non-nested SymInt", UNTOLD)
     )
+
+
+def _decides_by_size(error) -> bool:
+    """Whether the exporter would have made a constant of an axis that may vary."""
+    return "inferred ranges from model tracing" in str(_root(error))[:500]
 
 
 class _OtherSizes(ExportError):

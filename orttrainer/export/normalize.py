@@ -31,6 +31,7 @@ from orttrainer.graph.subgraphs import eliminate_identities
 __all__ = [
     "add_torchscript_updates",
     "convert_opset",
+    "infer_shapes_again",
     "name_interface",
     "name_state",
     "optimize",
@@ -174,6 +175,14 @@ def _shape_losses(model):
 
 def _may_fold(node):
     return False if node.op_type in RANDOM_OPS else None
+
+
+def infer_shapes_again(model) -> None:
+    """ONNX's inference in the place of what an exporter wrote down, which was of one batch. Needs state as inputs."""
+    for node in model.graph.all_nodes():
+        for value in node.outputs:
+            value.shape = None
+    _infer_missing_shapes(model)
 
 
 def _infer_missing_shapes(model):

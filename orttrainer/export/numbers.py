@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensor
 
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.conditions import decides
-from orttrainer.export.told import NUMBERS, UNTOLD, place, takes
+from orttrainer.export.told import NUMBERS, UNTOLD, by_torch, place, takes
 from orttrainer.export.untouched import written
 
 try:
@@ -100,21 +100,24 @@ class Numbers:
     def check_script(self, func: Callable, args: tuple) -> None:
         """Refuse to give Python what differs from batch to batch, where TorchScript traces: it would stay for ever.
 
+        That forward decides by a size, which is a tensor then, is noted.
+
         Raises:
             UnsupportedModelError: it does.
         """
         if not torch.jit.is_tracing() or not (takes(func) or decides(func, args)):
             return
         file, line = place()
-        followed = self._wrapper.followed
+        followed, origins = self._wrapper.followed, _script_origins(args[0])
+        followed.by_size |= _SIZE in origins and decides(func, args) and not by_torch()  # which checks arguments so
         given = [*followed.observed, *(known for known in followed.told if known.taken)]
         if (file, line) not in {(seen.file, seen.line) for seen in given}:
-            return  # a size, which is a tensor while TorchScript traces
+            return
         names = {_script_name(buffer): name for name, buffer in self._wrapper.named_buffers()}
         constants = names.keys() - {
             _script_name(operator.attrgetter(name)(self._wrapper)) for name in self._wrapper.updated
         }
-        origins = _script_inputs(args[0])
+        origins.discard(_SIZE)
         if not origins <= constants:
             raise UnsupportedModelError(
                 f"forward gives Python values of a tensor at {file}:{line} ({linecache.getline(file, line).strip()}), and the "
@@ -213,8 +216,11 @@ def _script_name(tensor: torch.Tensor) -> str:
     return torch._C._get_value_trace(tensor).debugName()
 
 
-def _script_inputs(tensor: torch.Tensor) -> set[str]:
-    """The names of the inputs of TorchScript's trace, state among them, whose values `tensor` depends on."""
+_SIZE = "aten::size"
+
+
+def _script_origins(tensor: torch.Tensor) -> set[str]:
+    """What `tensor` depends on: the names of inputs of TorchScript's trace, state among them, and `_SIZE`."""
     seen, waiting, found = set(), [torch._C._get_value_trace(tensor)], set()
     while waiting:
         value = waiting.pop()
@@ -225,7 +231,7 @@ def _script_inputs(tensor: torch.Tensor) -> set[str]:
             case "prim::Param":
                 found.add(value.debugName())
             case "aten::size":
-                pass
+                found.add(_SIZE)
             case _:
                 waiting += value.node().inputs()
     return found

@@ -11,7 +11,7 @@ __all__ = ["all_resized", "resized", "without_ones"]
 _TRIES = 16
 
 
-def resized(inputs, symbols, size=None):
+def resized(inputs, symbols, size=None, anew=False):
     """Yield (symbol, inputs) with one symbolic axis after the other at another size, or at this one.
 
     Where a size is the product of two others (a flat label), it follows them; where it is a multiple, in a second try.
@@ -19,17 +19,18 @@ def resized(inputs, symbols, size=None):
     Args:
         symbols: per input, {axis: symbol}.
         size: by default `_another`; given what it was.
+        anew: what is added is not what was there.
     """
     sizes, size = _sizes(inputs, symbols), size or _another
     for symbol, before in sizes.items():
         changed = {symbol: size(before)}
         for product, factor in _products_of(symbol, sizes):
             changed[product] = changed[symbol] * factor
-        yield symbol, _with_sizes(inputs, symbols, changed)
+        yield symbol, _with_sizes(inputs, symbols, changed, anew)
         multiples = {other: total // before for other, total in sizes.items() if total > before and total % before == 0}
         if multiples.keys() - changed.keys():
             scaled = {other: changed[symbol] * factor for other, factor in multiples.items()}
-            yield symbol, _with_sizes(inputs, symbols, scaled | changed)
+            yield symbol, _with_sizes(inputs, symbols, scaled | changed, anew)
 
 
 def all_resized(inputs, symbols):
@@ -97,14 +98,27 @@ def _products_of(symbol, sizes):
                 yield product, factor
 
 
-def _with_sizes(inputs, symbols, sizes):
-    return [_resize(tensor, axes, sizes) for tensor, axes in zip(inputs, symbols)]
+def _with_sizes(inputs, symbols, sizes, anew=False):
+    return [_resize(tensor, axes, sizes, anew) for tensor, axes in zip(inputs, symbols)]
 
 
-def _resize(tensor, axes, sizes):
-    """Cut or repeat `tensor` along its symbolic axes."""
+def _resize(tensor, axes, sizes, anew):
+    """Cut or repeat `tensor` along its symbolic axes, each time begun one place later: a place modulo the size shows."""
     for axis, symbol in axes.items():
         if symbol in sizes:
-            index = torch.arange(sizes[symbol], device=tensor.device) % tensor.shape[axis]
+            index, size = torch.arange(sizes[symbol], device=tensor.device), tensor.shape[axis]
+            index = (index + index // max(1, size)) % size
             tensor = tensor.index_select(axis, index)
+            if anew and len(index) > size:
+                _change(tensor.narrow(axis, size, len(index) - size), axis)
     return tensor
+
+
+def _change(added, axis):
+    """Others in their place: floats farther from 0 and nearer to it in turns, whole numbers those of a neighbour."""
+    if added.is_floating_point():
+        factors = 1.25 - 0.5 * (torch.arange(added.shape[axis], device=added.device) % 2)
+        added.mul_(factors.to(added.dtype).unflatten(0, [-1 if k == axis else 1 for k in range(added.dim())]))
+    elif added.dim() > 1:
+        others = [size if k != axis else 0 for k, size in enumerate(added.shape)]
+        added.copy_(added.roll(1, others.index(max(others))))

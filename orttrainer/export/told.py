@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["NUMBERS", "UNTOLD", "Told", "leaves", "place", "takes", "told", "what"]
+__all__ = ["NUMBERS", "UNTOLD", "Told", "by_torch", "leaves", "place", "takes", "told", "what"]
 
 NUMBERS = {torch.Tensor.item, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__}
 _ARRAYS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
@@ -51,8 +51,17 @@ class Told(NamedTuple):
 
 def place() -> tuple[str, int]:
     """File and line that called, of the nearest that are neither ours nor torch's."""
+    return _caller(_PASSED)
+
+
+def by_torch() -> bool:
+    """Whether a function of torch's called, and not forward itself."""
+    return _caller(_PASSED[:1])[0].startswith(_PASSED[1])
+
+
+def _caller(passed: Sequence[str]) -> tuple[str, int]:
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PASSED):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(passed):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
 

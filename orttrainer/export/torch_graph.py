@@ -14,10 +14,11 @@ from orttrainer.export.call import in_train_mode, register_once
 from orttrainer.export.capture import capture_dynamo, capture_torchscript, load_exporter
 from orttrainer.export.conditions import taken_out
 from orttrainer.export.forward_graph import ForwardGraph
+from orttrainer.export.granted import Granted
 from orttrainer.export.initializers import add_initializer, inputs_as_state, state_as_inputs, state_tensor
 from orttrainer.export.untouched import unchanged
 
-__all__ = ["by_dynamo", "by_torchscript", "load_exporter"]
+__all__ = ["by_dynamo", "by_torchscript", "load_exporter", "of_other_sizes"]
 
 
 def by_dynamo(job, forget_cached: bool, by_nodes: list[bool] | None) -> ForwardGraph:
@@ -57,7 +58,13 @@ def by_torchscript(job, forget_cached: bool) -> ForwardGraph:
             f"forward changes the buffers {sorted(missing)}, which a TorchScript graph cannot show."
         )
     normalize.convert_opset(model, job.opset)
-    return _forward_graph(job, model, updated, "torchscript", decided)
+    return _forward_graph(job, model, updated, "torchscript", decided, _all_sizes(job))
+
+
+def of_other_sizes(forward: ForwardGraph) -> None:
+    """Let the graph of a batch, whose operators do for batches of other sizes as well, say nothing of its sizes."""
+    with state_as_inputs(forward.model, [*forward.parameters, *forward.buffers]):
+        normalize.infer_shapes_again(forward.model)
 
 
 def _captured(job, exporter, forget_cached):
@@ -110,6 +117,19 @@ def _forward_graph(job, model, updated, exporter, decided=(), granted=()):
         exporter=exporter,
         unread=tuple(n for n, t in job.tensors.items() if _is_trainable(t) and n not in set(used)),
     )
+
+
+def _all_sizes(job) -> list[Granted]:
+    """That all sizes are those of the example, as TorchScript does not say which it takes for granted.
+
+    Of a number that it has written down the check's other sizes tell. What a size decides may be the same for these.
+    """
+    firsts = {}
+    for name, tensor, axes in zip(job.input_names, job.example, job.symbols):
+        for axis, symbol in axes.items():
+            firsts.setdefault(symbol, ((name, axis), tensor.shape[axis]))
+    shown = not job.wrapper.followed.by_size
+    return [Granted(f"size0 == {size}", (place,), shown) for place, size in firsts.values()]
 
 
 def _keep_written(job, model, updated):

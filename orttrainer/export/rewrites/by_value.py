@@ -64,12 +64,67 @@ def _squeezed(squeeze):
     return call
 
 
+def _rolled(roll):
+    """torch.roll; by a number that values give, by its places, as the exporter's form wants one that it knows."""
+
+    def call(input, shifts, dims=()):
+        dims = () if dims is None else dims
+        shifts, dims = (list(x) if isinstance(x, (tuple, list)) else [x] for x in (shifts, dims))
+        if not any(isinstance(shift, torch.SymInt) for shift in shifts):
+            return roll(input, shifts, dims)
+        if not dims:
+            return call(input.flatten(), shifts, 0).reshape(input.shape)
+        for shift, dim in zip(shifts, dims, strict=True):
+            size = input.shape[dim]
+            places = torch.arange(size, device=input.device) - shift
+            input = input.index_select(dim, _of_sizes(torch.remainder)(places, size))
+        return input
+
+    return call
+
+
 def _quotient(input, other, **options):
     """torch.div; of two sizes a size, since what is a tensor in PyTorch is asked for its number, as for another `view`."""
     sizes = all(isinstance(x, (int, torch.SymInt)) for x in (input, other)) and not torch.jit.is_tracing()
     if sizes and isinstance(input, torch.SymInt) and options.get("rounding_mode") is not None:
         return input // other  # neither is negative
     return torch.div(input, other, **options)
+
+
+def _of_sizes(function):
+    """x % n and the like: the exporter takes a number, or a tensor, of which a size is neither."""
+
+    def call(input, other, **options):
+        if isinstance(input, torch.Tensor) and isinstance(other, (torch.SymInt, torch.SymFloat)):
+            other = torch.full((), other, device=input.device)
+        return function(input, other, **options)
+
+    return call
+
+
+def _bincount(input, weights=None, minlength=0):
+    """torch.bincount with weights, or with at least as many bins as a size: a sum into bins."""
+    if not torch.compiler.is_exporting() or (weights is None and isinstance(minlength, int)):
+        return torch.bincount(input, weights, minlength)
+    bins = torch.maximum(input.max() + 1, torch.full((), minlength, dtype=input.dtype, device=input.device)).item()
+    parts = torch.ones_like(input, dtype=torch.int64) if weights is None else stopped(weights)
+    parts = parts.double() if weights is not None and weights.dtype != torch.float32 else parts
+    return parts.new_zeros(bins).index_add(0, input, parts)
+
+
+def _take_along_dim(input, indices, dim=None):
+    """torch.take_along_dim, which wraps negative places by a size that the tracer would write down."""
+    if dim is None:
+        return _take_along_dim(input.flatten(), indices.flatten(), 0)
+    dim, size = dim % input.dim(), input.shape[dim]
+    others = [list(x.shape) for x in (input, indices)]
+    for shape in others:
+        shape[dim] = 1
+    common = torch.broadcast_shapes(*others)
+    input, indices = (
+        x.expand([x.shape[axis] if axis == dim else n for axis, n in enumerate(common)]) for x in (input, indices)
+    )
+    return input.gather(dim, torch.where(indices < 0, indices + size, indices))
 
 
 def _made(tensor):
@@ -97,6 +152,12 @@ def stacked(data):
     return data.reshape(()) if isinstance(data, torch.Tensor) else torch.tensor(data)
 
 
+_OF_NUMBERS = [torch.Tensor.__mod__, torch.Tensor.__and__, torch.Tensor.__or__, torch.Tensor.__xor__]
+_OF_NUMBERS += [
+    getattr(owner, name)
+    for owner in (torch, torch.Tensor)
+    for name in ("remainder", "fmod", "bitwise_and", "bitwise_or", "bitwise_xor")
+]
 REWRITES = {
     **{function: _made(function) for function in (torch.tensor, torch.as_tensor)},
     torch.masked_select: _masked_select,
@@ -112,7 +173,14 @@ REWRITES = {
     torch.squeeze: _squeezed(torch.squeeze),
     torch.Tensor.squeeze: _squeezed(torch.Tensor.squeeze),
     torch.Tensor.squeeze_: _squeezed(torch.Tensor.squeeze_),
+    torch.roll: _rolled(torch.roll),
+    torch.Tensor.roll: _rolled(torch.Tensor.roll),
     torch.div: _quotient,
+    **{function: _of_sizes(function) for function in _OF_NUMBERS},
+    torch.bincount: _bincount,
+    torch.Tensor.bincount: _bincount,
+    torch.take_along_dim: _take_along_dim,
+    torch.Tensor.take_along_dim: _take_along_dim,
     torch.Tensor._is_all_true: torch.all,  # what `torch._check_tensor_all` asks
     torch.Tensor._is_any_true: torch.any,
 }

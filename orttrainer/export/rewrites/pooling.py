@@ -37,6 +37,8 @@ def _average(pool, rank):
     def call(
         input, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None
     ):
+        if divisor_override is None and _is_whole(input, kernel_size, padding, rank):
+            return input.mean(list(range(-rank, 0)), keepdim=True)
         kernel, sizes = _each(kernel_size, rank), input.shape[input.dim() - rank :]
         stride, padding = _each(stride or kernel, rank), _each(padding, rank)
         axes = list(zip(sizes, kernel, stride, padding))
@@ -59,10 +61,13 @@ def _average(pool, rank):
     return call
 
 
-def _ceil_max_pool(pool, rank):
-    """Max pooling with `ceil_mode`, spelled out as padding."""
+def _max_pool(pool, rank):
+    """Max pooling; with `ceil_mode` spelled out as padding."""
 
     def call(input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False):
+        if _is_whole(input, kernel_size, padding, rank):
+            found = [x.unflatten(-1, [1] * rank) for x in input.flatten(-rank).max(-1, keepdim=True)]
+            return tuple(found) if pool.__name__.endswith("with_indices") else found[0]
         sizes = input.shape[input.dim() - rank :]
         stride = kernel_size if stride is None or stride == [] else stride
         if not ceil_mode or not _known(sizes):
@@ -80,6 +85,14 @@ def _ceil_max_pool(pool, rank):
     return call
 
 
+def _is_whole(input, kernel_size, padding, rank):
+    """Whether the window is all there is of axes of sizes that may vary: no exporter has a window that does."""
+    pairs = list(zip(_each(kernel_size, rank), input.shape[input.dim() - rank :]))
+    symbols = [width for width, _ in pairs if isinstance(width, torch.SymInt)]
+    same = all(str(width) == str(size) for width, size in pairs)  # their expressions: `==` would decide by the sizes
+    return bool(symbols) and same and all(before == 0 for before in _each(padding, rank))
+
+
 def _moved(indices, padded, sizes, shifts):
     """Places in a padded plane as places in the plane."""
     flat, factor = 0, 1
@@ -90,7 +103,7 @@ def _moved(indices, padded, sizes, shifts):
 
 
 def _each(value, rank):
-    values = [value] * rank if isinstance(value, int) else list(value)
+    values = list(value) if isinstance(value, (tuple, list)) else [value]
     return values * rank if len(values) == 1 else values
 
 
@@ -187,9 +200,9 @@ REWRITES = {
     torch.avg_pool1d: _average(torch.avg_pool1d, 1),
     _nn.avg_pool2d: _average(_nn.avg_pool2d, 2),
     _nn.avg_pool3d: _average(_nn.avg_pool3d, 3),
-    **{pool: _ceil_max_pool(pool, 1) for pool in (torch.max_pool1d, torch.max_pool1d_with_indices)},
-    **{pool: _ceil_max_pool(pool, 2) for pool in (torch.max_pool2d, _nn.max_pool2d_with_indices)},
-    **{pool: _ceil_max_pool(pool, 3) for pool in (torch.max_pool3d, _nn.max_pool3d_with_indices)},
+    **{pool: _max_pool(pool, 1) for pool in (torch.max_pool1d, torch.max_pool1d_with_indices)},
+    **{pool: _max_pool(pool, 2) for pool in (torch.max_pool2d, _nn.max_pool2d_with_indices)},
+    **{pool: _max_pool(pool, 3) for pool in (torch.max_pool3d, _nn.max_pool3d_with_indices)},
     _nn.adaptive_avg_pool3d: _adaptive_avg_pool3d,
     torch.adaptive_max_pool1d: _adaptive_max_pool(1),
     _nn.adaptive_max_pool2d: _adaptive_max_pool(2),

@@ -1,4 +1,7 @@
-"""Recurrent layers: dropout between layers as one of its own, and the projected LSTM, which ONNX's operator is not."""
+"""Recurrent layers: dropout between layers as one of its own, and the projected LSTM, which ONNX's operator is not.
+
+For torch's newer exporter a layer is ONNX's operator, of any length: torch would take a length that may vary for a constant.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,28 @@ import torch
 import torch.nn.functional as F
 from torch._higher_order_ops.scan import scan
 
+from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.rewrites import packed
 
 __all__ = ["REWRITES"]
 
 
 def _rewritten(recurrent):
-    """The function as one call a layer where there is dropout between layers or a projection."""
+    """The function as ONNX's operators, or as one call a layer where there is dropout between layers or a projection."""
 
     def call(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first):
-        projected = recurrent is torch.lstm and hx[0].shape[-1] != hx[1].shape[-1] and torch.compiler.is_exporting()
+        exporting, one = torch.compiler.is_exporting(), recurrent
+        if exporting and not _is_projected(recurrent, hx):
+            x = input.transpose(0, 1) if batch_first else input
+            y, *states = _onnx_layers(
+                recurrent, x, None, hx, params, has_biases, num_layers, dropout, train, bidirectional
+            )
+            return (y.transpose(0, 1) if batch_first else y, *states)
         dropped = num_layers > 1 and train and dropout > 0.0
-        if not projected and not dropped:
+        if exporting:
+            one = _projected_layer
+        elif not dropped:
             return recurrent(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)
-        one = _projected_layer if projected else recurrent
         states, x, last = [], input, num_layers - 1
         for layer in range(num_layers):
             x, *state = one(
@@ -30,14 +41,25 @@ def _rewritten(recurrent):
             x = F.dropout(x, dropout, training=True) if dropped and layer != last else x
         return (x, *(torch.cat(parts) for parts in zip(*states)))
 
-    def call_unless_packed(*args, **kwargs):
+    def call_packed(data, batch_sizes, hx, *arguments):
+        if _is_projected(recurrent, hx):
+            raise UnsupportedModelError("an LSTM with proj_size on a packed sequence is not supported")
+        padded = packed.padded_from(data, batch_sizes)
+        y, *states = _onnx_layers(recurrent, *padded, hx, *arguments)
+        return (packed.rows(padded._replace(x=y)), *states)
+
+    def call_either(*args, **kwargs):
         if isinstance(args[3], bool):
             return call(*args, **kwargs)
         if torch.compiler.is_exporting():
-            return packed.recurrent(recurrent, *args, **kwargs)
+            return call_packed(*args, **kwargs)
         return recurrent(*args, **kwargs)
 
-    return call_unless_packed
+    return call_either
+
+
+def _is_projected(recurrent, hx):
+    return recurrent is torch.lstm and hx[0].shape[-1] != hx[1].shape[-1]
 
 
 def _part(hx, layer, num_layers):
@@ -50,6 +72,55 @@ def _part(hx, layer, num_layers):
 def _span(sequence, layer, num_layers):
     size = len(sequence) // num_layers
     return slice(layer * size, (layer + 1) * size)
+
+
+# ---------------------------------------------------------------- ONNX's operators
+
+_GATES = {"LSTM": (0, 3, 1, 2), "GRU": (1, 0, 2), "RNN": (0,)}  # torch's, in ONNX's order
+
+
+def _onnx_layers(recurrent, x, lengths, hx, params, has_biases, num_layers, dropout, train, bidirectional):
+    """torch.lstm and its kin: one ONNX operator a layer.
+
+    Args:
+        x: [time, batch, ...].
+        lengths: int [batch]; None: all samples are as long.
+    """
+    name = recurrent.__name__.split("_")[0].upper()
+    initial = hx if name == "LSTM" else [hx]
+    lengths = None if lengths is None else lengths.to(torch.int32)
+    directions = 1 + bidirectional
+    attributes = {"hidden_size": initial[0].shape[-1], "direction": "bidirectional" if bidirectional else "forward"}
+    if name == "RNN":
+        attributes["activations"] = [recurrent.__name__.split("_")[1].capitalize()] * directions
+    if name == "GRU":
+        attributes["linear_before_reset"] = 1
+    states = []
+    for layer in range(num_layers):
+        weights = _onnx_weights(params[_span(params, layer, num_layers)], directions, has_biases, _GATES[name])
+        parts = [_part(state, layer, num_layers) for state in initial]
+        shapes = [(x.shape[0], directions, *parts[0].shape[1:]), *(state.shape for state in parts)]
+        y, *last = torch.onnx.ops.symbolic_multi_out(
+            name, (x, *weights, lengths, *parts), attributes, dtypes=[x.dtype] * len(shapes), shapes=shapes, version=14
+        )
+        states.append(last)
+        x = y.transpose(1, 2).flatten(2) if bidirectional else y.squeeze(1)
+        x = F.dropout(x, dropout, training=True) if train and dropout > 0.0 and layer != num_layers - 1 else x
+    return (x, *(torch.cat(parts) for parts in zip(*states)))
+
+
+def _onnx_weights(params, directions, has_biases, order):
+    """W [directions, gates * hidden, in], R [directions, gates * hidden, hidden], B [directions, 2 * gates * hidden]."""
+    each = len(params) // directions
+
+    def ordered(weight):
+        return torch.cat(
+            [weight[_span(weight, gate, len(order))] for gate in order]
+        )  # a Slice each, which the rules know
+
+    parts = [[ordered(weight) for weight in params[d * each : (d + 1) * each]] for d in range(directions)]
+    w, r = (torch.stack([part[kind] for part in parts]) for kind in (0, 1))
+    return w, r, torch.stack([torch.cat(part[2:4]) for part in parts]) if has_biases else None
 
 
 # ---------------------------------------------------------------- the projected LSTM
