@@ -145,9 +145,17 @@ def _deterministic_copy(forward: ForwardGraph) -> ir.Model:
 
 
 def _run(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray] | None:
+    session = None
     try:
-        return runtime.checking_session(ir.to_proto(model).SerializeToString()).run(None, feeds)
+        session = runtime.checking_session(ir.to_proto(model).SerializeToString())
+        return session.run(None, feeds)
     except Exception as error:  # ONNX Runtime raises a dozen classes without a common base
+        text = str(error)
+        if session is not None and "NOT_IMPLEMENTED" not in text and "alloc" not in text:
+            raise ExportMismatchError(
+                "the gradients of the exported graph cannot be computed on the first batch, so they are not those of the "
+                f"module; please report the model. ONNX Runtime said: {text.strip()}"
+            ) from error
         log.warning("ONNX Runtime's CPU cannot run the gradients of this model, so they are not checked: %s", error)
         return None
 

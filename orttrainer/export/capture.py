@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import linecache
+import re
 from collections.abc import Iterator, Sequence
 from unittest import mock
 
@@ -20,7 +21,7 @@ from orttrainer import runtime
 from orttrainer.export import batch_norm, masks, stop_gradient, written_slices
 from orttrainer.export.decompose import node_by_node
 from orttrainer.export.faithful import faithful
-from orttrainer.export.granted import Granted, granted_by
+from orttrainer.export.granted import Granted, granted_by, takes_for_equal
 from orttrainer.export.initializers import state_tensor
 from orttrainer.export.quiet import silence
 
@@ -52,7 +53,7 @@ def capture_dynamo(
     decomposing = contextlib.nullcontext() if by_nodes is None else node_by_node(by_nodes)
     hints = wrapper.followed.hints
     by_hints = contextlib.nullcontext() if hints is None else hints.followed()
-    with silence(), _sources_forgotten(), _no_stack_traces(), by_hints:
+    with silence(), _sources_forgotten(), _no_stack_traces(), _sizes_known_later(), by_hints:
         load_exporter()
         with faithful(wrapper, decided):
             program = _exported_program(wrapper, inputs, symbols, fixed)
@@ -73,8 +74,18 @@ def capture_dynamo(
                 verbose=False,
             )
     model = onnx_program.model
+    if takes_for_equal(program):
+        _forget_sizes_by_values(model)
     _release_graphs(model)
     return model
+
+
+def _forget_sizes_by_values(model: ir.Model) -> None:
+    """Drop the names of sizes that values give: sizes of one name may be one and many, where torch took them for equal."""
+    for node in model.graph.all_nodes():
+        for x in node.outputs:
+            if x.shape is not None:
+                x.shape = ir.Shape([None if re.search(r"\bu\d+\b", str(dim)) else dim for dim in x.shape])
 
 
 def _release_graphs(model: ir.Model) -> None:
@@ -120,6 +131,29 @@ def _sources_forgotten() -> Iterator[None]:
 def _no_stack_traces():
     """Let torch not write down for each node where in the source it was called: nothing here reads it."""
     return mock.patch.object(torch.fx.config, "do_not_emit_stack_traces", True, create=True)
+
+
+@contextlib.contextmanager
+def _sizes_known_later():
+    """Let torch know a size the second time that it runs a graph which was a new symbol the first time.
+
+    Of `x[:n]` the size is one, and min(n, len(x)) once `arange(n)` behind it has shown that n is not negative.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError, AttributeError):  # a private name: other torch versions may lack it
+            from torch.fx.experimental import symbolic_shapes
+
+            rebind = symbolic_shapes.rebind_unbacked
+
+            def rebind_unbacked(env, node, result):
+                try:
+                    rebind(env, node, result)
+                except AssertionError as error:
+                    if "should have been constant" not in str(error):
+                        raise
+
+            stack.enter_context(mock.patch.object(symbolic_shapes, "rebind_unbacked", rebind_unbacked))
+        yield
 
 
 @contextlib.contextmanager

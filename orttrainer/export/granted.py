@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Granted", "granted_by", "unmet"]
+__all__ = ["Granted", "granted_by", "takes_for_equal", "unmet"]
 
 _FUNCTIONS = {"__builtins__": {}, "math": math, "max": max, "min": min, "abs": abs, "int": int, "round": round}
 _FUNCTIONS["torch"] = SimpleNamespace(sym_float=float)
@@ -123,6 +123,24 @@ def _expressions(program, env, known) -> Iterator:
     for assertion in env.deferred_runtime_asserts.get(None, ()) if env is not None else ():  # not all have a node
         if isinstance(assertion.expr, sympy.Basic) and assertion.expr.free_symbols <= known.keys():
             yield assertion.expr
+
+
+def takes_for_equal(program) -> bool:
+    """Whether torch took sizes for equal that values give: it asserts that, and would not add one row to many."""
+    import sympy
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    sizes = (
+        size
+        for node in program.graph.nodes
+        if isinstance(x := node.meta.get("val"), torch.Tensor)
+        for size in x.shape
+        if isinstance(size, torch.SymInt)
+    )
+    if (first := next(sizes, None)) is None:
+        return False
+    asserted = (a.expr for found in first.node.shape_env.deferred_runtime_asserts.values() for a in found)
+    return any(isinstance(e, sympy.Basic) and e.has(sympy.Eq) and free_unbacked_symbols(e) for e in asserted)
 
 
 def _of_its_own(text: str, sizes: tuple[tuple[str, int], ...]) -> Granted:

@@ -187,9 +187,10 @@ REWRITES = {
 
 
 def _one_hot(x, num_classes=-1):
-    """`F.one_hot`, which takes the number of classes from the values where it is not given."""
-    if num_classes == -1:
-        return (x.unsqueeze(-1) == torch.arange(x.max().item() + 1, device=x.device)).long()
+    """`F.one_hot`, which takes the number of classes from the values where it is not given; a size the tracer would write down."""
+    if isinstance(num_classes, torch.SymInt) or num_classes == -1:
+        count = num_classes if isinstance(num_classes, torch.SymInt) else x.max().item() + 1
+        return (x.unsqueeze(-1) == torch.arange(count, device=x.device)).long()
     with torch._C.DisableTorchFunction():
         return F.one_hot(x, num_classes)
 
