@@ -56,6 +56,25 @@ def test_errors_are_numbers_where_pytorch_has_no_gradient_at_all():
     assert 0 < error < math.inf
 
 
+@pytest.mark.parametrize("said, refused", [("FAIL : Shape mismatch", True), ("NOT_IMPLEMENTED : no kernel", False)])
+def test_gradients_that_cannot_be_computed_are_not_the_modules(said, refused, monkeypatch, caplog):
+    class Session:
+        def run(self, *_):
+            raise RuntimeError(f"[ONNXRuntimeError] : {said}")
+
+    batch = [torch.ones(4)]
+    module = Sum(torch.tanh, [0.5] * 4)
+    forward = export_module(module, None, DESCRIPTION, batch)
+    monkeypatch.setattr(verify.runtime, "checking_session", lambda *_, **__: Session())
+    expected = observe_gradients(module, None, DESCRIPTION, batch)
+    if refused:
+        with pytest.raises(ExportMismatchError, match=r"cannot be computed on the first batch.*Shape mismatch"):
+            verify.check_gradients(forward, module, None, DESCRIPTION, batch, expected)
+    else:
+        verify.check_gradients(forward, module, None, DESCRIPTION, batch, expected)
+        assert "so they are not checked" in caplog.text
+
+
 class Normalized(nn.Module):
     """The third moment of what BatchNorm makes of a batch that hardly varies: float32 keeps two or three of its digits."""
 
