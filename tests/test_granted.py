@@ -79,6 +79,7 @@ FORMS = {  # what is done, and how many graphs the sizes need
     "the quotient and the rest": (lambda y: y[: divmod(len(y) + 5, 3)[0]].square().mean() + divmod(len(y), 2)[1], 1),
     "a rounded size": (lambda y: y[: round(len(y) * 0.7)].square().mean(), 5),
     "a window of all": (lambda y: pooled(F.max_pool1d, y, len(y)) + pooled(F.avg_pool1d, y, y.shape[0]), 1),
+    "a quotient of sizes": (lambda y: (y * (100 // (len(y) // 3))).square().mean() if len(y) >= 3 else y.sum(), 2),
     "a window of all but one": (lambda y: pooled(F.max_pool1d, y, max(1, len(y) - 1)), 5),
     "places modulo the size": (lambda y: (y.take_along_dim(y.argsort(0), 0) * y).cumsum(0).square().mean(), 1),
     "a table that grows": (repeated, 2),

@@ -30,6 +30,7 @@ from orttrainer.export.initializers import as_real, constant_of, state_as_inputs
 from orttrainer.export.observation import Observation, observe, own
 from orttrainer.export.sizes import all_resized, resized
 from orttrainer.export.untouched import unchanged
+from orttrainer.graph.passes.divisors import NonzeroDivisorsPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass
 from orttrainer.graph.passes.random import MutePass
@@ -373,8 +374,8 @@ def _runner(forward):
     names = [value.name for value in forward.model.graph.inputs]
     with state_as_inputs(forward.model, state):
         model = ir.from_proto(ir.to_proto(forward.model))
-    # The last, as the graph trains: ONNX Runtime's operator takes two more tensors of the size of the logits.
-    for rewrite in (MutePass(), RemoveGradientMarksPass(), ExpandSoftmaxCrossEntropyPass()):
+    # The third, as the graph trains: ONNX Runtime's operator takes two more tensors of the size of the logits.
+    for rewrite in (MutePass(), RemoveGradientMarksPass(), ExpandSoftmaxCrossEntropyPass(), NonzeroDivisorsPass()):
         rewrite(model)
     # The graph as it is: an optimizer's rewrite is not what is being checked.
     session = runtime.checking_session(ir.to_proto(model).SerializeToString(), optimize=False)

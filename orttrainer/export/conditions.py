@@ -19,6 +19,7 @@ from orttrainer import runtime
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.initializers import as_real, state_as_inputs
 from orttrainer.export.told import Told, place
+from orttrainer.graph.passes.divisors import NonzeroDivisorsPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.random import RANDOM_OPS
 
@@ -167,6 +168,7 @@ def taken_out(model: ir.Model, made: Sequence[Condition], state: Sequence[str]) 
         for value in node.outputs:
             value.shape = None  # as the trace took it to be, which is what may be asked
     RemoveGradientMarksPass()(copy)
+    NonzeroDivisorsPass()(copy)
     common.RemoveUnusedNodesPass()(copy)
     if any(node.op_type in RANDOM_OPS for node in copy.graph.all_nodes()):
         raise UnsupportedModelError(
