@@ -19,17 +19,15 @@ def _rewritten(recurrent):
     """The function as ONNX's operators, or as one call a layer where there is dropout between layers or a projection."""
 
     def call(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first):
-        exporting, one = torch.compiler.is_exporting(), recurrent
+        exporting = torch.compiler.is_exporting()
         if exporting and not _is_projected(recurrent, hx):
             x = input.transpose(0, 1) if batch_first else input
             y, *states = _onnx_layers(
                 recurrent, x, None, hx, params, has_biases, num_layers, dropout, train, bidirectional
             )
             return (y.transpose(0, 1) if batch_first else y, *states)
-        dropped = num_layers > 1 and train and dropout > 0.0
-        if exporting:
-            one = _projected_layer
-        elif not dropped:
+        one, dropped = _projected_layer if exporting else recurrent, num_layers > 1 and train and dropout > 0.0
+        if one is recurrent and not dropped:
             return recurrent(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)
         states, x, last = [], input, num_layers - 1
         for layer in range(num_layers):
