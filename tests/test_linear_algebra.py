@@ -229,12 +229,19 @@ def graded(size):
     return (U * torch.logspace(0, -12, size, dtype=torch.float64)) @ V
 
 
+def clustered(size):
+    """Singular values from 1.1 to 1, ever closer together: 12 sweeps of rotations leave 3e-11."""
+    U, _, V = linalg.svd(torch.randn(size, size, dtype=torch.float64))
+    return (U * (1 + 0.1 * torch.logspace(0, -14, size, dtype=torch.float64))) @ V
+
+
 MATRICES = {
     "1": lambda: torch.randn(1, 1, dtype=torch.float64),
     "2": lambda: torch.randn(2, 2, dtype=torch.float64),
     "tall, odd": lambda: torch.randn(9, 7, dtype=torch.float64),
     "wide": lambda: torch.randn(5, 8, dtype=torch.float64),
     "graded": lambda: graded(48),
+    "clustered": lambda: clustered(48),
     "of rank 3": lambda: torch.randn(8, 3, dtype=torch.float64) @ torch.randn(3, 8, dtype=torch.float64),
     "zeros": lambda: torch.zeros(4, 4, dtype=torch.float64),
 }

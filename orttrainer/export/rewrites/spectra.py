@@ -15,7 +15,7 @@ from orttrainer.export.rewrites.linear_algebra import inverse, is_vector, only_e
 
 __all__ = ["REWRITES", "spectral_norm"]
 
-_SWEEPS = 12  # of rotations, whose rests end as squares of squares: 6 to 10 do for up to some hundred columns
+_SWEEPS = 16  # of rotations: 6 to 10 do for up to some hundred columns, but where values lie close together
 
 
 def _jacobi(A):
