@@ -18,6 +18,7 @@ from orttrainer.blocked import block_convolutions, block_size
 from orttrainer.errors import ExecutionError
 from orttrainer.gated import gate_sums
 from orttrainer.graph.builder import Builder
+from orttrainer.graph.passes.divisors import DIVISION_BY_ZERO
 from orttrainer.graph.passes.half_kernels import EmulateHalfPass, has_cpu_kernel, has_cuda_kernel
 from orttrainer.graph.passes.speed import nchwc_nodes
 from orttrainer.graph.passes.speed.gated_add import GatedAddPass
@@ -345,11 +346,13 @@ def _open_session(
 
 
 def _restate(error: Exception) -> str:
-    text, hint = _first_line(error), ""
+    text, hint, node = _first_line(error), "", ""
     if failed := _NODE_FAILED.search(text):
         operator, node, text = failed.groups()
         text = f"{operator} (node {node!r}): {_SOURCE_LINE.sub('', text)}"
-    if any(known in text for known in _OUT_OF_RANGE):
+    if node.endswith(DIVISION_BY_ZERO):
+        hint = "A whole number is divided by 0 in forward. "
+    elif any(known in text for known in _OUT_OF_RANGE):
         hint = "An index (a token id, a label) is out of range: check the batch against the size of the embedding and of the output. "
     return f"ONNX Runtime failed in this step; the state is as it was before. {hint}It said: {text}"
 

@@ -10,6 +10,7 @@ from onnx_ir.passes import common
 from orttrainer.errors import InvalidArgumentError
 from orttrainer.graph.passes.axes import AllAxesPass
 from orttrainer.graph.passes.batch_norm import SplitBatchNormalizationPass, SwitchBatchNormalizationPass
+from orttrainer.graph.passes.divisors import CheckedDivisorsPass
 from orttrainer.graph.passes.draws import CounterHashDrawsPass
 from orttrainer.graph.passes.dropout import CounterHashDropoutPass
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogSoftmaxNllPass
@@ -143,7 +144,7 @@ def after_update(
         ScatterIntoSumPass(),
         ShareSubexpressionsPass(gradients),
         ScalarRankPass(),
-        *([TransposeSmallOperandPass()] if on_cpu else []),
+        *([TransposeSmallOperandPass(), CheckedDivisorsPass()] if on_cpu else []),
     ]
 
 

@@ -188,6 +188,34 @@ def test_an_index_out_of_range_is_explained_and_no_state_changes(case, tagger, c
     assert torch.isfinite(loss)
 
 
+class Binned(nn.Module):
+    """Of a bin's number; the bins are as wide as the batch says."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(8, 5)
+
+    def forward(self, places, width):
+        return self.embedding(places // width % 8)
+
+
+@pytest.mark.parametrize("name", ["SGDOptimizer", "AdamOptimizer"])
+def test_a_whole_number_divided_by_0_is_explained_and_no_state_changes(name, capfd):
+    inputs = [IODescription(name, ["batch"], torch.int64) for name in ("places", "width", "label")]
+    desc = describe(inputs, [LOSS, IODescription("output", ["batch", 5])])
+    trainer = make(Binned(), nn.functional.cross_entropy, desc, name)
+    width = TOKENS % 3 + 1
+    trainer.train_step(TOKENS, width, TOKENS % 5, 0.1)
+    before = snapshot(trainer)
+    for call in (trainer.train_step, trainer.eval_step):
+        rate = (0.1,) if call == trainer.train_step else ()
+        with raises(ExecutionError, "the state is as it was before. A whole number is divided by 0 in forward."):
+            call(TOKENS, TOKENS % 3, TOKENS % 5, *rate)  # where ONNX Runtime's own operator ends the process
+    assert_untouched(trainer, before)
+    assert capfd.readouterr() == ("", "")
+    assert torch.isfinite(trainer.train_step(TOKENS, width, TOKENS % 5, 0.1)[0])
+
+
 def test_not_a_number_in_the_data_is_no_error_but_is_not_hidden():
     trainer = make(name="SGDOptimizer")
     with pytest.warns(NonFiniteLossWarning, match="the loss is nan at step 1"):

@@ -1,10 +1,16 @@
 """What compiling takes in memory, beside the parameters: weights are shared, not copied into graphs and sessions."""
 
+import gc
 import os
 import subprocess
 import sys
 
 import pytest
+import torch
+from torch import nn
+
+from orttrainer import IODescription, ModelDescription, ORTTrainer
+from orttrainer.export import check
 
 # The first trainer loads what every trainer needs; the second has 64 MB of parameters in four equal tensors.
 SCRIPT = """
@@ -48,3 +54,21 @@ def test_compiling_holds_the_expected_gradients_and_little_else():
     compiling, stepping = map(float, result.stdout.split())
     assert compiling < 2  # 1.6 when written; 4.1 where graphs, sessions and checks made copies
     assert stepping < 4.5
+
+
+def test_outputs_of_the_first_batch_are_gone_while_other_sizes_are_tried(monkeypatch):
+    alive, compare = [], check._compare_resized
+
+    def counted(*args):
+        alive.append(sum(type(x) is torch.Tensor and x.shape == (4, 977) for x in gc.get_objects()))
+        compare(*args)
+
+    monkeypatch.setattr(check, "_compare_resized", counted)
+    description = ModelDescription(
+        [IODescription("x", ["batch", 3], torch.float32), IODescription("label", ["batch"], torch.int64)],
+        [IODescription("loss", [], torch.float32), IODescription("scores", ["batch", 977], torch.float32)],
+    )
+    rate = IODescription("Learning_Rate", [1], torch.float32)
+    trainer = ORTTrainer(nn.Linear(3, 977), nn.functional.cross_entropy, description, "SGDOptimizer", None, rate, "cpu")
+    trainer.train_step(torch.ones(4, 3), torch.arange(4), 0.1)
+    assert alive and not any(alive)

@@ -89,6 +89,7 @@ def check_values(forward, wrapper, inputs, observed: Observation, public, symbol
     Args:
         public: qualified state name -> public name.
         symbols: per input, {axis: symbol}; each symbol is also tried with another size.
+        observed: on the first batch; its outputs are gone afterwards.
 
     Returns:
         What it takes for granted of sizes, without what `_needless` found.
@@ -117,9 +118,12 @@ def check_values(forward, wrapper, inputs, observed: Observation, public, symbol
         }
 
     rounding = functools.partial(_rounding, wrapper, named)
+    if observed.outputs is None:  # for the graph of another exporter
+        observed.outputs = observe(wrapper, inputs, hidden_state=False).outputs
     expected, got = named(observed), dict(zip(names, run(inputs)))
     _compare(expected, got, "on the first batch", functools.partial(rounding, inputs, expected))
     del expected, got  # logits may be the largest tensors of all
+    observed.outputs = None
     other_way = _other_way(forward, wrapper, public)
     return _check_sizes(forward, wrapper, inputs, symbols, names, run, rounding, other_way)
 

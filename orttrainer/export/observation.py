@@ -22,11 +22,11 @@ from orttrainer.export.untouched import Moved, memory_of, unchanged, written
 __all__ = ["Observation", "observe", "observe_gradients", "own"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Observation:
     """What one train-mode forward of the module gives and does, its dropout off."""
 
-    outputs: tuple[torch.Tensor, ...]
+    outputs: tuple[torch.Tensor, ...] | None  # None: nobody kept them
     rates: tuple[float, ...]
     random: bool  # whether it draws random numbers that are not muted
     updated: dict[str, torch.Tensor]  # qualified name of a buffer or a frozen parameter -> its value after the forward

@@ -4,30 +4,59 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+__all__ = ["DIVISION_BY_ZERO", "CheckedDivisorsPass", "NonzeroDivisorsPass"]
 
-class NonzeroDivisorsPass(ir.passes.InPlacePass):
-    """Div(a, b), Mod(a, b) of whole numbers -> Div(a, Where(b == 0, 1, b)): for graphs that run on what they may not be right for."""
+DIVISION_BY_ZERO = "/no_divisor_is_0"  # what the name of a node ends with that fails for this reason only
+
+
+class _DivisorsPass(ir.passes.InPlacePass):
+    """Replaces divisors that may be 0, once for all nodes of a graph that divide by the same."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         changed = [node for node in model.graph.all_nodes() if _may_divide_by_zero(node)]
+        replaced: dict[tuple[ir.Graph, ir.Value], ir.Value] = {}
         for node in changed:
             b = node.inputs[1]
-            dtype = next(x.dtype for x in (*node.inputs, *node.outputs) if x.dtype is not None)
-            zero, one = (
-                ir.node("Constant", [], {"value": ir.tensor(number, dtype=dtype)}, name=f"{node.name}/{number}")
-                for number in (0, 1)
-            )
-            is_zero = ir.node("Equal", [b, zero.outputs[0]], name=f"{node.name}/is_zero")
-            divisor = ir.node("Where", [is_zero.outputs[0], one.outputs[0], b], name=f"{node.name}/divisor")
-            node.graph.insert_before(node, [zero, one, is_zero, divisor])
-            node.replace_input_with(1, divisor.outputs[0])
+            if (node.graph, b) not in replaced:
+                nodes = self._replacement(b, _dtype(node), f"{node.name}/divisor")
+                node.graph.insert_before(node, nodes)
+                replaced[node.graph, b] = nodes[-1].outputs[0]
+            node.replace_input_with(1, replaced[node.graph, b])
         return ir.passes.PassResult(model, bool(changed))
+
+
+class NonzeroDivisorsPass(_DivisorsPass):
+    """Div(a, b), Mod(a, b) of whole numbers -> Div(a, Where(b == 0, 1, b)): for graphs that run on what they may not be right for."""
+
+    def _replacement(self, b, dtype, name):
+        zero, one = (_constant(number, dtype, f"{name}/{number}") for number in (0, 1))
+        is_zero = ir.node("Equal", [b, zero.outputs[0]], name=f"{name}/is_zero")
+        return zero, one, is_zero, ir.node("Where", [is_zero.outputs[0], one.outputs[0], b], name=name)
+
+
+class CheckedDivisorsPass(_DivisorsPass):
+    """Div(a, b), Mod(a, b) of whole numbers -> Div(a, b + Gather([0], b == 0)), which fails where PyTorch raises."""
+
+    def _replacement(self, b, dtype, name):
+        zero, only = _constant(0, dtype, f"{name}/0"), _constant([0], dtype, f"{name}/only")
+        is_zero = ir.node("Equal", [b, zero.outputs[0]], name=f"{name}/is_zero")
+        index = ir.node("Cast", [is_zero.outputs[0]], {"to": ir.DataType.INT64}, name=f"{name}/index")
+        nothing = ir.node("Gather", [only.outputs[0], index.outputs[0]], name=name + DIVISION_BY_ZERO)
+        return zero, only, is_zero, index, nothing, ir.node("Add", [b, nothing.outputs[0]], name=name)
+
+
+def _constant(number, dtype, name):
+    return ir.node("Constant", [], {"value": ir.tensor(number, dtype=dtype)}, name=name)
+
+
+def _dtype(node):
+    return next((x.dtype for x in (*node.inputs, *node.outputs) if x is not None and x.dtype is not None), None)
 
 
 def _may_divide_by_zero(node: ir.Node) -> bool:
     if node.domain or node.op_type not in ("Div", "Mod"):
         return False
-    dtype = next((x.dtype for x in (*node.inputs, *node.outputs) if x.dtype is not None), None)
+    dtype = _dtype(node)
     if dtype is None or not dtype.is_integer():
         return False
     divisor = ir.convenience.get_const_tensor(node.inputs[1])
