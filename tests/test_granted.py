@@ -58,6 +58,13 @@ def pooled(pool, y, width):
     return pool(y.T[None], width).square().mean()
 
 
+def moved(y):
+    """Each row beside the one before it, as labels are shifted: of two rows that is one, of one none."""
+    before = y.T.new_zeros(y.T.shape)
+    before[:, 1:] = y.T[:, :-1].clone()
+    return (before * y.T + y.T.square()).mean()
+
+
 def scores(y):
     """ONNX Runtime's operator ends the process where there are no rows."""
     rows = y.reshape(-1, 1, 5).expand(-1, 2, 5).unsqueeze(1)
@@ -72,6 +79,8 @@ FORMS = {  # what is done, and how many graphs the sizes need
     "nothing": (lambda y: y.square().mean(), 1),
     "more than": (lambda y: y.square().mean() if y.shape[0] > 5 else y.sum(), 2),
     "more than one": (lambda y: y.var(0).sum() if len(y) > 1 else y.sum(), 2),
+    "more than two": (lambda y: y.var(0).sum() if len(y) > 2 else y.sum(), 2),
+    "moved by one": (moved, 1),
     "even": (lambda y: y.square().mean() if y.size(0) % 2 == 0 else y.sum(), 2),
     "of all elements": (lambda y: y.square().mean() if y.numel() > 15 else y.sum(), 2),
     "one size": (lambda y: y.square().mean() if y.shape[0] == 4 else y.sum(), 2),

@@ -197,7 +197,7 @@ def _pairs(inputs, symbols, size):
 
 
 def _needless(batches, untrue, compare) -> set[Granted]:
-    """Of "not 1" what one row shows not to matter; of "equal to" what a smaller and a larger batch show.
+    """Of "not 1" and "not 2" what so many rows show not to matter; of "equal to" what a smaller and a larger batch show.
 
     torch's own code decides by sizes too, mostly to the same end. Other statements stay: by chance one batch shows little.
 
@@ -219,11 +219,12 @@ def _needless(batches, untrue, compare) -> set[Granted]:
                     differ |= about
         return same - differ
 
-    more_than_one = shown("size0 (!= 1|>= 2|> 1)", lambda size: 1)
+    few = shown("size0 (!= 1|>= 2|> 1)", lambda size: 1)
+    few |= shown("size0 (!= 2|>= 3|> 2)", lambda size: 1, lambda size: 2)  # one row of all but the first
     smaller = shown(r"size0 == \d+", lambda size: max(1, size // 2))
     # Of twice as many a window of all is two windows; fewer a module takes that has places for so many.
     larger = shown(r"size0 == \d+", lambda size: 2 * size + 1, lambda size: size + 2) if smaller else set()
-    return more_than_one | (smaller & larger)
+    return few | (smaller & larger)
 
 
 def _compare_resized(expected, run, inputs, where, rounding):
