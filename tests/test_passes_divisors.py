@@ -21,7 +21,7 @@ def test_a_divisor_of_zero_is_one(operator, expected):
 
 
 @pytest.mark.parametrize("operator, expected", [("Div", [[3, 7, 2], [5, 11, 3]]), ("Mod", [[1, 0, 1], [1, 0, 2]])])
-@pytest.mark.parametrize("dtype", [np.int64, np.int32])
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint8])
 def test_a_divisor_of_zero_fails_and_no_other(operator, expected, dtype):
     model = ir.from_onnx_text(f"""<ir_version: 8, opset_import: ["" : 18]>
     g ({np.dtype(dtype)}[2, 3] a, {np.dtype(dtype)}[3] b) => ({np.dtype(dtype)}[2, 3] y, {np.dtype(dtype)}[3] z) {{

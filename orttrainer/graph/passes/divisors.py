@@ -7,6 +7,7 @@ import onnx_ir as ir
 __all__ = ["DIVISION_BY_ZERO", "CheckedDivisorsPass", "NonzeroDivisorsPass"]
 
 DIVISION_BY_ZERO = "/no_divisor_is_0"  # what the name of a node ends with that fails for this reason only
+_COMPARED = ir.DataType.INT32, ir.DataType.INT64  # what older runtimes compare and add, too
 
 
 class _DivisorsPass(ir.passes.InPlacePass):
@@ -18,11 +19,18 @@ class _DivisorsPass(ir.passes.InPlacePass):
         for node in changed:
             b = node.inputs[1]
             if (node.graph, b) not in replaced:
-                nodes = self._replacement(b, _dtype(node), f"{node.name}/divisor")
+                nodes = self._of_any_type(b, _dtype(node), f"{node.name}/divisor")
                 node.graph.insert_before(node, nodes)
                 replaced[node.graph, b] = nodes[-1].outputs[0]
             node.replace_input_with(1, replaced[node.graph, b])
         return ir.passes.PassResult(model, bool(changed))
+
+    def _of_any_type(self, b, dtype, name):
+        if dtype in _COMPARED:
+            return self._replacement(b, dtype, name)
+        wide = ir.node("Cast", [b], {"to": ir.DataType.INT64}, name=f"{name}/wide")
+        nodes = self._replacement(wide.outputs[0], ir.DataType.INT64, f"{name}/as_wide")
+        return wide, *nodes, ir.node("Cast", [nodes[-1].outputs[0]], {"to": dtype}, name=name)
 
 
 class NonzeroDivisorsPass(_DivisorsPass):
