@@ -26,6 +26,7 @@ from orttrainer.graph.passes.speed.late_norm import let_norm_be_late
 from orttrainer.graph.passes.speed.nchwc import BlockedConvolutionPass
 from orttrainer.graph.passes.speed.nchwc_regions import StayInBlocksPass
 from orttrainer.graph.passes.speed.nchwc_sums import SumIntoConvolutionPass
+from orttrainer.graph.passes.speed.rows import FlatScatterPass
 from orttrainer.graph.passes.speed.scaled_gradient import ScaledGradientPass
 from orttrainer.graph.passes.speed.small_images import SmallImagesPass
 from orttrainer.graph.passes.speed.sparse_update import (
@@ -141,6 +142,8 @@ def open_phase(
         if place.allows(ScaledGradientPass) and on_cpu:
             ScaledGradientPass()(cut)
         tiles, library, first = _tiled(place, cut, through, sizes), None, {}
+    if place.allows(FlatScatterPass) and on_cpu:
+        FlatScatterPass()(cut)
     made = list(written_through(cut.graph, through))
     cut.graph.outputs.extend(value for _, value in made)
     inputs = {value.name for value in cut.graph.inputs}  # an update that does not clip reads no norm

@@ -28,15 +28,18 @@ from orttrainer.graph.passes.speed.nchwc import BlockedConvolutionPass
 from orttrainer.graph.passes.speed.nchwc_regions import StayInBlocksPass
 from orttrainer.graph.passes.speed.nchwc_sums import SumIntoConvolutionPass
 from orttrainer.graph.passes.speed.pads import JoinPadsPass
+from orttrainer.graph.passes.speed.prelu import PReluPass
 from orttrainer.graph.passes.speed.products import (
     CancelReshapePairsPass,
     ScaleSmallOperandPass,
     TransposeSmallOperandPass,
 )
 from orttrainer.graph.passes.speed.recurrent import KeepActivationsPass
+from orttrainer.graph.passes.speed.rows import FlatScatterPass, GatherRowsPass
 from orttrainer.graph.passes.speed.scalar_rank import ScalarRankPass
 from orttrainer.graph.passes.speed.scaled_gradient import ScaledGradientPass
 from orttrainer.graph.passes.speed.small_images import SmallImagesPass
+from orttrainer.graph.passes.speed.softmax import SoftmaxAcrossPass
 from orttrainer.graph.passes.speed.sparse_update import SparseUpdatePass
 from orttrainer.graph.passes.speed.stacks import TakeFromStackPass
 from orttrainer.graph.passes.speed.thresholds import ThresholdPass
@@ -77,6 +80,10 @@ SPEED_PASSES = (
     KeepActivationsPass,
     JoinPadsPass,
     ThresholdPass,
+    SoftmaxAcrossPass,
+    PReluPass,
+    GatherRowsPass,
+    FlatScatterPass,  # of the sessions on a CPU
 )
 
 
@@ -137,7 +144,8 @@ def after_update(
         ScaleSmallOperandPass(),
         TransposedProductPass(),
         JoinPadsPass(),
-        *([ColumnSumsPass(), ThresholdPass()] if on_cpu else []),
+        *([ColumnSumsPass(), ThresholdPass(), SoftmaxAcrossPass(), PReluPass()] if on_cpu else []),
+        GatherRowsPass(),
         *_CLEAN,
         AllAxesPass(),
         ScatterReductionPass(),

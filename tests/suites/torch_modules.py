@@ -83,12 +83,13 @@ def _database():
 class Probe(nn.Module):
     """A module called with the tensors among its arguments, its float outputs summed up to a loss.
 
-    Each output has fixed random weights, so that each element counts.
+    Each output has fixed random weights, so that each element counts. To float inputs a parameter is added, which is 0, so
+    that they need gradients where the module is exported, too: some modules compute those that are needed in forward.
     """
 
     def __init__(self, layer: nn.Module, args: tuple, kwargs: dict):
         super().__init__()
-        self.layer = layer
+        self.layer, self.nothing = layer, nn.Parameter(torch.zeros(()))
         leaves, self.structure = pytree.tree_flatten((args, kwargs))
         self.leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -106,7 +107,7 @@ class Probe(nn.Module):
         return self.layer(*args, **kwargs)
 
     def forward(self, *tensors):
-        outputs = _floats(self.call(*tensors))
+        outputs = _floats(self.call(*(x + self.nothing if x.is_floating_point() else x for x in tensors)))
         loss = sum((output * getattr(self, f"weight_{index}")).sum() for index, output in enumerate(outputs))
         return (loss, *outputs)
 

@@ -285,7 +285,7 @@ def grid_sample(op, node, dy):
     x, grid = node.inputs
     spatial = rank(node, x) - 2
     images = reshape(op, x, *sizes(x, 0, 1), -1)  # [batch, channels, positions]
-    flat_dy = reshape(op, dy, *sizes(x, 0, 1), -1, 1)  # [batch, channels, points, 1]
+    flat_dy = reshape(op, dy, *sizes(x, 0, 1), 1, -1)  # [batch, channels, 1, points]
     lengths = [op.dim(x, axis + 2) for axis in range(spatial)]
     at, weights, slopes, inside = [], [], [], []
     for axis, length in enumerate(lengths):
@@ -297,10 +297,10 @@ def grid_sample(op, node, dy):
     index = at[0]
     for length, part in zip(lengths[1:], at[1:]):
         index = op.Add(op.Mul(index, length), part)
-    index = _flat(op, index, x, points_and_taps=True)
+    index = reshape(op, index, *sizes(x, 0), -1)  # [batch, taps * points]
     index = op.Expand(op.Unsqueeze(index, [1]), op.Concat(op.dim(x, 0), op.dim(x, 1), [1], axis=0))
-    weight = _flat(op, _product(op, weights + [m for m in inside if m is not None]), x)
-    spread = op.Mul(flat_dy, op.Unsqueeze(weight, [1]))  # [batch, channels, points, taps]
+    weight = _flat(op, _product(op, weights + [m for m in inside if m is not None]))
+    spread = op.Mul(flat_dy, op.Unsqueeze(weight, [1]))  # [batch, channels, taps, points]
     spread_flat = reshape(op, spread, *sizes(x, 0, 1), -1)
     dx = add_to_zeros(
         op, images, spread_flat, lambda zeros, dy: op.ScatterElements(zeros, index, dy, axis=2, reduction="add")
@@ -309,12 +309,12 @@ def grid_sample(op, node, dy):
     if slopes[0] is None:
         return dx, op.zeros_like(grid)  # nearest: Y is piecewise constant in the grid
     read = op.Reshape(op.GatherElements(images, index, axis=2), op.Shape(spread))
-    products = op.ReduceSum(op.Mul(read, flat_dy), [1], keepdims=0)  # [batch, points, taps]
+    products = op.ReduceSum(op.Mul(read, flat_dy), [1], keepdims=0)  # [batch, taps, points]
     partials = []
     for axis in reversed(range(spatial)):
         others = [w for k, w in enumerate(weights) if k != axis]
-        slope = _flat(op, _product(op, [slopes[axis], *others, *(m for m in inside if m is not None)]), x)
-        partials.append(op.ReduceSum(op.Mul(products, slope), [2], keepdims=1))
+        slope = _flat(op, _product(op, [slopes[axis], *others, *(m for m in inside if m is not None)]))
+        partials.append(op.Unsqueeze(op.ReduceSum(op.Mul(products, slope), [1], keepdims=0), [2]))
     return dx, op.reshape_as(op.Concat(*partials, axis=2), grid)
 
 
@@ -329,9 +329,12 @@ def _in_pixels(op, node: ir.Node, g: ir.Value, length: ir.Value) -> tuple[ir.Val
 
 
 def _taps(op, node: ir.Node, at: ir.Value, length: ir.Value):
-    """The pixels that a position is read from, their weights, the slopes of these, and (zeros) whether they exist."""
+    """The pixels that a position is read from, their weights, the slopes of these, and (zeros) whether they exist.
+
+    Each [batch, taps, points]: the points, of which there are many, lie next to each other.
+    """
     mode = attribute(node, "mode", "linear")
-    at = op.Unsqueeze(at, [2])  # [batch, points, 1]
+    at = op.Unsqueeze(at, [1])  # [batch, 1, points]
     if mode == "nearest":
         first, offsets = op.Round(at), [0.0]
         weights, slopes = op.full_like(at, 1.0), None
@@ -340,8 +343,8 @@ def _taps(op, node: ir.Node, at: ir.Value, length: ir.Value):
         t = op.Sub(at, first)
         if mode in ("linear", "bilinear"):
             offsets = [0.0, 1.0]
-            weights = op.Concat(op.Sub(1.0, t), t, axis=2)
-            slopes = op.Concat(op.full_like(t, -1.0), op.full_like(t, 1.0), axis=2)
+            weights = op.Concat(op.Sub(1.0, t), t, axis=1)
+            slopes = op.Concat(op.full_like(t, -1.0), op.full_like(t, 1.0), axis=1)
         else:
             offsets = [-1.0, 0.0, 1.0, 2.0]
             # the coefficients of t^3, t^2, t, 1 for each of the four taps, a = -0.75
@@ -349,7 +352,7 @@ def _taps(op, node: ir.Node, at: ir.Value, length: ir.Value):
             cubic = np.array([[a, -2 * a, a, 0], [a + 2, -a - 3, 0, 1], [-a - 2, 2 * a + 3, -a, 0], [-a, a, 0, 0]])
             weights = _polynomial(op, t, cubic)
             slopes = _polynomial(op, t, cubic[:, :3] * [3, 2, 1])
-    pixel = op.Cast(op.Add(first, op.const(np.array(offsets), at.dtype)), to=int(ir.DataType.INT64))
+    pixel = op.Cast(op.Add(first, op.const(np.array(offsets)[:, None], at.dtype)), to=int(ir.DataType.INT64))
     last = op.Sub(length, np.int64(1))
     inside = None
     padding = attribute(node, "padding_mode", "zeros")
@@ -371,7 +374,7 @@ def _taps(op, node: ir.Node, at: ir.Value, length: ir.Value):
 
 def _polynomial(op, t: ir.Value, coefficients: np.ndarray) -> ir.Value:
     """Horner's scheme, for all taps at once."""
-    columns = [op.const(np.ascontiguousarray(c), t.dtype) for c in coefficients.T]
+    columns = [op.const(c[:, None], t.dtype) for c in coefficients.T]
     value = columns[0]
     for column in columns[1:]:
         value = op.Add(op.Mul(t, value), column)
@@ -379,10 +382,10 @@ def _polynomial(op, t: ir.Value, coefficients: np.ndarray) -> ir.Value:
 
 
 def _combine_axis(op, value, axis: int, spatial: int):
-    """[batch, points, taps] with its taps on an axis of their own, so that all combinations broadcast."""
+    """[batch, taps, points] with its taps on an axis of their own, so that all combinations broadcast."""
     if value is None:
         return None
-    extra = [2 + k for k in range(spatial) if k != axis]
+    extra = [1 + k for k in range(spatial) if k != axis]
     return op.Unsqueeze(value, extra) if extra else value
 
 
@@ -390,9 +393,6 @@ def _product(op, values):
     return list(itertools.accumulate(values, op.Mul))[-1]
 
 
-def _flat(op, value, x, points_and_taps=False):
-    """[batch, points, taps...] -> [batch, points, all taps], or [batch, points * taps]."""
-    if points_and_taps:
-        return reshape(op, value, *sizes(x, 0), -1)
-    taps = [d for d in value.shape.dims[2:]]
-    return op.Reshape(value, [0, 0, int(np.prod(taps))])
+def _flat(op, value):
+    """[batch, taps..., points] -> [batch, all taps, points]."""
+    return op.Reshape(value, [0, int(np.prod(value.shape.dims[1:-1])), -1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import onnx_ir as ir
 
@@ -97,16 +99,11 @@ def _by_rows(op: Builder, node: ir.Node) -> ir.Value:
     depth, rank = indices.shape[-1], len(x.shape)
     count = _joined(op, *(op.dim(x, axis) for axis in range(depth)))
     place = op.Where(op.Less(indices, np.int64(0)), op.Add(indices, count), indices)
-    one = op.const(np.ones(1, np.int64))
-    strides = [one]
-    for axis in range(depth - 1, 0, -1):
-        strides.insert(0, op.Mul(strides[0], op.dim(x, axis)))
+    strides = [_size(op, x, range(axis + 1, depth)) for axis in range(depth)]
     row = op.ReduceSum(op.Mul(place, _joined(op, *strides)), [-1], keepdims=0)
-    rows = op.Mul(strides[0], op.dim(x, 0))
-    length = op.Reshape(op.size(x, list(range(depth, rank))), [1]) if depth < rank else one
-    number = op.Reshape(op.size(row), [1])
+    rows, length, number = _size(op, x, range(depth)), _size(op, x, range(depth, rank)), _size(op, row)
     flat = op.Reshape(updates, _joined(op, number, length), allowzero=1)
-    column = op.Expand(op.Reshape(row, _joined(op, number, one), allowzero=1), op.shape(flat))
+    column = op.Expand(op.Reshape(row, _joined(op, number, _size(op, x, [])), allowzero=1), op.shape(flat))
     reduction = node.attributes.get_string("reduction")
     target = op.Reshape(x, _joined(op, rows, length), allowzero=1)
     result = op.ScatterElements(target, column, flat, axis=0, reduction=reduction)
@@ -114,5 +111,14 @@ def _by_rows(op: Builder, node: ir.Node) -> ir.Value:
     return op.Reshape(result, op.shape(x), allowzero=1 if dims is None or 0 in dims else None)
 
 
+def _size(op: Builder, x: ir.Value, axes: Sequence[int] | None = None) -> ir.Value:
+    """Elements of `x` (along `axes`) as a 1-element int64 value."""
+    size = op.size(x, None if axes is None else list(axes))
+    return op.Reshape(size, [1]) if (known := op.constant_value(size)) is None else op.const(known.reshape(1))
+
+
 def _joined(op: Builder, *parts: ir.Value) -> ir.Value:
+    known = [op.constant_value(part) for part in parts]
+    if all(value is not None for value in known):
+        return op.const(np.concatenate(known))
     return parts[0] if len(parts) == 1 else op.Concat(*parts, axis=0)

@@ -1,8 +1,11 @@
-"""Sums of products of two tensors, as ONNX Runtime multiplies matrices."""
+"""Sums of products of tensors, as ONNX Runtime multiplies matrices: two at a time."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -11,97 +14,199 @@ from orttrainer.graph.builder import Builder, take_place
 
 
 class EinsumProductPass(ir.passes.InPlacePass):
-    """Einsum(x, y) -> Transpose, MatMul, Transpose, where the letters are those of matrices.
+    """Einsum(x, y) -> Transpose, MatMul, Transpose, where the letters are those of matrices; Mul where none is summed.
 
     ONNX Runtime's operator transposes both in any case and multiplies one matrix after the other: the scores of attention,
-    "bhid,bhjd->bhij" of 8 x 4 heads, 128 tokens and 32 numbers, 0.46 -> 0.22 ms, "blhd,bmhd->bhlm" 0.46 -> 0.28. To come
-    before gradients, which are matrices' then; the passes behind it see to their transposes. Letters that become one axis
-    need sizes that are known.
+    "bhid,bhjd->bhij" of 8 x 4 heads, 128 tokens and 32 numbers, 0.46 -> 0.22 ms, "blhd,bmhd->bhlm" 0.46 -> 0.28. It takes more
+    than two from left to right, and has a tensor of all their letters in between: of experts, "ebf,efd,be->bd", and its
+    gradients. Here NumPy's `einsum_path` says which two are next. To come before gradients, which are matrices' then; the
+    passes behind it see to their transposes. Letters that become one axis need sizes that are known, but for one of them.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        nodes = [node for node in model.graph if _plan(node) is not None]
+        nodes = [node for node in model.graph if _changes(node)]
         op = Builder(model.graph, "einsum") if nodes else None
         for node in nodes:
-            take_place(_plan(node).product(op), node)  # planned anew: an operand may be another's product by now
+            take_place(_product(op, *_read(node)), node)  # read anew: an operand may be another's product by now
         if nodes:
             model.graph.sort()  # the builder appends
         return ir.passes.PassResult(model, bool(nodes))
 
 
+class _Term(NamedTuple):
+    """A tensor, and a letter for each of its axes."""
+
+    value: ir.Value
+    letters: str
+
+    def summed(self, op: Builder, kept: Iterable[str]) -> _Term:
+        """Without the axes of other letters than `kept`."""
+        axes = [axis for axis, letter in enumerate(self.letters) if letter not in kept]
+        if not axes:
+            return self
+        left = "".join(letter for letter in self.letters if letter in kept)
+        return _Term(op.ReduceSum(self.value, axes, keepdims=0), left)
+
+    def ordered(self, op: Builder, order: str) -> ir.Value:
+        """Its axes in the order of `order`, which has the same letters."""
+        if self.letters == order:
+            return self.value
+        return op.Transpose(self.value, perm=[self.letters.index(letter) for letter in order])
+
+    def spread(self, op: Builder, order: str) -> ir.Value:
+        """With an axis of size 1 for each letter of `order` that it has not."""
+        value = self.ordered(op, "".join(letter for letter in order if letter in self.letters))
+        missing = [axis for axis, letter in enumerate(order) if letter not in self.letters]
+        return op.Unsqueeze(value, missing) if missing else value
+
+
 class _Plan:
     """A product of `x` and `y`: its letters are of both and the result, of one and the result, or of both alone."""
 
-    def __init__(self, x: ir.Value, y: ir.Value, x_term: str, y_term: str, result: str):
-        self.operands, self.terms, self.result = (x, y), (x_term, y_term), result
-        self.sizes = dict(zip(x_term + y_term, (*x.shape.dims, *y.shape.dims)))
-        self.batch = "".join(letter for letter in result if letter in x_term and letter in y_term)
-        self.left = "".join(letter for letter in result if letter not in y_term)
-        self.right = "".join(letter for letter in result if letter not in x_term)
-        self.summed = "".join(letter for letter in x_term if letter in y_term and letter not in result)
+    def __init__(self, x: _Term, y: _Term, sizes: dict, result: str):
+        self.operands, self.sizes, self.result = (x, y), sizes, result
+        self.batch = "".join(letter for letter in result if letter in x.letters and letter in y.letters)
+        self.left = "".join(letter for letter in result if letter not in y.letters)
+        self.right = "".join(letter for letter in result if letter not in x.letters)
+        self.summed = "".join(letter for letter in x.letters if letter in y.letters and letter not in result)
 
     def fits(self) -> bool:
-        """Whether there is no other letter, and sizes that become one are known."""
-        letters = self.batch + self.left + self.right + self.summed
-        joined = [group for group in (self.left, self.right, self.summed) if len(group) > 1]
-        known = all(isinstance(self.sizes[letter], int) for group in joined for letter in group)
-        return bool(self.summed) and set(letters) == set("".join(self.terms)) and known
+        """Whether no Reshape needs two sizes that are not known."""
+        return self._stack() or all(
+            before == after or self._shape(before, after).count(-1) < 2 for before, after in self._reshapes()
+        )
 
     def moves(self) -> float:
         """How many tensors are transposed; a matrix alone ONNX Runtime's product reads either way."""
         batch, count = self.batch, 0.0
-        for term, (rows, columns) in zip(self.terms, ((self.left, self.summed), (self.summed, self.right))):
+        for (_, term), (rows, columns) in zip(self.operands, ((self.left, self.summed), (self.summed, self.right))):
             turned = len(rows) == len(columns) == 1 and term == batch + columns + rows
             count += 0.1 if turned else term != batch + rows + columns
         return count + (self.result != batch + self.left + self.right)
 
     def product(self, op: Builder) -> ir.Value:
-        x, y = self.operands
-        x = self._matrices(op, x, self.terms[0], self.left, self.summed)
-        y = self._matrices(op, y, self.terms[1], self.summed, self.right)
-        z = op.MatMul(x, y)
-        if not len(self.left) == len(self.right) == 1:
-            z = self._reshaped(
-                op, z, [self._size(c, first=True) for c in self.left] + [self._size(c) for c in self.right]
-            )
-        return _transposed(op, z, self.batch + self.left + self.right, self.result)
+        x, y = (term.ordered(op, "".join(before)) for term, (before, _) in zip(self.operands, self._reshapes()))
+        if self._stack():
+            z = op.MatMul(x, y)
+        else:
+            of_x, of_y, of_z = self._reshapes()
+            z = op.MatMul(self._reshaped(op, x, *of_x), self._reshaped(op, y, *of_y))
+            z = self._reshaped(op, z, *of_z)
+        return _Term(z, self.batch + self.left + self.right).ordered(op, self.result)
 
-    def _matrices(self, op: Builder, value: ir.Value, term: str, rows: str, columns: str) -> ir.Value:
-        value = _transposed(op, value, term, self.batch + rows + columns)
-        if len(rows) == len(columns) == 1:
-            return value
-        sizes = [self._size(rows, first=True), self._size(columns)]
-        return self._reshaped(op, value, sizes)
+    def _stack(self) -> bool:
+        """Whether MatMul takes x as it is, a stack of as many matrices as it has axes for: it makes one of them."""
+        return not self.batch and len(self.summed) == len(self.right) == 1 and len(self.left) > 1
 
-    def _size(self, letters: str, first: bool = False) -> int:
-        """Of the axis that they become; of a single one that is not known, what Reshape takes for it."""
-        sizes = [self.sizes[letter] for letter in letters]
-        if all(isinstance(size, int) for size in sizes):
-            return math.prod(sizes)
-        return 0 if first else -1  # as at this place before, or what is left
+    def _reshapes(self) -> list[tuple[list[str], list[str]]]:
+        """The axes before and after, by their letters: of x and y, which become matrices, and of their product."""
+        batch, left, right = list(self.batch), list(self.left), list(self.right)
+        x, y = (left, list(self.summed)), (list(self.summed), right)
+        become = [([*batch, *m, *n], [*batch, "".join(m), "".join(n)]) for m, n in (x, y)]
+        return [*become, ([*batch, self.left, self.right], [*batch, *left, *right])]
 
-    def _reshaped(self, op: Builder, value: ir.Value, behind: list[int]) -> ir.Value:
-        return op.Reshape(value, np.array([0] * len(self.batch) + behind, np.int64))
+    def _shape(self, before: list[str], after: list[str]) -> list[int]:
+        """What Reshape takes: 0 for an axis that stays where it is, -1 for another one whose size is not known."""
+        known = [math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None
+                 for sizes in ([self.sizes[letter] for letter in axis] for axis in after)]  # fmt: skip
+        stays = [axis == old for axis, old in itertools.zip_longest(after, before[: len(after)])]
+        return [0 if stay else -1 if size is None else size for size, stay in zip(known, stays)]
+
+    def _reshaped(self, op: Builder, value: ir.Value, before: list[str], after: list[str]) -> ir.Value:
+        return value if before == after else op.Reshape(value, np.array(self._shape(before, after), np.int64))
 
 
-def _transposed(op: Builder, value: ir.Value, letters: str, order: str) -> ir.Value:
-    return value if letters == order else op.Transpose(value, perm=[letters.index(letter) for letter in order])
+def _product(op: Builder, terms: list[_Term], result: str) -> ir.Value:
+    """Of all terms, in the order of axes of `result`."""
+    sizes, terms = _sizes(terms), list(terms)
+    for places in _path(terms, sizes, result):
+        pair = [terms.pop(place) for place in sorted(places, reverse=True)]
+        kept = set(result).union(*(term.letters for term in terms))
+        terms.append(_of_two(op, *pair, sizes, kept, None if terms else result))
+    return terms[0].summed(op, result).ordered(op, result)
 
 
-def _plan(node: ir.Node) -> _Plan | None:
-    if node.op_type != "Einsum" or node.domain or len(node.inputs) != 2 or any(v.shape is None for v in node.inputs):
+def _of_two(op: Builder, x: _Term, y: _Term, sizes: dict, kept: set[str], result: str | None) -> _Term:
+    """The product of `x` and `y`, which has the letters `kept`; in the order of `result`, if that matters."""
+    x, y = x.summed(op, kept.union(y.letters)), y.summed(op, kept.union(x.letters))
+    empty = any(sizes[letter] == 0 for letter in x.letters + y.letters)  # what no Reshape to known sizes can say
+    if empty or set(x.letters + y.letters) <= kept:
+        order = "".join(dict.fromkeys(x.letters + y.letters))
+        order = result if result is not None and set(result) == set(order) else order
+        return _Term(op.Mul(x.spread(op, order), y.spread(op, order)), order).summed(op, kept)
+    plan = _plan(x, y, sizes, kept, result)
+    if plan is not None:
+        return _Term(plan.product(op), plan.result)
+    result = _natural(x.letters, y.letters, kept) if result is None else result
+    return _Term(op.Einsum(x.value, y.value, equation=f"{x.letters},{y.letters}->{result}"), result)
+
+
+def _plan(x: _Term, y: _Term, sizes: dict, kept: Iterable[str], result: str | None) -> _Plan | None:
+    """With the fewest transposes."""
+    results = (_natural(a.letters, b.letters, kept) if result is None else result for a, b in ((x, y), (y, x)))
+    plans = [_Plan(*pair, sizes, order) for pair, order in zip(((x, y), (y, x)), results)]
+    return min((plan for plan in plans if plan.fits()), key=_Plan.moves, default=None)
+
+
+def _natural(x: str, y: str, kept: Iterable[str]) -> str:
+    """The letters of a product of matrices as they come: of both, of `x`, of `y`."""
+    both = [letter for letter in x if letter in y and letter in kept]
+    return "".join([*both, *(letter for letter in x if letter not in y), *(letter for letter in y if letter not in x)])
+
+
+def _path(terms: list[_Term], sizes: dict, result: str) -> list[tuple[int, ...]]:
+    """Which two are multiplied next, by the places of those that are left; a product is put behind them."""
+    if len(terms) < 3:
+        return [(0, 1)] * (len(terms) - 1)
+    guess = {letter: size if isinstance(size, int) else 64 for letter, size in sizes.items()}
+    arrays = [np.broadcast_to(np.float32(0), [guess[letter] for letter in term.letters]) for term in terms]
+    equation = ",".join(term.letters for term in terms) + "->" + result
+    search = "optimal" if len(terms) < 6 else "greedy"
+    path = np.einsum_path(equation, *arrays, optimize=(search, 2**62))[0][1:]  # of any size in between
+    return path if all(len(places) == 2 for places in path) else [(0, 1)] * (len(terms) - 1)
+
+
+def _changes(node: ir.Node) -> bool:
+    """Whether `_product` makes anything else of it than it is."""
+    read = _read(node)
+    if read is None:
+        return False
+    terms, result = read
+    if len(terms) != 2:
+        return True
+    kept, sizes = set(result), _sizes(terms)
+    x, y = (term.letters for term in terms)
+    if 0 in sizes.values() or (set(x) ^ set(y)) - kept or set(x + y) <= kept:
+        return True
+    return _plan(*terms, sizes, kept, result) is not None
+
+
+def _read(node: ir.Node) -> tuple[list[_Term], str] | None:
+    """Its operands and the letters of its result, where each letter has one size and stands once in a term."""
+    if node.op_type != "Einsum" or node.domain or any(v.shape is None for v in node.inputs):
         return None
     equation = node.attributes.get_string("equation", "").replace(" ", "")
     if "->" not in equation or "." in equation:
         return None
-    terms, result = equation.split("->")
-    x_term, y_term = terms.split(",")
-    if any(len(set(term)) != len(term) for term in (x_term, y_term, result)):
+    left, result = equation.split("->")
+    letters = left.split(",")
+    if any(len(set(term)) != len(term) for term in (*letters, result)):
         return None
-    x, y = node.inputs
-    sizes = dict(zip(x_term, x.shape.dims))
-    pairs = [(sizes[letter], size) for letter, size in zip(y_term, y.shape.dims) if letter in sizes]
-    if any(1 in pair and pair[0] != pair[1] for pair in pairs):
-        return None  # one of both is repeated
-    plans = [_Plan(x, y, x_term, y_term, result), _Plan(y, x, y_term, x_term, result)]
-    return min((plan for plan in plans if plan.fits()), key=_Plan.moves, default=None)
+    terms = [_Term(value, term) for value, term in zip(node.inputs, letters)]
+    sizes: dict[str, set] = {}
+    for value, term in terms:
+        for letter, size in zip(term, value.shape.dims):
+            sizes.setdefault(letter, set()).add(size)
+    if any(len(found) > 1 and 1 in found for found in sizes.values()):
+        return None  # one is repeated
+    return terms, result
+
+
+def _sizes(terms: Iterable[_Term]) -> dict[str, int | ir.SymbolicDim]:
+    """Of each letter; a number, where any of its axes has one."""
+    sizes: dict[str, int | ir.SymbolicDim] = {}
+    for value, letters in terms:
+        for letter, size in zip(letters, value.shape.dims):
+            if not isinstance(sizes.get(letter), int):
+                sizes[letter] = size
+    return sizes

@@ -1,0 +1,36 @@
+"""Learned slopes below zero."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from orttrainer.graph.builder import Builder, take_place
+from orttrainer.graph.scopes import copy_scope
+
+
+class PReluPass(ir.passes.InPlacePass):
+    """PRelu(x, slope) -> Where(x < 0, slope * x, x).
+
+    ONNX Runtime's kernel takes 6 to 9 times as long as Relu's for a pass over memory: 64 x 32 x 14 x 14, 2.1 -> 0.7 ms, of
+    which one slope for all or for each channel makes no difference. To come after gradients; for the CPU.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        graph = model.graph
+        nodes = [node for node in graph if node.op_type == "PRelu" and not node.domain and _is_wide(node.inputs[0])]
+        op = Builder(graph, "prelu") if nodes else None
+        for node in nodes:
+            x, slope = node.inputs
+            below = op.Less(x, op.scalar(0.0, x))
+            scaled = op.Mul(x, slope)
+            y = op.Where(below, scaled, x)
+            for value in (below, scaled, y):
+                copy_scope(node, value.producer())
+            take_place(y, node)
+        if nodes:
+            graph.sort()  # the builder appends
+        return ir.passes.PassResult(model, bool(nodes))
+
+
+def _is_wide(x: ir.Value) -> bool:
+    return x.dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE)

@@ -1,0 +1,183 @@
+"""Rows that are read or added to at places: the same numbers in the forms that ONNX Runtime is fast at."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+from fidelity import assert_trains_with_and_without
+from torch import nn
+
+from orttrainer.graph.passes.speed.rows import FlatScatterPass, GatherRowsPass
+
+SCATTER = """
+<ir_version: 8, opset_import: ["" : 18]>
+g (float[{table}] t, int64[{places}] i, float[{updates}] u) => (float[{table}] y)
+<int64[{rank}] shape = {{{sizes}}}> {{
+  e = {expand}
+  s = ScatterElements <axis = {axis}, reduction = "{reduction}"> (t, e, u)
+  y = Neg (s)
+}}
+"""
+
+
+def scatter(table, places, updates, axis=0, reduction="add", dtype="float") -> ir.Model:
+    def listed(sizes):
+        return ",".join(map(str, sizes))
+
+    expand = "Identity (i)" if places == updates else "Expand (i, shape)"
+    text = SCATTER.format(
+        table=listed(table), places=listed(places), updates=listed(updates), rank=len(updates), axis=axis,
+        sizes=listed(1 if isinstance(size, str) else size for size in updates), expand=expand, reduction=reduction,
+    )  # fmt: skip
+    model = ir.from_onnx_text(text.replace("float", dtype))
+    values = {value.name: value for node in model.graph for value in node.outputs}
+    values["e"].shape, values["e"].type = ir.Shape(updates), ir.TensorType(ir.DataType.INT64)
+    return model
+
+
+def operators(model: ir.Model) -> set[str]:
+    return {node.op_type for node in model.graph}
+
+
+def run(model: ir.Model, feeds):
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, feeds)[0]
+
+
+def feeds_for(table, places, updates, rows, dtype=np.float32, low=None):
+    rng = np.random.default_rng(0)
+    return {
+        "t": rng.standard_normal(table).astype(dtype),
+        "i": rng.integers(-rows if low is None else low, rows, places),
+        "u": rng.standard_normal(updates).astype(dtype),
+    }
+
+
+def expected(feeds, axis, reduction):
+    """What ScatterElements is defined as, one element after the other."""
+    t, u = feeds["t"].copy(), feeds["u"]
+    places = np.broadcast_to(feeds["i"], u.shape)
+    for at in np.ndindex(*u.shape):
+        target = (*at[:axis], places[at], *at[axis + 1 :])
+        t[target] = {"add": t[target] + u[at], "mul": t[target] * u[at], "max": max(t[target], u[at]), "none": u[at]}[
+            reduction
+        ]
+    return -t
+
+
+@pytest.mark.parametrize("reduction", ["add", "mul", "max"])
+@pytest.mark.parametrize("dtype", ["float", "double"])
+@pytest.mark.parametrize(
+    "table, places, updates, axis",
+    [
+        ((5, 8), (11, 1), (11, 8), 0),
+        ((5, 8), (11, 8), (11, 8), 0),
+        ((5, 2, 6), (3, 1, 1), (3, 2, 6), 0),
+        ((1, 4, 9), (1, 6, 1), (1, 6, 9), 1),
+        ((1, 4, 9), (1, 6, 1), (1, 6, 9), -2),
+    ],
+)
+def test_rows_are_added_up_at_places_of_single_elements(table, places, updates, axis, dtype, reduction):
+    model = scatter(table, places, updates, axis, reduction, dtype)
+    assert FlatScatterPass()(model).modified
+    assert "Expand" not in operators(model) or not model.graph.node(0).outputs[0].uses()
+    feeds = feeds_for(table, places, updates, table[axis], np.dtype(dtype.replace("float", "float32")))
+    np.testing.assert_allclose(run(model, feeds), expected(feeds, axis % len(table), reduction), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [5, "R"])
+@pytest.mark.parametrize("count", [7, "N"])
+def test_numbers_of_rows_may_be_unknown(rows, count):
+    model = scatter((rows, 8), (count, 8), (count, 8))
+    assert FlatScatterPass()(model).modified
+    feeds = feeds_for((5, 8), (7, 8), (7, 8), 5)
+    np.testing.assert_allclose(run(model, feeds), expected(feeds, 0, "add"), rtol=1e-5)
+
+
+def behind_others(batch) -> ir.Model:
+    """Of each image the element of one class is read, and put back."""
+    text = f"""<ir_version: 8, opset_import: ["" : 18]>
+    g (float[{batch},4,9] t, int64[{batch},1,9] i, float[{batch},1,9] u) => (float[{batch},4,9] y)
+    {{ r = GatherElements <axis = 1> (t, i) n = Add (r, u)
+       s = ScatterElements <axis = 1> (t, i, n) y = Neg (s) }}"""
+    model = ir.from_onnx_text(text)
+    values = {value.name: value for node in model.graph for value in node.outputs}
+    values["n"].shape, values["n"].type = ir.Shape([batch, 1, 9]), ir.TensorType(ir.DataType.FLOAT)
+    return model
+
+
+@pytest.mark.parametrize("batch", [3, "N"])
+def test_places_behind_other_axes_that_were_read_are_single_elements_too(batch):
+    model = behind_others(batch)
+    assert FlatScatterPass()(model).modified
+    feeds = feeds_for((3, 4, 9), (3, 1, 9), (3, 1, 9), 4)
+    read = np.take_along_axis(feeds["t"], feeds["i"], 1)
+    np.testing.assert_array_equal(run(model, feeds), expected(feeds | {"u": read + feeds["u"]}, 1, "none"))
+
+
+@pytest.mark.parametrize("place", [4, -5])
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_place_outside_of_the_table_is_an_error_as_before(behind, place):
+    shapes = ((3, 4, 9), (3, 1, 9), (3, 1, 9)) if behind else ((4, 8), (7, 1), (7, 8))
+    model = behind_others(3) if behind else scatter(*shapes)
+    assert FlatScatterPass()(model).modified
+    feeds = feeds_for(*shapes, rows=4)
+    feeds["i"].flat[1] = place
+    with pytest.raises(Exception, match=r"out of data bounds|Out of range"):
+        run(model, feeds)
+
+
+@pytest.mark.parametrize(
+    "table, places, updates, axis",
+    [
+        ((5, 4), (11, 1), (11, 4), 0),  # short rows
+        ((5, 16), (11, 1), (11, 8), 0),  # some of the columns
+        ((3, 5, 8), (3, 4, 8), (3, 4, 8), 1),  # a place past the end would be in the next matrix
+        ((8, 5), (8, 4), (8, 4), 1),  # elements of rows
+    ],
+)
+def test_other_places_stay(table, places, updates, axis):
+    assert not FlatScatterPass()(scatter(table, places, updates, axis)).modified
+
+
+def gather(places="7,1", sizes="7, 8", x="5,8") -> ir.Model:
+    model = ir.from_onnx_text(f"""<ir_version: 8, opset_import: ["" : 18]>
+    g (float[{x}] t, int64[{places}] i) => (float[{sizes}] y) <int64[2] shape = {{{sizes}}}>
+    {{ e = Expand (i, shape) y = GatherElements <axis = 0> (t, e) }}""")
+    values = {value.name: value for node in model.graph for value in node.outputs}
+    values["e"].shape, values["e"].type = ir.Shape([int(n) for n in sizes.split(",")]), ir.TensorType(ir.DataType.INT64)
+    return model
+
+
+def test_whole_rows_are_gathered():
+    model = gather()
+    assert GatherRowsPass()(model).modified and "GatherElements" not in operators(model)
+    feeds = feeds_for((5, 8), (7, 1), (7, 8), 5)
+    del feeds["u"]
+    np.testing.assert_array_equal(run(model, feeds), feeds["t"][feeds["i"][:, 0]])
+
+
+@pytest.mark.parametrize("changed", [{"places": "1,8"}, {"x": "5,9"}, {"places": "7,8"}])
+def test_what_is_not_a_whole_row_stays(changed):
+    assert not GatherRowsPass()(gather(**changed)).modified
+
+
+class Graph(nn.Module):
+    """Sums over neighbours."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 16)
+        self.register_buffer("edges", torch.tensor([[0, 1, 1, 3, 2, -1], [3, 0, 0, 1, 0, 2]]))
+
+    def forward(self, x):
+        source, target = self.edges
+        sums = torch.zeros(4, 16).index_add(0, target, self.linear(x[:4])[source].tanh())
+        return (sums * sums.roll(1, 0)).mean()
+
+
+def test_a_graph_s_convolution_trains_as_in_pytorch_with_and_without():
+    assert_trains_with_and_without("GatherRowsPass", Graph, [8], replaces="GatherElements")
