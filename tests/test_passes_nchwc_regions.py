@@ -224,6 +224,14 @@ def test_a_transposed_convolution_with_strides_is_made_of_convolutions(strides, 
     assert (("", "ConvTranspose") in assert_same(model, sizes)) == only_bias
 
 
+@pytest.mark.parametrize("strides, attributes, kernel", STRIDED.values(), ids=STRIDED)
+def test_one_between_others_that_are_not_in_blocks_is_made_of_convolutions_too(strides, attributes, kernel):
+    nodes = [node("Abs", "x", to="h"), node("ConvTranspose", "h", "v", to="t", strides=strides, **attributes)]
+    sizes = {"x": SIZES["x"], "v": (BLOCK, 2 * BLOCK, *kernel)}
+    found = assert_same(model_of([*nodes, node("Neg", "t", to="out")], sizes, ["out"]), sizes)
+    assert ("", "ConvTranspose") not in found and reorders(found) == (1, 1)
+
+
 @pytest.mark.parametrize("batch", [6, "batch"])
 @pytest.mark.parametrize("strides, attributes, kernel", STRIDED.values(), ids=STRIDED)
 def test_a_depthwise_transposed_convolution_with_strides_is_made_of_convolutions(strides, attributes, kernel, batch):

@@ -17,6 +17,7 @@ from onnx_ir.passes import common
 from orttrainer.graph.builder import Builder, same_shape, static_dims
 from orttrainer.graph.passes.batch_norm import switched
 from orttrainer.graph.passes.counter_hash import replace
+from orttrainer.graph.passes.speed.nchwc import is_depthwise
 from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN, int64s, is_reordering
 from orttrainer.graph.passes.speed.nchwc_products import Products, over_pixels
 from orttrainer.graph.passes.speed.nchwc_strided import (
@@ -111,6 +112,8 @@ class _Region:
             elif node.op_type == "Transpose" and self._fills_blocks(node.inputs[0]):
                 self.welcome.add(node.inputs[0])
             elif self._fits(node):
+                if self._gains(node):
+                    self.wanted.update(self._tensors(node))
                 for values in (self.wanted, self.welcome):
                     if node.outputs[0] in values:
                         values.update(self._tensors(node))
@@ -144,11 +147,18 @@ class _Region:
                 self._made(node, self._elementwise(node))
 
     def _pays(self, node: ir.Node) -> bool:
-        """Whether not more tensors are reordered if `node` works in blocks."""
+        """Whether not more tensors are reordered if `node` works in blocks, or that is worth it."""
+        if self._gains(node):
+            return True
         y, there = node.outputs[0], [x in self.blocked for x in self._tensors(node)]
         if all(there):
             return y in self.wanted or y in self.welcome
         return y in self.wanted and any(there) and not any(use.node.op_type == "Transpose" for use in y.uses())
+
+    @staticmethod
+    def _gains(node: ir.Node) -> bool:
+        """Whether `node` is faster in blocks even if all that it reads and makes is reordered."""
+        return node.op_type == "ConvTranspose" and not is_depthwise(node)
 
     # -- which operators --------------------------------------------------------------------
 
