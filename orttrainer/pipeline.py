@@ -18,6 +18,7 @@ from orttrainer.graph.passes.matmul import VectorMatMulPass
 from orttrainer.graph.passes.random import ShareSubexpressionsPass
 from orttrainer.graph.passes.scatter import ScatterIntoSumPass, ScatterReductionPass
 from orttrainer.graph.passes.speed.attention import AddMaskPass, SoftmaxGradientPass
+from orttrainer.graph.passes.speed.broadcasts import BroadcastPass
 from orttrainer.graph.passes.speed.column_sums import ColumnSumsPass
 from orttrainer.graph.passes.speed.einsum import EinsumProductPass
 from orttrainer.graph.passes.speed.fourier import FourierProductPass
@@ -82,6 +83,7 @@ SPEED_PASSES = (
     ThresholdPass,
     SoftmaxAcrossPass,
     PReluPass,
+    BroadcastPass,
     GatherRowsPass,
     FlatScatterPass,  # of the sessions on a CPU
 )
@@ -144,6 +146,7 @@ def after_update(
         ScaleSmallOperandPass(),
         TransposedProductPass(),
         JoinPadsPass(),
+        BroadcastPass(),
         *([ColumnSumsPass(), ThresholdPass(), SoftmaxAcrossPass(), PReluPass()] if on_cpu else []),
         GatherRowsPass(),
         *_CLEAN,

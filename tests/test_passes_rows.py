@@ -181,3 +181,66 @@ class Graph(nn.Module):
 
 def test_a_graph_s_convolution_trains_as_in_pytorch_with_and_without():
     assert_trains_with_and_without("GatherRowsPass", Graph, [8], replaces="GatherElements")
+
+
+def looked_up(rows="5", count="7", name="step/s", table="5,64", zeros=True, more="") -> ir.Model:
+    """A lookup and the gradient of its table, or the sum of that and `t`."""
+    start = "ConstantOfShape (shape)" if zeros else "Identity (t)"
+    model = ir.from_onnx_text(f"""<ir_version: 8, opset_import: ["" : 18]>
+    g (float[{table}] t, int64[{count}] i, float[{count},64] u) => (float[{table}] y, float[{count},64] r)
+    <int64[2] shape = {{{rows}, 64}}, int64[1] one = {{1}}> {{
+      r = Gather <axis = 0> (t, i) {more}
+      z = {start} c = Unsqueeze (i, one) k = Shape (u) e = Expand (c, k)
+      s = ScatterElements <axis = 0, reduction = "add"> (z, e, u) y = Neg (s) }}""")
+    values = {value.name: value for node in model.graph for value in node.outputs}
+    sizes = {"z": table, "c": f"{count},1", "e": f"{count},64", "s": table, "r": f"{count},64"}
+    for key, size in sizes.items():
+        values[key].shape = ir.Shape([int(n) if n.isdigit() else n for n in size.split(",")])
+        values[key].type = ir.TensorType(ir.DataType.INT64 if key in "ce" else ir.DataType.FLOAT)
+    values["s"].producer().name = name
+    return model
+
+
+@pytest.mark.parametrize("zeros", [True, False])
+@pytest.mark.parametrize("count", ["7", "N"])
+def test_the_gradient_of_a_small_table_is_a_product(count, zeros):
+    model = looked_up(count=count, zeros=zeros)
+    assert FlatScatterPass()(model).modified
+    assert "ScatterElements" not in operators(model) and {"OneHot", "MatMul"} <= operators(model)
+    feeds = feeds_for((5, 64), (7,), (7, 64), 5)  # places that count from the back among them
+    sums = np.zeros((5, 64)) if zeros else feeds["t"].astype(np.float64)
+    np.add.at(sums, feeds["i"], feeds["u"])
+    np.testing.assert_allclose(run(model, feeds), -sums, atol=1e-5)
+    feeds["i"][2] = 5
+    with pytest.raises(Exception, match="indices element out of data bounds"):
+        run(model, feeds)
+
+
+OF_PLACES = {
+    "many rows": {"rows": "500", "table": "500,64"},
+    "the forward": {"name": "node_index_add"},
+    "a gradient that may be infinite": {"more": "l = Log (r)"},
+}
+
+
+@pytest.mark.parametrize("changed", OF_PLACES.values(), ids=OF_PLACES)
+def test_these_are_added_at_their_places(changed):
+    model = looked_up(**changed)
+    assert FlatScatterPass()(model).modified
+    assert "OneHot" not in operators(model) and "ScatterElements" in operators(model)
+
+
+class Letters(nn.Module):
+    """Few letters, many of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.linear = nn.Embedding(9, 64, padding_idx=0), nn.Linear(64, 9)
+
+    def forward(self, x):
+        letters = (x * 4).long().abs() % 9
+        return nn.functional.cross_entropy(self.linear(self.table(letters)).flatten(0, 1), letters.flatten())
+
+
+def test_a_model_of_letters_trains_as_in_pytorch_with_and_without():
+    assert_trains_with_and_without("FlatScatterPass", Letters, [20], replaces=None)

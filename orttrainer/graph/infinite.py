@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-__all__ = ["may_be_infinite"]
+__all__ = ["is_backward", "may_be_infinite"]
 
 _INFINITE = {"Acos", "Acosh", "Asin", "Atanh", "Log", "Reciprocal", "ReduceLogSum", "Sqrt"}  # their slope, somewhere
 # What is 0 of 0, or moves, sums and chooses elements. Not products with weights: they are rarely 0, and nearly everything
@@ -48,7 +48,7 @@ def may_be_infinite(value: ir.Value) -> bool:
     seen, waiting = {value}, [value]
     while waiting:
         for node, index in waiting.pop().uses():
-            if node.domain or (node.name or "").startswith(_BACKWARD):
+            if node.domain or is_backward(node):
                 continue
             if node.op_type in _INFINITE or (node.op_type == "Div" and index == 1):
                 return True
@@ -58,6 +58,11 @@ def may_be_infinite(value: ir.Value) -> bool:
                 waiting += [y for y in node.outputs if y not in seen]
                 seen.update(node.outputs)
     return False
+
+
+def is_backward(node: ir.Node) -> bool:
+    """Whether a node of a training graph is no part of its forward, by its name."""
+    return (node.name or "").startswith(_BACKWARD)
 
 
 def _at_least_1(exponent: ir.Value) -> bool:

@@ -6,7 +6,6 @@ Those that need more than the call itself have their own ways: `complex_numbers`
 import torch
 
 from orttrainer.export.rewrites import (
-    antialiased,
     by_index,
     by_value,
     ctc,
@@ -25,6 +24,7 @@ from orttrainer.export.rewrites import (
     places,
     pooling,
     recurrent,
+    resized,
     sampling,
     spectra,
     spelled_out,
@@ -34,7 +34,6 @@ from orttrainer.export.rewrites import (
 __all__ = ["REWRITES"]
 
 _FAMILIES = (
-    antialiased,
     by_index,
     by_value,
     ctc,
@@ -53,6 +52,7 @@ _FAMILIES = (
     places,
     pooling,
     recurrent,
+    resized,
     sampling,
     spectra,
     spelled_out,

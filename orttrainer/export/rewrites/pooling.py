@@ -102,6 +102,10 @@ def _moved(indices, padded, sizes, shifts):
     return flat
 
 
+def _is_one(size):
+    return type(size) is int and size == 1
+
+
 def _each(value, rank):
     values = list(value) if isinstance(value, (tuple, list)) else [value]
     return values * rank if len(values) == 1 else values
@@ -110,18 +114,30 @@ def _each(value, rank):
 # ---------------------------------------------------------------- adaptive averages
 
 
-def _adaptive_avg_pool3d(input, output_size):
-    """The mean over windows of each axis in turn, as a product with a matrix."""
-    for axis, windows in zip((-3, -2, -1), _each(output_size, 3)):
-        size = input.shape[axis]
-        if windows == 1:
-            input = input.mean(axis, keepdim=True)
-            continue
-        start, end = _adaptive_windows(size, windows, input.device)
-        position = torch.arange(size, device=input.device).unsqueeze(1)
-        inside = ((position >= start) & (position < end)).to(input.dtype) / (end - start)
-        input = torch.movedim(torch.movedim(input, axis, -1) @ inside, -1, axis)
-    return input
+def _adaptive_average(pool, rank):
+    """adaptive_avg_pool1d, 2d or 3d; where windows overlap, a product with a matrix along each axis in turn.
+
+    PyTorch's decomposition gathers all windows.
+    """
+
+    def call(input, output_size):
+        counts, sizes = _each(output_size, rank), input.shape[input.dim() - rank :]
+        if rank < 3 and (not _known(sizes) or not any(size % count for size, count in zip(sizes, counts) if count)):
+            return pool(input, output_size)
+        for axis, (size, windows) in enumerate(zip(sizes, counts), -rank):
+            if windows == 1:
+                input = input.mean(axis, keepdim=True)
+                continue
+            start, end = _adaptive_windows(size, windows, input.device)
+            position = torch.arange(size, device=input.device).unsqueeze(1)
+            inside = ((position >= start) & (position < end)).to(input.dtype) / (end - start)
+            if axis == -2:
+                input = inside.T @ input
+            else:
+                input = torch.movedim(torch.movedim(input, axis, -1) @ inside, -1, axis)
+        return input
+
+    return call
 
 
 def _adaptive_windows(size, windows, device):
@@ -133,13 +149,15 @@ def _adaptive_windows(size, windows, device):
 # ---------------------------------------------------------------- maxima
 
 
-def _adaptive_max_pool(rank):
-    """adaptive_max_pool1d, 2d and 3d -> values, and their places in the flattened plane."""
+def _adaptive_max_pool(pool, rank):
+    """adaptive_max_pool1d, 2d and 3d -> values, and their places in the flattened plane; `pool` where windows are alike."""
 
     def call(input, output_size):
-        windows = []
-        for axis, count in zip(range(-rank, 0), _each(output_size, rank)):
-            size = input.shape[axis]
+        sizes, windows = input.shape[input.dim() - rank :], []
+        pairs = list(zip(sizes, _each(output_size, rank)))
+        if _known(sizes) and all(count and size and size % count == 0 for size, count in pairs):
+            return pool(input, [size // count for size, count in pairs])
+        for size, count in pairs:
             start, end = _adaptive_windows(size, count, input.device)
             offset = torch.arange((size + count - 1) // count + 1, device=input.device)
             index = torch.minimum(start.unsqueeze(1) + offset, end.unsqueeze(1) - 1)  # the last again where it is short
@@ -182,15 +200,14 @@ def _max_over_windows(input, windows):
         size = input.shape[axis - rank]
         axis += input.dim() - rank
         *leading, count, length = index.shape
-        around = [1] * axis, [1] * (input.dim() - axis - 1)
-        index = index.reshape(
-            [*(leading or around[0]), *[1] * (axis - len(leading or around[0])), count * length, *around[1]]
-        )
-        index = index.expand(*input.shape[:axis], count * length, *input.shape[axis + 1 :])
         split = [*input.shape[:axis], count, length, *input.shape[axis + 1 :]]
-        values = input.gather(axis, index).reshape(split)
+        around = [1] * (axis - len(leading)), [1] * (input.dim() - axis - 1)
+        slices = all(_is_one(size) for size in leading) and axis < input.dim() - 1  # the same in all channels
+        index = index.reshape([*leading, *around[0], count * length, *around[1]])
+        whole = index.expand(*input.shape[:axis], count * length, *input.shape[axis + 1 :])
+        values = (input.index_select(axis, index.flatten()) if slices else input.gather(axis, whole)).reshape(split)
         best = values.argmax(axis + 1, keepdim=True)
-        chosen = index.reshape(split).gather(axis + 1, best).squeeze(axis + 1)
+        chosen = whole.reshape(split).gather(axis + 1, best).squeeze(axis + 1)
         place = chosen * stride if place is None else place.gather(axis, chosen) + chosen * stride
         input, stride = values.gather(axis + 1, best).squeeze(axis + 1), stride * size
     return input, place
@@ -203,10 +220,12 @@ REWRITES = {
     **{pool: _max_pool(pool, 1) for pool in (torch.max_pool1d, torch.max_pool1d_with_indices)},
     **{pool: _max_pool(pool, 2) for pool in (torch.max_pool2d, _nn.max_pool2d_with_indices)},
     **{pool: _max_pool(pool, 3) for pool in (torch.max_pool3d, _nn.max_pool3d_with_indices)},
-    _nn.adaptive_avg_pool3d: _adaptive_avg_pool3d,
-    torch.adaptive_max_pool1d: _adaptive_max_pool(1),
-    _nn.adaptive_max_pool2d: _adaptive_max_pool(2),
-    _nn.adaptive_max_pool3d: _adaptive_max_pool(3),
+    torch.adaptive_avg_pool1d: _adaptive_average(torch.adaptive_avg_pool1d, 1),
+    _nn.adaptive_avg_pool2d: _adaptive_average(_nn.adaptive_avg_pool2d, 2),
+    _nn.adaptive_avg_pool3d: _adaptive_average(_nn.adaptive_avg_pool3d, 3),
+    torch.adaptive_max_pool1d: _adaptive_max_pool(torch.max_pool1d_with_indices, 1),
+    _nn.adaptive_max_pool2d: _adaptive_max_pool(_nn.max_pool2d_with_indices, 2),
+    _nn.adaptive_max_pool3d: _adaptive_max_pool(_nn.max_pool3d_with_indices, 3),
     _nn.fractional_max_pool2d: _fractional_max_pool(True),
     _nn.fractional_max_pool3d: _fractional_max_pool(False),
 }

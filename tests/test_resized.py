@@ -1,18 +1,20 @@
-"""Images that are resized with `antialias` train like in PyTorch."""
+"""Images that are resized by products train like in PyTorch."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
-from fidelity import assert_trains_as_in_pytorch
+from fidelity import Loss, assert_trains_as_in_pytorch, described
 from torch import nn
+
+from orttrainer.export import export_module
 
 
 class Resized(nn.Module):
-    def __init__(self, mode, align_corners):
+    def __init__(self, mode, align_corners, antialias=True):
         super().__init__()
-        self.options = {"mode": mode, "align_corners": align_corners, "antialias": True}
+        self.options = {"mode": mode, "align_corners": align_corners, "antialias": antialias}
         self.scale = nn.Parameter(torch.rand(2, 9, 12) + 0.5)
 
     def forward(self, x):
@@ -29,3 +31,11 @@ def images(step: int):
 @pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
 def test_an_image_resized_with_antialias_trains_as_in_pytorch(mode, align_corners):
     assert_trains_as_in_pytorch(lambda: Resized(mode, align_corners), images, evaluates=True)
+
+
+@pytest.mark.parametrize("align_corners", [False, True])
+def test_a_cubic_one_is_two_products_and_trains_as_in_pytorch(align_corners):
+    assert_trains_as_in_pytorch(lambda: Resized("bicubic", align_corners, antialias=False), images, evaluates=True)
+    description = described(images(0))
+    graph = export_module(Loss(Resized("bicubic", align_corners, antialias=False)), None, description, images(0))
+    assert "Resize" not in {node.op_type for node in graph.model.graph}
