@@ -89,11 +89,12 @@ def test_rows_are_added_up_at_places_of_single_elements(table, places, updates, 
 
 
 @pytest.mark.parametrize("rows", [5, "R"])
-@pytest.mark.parametrize("count", [7, "N"])
-def test_numbers_of_rows_may_be_unknown(rows, count):
-    model = scatter((rows, 8), (count, 8), (count, 8))
-    assert FlatScatterPass()(model).modified
-    feeds = feeds_for((5, 8), (7, 8), (7, 8), 5)
+@pytest.mark.parametrize("count, given", [(7, 7), ("N", 7), ("N", 0), (0, 0)])
+@pytest.mark.parametrize("width", [1, 8])
+def test_numbers_of_rows_may_be_unknown_or_none(rows, count, given, width):
+    model = scatter((rows, 8), (count, width), (count, 8))
+    assert (width == 1 and count == "N") or FlatScatterPass()(model).modified
+    feeds = feeds_for((5, 8), (given, width), (given, 8), 5)
     np.testing.assert_allclose(run(model, feeds), expected(feeds, 0, "add"), rtol=1e-5)
 
 
@@ -109,11 +110,11 @@ def behind_others(batch) -> ir.Model:
     return model
 
 
-@pytest.mark.parametrize("batch", [3, "N"])
-def test_places_behind_other_axes_that_were_read_are_single_elements_too(batch):
+@pytest.mark.parametrize("batch, given", [(3, 3), ("N", 3), ("N", 0)])
+def test_places_behind_other_axes_that_were_read_are_single_elements_too(batch, given):
     model = behind_others(batch)
     assert FlatScatterPass()(model).modified
-    feeds = feeds_for((3, 4, 9), (3, 1, 9), (3, 1, 9), 4)
+    feeds = feeds_for((given, 4, 9), (given, 1, 9), (given, 1, 9), 4)
     read = np.take_along_axis(feeds["t"], feeds["i"], 1)
     np.testing.assert_array_equal(run(model, feeds), expected(feeds | {"u": read + feeds["u"]}, 1, "none"))
 
@@ -202,15 +203,17 @@ def looked_up(rows="5", count="7", name="step/s", table="5,64", zeros=True, more
 
 
 @pytest.mark.parametrize("zeros", [True, False])
-@pytest.mark.parametrize("count", ["7", "N"])
-def test_the_gradient_of_a_small_table_is_a_product(count, zeros):
+@pytest.mark.parametrize("count, given", [("7", 7), ("N", 7), ("N", 0)])
+def test_the_gradient_of_a_small_table_is_a_product(count, given, zeros):
     model = looked_up(count=count, zeros=zeros)
     assert FlatScatterPass()(model).modified
     assert "ScatterElements" not in operators(model) and {"OneHot", "MatMul"} <= operators(model)
-    feeds = feeds_for((5, 64), (7,), (7, 64), 5)  # places that count from the back among them
+    feeds = feeds_for((5, 64), (given,), (given, 64), 5)  # places that count from the back among them
     sums = np.zeros((5, 64)) if zeros else feeds["t"].astype(np.float64)
     np.add.at(sums, feeds["i"], feeds["u"])
     np.testing.assert_allclose(run(model, feeds), -sums, atol=1e-5)
+    if not given:
+        return
     feeds["i"][2] = 5
     with pytest.raises(Exception, match="indices element out of data bounds"):
         run(model, feeds)
@@ -244,3 +247,19 @@ class Letters(nn.Module):
 
 def test_a_model_of_letters_trains_as_in_pytorch_with_and_without():
     assert_trains_with_and_without("FlatScatterPass", Letters, [20], replaces=None)
+
+
+@pytest.mark.parametrize("lines, changes", [(40, True), (4, False)])
+def test_one_element_of_each_of_many_rows_is_placed_as_one_of_all(lines, changes):
+    sizes = f"N,{lines},32"
+    model = ir.from_onnx_text(f"""<ir_version: 8, opset_import: ["" : 18]>
+    g (float[{sizes},6] t, int64[{sizes},1] i) => (float[{sizes},6] y)
+    {{ r = GatherElements <axis = 3> (t, i) n = Neg (r) s = ScatterElements <axis = 3> (t, i, n) y = Neg (s) }}""")
+    values = {value.name: value for node in model.graph for value in node.outputs}
+    values["n"].shape, values["n"].type = ir.Shape(["N", lines, 32, 1]), ir.TensorType(ir.DataType.FLOAT)
+    values["s"].shape, values["s"].type = ir.Shape(["N", lines, 32, 6]), ir.TensorType(ir.DataType.FLOAT)
+    assert FlatScatterPass()(model).modified == changes
+    feeds = feeds_for((2, lines, 32, 6), (2, lines, 32, 1), (1,), 6)
+    wanted = feeds["t"].copy()
+    np.put_along_axis(wanted, feeds["i"], -np.take_along_axis(wanted, feeds["i"], 3), 3)
+    np.testing.assert_array_equal(run(model, {key: feeds[key] for key in "ti"}), -wanted)

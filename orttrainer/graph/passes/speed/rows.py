@@ -13,6 +13,7 @@ from orttrainer.graph.passes.scatter import added_to_zeros
 from orttrainer.graph.scopes import copy_scope
 
 LEAST_ROW = 8  # elements, from which on their places are computed faster than ONNX Runtime goes down the columns
+LEAST_LINES = 1024  # of which one element each is placed, likewise
 ONE_NS = 1.5  # to make one element of a matrix of ones and zeros; with two threads of an Intel Xeon, as the next two
 PRODUCT_NS = 0.008  # to multiply it by a number of a row
 PLACED_NS = 4.0  # to add a number of a row at its place
@@ -94,8 +95,9 @@ def _flat(op: Builder, node: ir.Node) -> ir.Value:
         at = op.Where(op.Less(at, number(0)), op.Add(at, number(rows)), at)
     if behind != 1:
         at = op.Mul(at, number(behind))
-    count = op.dim(updates, axis)
-    at = op.Reshape(at, op.Concat([-1 if column is None else 1], count, [behind if column is None else 1], axis=0))
+    lead = op.const(np.int64(1)) if first or column is not None else op.size(updates, list(range(axis)))
+    shape = op.Concat(op.Reshape(lead, [1]), op.dim(updates, axis), [1 if column is not None else behind], axis=0)
+    at = op.Reshape(at, shape, allowzero=1)  # of none, too
     if not first:
         at = op.Add(at, op.Mul(_numbers(op, updates, axis, dtype), number(rows * behind)))
     if behind != 1:
@@ -155,7 +157,8 @@ def _pays(node: ir.Node) -> bool:
         return False
     if not all(same_dim(a, b) for k, (a, b) in enumerate(zip(table.shape.dims, updates.shape.dims)) if k != axis):
         return False  # some of its columns only
-    if math.prod(behind) < LEAST_ROW and not (updates.shape[axis] == 1 and axis):
+    lines = math.prod(size for size in table.shape.dims[:axis] if isinstance(size, int))
+    if math.prod(behind) < LEAST_ROW and not (updates.shape[axis] == 1 and lines >= LEAST_LINES):
         return False
     return _is_first(table, axis) or _is_read(node, axis) is not None
 
