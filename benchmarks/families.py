@@ -21,7 +21,8 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 import torch
 
-import steps.science  # noqa: F401 - enters more of them
+import steps.science
+import steps.structured  # noqa: F401 - likewise
 from steps.families import FAMILIES
 from steps.report import machine
 

@@ -20,7 +20,7 @@ from orttrainer.graph.passes.scatter import ScatterIntoSumPass, ScatterReduction
 from orttrainer.graph.passes.speed.attention import AddMaskPass, SoftmaxGradientPass
 from orttrainer.graph.passes.speed.broadcasts import BroadcastPass
 from orttrainer.graph.passes.speed.column_sums import ColumnSumsPass
-from orttrainer.graph.passes.speed.einsum import EinsumProductPass
+from orttrainer.graph.passes.speed.einsum import EinsumProductPass, SumOfProductsPass
 from orttrainer.graph.passes.speed.fourier import FourierProductPass
 from orttrainer.graph.passes.speed.gated_add import GatedAddPass
 from orttrainer.graph.passes.speed.gelu import ExpandGeluPass, FuseGeluPass
@@ -41,6 +41,7 @@ from orttrainer.graph.passes.speed.scalar_rank import ScalarRankPass
 from orttrainer.graph.passes.speed.scaled_gradient import ScaledGradientPass
 from orttrainer.graph.passes.speed.small_images import SmallImagesPass
 from orttrainer.graph.passes.speed.softmax import SoftmaxAcrossPass
+from orttrainer.graph.passes.speed.softplus import SoftplusPass
 from orttrainer.graph.passes.speed.sparse_update import SparseUpdatePass
 from orttrainer.graph.passes.speed.stacks import TakeFromStackPass
 from orttrainer.graph.passes.speed.thresholds import ThresholdPass
@@ -57,6 +58,7 @@ SPEED_PASSES = (
     FuseLogSoftmaxNllPass,
     FourierProductPass,
     EinsumProductPass,
+    SumOfProductsPass,
     TakeFromStackPass,
     FuseGeluPass,
     ExpandGeluPass,
@@ -83,6 +85,7 @@ SPEED_PASSES = (
     ThresholdPass,
     SoftmaxAcrossPass,
     PReluPass,
+    SoftplusPass,
     BroadcastPass,
     GatherRowsPass,
     FlatScatterPass,  # of the sessions on a CPU
@@ -113,6 +116,7 @@ def before_gradients(
         *half,
         FourierProductPass(),
         EinsumProductPass(),
+        SumOfProductsPass(),
         TakeFromStackPass(),
         common.RemoveUnusedNodesPass(),
         FuseGeluPass(),
@@ -147,7 +151,7 @@ def after_update(
         TransposedProductPass(),
         JoinPadsPass(),
         BroadcastPass(),
-        *([ColumnSumsPass(), ThresholdPass(), SoftmaxAcrossPass(), PReluPass()] if on_cpu else []),
+        *([ColumnSumsPass(), ThresholdPass(), SoftmaxAcrossPass(), PReluPass(), SoftplusPass()] if on_cpu else []),
         GatherRowsPass(),
         *_CLEAN,
         AllAxesPass(),

@@ -14,7 +14,7 @@ from fidelity import assert_trains_with_and_without
 from onnx import TensorProto, helper
 from torch import nn
 
-from orttrainer.graph.passes.speed.einsum import EinsumProductPass
+from orttrainer.graph.passes.speed.einsum import EinsumProductPass, SumOfProductsPass
 
 SIZES = {"b": 3, "h": 2, "i": 4, "j": 5, "d": 6, "e": 7, "x": 2, "y": 3}
 
@@ -154,3 +154,55 @@ def test_experts_train_as_in_pytorch_with_and_without():
 
 def test_attention_by_einsum_trains_as_in_pytorch_with_and_without():
     assert_trains_with_and_without("EinsumProductPass", Attention, [5, 8], replaces="Einsum")
+
+
+SUM = """<ir_version: 8, opset_import: ["" : 18]>
+g (float[{p}] p, float[{q}] q) => (float[{z}] z) <int64[{count}] axes = {{{axes}}}>
+{{ m = Mul (p, q) z = ReduceSum <keepdims = {keep}> (m, axes) }}"""
+
+
+def sum_of_products(p, q, axes, keep=0) -> ir.Model:
+    sizes = np.broadcast_shapes(p, q)
+    z = np.zeros(sizes).sum(tuple(axes), keepdims=bool(keep)).shape
+    p, q, z, axes, count = (",".join(map(str, v)) for v in (p, q, z, axes, [len(axes)]))
+    text = SUM.format(p=p, q=q, z=z, axes=axes, count=count, keep=keep)
+    return ir.from_proto(onnx.shape_inference.infer_shapes(onnx.parser.parse_model(text)))
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+@pytest.mark.parametrize("p, q, axes", [
+    ((3, 5, 1, 4), (3, 1, 6, 4), [-1]), ((3, 5, 6, 1), (3, 1, 6, 4), [2]), ((5, 4, 1), (3, 1, 4, 2), [2]),
+    ((5, 1, 4), (6, 4), [2]), ((5, 1, 4), (1, 6, 4), [0, 2]), ((2, 5, 1, 4, 3), (2, 1, 6, 4, 3), [-1, 3]),
+])  # fmt: skip
+def test_a_sum_of_products_of_what_is_repeated_is_a_product_of_matrices(p, q, axes, keep):
+    model = sum_of_products(p, q, axes, keep)
+    assert SumOfProductsPass()(model).modified and "MatMul" in operators(model)
+    rng = np.random.default_rng(0)
+    feeds = {"p": rng.standard_normal(p).astype(np.float32), "q": rng.standard_normal(q).astype(np.float32)}
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    expected = (feeds["p"].astype(np.float64) * feeds["q"]).sum(tuple(axes), keepdims=bool(keep))
+    (found,) = session.run(None, feeds)
+    assert found.shape == expected.shape
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("p, q, axes", [
+    ((5, 6, 4), (6, 4), [2]), ((5, 6), (5, 6), [1]), ((5, 1, 4), (1, 6, 4), [0]), ((5, 1), (1, 6), [1]), ((5, 1, 1), (1, 6, 1), [2]),
+])  # fmt: skip
+def test_other_sums_stay(p, q, axes):
+    assert not SumOfProductsPass()(sum_of_products(p, q, axes)).modified
+
+
+class ByHand(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(6, 18)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        weights = (q[:, :, None] * k[:, None]).sum(-1).softmax(-1)
+        return (weights[..., None] * v[:, None]).sum(2).square().mean()
+
+
+def test_attention_by_hand_trains_as_in_pytorch_with_and_without():
+    assert_trains_with_and_without("SumOfProductsPass", ByHand, [5, 6], replaces="ReduceSum", some=True)

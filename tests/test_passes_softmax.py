@@ -11,6 +11,7 @@ from torch import nn
 
 from orttrainer.graph.passes.speed.prelu import PReluPass
 from orttrainer.graph.passes.speed.softmax import SoftmaxAcrossPass
+from orttrainer.graph.passes.speed.softplus import SoftplusPass
 
 INF = float("inf")
 
@@ -98,3 +99,30 @@ def test_a_model_of_learned_slopes_trains_as_in_pytorch_with_and_without():
 class Mean(nn.Module):
     def forward(self, x):
         return x.square().mean()
+
+
+@pytest.mark.parametrize("operator", ["Softplus", "Mish"])
+def test_softplus_and_mish_keep_all_digits(operator):
+    """Of numbers far below zero, too, where 1 + exp(x) has rounded exp(x) off."""
+    changed = model(f"y = {operator} (x)", "N")
+    assert SoftplusPass()(changed).modified and operator not in operators(changed)
+    x = torch.cat([torch.linspace(-80, 80, 20001), torch.tensor([0.0, -0.0, 3e38, -3e38, INF, -INF, torch.nan])])
+    x = x[torch.isfinite(x)] if operator == "Mish" else x  # PyTorch's own is NaN at -inf
+    expected = getattr(nn.functional, operator.lower())(x.double())
+    torch.testing.assert_close(
+        torch.from_numpy(run(changed, x=x.numpy())).double(), expected, rtol=1e-6, atol=0, equal_nan=True
+    )
+
+
+class Binary(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 9), nn.Mish(), nn.Linear(9, 1), nn.Softplus())
+
+    def forward(self, x):
+        return nn.functional.binary_cross_entropy_with_logits(self.layers(x), x[:, :1].sigmoid())
+
+
+@pytest.mark.parametrize("operator", ["Softplus", "Mish"])
+def test_a_binary_classifier_trains_as_in_pytorch_with_and_without(operator):
+    assert_trains_with_and_without("SoftplusPass", Binary, [6], replaces=operator)
