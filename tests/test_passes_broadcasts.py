@@ -67,6 +67,13 @@ def test_what_must_be_repeated_is(body, sizes):
     assert not BroadcastPass()(after).modified
 
 
+def test_an_axis_that_nobody_else_has_stays():
+    text = """<ir_version: 8, opset_import: ["" : 18]> g (float[5] x, float[5] y) => (float[1,5] z)
+    <int64[2] shape = {1, 5}> { e = Expand (x, shape) z = Mul (e, y) }"""
+    after = ir.from_proto(onnx.shape_inference.infer_shapes(onnx.parser.parse_model(text)))
+    assert not BroadcastPass()(after).modified
+
+
 def test_means_of_images_stay_repeated():
     text = """<ir_version: 8, opset_import: ["" : 18]>
     g (float[2,16,1,1] x, float[2,16,4,4] y) => (float[2,16,4,4] z) <int64[4] shape = {2, 16, 4, 4}>

@@ -61,7 +61,7 @@ def _needless(node: ir.Node) -> int | None:
 
 def _fill(a: ir.Value, b: ir.Value, y: ir.Value) -> bool:
     """Whether `a` and `b` surely have the shape of `y` together."""
-    if b.shape is None or y.shape is None:
+    if b.shape is None or y.shape is None or len(y.shape) > max(len(a.shape), len(b.shape)):
         return False
     rank = len(y.shape)
     sizes = [[1] * (rank - len(x.shape)) + list(x.shape.dims) for x in (a, b)]
