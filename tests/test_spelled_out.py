@@ -90,6 +90,7 @@ FUNCTIONS = {
     "copysign": (torch.copysign, ROWS, [-0.0, 1.0, -1.0, 0.0]),
     "cumprod with a zero": (lambda x: x.cumprod(1), ROWS),
     "cumprod along the first axis": (lambda x: x.cumprod(0), OTHER),
+    "cumprod of seven": (lambda x: x.cumprod(0), [1.5, -0.5, 2.0, 0.25, 0.0, 3.0, -2.0]),
     "cummax with ties": (lambda x: x.cummax(1).values, TIES),
     "cummax of integers": (lambda x: x * (x > 0).long().cummax(1).values, TIES),
     "cummin of booleans": (lambda x: x * (x > -1).byte().cummin(1).values, TIES),
