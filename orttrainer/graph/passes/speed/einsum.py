@@ -225,14 +225,11 @@ def _read(node: ir.Node) -> tuple[list[_Term], str] | None:
 
 def _factors(node: ir.Node) -> list[_Term] | None:
     """What a sum multiplies, with "1" for each axis of size 1, if that is a product of matrices and worth it."""
-    if (
-        node.op_type != "ReduceSum"
-        or node.domain
-        or node.inputs[0].dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE)
-    ):
+    if node.op_type != "ReduceSum" or node.domain:
         return None
-    products, axes = node.inputs[0], _axes(node)
-    product = products.producer()
+    products, axes, product = node.inputs[0], _axes(node), node.inputs[0].producer()
+    if products.dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE):
+        return None
     if product is None or product.op_type != "Mul" or product.domain or not axes or len(products.uses()) != 1:
         return None
     if products.is_graph_output() or products.shape is None or any(x.shape is None for x in product.inputs):
@@ -256,14 +253,10 @@ def _factors(node: ir.Node) -> list[_Term] | None:
 
 def _axes(node: ir.Node) -> list[int]:
     """Those of a sum, where they are known; else none."""
-    given = node.inputs[1] if len(node.inputs) > 1 else None
-    if given is None or given.const_value is None or given.is_graph_input():
+    given, shape = node.inputs[1] if len(node.inputs) > 1 else None, node.inputs[0].shape
+    if given is None or given.const_value is None or given.is_graph_input() or shape is None:
         return []
-    return (
-        sorted(int(axis) % len(node.inputs[0].shape) for axis in given.const_value.numpy().reshape(-1))
-        if node.inputs[0].shape
-        else []
-    )
+    return sorted(int(axis) % len(shape) for axis in given.const_value.numpy().reshape(-1))
 
 
 def _squeezed(op: Builder, x: ir.Value, term: str) -> ir.Value:
