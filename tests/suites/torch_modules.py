@@ -138,7 +138,7 @@ def _check_sample(name: str, info, sample) -> Outcome:
             return Outcome(name, State.NOT_EXPORTED, _line(error))
     proto = _deterministic(forward)
     floats = [f"x{i}" for i, wanted in enumerate(differentiable) if wanted]
-    wrt = [*forward.parameters, *floats]
+    wrt = [*(name for name in forward.parameters if name != "nothing"), *floats]
     feeds = {f"x{i}": x.numpy() for i, x in enumerate(tensors)}
     try:
         _run(proto, feeds)
@@ -161,7 +161,8 @@ def _torch_results(
         x.requires_grad_(wanted)
     with MutedDropout():
         loss, *outputs = probe(*inputs)
-    wanted = dict(probe.named_parameters()) | {f"x{i}": x for i, x in enumerate(inputs) if x.requires_grad}
+    wanted = {n: p for n, p in probe.named_parameters() if n != "nothing"}
+    wanted |= {f"x{i}": x for i, x in enumerate(inputs) if x.requires_grad}
     found = [None] * len(wanted)
     if loss.requires_grad:
         found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
