@@ -83,8 +83,8 @@ def _database():
 class Probe(nn.Module):
     """A module called with the tensors among its arguments, its float outputs summed up to a loss.
 
-    Each output has fixed random weights, so that each element counts. To float inputs a parameter is added, which is 0, so
-    that they need gradients where the module is exported, too: some modules compute those that are needed in forward.
+    Each output has fixed random weights, so that each element counts. To inputs with gradients a parameter is added, which is 0, so
+    that they need them where the module is exported, too: some modules compute those that are needed in forward.
     """
 
     def __init__(self, layer: nn.Module, args: tuple, kwargs: dict):
@@ -93,6 +93,7 @@ class Probe(nn.Module):
         leaves, self.structure = pytree.tree_flatten((args, kwargs))
         self.leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self.differentiable = [leaves[place].requires_grad for place in self.places]
         self.weights: list[torch.Tensor] = []
         with MutedDropout(), torch.no_grad():
             outputs = _floats(self.call(*(leaves[place].clone() for place in self.places)))
@@ -107,7 +108,8 @@ class Probe(nn.Module):
         return self.layer(*args, **kwargs)
 
     def forward(self, *tensors):
-        outputs = _floats(self.call(*(x + self.nothing if x.is_floating_point() else x for x in tensors)))
+        wanted = zip(tensors, self.differentiable)
+        outputs = _floats(self.call(*(x + self.nothing if differentiable else x for x, differentiable in wanted)))
         loss = sum((output * getattr(self, f"weight_{index}")).sum() for index, output in enumerate(outputs))
         return (loss, *outputs)
 
