@@ -1,7 +1,7 @@
 """`interpolate` as a product with a matrix for each axis.
 
-With `antialias` the exporters' Resize has other weights; cubic, ONNX Runtime's takes 20 ms (in one thread; 4 x 16 images of 32 x
-32, twice as large) where these products take 0.3.
+With `antialias` the exporters' Resize has other weights; cubic, ONNX Runtime's takes 22 ms (4 x 16 images of 32 x 32, twice as
+large) where these products take 0.3.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ SHAPED = {"Identity", "Reshape", "Squeeze", "Unsqueeze"}
 class GatherRowsPass(ir.passes.InPlacePass):
     """GatherElements(x, Expand(places)) along the first axis -> Gather(x, places), where that reads whole rows.
 
-    This is the gradient of `index_add`, which torch's exporter writes as ScatterElements: of 4,000 rows of 64 numbers, 0.9
+    This is the gradient of `index_add`, which torch's exporter writes as ScatterElements: of 4,000 rows of 64 numbers, 0.8
     -> 0.05 ms, the Expand among it.
     """
 
