@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 from onnx_ir.passes import common
+
+from orttrainer.graph.builder import Builder, take_place
 
 SCOPE = "orttrainer.scope"  # metadata of a node: "encoder.layers.0.linear1", or "" for the module itself
 _TORCH = "pkg.torch.onnx.name_scopes"
@@ -27,6 +29,16 @@ def copy_scope(source: ir.Node, node: ir.Node) -> None:
     """Let `node` come from where `source` does."""
     if (scope := source.metadata_props.get(SCOPE)) is not None:
         node.metadata_props[SCOPE] = scope
+
+
+def put_in_place(op: Builder, node: ir.Node, form: Callable[[Builder, ir.Node], ir.Value]) -> None:
+    """Let what `form` makes of `node` take its place, under its name and from where it comes."""
+    before = set(op.graph)
+    y = form(op, node)
+    for new in op.graph:
+        if new not in before:
+            copy_scope(node, new)
+    take_place(y, node)
 
 
 def _written(node: ir.Node) -> str | None:

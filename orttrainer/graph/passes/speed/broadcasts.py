@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import onnx_ir as ir
 
-from orttrainer.graph.builder import Builder, same_dim, same_shape, take_place
-from orttrainer.graph.scopes import copy_scope
+from orttrainer.graph.builder import Builder, same_dim, same_shape
+from orttrainer.graph.scopes import put_in_place
 
 BINARY = frozenset(["Add", "Div", "Max", "Min", "Mul", "Sub"])
 UNARY = frozenset(["Abs", "Exp", "Identity", "Log", "Neg", "Reciprocal", "Sqrt"])
@@ -32,13 +34,7 @@ class BroadcastPass(ir.passes.InPlacePass):
                 node.replace_input_with(place, node.inputs[place].producer().inputs[0])
                 modified = True
             if (place := _alike(node)) is not None:
-                expand = node.inputs[place].producer()
-                inputs = [expand.inputs[0] if k == place else x for k, x in enumerate(node.inputs)]
-                before = op.node(node.op_type, *inputs)
-                after = op.Expand(before, expand.inputs[1])
-                for new in (before, after):
-                    copy_scope(node, new.producer())
-                take_place(after, node)
+                put_in_place(op, node, functools.partial(_repeated_behind, place=place))
                 modified = True
         if modified:
             graph.sort()  # the builder appends
@@ -66,6 +62,12 @@ def _fill(a: ir.Value, b: ir.Value, y: ir.Value) -> bool:
     rank = len(y.shape)
     sizes = [[1] * (rank - len(x.shape)) + list(x.shape.dims) for x in (a, b)]
     return all(same_dim(p, size) or same_dim(q, size) for p, q, size in zip(*sizes, y.shape.dims))
+
+
+def _repeated_behind(op: Builder, node: ir.Node, place: int) -> ir.Value:
+    expand = node.inputs[place].producer()
+    inputs = [expand.inputs[0] if k == place else x for k, x in enumerate(node.inputs)]
+    return op.Expand(op.node(node.op_type, *inputs), expand.inputs[1])
 
 
 def _alike(node: ir.Node) -> int | None:

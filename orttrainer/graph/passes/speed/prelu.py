@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from orttrainer.graph.builder import Builder, take_place
-from orttrainer.graph.scopes import copy_scope
+from orttrainer.graph.builder import Builder
+from orttrainer.graph.scopes import put_in_place
 
 
 class PReluPass(ir.passes.InPlacePass):
@@ -20,16 +20,15 @@ class PReluPass(ir.passes.InPlacePass):
         nodes = [node for node in graph if node.op_type == "PRelu" and not node.domain and _is_wide(node.inputs[0])]
         op = Builder(graph, "prelu") if nodes else None
         for node in nodes:
-            x, slope = node.inputs
-            below = op.Less(x, op.scalar(0.0, x))
-            scaled = op.Mul(x, slope)
-            y = op.Where(below, scaled, x)
-            for value in (below, scaled, y):
-                copy_scope(node, value.producer())
-            take_place(y, node)
+            put_in_place(op, node, _chosen)
         if nodes:
             graph.sort()  # the builder appends
         return ir.passes.PassResult(model, bool(nodes))
+
+
+def _chosen(op: Builder, node: ir.Node) -> ir.Value:
+    x, slope = node.inputs
+    return op.Where(op.Less(x, op.scalar(0.0, x)), op.Mul(x, slope), x)
 
 
 def _is_wide(x: ir.Value) -> bool:

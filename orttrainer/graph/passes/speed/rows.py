@@ -7,10 +7,10 @@ import math
 import numpy as np
 import onnx_ir as ir
 
-from orttrainer.graph.builder import Builder, same_dim, static_dims, take_place
+from orttrainer.graph.builder import Builder, same_dim, static_dims
 from orttrainer.graph.infinite import is_backward, may_be_infinite
 from orttrainer.graph.passes.scatter import added_to_zeros
-from orttrainer.graph.scopes import copy_scope
+from orttrainer.graph.scopes import put_in_place
 
 LEAST_ROW = 8  # elements, from which on their places are computed faster than ONNX Runtime goes down the columns
 LEAST_LINES = 1024  # of which one element each is placed, likewise
@@ -32,10 +32,7 @@ class GatherRowsPass(ir.passes.InPlacePass):
         nodes = [node for node in graph if node.op_type == "GatherElements" and not node.domain and _reads_rows(node)]
         op = Builder(graph, "rows") if nodes else None
         for node in nodes:
-            x, places = node.inputs[0], _column(node.inputs[1], 0)
-            y = op.Gather(x, op.Reshape(places, [-1]), axis=0)
-            copy_scope(node, y.producer())
-            take_place(y, node)
+            put_in_place(op, node, _gathered)
         if nodes:
             graph.sort()  # the builder appends
         return ir.passes.PassResult(model, bool(nodes))
@@ -60,15 +57,14 @@ class FlatScatterPass(ir.passes.InPlacePass):
         op = Builder(graph, "flat") if nodes else None
         for node in nodes:
             with op.scope(node.name):
-                before = set(graph)
-                y = _product(op, node) if _is_small(node) else _flat(op, node)
-                for new in graph:
-                    if new not in before:
-                        copy_scope(node, new)
-            take_place(y, node)
+                put_in_place(op, node, _product if _is_small(node) else _flat)
         if nodes:
             graph.sort()  # the builder appends
         return ir.passes.PassResult(model, bool(nodes))
+
+
+def _gathered(op: Builder, node: ir.Node) -> ir.Value:
+    return op.Gather(node.inputs[0], op.Reshape(_column(node.inputs[1], 0), [-1]), axis=0)
 
 
 def _product(op: Builder, node: ir.Node) -> ir.Value:

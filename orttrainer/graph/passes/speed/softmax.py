@@ -6,8 +6,8 @@ import math
 
 import onnx_ir as ir
 
-from orttrainer.graph.builder import Builder, take_place
-from orttrainer.graph.scopes import copy_scope
+from orttrainer.graph.builder import Builder
+from orttrainer.graph.scopes import put_in_place
 
 LEAST_BEHIND = 64  # elements, from which on passes over whole rows beat what copies each to one side
 
@@ -26,19 +26,18 @@ class SoftmaxAcrossPass(ir.passes.InPlacePass):
         nodes = [node for node in graph if _pays(node)]
         op = Builder(graph, "across") if nodes else None
         for node in nodes:
-            before, (x,) = set(graph), node.inputs
-            axis = [_axis(node)]
-            centered = op.Sub(x, op.ReduceMax(x, axis, keepdims=1))
-            powers = op.Exp(centered)
-            total = op.ReduceSum(powers, axis, keepdims=1)
-            y = op.Div(powers, total) if node.op_type == "Softmax" else op.Sub(centered, op.Log(total))
-            for new in graph:
-                if new not in before:
-                    copy_scope(node, new)
-            take_place(y, node)
+            put_in_place(op, node, _across)
         if nodes:
             graph.sort()  # the builder appends
         return ir.passes.PassResult(model, bool(nodes))
+
+
+def _across(op: Builder, node: ir.Node) -> ir.Value:
+    x, axis = node.inputs[0], [_axis(node)]
+    centered = op.Sub(x, op.ReduceMax(x, axis, keepdims=1))
+    powers = op.Exp(centered)
+    total = op.ReduceSum(powers, axis, keepdims=1)
+    return op.Div(powers, total) if node.op_type == "Softmax" else op.Sub(centered, op.Log(total))
 
 
 def _axis(node: ir.Node) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from orttrainer.graph.builder import Builder, take_place
-from orttrainer.graph.scopes import copy_scope
+from orttrainer.graph.builder import Builder
+from orttrainer.graph.scopes import put_in_place
 
 LARGEST = 20.0  # whose tanh(softplus(x)) is 1, to the last digit of float32
 
@@ -23,25 +23,22 @@ class SoftplusPass(ir.passes.InPlacePass):
         nodes = [node for node in graph if not node.domain and node.op_type in FORMS and _is_float(node.inputs[0])]
         op = Builder(graph, "softplus") if nodes else None
         for node in nodes:
-            before = set(graph)
-            y = FORMS[node.op_type](op, node.inputs[0])
-            for new in graph:
-                if new not in before:
-                    copy_scope(node, new)
-            take_place(y, node)
+            put_in_place(op, node, FORMS[node.op_type])
         if nodes:
             graph.sort()  # the builder appends
         return ir.passes.PassResult(model, bool(nodes))
 
 
-def _softplus(op: Builder, x: ir.Value) -> ir.Value:
+def _softplus(op: Builder, node: ir.Node) -> ir.Value:
+    (x,) = node.inputs
     power = op.Exp(op.Neg(op.Abs(x)))
     sum_of_both = op.Add(power, 1.0)
     rounded_off = op.Sub(power, op.Sub(sum_of_both, 1.0))
     return op.Add(op.Relu(x), op.Add(op.Log(sum_of_both), op.Div(rounded_off, sum_of_both)))
 
 
-def _mish(op: Builder, x: ir.Value) -> ir.Value:
+def _mish(op: Builder, node: ir.Node) -> ir.Value:
+    (x,) = node.inputs
     power = op.Exp(op.Min(x, LARGEST))
     n = op.Mul(power, op.Add(power, 2.0))
     return op.Mul(x, op.Div(n, op.Add(n, 2.0)))
