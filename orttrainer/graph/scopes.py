@@ -41,6 +41,18 @@ def put_in_place(op: Builder, node: ir.Node, form: Callable[[Builder, ir.Node], 
     take_place(y, node)
 
 
+def put_all_in_place(
+    model: ir.Model, prefix: str, nodes: Sequence[ir.Node], form: Callable[[Builder, ir.Node], ir.Value]
+) -> ir.passes.PassResult:
+    """The same for some nodes of the graph; `prefix`: of the names of what is made."""
+    op = Builder(model.graph, prefix) if nodes else None
+    for node in nodes:
+        put_in_place(op, node, form)
+    if nodes:
+        model.graph.sort()  # the builder appends
+    return ir.passes.PassResult(model, bool(nodes))
+
+
 def _written(node: ir.Node) -> str | None:
     if (names := node.metadata_props.get(_TORCH)) is not None:
         return _module_path(ast.literal_eval(names)[:-1])  # the last is the node

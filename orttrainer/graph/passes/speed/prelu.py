@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder
-from orttrainer.graph.scopes import put_in_place
+from orttrainer.graph.scopes import put_all_in_place
 
 
 class PReluPass(ir.passes.InPlacePass):
@@ -16,14 +16,10 @@ class PReluPass(ir.passes.InPlacePass):
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        graph = model.graph
-        nodes = [node for node in graph if node.op_type == "PRelu" and not node.domain and _is_wide(node.inputs[0])]
-        op = Builder(graph, "prelu") if nodes else None
-        for node in nodes:
-            put_in_place(op, node, _chosen)
-        if nodes:
-            graph.sort()  # the builder appends
-        return ir.passes.PassResult(model, bool(nodes))
+        nodes = [
+            node for node in model.graph if node.op_type == "PRelu" and not node.domain and _is_wide(node.inputs[0])
+        ]
+        return put_all_in_place(model, "prelu", nodes, _chosen)
 
 
 def _chosen(op: Builder, node: ir.Node) -> ir.Value:

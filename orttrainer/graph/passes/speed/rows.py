@@ -10,7 +10,7 @@ import onnx_ir as ir
 from orttrainer.graph.builder import Builder, same_dim, static_dims
 from orttrainer.graph.infinite import is_backward, may_be_infinite
 from orttrainer.graph.passes.scatter import added_to_zeros
-from orttrainer.graph.scopes import put_in_place
+from orttrainer.graph.scopes import put_all_in_place, put_in_place
 
 LEAST_ROW = 8  # elements, from which on their places are computed faster than ONNX Runtime goes down the columns
 LEAST_LINES = 1024  # of which one element each is placed, likewise
@@ -28,14 +28,10 @@ class GatherRowsPass(ir.passes.InPlacePass):
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        graph = model.graph
-        nodes = [node for node in graph if node.op_type == "GatherElements" and not node.domain and _reads_rows(node)]
-        op = Builder(graph, "rows") if nodes else None
-        for node in nodes:
-            put_in_place(op, node, _gathered)
-        if nodes:
-            graph.sort()  # the builder appends
-        return ir.passes.PassResult(model, bool(nodes))
+        nodes = [
+            node for node in model.graph if node.op_type == "GatherElements" and not node.domain and _reads_rows(node)
+        ]
+        return put_all_in_place(model, "rows", nodes, _gathered)
 
 
 class FlatScatterPass(ir.passes.InPlacePass):
@@ -79,14 +75,14 @@ def _product(op: Builder, node: ir.Node) -> ir.Value:
 def _flat(op: Builder, node: ir.Node) -> ir.Value:
     table, places, updates = node.inputs
     axis, dims = _axis(node), static_dims(table)
-    before, rows, behind = table.shape.dims[:axis], table.shape[axis], math.prod(table.shape.dims[axis + 1 :])
+    rows, behind = table.shape[axis], math.prod(table.shape.dims[axis + 1 :])
     dtype = ir.DataType.INT64 if dims is None or math.prod(dims) >= 2**31 else ir.DataType.INT32
     number = dtype.numpy().type
     column = _column(places, axis)
     at = op.Reshape(places if column is None else column, [-1])  # since single numbers are slow to meet other shapes
     if at.dtype != dtype:
         at = op.Cast(at, to=int(dtype))
-    first = all(size == 1 for size in before)
+    first = _is_first(table, axis)
     if not first:  # else what counts from the back still does
         at = op.Where(op.Less(at, number(0)), op.Add(at, number(rows)), at)
     if behind != 1:

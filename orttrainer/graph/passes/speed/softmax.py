@@ -7,7 +7,7 @@ import math
 import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder
-from orttrainer.graph.scopes import put_in_place
+from orttrainer.graph.scopes import put_all_in_place
 
 LEAST_BEHIND = 64  # elements, from which on passes over whole rows beat what copies each to one side
 
@@ -22,14 +22,8 @@ class SoftmaxAcrossPass(ir.passes.InPlacePass):
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        graph = model.graph
-        nodes = [node for node in graph if _pays(node)]
-        op = Builder(graph, "across") if nodes else None
-        for node in nodes:
-            put_in_place(op, node, _across)
-        if nodes:
-            graph.sort()  # the builder appends
-        return ir.passes.PassResult(model, bool(nodes))
+        nodes = [node for node in model.graph if _pays(node)]
+        return put_all_in_place(model, "across", nodes, _across)
 
 
 def _across(op: Builder, node: ir.Node) -> ir.Value:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder
-from orttrainer.graph.scopes import put_in_place
+from orttrainer.graph.scopes import put_all_in_place
 
 LARGEST = 20.0  # whose tanh(softplus(x)) is 1, to the last digit of float32
 
@@ -19,14 +19,14 @@ class SoftplusPass(ir.passes.InPlacePass):
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        graph = model.graph
-        nodes = [node for node in graph if not node.domain and node.op_type in FORMS and _is_float(node.inputs[0])]
-        op = Builder(graph, "softplus") if nodes else None
-        for node in nodes:
-            put_in_place(op, node, FORMS[node.op_type])
-        if nodes:
-            graph.sort()  # the builder appends
-        return ir.passes.PassResult(model, bool(nodes))
+        nodes = [
+            node for node in model.graph if not node.domain and node.op_type in FORMS and _is_float(node.inputs[0])
+        ]
+        return put_all_in_place(model, "softplus", nodes, _spelled_out)
+
+
+def _spelled_out(op: Builder, node: ir.Node) -> ir.Value:
+    return FORMS[node.op_type](op, node)
 
 
 def _softplus(op: Builder, node: ir.Node) -> ir.Value:
