@@ -18,6 +18,7 @@ from onnx_ir.passes import common
 from orttrainer.graph.builder import Builder, static_dims
 from orttrainer.graph.passes.batch_norm import switched
 from orttrainer.graph.passes.speed import nchwc_depthwise
+from orttrainer.graph.passes.speed.channels_last import channels_last
 from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN, int64s, ints, is_reordering, reordered
 
 FEWEST_POSITIONS = 128  # of all images together; below, the weights take as long to bring into blocks as is saved
@@ -183,6 +184,10 @@ def blocked_weight(op: Builder, w: ir.Value, block: int) -> ir.Value:
     """[out, in, ...] -> [out / block, in / block, taps, block of in, block of out]; few in: [out / block, in, taps, block of out]."""
     out, channels, *kernel = static_dims(w)
     taps = int(np.prod(kernel))
+    if (stored := channels_last(w)) is not None and channels >= block:
+        split = _inner(op, stored, [out // block, block, taps * channels, 1])
+        split = op.Reshape(split, int64s(out // block, taps, channels // block, block * block))
+        return op.Reshape(op.Transpose(split, perm=[0, 2, 1, 3]), int64s(out, channels, *kernel))
     blocked = _inner(op, w, [out // block, block, channels * taps, 1])
     if channels >= block and taps > 1:
         split = op.Reshape(blocked, int64s(out // block, channels // block, block, taps, block))
@@ -213,6 +218,9 @@ def exchanged_weight(op: Builder, w: ir.Value, block: int, groups: int = 1) -> i
     """[in, out, ...] of a ConvTranspose as [out / block, in / block, taps, block of in, block of out], or [out / block, in, taps, block of out]."""
     channels, out, *kernel = static_dims(w)
     taps = int(np.prod(kernel))
+    if (stored := channels_last(w)) is not None and groups == 1 and channels >= block:
+        split = op.Reshape(stored, int64s(channels // block, block, taps, out // block, block))
+        return op.Transpose(split, perm=[3, 0, 2, 1, 4])
     inner = _inner(op, w, [channels * out // block, block, taps, 1])
     if channels < block:
         return op.Transpose(op.Reshape(inner, int64s(channels, out // block, taps, block)), perm=[1, 0, 2, 3])
