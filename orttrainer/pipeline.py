@@ -29,6 +29,7 @@ from orttrainer.graph.passes.speed.layout import WideLinearLayoutPass
 from orttrainer.graph.passes.speed.nchwc import BlockedConvolutionPass
 from orttrainer.graph.passes.speed.nchwc_regions import StayInBlocksPass
 from orttrainer.graph.passes.speed.nchwc_sums import SumIntoConvolutionPass
+from orttrainer.graph.passes.speed.one_axis import OneAxisPass
 from orttrainer.graph.passes.speed.pads import JoinPadsPass
 from orttrainer.graph.passes.speed.prelu import PReluPass
 from orttrainer.graph.passes.speed.products import (
@@ -58,6 +59,7 @@ SPEED_PASSES = (
     ScaleSmallOperandPass,
     TransposeSmallOperandPass,
     FuseLogSoftmaxNllPass,
+    OneAxisPass,
     FourierProductPass,
     EinsumProductPass,
     SumOfProductsPass,
@@ -116,6 +118,7 @@ def before_gradients(
         VectorMatMulPass(),
         FuseLogSoftmaxNllPass(),
         *half,
+        OneAxisPass(),
         FourierProductPass(),
         EinsumProductPass(),
         SumOfProductsPass(),
