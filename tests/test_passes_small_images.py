@@ -115,11 +115,11 @@ def test_what_blocks_or_the_cache_are_good_for_stays_as_it_is(batch, out):
     assert operators(rewritten(model)) == [("", "Conv")]
 
 
-@pytest.mark.parametrize("op_type, size", [("Conv", (2, 2)), ("ConvTranspose", (4, 4))])
-def test_weights_that_no_cache_keeps_are_read_once_for_many_images(op_type, size, monkeypatch):
+@pytest.mark.parametrize("op_type", ["Conv", "ConvTranspose"])
+def test_weights_that_no_cache_keeps_are_read_once_for_many_images(op_type, monkeypatch):
     monkeypatch.setattr("orttrainer.graph.passes.speed.small_images.LARGE_WEIGHTS", CHANNELS * OUT * 9)
     weights = (CHANNELS, OUT) if op_type == "ConvTranspose" else (OUT, CHANNELS)
-    shapes = {"x": (64, CHANNELS, *size), "w": (*weights, 3, 3)}
+    shapes = {"x": (64, CHANNELS, 2, 2), "w": (*weights, 3, 3)}
     model = model_of([helper.make_node(op_type, ["x", "w"], ["y"], pads=[1, 1, 1, 1])], shapes, ["y"])
     after = rewritten(model)
     assert not {kind for _, kind in operators(after)} & {"Conv", "ConvTranspose"}

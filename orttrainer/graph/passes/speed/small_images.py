@@ -17,8 +17,8 @@ from orttrainer.graph.passes.speed.weight_gradients import WeightGradient, Windo
 
 FEWEST_WEIGHTS = 1 << 13  # below, the operators around a product take as long
 MOST_PIXELS = 16  # of an image, up to which reading the weights for it takes longer than its product
-LARGE_WEIGHTS = 1 << 21  # which no cache keeps from one image to the next: any number of images then
 MOST_UNFOLDED = 4  # of an image whose pixels are unfolded here, which takes the runtime less time
+LARGE_WEIGHTS = 1 << 21  # which no cache keeps from one such image to the next: any number of these then
 
 
 class SmallImagesPass(ir.passes.InPlacePass):
@@ -74,14 +74,14 @@ class SmallImagesPass(ir.passes.InPlacePass):
         return None
 
     def _pays(self, images: ir.Value, w: ir.Value, most: int = MOST_PIXELS) -> bool:
-        """Whether several images of few pixels meet a few weights at least: few images, but of one pixel or for many weights."""
+        """Whether several images of few pixels meet a few weights at least: few images, but of one pixel or with many weights."""
         batch, _, *size = images.shape.dims
         if (self.sizes.get(batch.value) if isinstance(batch, ir.SymbolicDim) else batch) == 1:
             return False
         pixels, weights = np.prod(size), np.prod(static_dims(w))
-        if pixels > 1 and (pixels > most or (has_many_positions(images) and weights < LARGE_WEIGHTS)):
-            return False
-        return bool(weights >= FEWEST_WEIGHTS)
+        reading = pixels == 1 or (pixels <= MOST_UNFOLDED and weights >= LARGE_WEIGHTS)  # is the work
+        few = pixels <= most and not has_many_positions(images)
+        return bool((reading or few) and weights >= FEWEST_WEIGHTS)
 
 
 class _Products:
