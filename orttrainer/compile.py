@@ -10,7 +10,6 @@ import functools
 import itertools
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -27,7 +26,6 @@ from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.half_precision import HalfPrecisionPass
 from orttrainer.graph.passes.recompute import RecomputePass
 from orttrainer.graph.passes.speed.attention import SoftmaxGradientPass
-from orttrainer.graph.passes.speed.channels_last import ChannelsLastWeightPass
 from orttrainer.graph.passes.speed.gelu import ExpandGeluPass
 from orttrainer.graph.passes.speed.layout import WideLinearLayoutPass
 from orttrainer.graph.recompute import Recompute
@@ -88,13 +86,12 @@ def compile_training_graph(
     """
     check_disabled_passes(disabled_passes)
     rates = 1 + max((groups or {}).values(), default=0)
-    free = [name for name in forward.parameters if layouts and name not in as_declared]
-    held = (
-        WideLinearLayoutPass(free, lambda *pair: _updated_alike(*pair, optimizer, groups or {})),
-        ChannelsLastWeightPass(free),
-    )
+    layout = None
+    if layouts:
+        free = [name for name in forward.parameters if name not in as_declared]
+        layout = WideLinearLayoutPass(free, lambda *pair: _updated_alike(*pair, optimizer, groups or {}))
     disabled = frozenset(disabled_passes)
-    build = _Build(forward, learning_rate, seed, rates, precision, held, disabled)
+    build = _Build(forward, learning_rate, seed, rates, precision, layout, disabled)
     gradients = build.differentiate(forward.unread, accumulate)
     if recompute is not None:
         build.recompute(recompute, forward, gradients)
@@ -123,7 +120,7 @@ class _Build:
         seed: int,
         rates: int,
         precision: ir.DataType | None,
-        layouts: Sequence[WideLinearLayoutPass | ChannelsLastWeightPass],
+        layout: WideLinearLayoutPass | None,
         disabled: frozenset[str],
     ):
         described = [value.name for value in forward.model.graph.inputs]
@@ -131,7 +128,9 @@ class _Build:
         self.tensors: dict[str, ir.TensorProtocol] = {}
         self.roles: dict[str, tuple[str, str | None]] = {}  # state name -> role, parameter
         self.new: dict[str, ir.Value] = {}  # state name -> its value after the step
-        self.held: dict[str, _Held] = {}  # transposed state -> how
+        self.last_rows: dict[
+            str, tuple[str | None, str | None]
+        ] = {}  # transposed state -> its last row, of which parameter
         self.learning_rate, self.disabled = learning_rate, disabled
         self.batches: ir.Value | None = None
         self.scale: ir.Value | None = None  # what the gradients have yet to be multiplied with
@@ -140,9 +139,9 @@ class _Build:
         graph = model.graph
         self._take_state(graph, forward)
         self.parameters = list(forward.parameters)
-        for layout in layouts:
+        if layout is not None:
             model = self._rewritten(model, layout)
-            self._store(layout.axes, layout.stored)
+            self._store(layout.stored)
         self.taken = (
             {v.name for v in graph.inputs} | {v.name for node in graph for v in node.outputs} | set(graph.initializers)
         )
@@ -242,9 +241,9 @@ class _Build:
             old = self._state(self.model.graph, f"{name}_grad_accumulator", zeros, "accumulator", name)
             sums[name] = self.new[old.name] = self.op.Add(old, gradient)
             sums[name].name = f"{old.name}_new"  # as it will be called among the outputs, and the signature says
-            if name in self.held:
-                axes, bias, _ = self.held[name]
-                self.held[old.name] = _Held(axes, bias and f"{bias}_grad_accumulator", bias)
+            if name in self.last_rows:
+                bias = self.last_rows[name][0]
+                self.last_rows[old.name] = (bias and f"{bias}_grad_accumulator", bias)
         self.batches = batches
         return sums
 
@@ -276,10 +275,10 @@ class _Build:
             tensor = self.tensors[name]
             own = optimizer.slots(name, tuple(tensor.shape.numpy()), tensor.dtype)
             slots += own
-            if name in self.held:
-                axes, bias, _ = self.held[name]
+            if name in self.last_rows:
+                bias = self.last_rows[name][0]
                 of_bias = [s.name for s in optimizer.slots(bias, (), tensor.dtype)] if bias else [None] * len(own)
-                self.held |= {s.name: _Held(axes, row, bias) for s, row in zip(own, of_bias, strict=True)}
+                self.last_rows |= {s.name: (row, bias) for s, row in zip(own, of_bias, strict=True)}
         state = {}
         for slot in slots:
             # Zeros take no memory before they are written: at the first step, after everything that compiling needs.
@@ -343,7 +342,8 @@ class _Build:
 
     def _entry(self, name: str, in_place: bool) -> StateEntry:
         output = f"{name}_new" if name in self.new else None
-        return StateEntry(name, output, *self.roles[name], in_place, *self.held.get(name, ()))
+        row, owner = self.last_rows.get(name, (None, None))
+        return StateEntry(name, output, *self.roles[name], in_place, name in self.last_rows, row, owner)
 
     # -- state ----------------------------------------------------------------------------
 
@@ -356,12 +356,12 @@ class _Build:
             if value not in graph.inputs:
                 graph.inputs.append(value)
 
-    def _store(self, axes: tuple[int, ...], stored: Mapping[str, str | None]) -> None:
-        """Hold these weights so that these axes make them, with these biases as their last rows."""
+    def _store(self, stored: Mapping[str, str | None]) -> None:
+        """Hold these weights transposed, with these biases as their last rows."""
         for weight, bias in stored.items():
             parts = [self.tensors[weight], *([self.tensors.pop(bias)] if bias else [])]
-            self.tensors[weight] = _transposed(weight, axes, parts)
-            self.held[weight] = _Held(axes, bias, None)
+            self.tensors[weight] = _transposed(weight, parts)
+            self.last_rows[weight] = (bias, None)
             if bias:
                 del self.roles[bias]
                 self.parameters.remove(bias)
@@ -413,23 +413,12 @@ class _Build:
         return name
 
 
-class _Held(NamedTuple):
-    """How a tensor of the state is transposed: the last fields of its `StateEntry`."""
-
-    axes: tuple[int, ...]
-    last_row: str | None
-    last_parameter: str | None
-
-
-def _transposed(name: str, axes: tuple[int, ...], parts: Sequence[ir.TensorProtocol]) -> ir.TensorProtocol:
-    """What these axes make the first part of, and below it, if it is a matrix, a vector; computed where it is read."""
-    order = np.argsort(axes)
+def _transposed(name: str, parts: Sequence[ir.TensorProtocol]) -> ir.TensorProtocol:
+    """A matrix transposed, and below it a vector; computed where it is read."""
 
     def stored() -> ir.TensorProtocol:
         weight, *bias = (part.numpy() for part in parts)
-        rows = [weight.transpose(order), *(b[None] for b in bias)]
-        return ir.tensor(np.ascontiguousarray(np.concatenate(rows)), name=name)
+        return ir.tensor(np.concatenate([weight.T, *(b[None] for b in bias)]), name=name)
 
-    dims = [parts[0].shape[axis] for axis in order]
-    dims[0] += len(parts) - 1
-    return ir.LazyTensor(stored, dtype=parts[0].dtype, shape=ir.Shape(dims), name=name)
+    outputs, inputs = parts[0].shape.numpy()
+    return ir.LazyTensor(stored, dtype=parts[0].dtype, shape=ir.Shape([inputs + len(parts) - 1, outputs]), name=name)

@@ -19,7 +19,6 @@ from orttrainer.graph.passes.random import ShareSubexpressionsPass
 from orttrainer.graph.passes.scatter import ScatterIntoSumPass, ScatterReductionPass
 from orttrainer.graph.passes.speed.attention import AddMaskPass, SoftmaxGradientPass
 from orttrainer.graph.passes.speed.broadcasts import BroadcastPass
-from orttrainer.graph.passes.speed.channels_last import ChannelsLastWeightPass
 from orttrainer.graph.passes.speed.column_sums import ColumnSumsPass
 from orttrainer.graph.passes.speed.einsum import EinsumProductPass, SumOfProductsPass
 from orttrainer.graph.passes.speed.fourier import FourierProductPass
@@ -54,7 +53,6 @@ from orttrainer.graph.passes.speed.turned import TurnConvolutionPass
 # What only makes the graph faster or smaller; `disabled_passes` may name these, to measure what each buys.
 SPEED_PASSES = (
     WideLinearLayoutPass,
-    ChannelsLastWeightPass,
     CancelReshapePairsPass,
     ScaleSmallOperandPass,
     TransposeSmallOperandPass,
@@ -150,7 +148,7 @@ def after_update(
         SwitchBatchNormalizationPass(training_mode, primitives=primitives),
         ExpandSoftmaxCrossEntropyPass(),
         CancelReshapePairsPass(),
-        CancelTransposePairsPass(gradients),
+        CancelTransposePairsPass(),
         *_CLEAN,
         ScaleSmallOperandPass(),
         TransposedProductPass(),

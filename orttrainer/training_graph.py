@@ -30,8 +30,8 @@ class StateEntry:
         parameter: the parameter that an "optimizer" or "accumulator" entry belongs to; None if it is shared.
         in_place: whether input and output may share memory. False if a node may read the old
             value after the new one is written.
-        transposed: the order in which the axes of the tensor make what `name` says; empty where it lies as declared.
-        last_row: what the last row of a transposed matrix is, which then is no part of what `name` says: for a weight
+        transposed: the tensor is what `name` says, a matrix, transposed.
+        last_row: what the last row of such a tensor is, which then is no part of what `name` says: for a weight
             its bias, for the weight's moment the bias's.
         last_parameter: the parameter that the last row belongs to.
     """
@@ -41,7 +41,7 @@ class StateEntry:
     role: str
     parameter: str | None = None
     in_place: bool = True
-    transposed: tuple[int, ...] = ()
+    transposed: bool = False
     last_row: str | None = None
     last_parameter: str | None = None
 
@@ -50,7 +50,7 @@ class StateEntry:
         """The entries that this one stands for where nothing is transposed."""
         if not self.transposed:
             return (self,)
-        first = replace(self, transposed=(), last_row=None, last_parameter=None)
+        first = replace(self, transposed=False, last_row=None, last_parameter=None)
         if self.last_row is None:
             return (first,)
         return first, replace(first, name=self.last_row, parameter=self.last_parameter)
@@ -60,10 +60,7 @@ class StateEntry:
         if not self.transposed:
             return {self.name: stored}
         if self.last_row is None:
-            turned = (
-                stored.permute(self.transposed) if hasattr(stored, "permute") else stored.transpose(self.transposed)
-            )
-            return {self.name: turned}
+            return {self.name: stored.T}
         return {self.name: stored[:-1].T, self.last_row: stored[-1]}
 
 

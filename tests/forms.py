@@ -45,7 +45,6 @@ def _every_size() -> None:
         tile_products,
         tiles,
     )
-    from orttrainer.graph.passes.speed.channels_last import ChannelsLastWeightPass
     from orttrainer.graph.passes.speed.layout import WideLinearLayoutPass
 
     patch = pytest.MonkeyPatch()
@@ -53,8 +52,6 @@ def _every_size() -> None:
         (WideLinearLayoutPass, "WIDE", 1),
         (WideLinearLayoutPass, "LARGE", 1),
         (WideLinearLayoutPass, "LARGE_TABLE", 1),
-        (ChannelsLastWeightPass, "LARGE", 1),
-        (ChannelsLastWeightPass, "CHANNELS", 1),
         (ExpandSoftmaxCrossEntropyPass, "MANY", 2),
         (products.ScaleSmallOperandPass, "LARGE", 2),
         (products, "WIDE", 1),

@@ -326,6 +326,9 @@ def test_a_network_trains_as_in_pytorch_with_and_without_blocks(disabled, monkey
     opened = sessions_opened(monkeypatch)
     engine, module, reference, losses = trained(disabled)
     assert ((DOMAIN, "Conv") in operators(ir.from_proto(opened[-1]))) == (not disabled)
+    made_by = {name: node.op_type for node in opened[-1].graph.node for name in node.output}
+    gradients = {made_by[f"{name}.weight_grad"] for name in ("first", "second")}
+    assert gradients == {"Transpose" if disabled else "ReorderOutput"}
     np.testing.assert_allclose(*zip(*losses), rtol=1e-5)
     for (name, found), expected in zip(module.state_dict().items(), reference.state_dict().values()):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=name)

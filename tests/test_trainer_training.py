@@ -288,3 +288,30 @@ def test_parameters_of_equal_gradients_are_trained_one_by_one(options, tolerance
         torch_step(reference, *batch(step))
     for name, expected in reference.state_dict().items():
         torch.testing.assert_close(module.state_dict()[name], expected, rtol=tolerance, atol=tolerance)
+
+
+class Viewed(nn.Module):
+    """Images [n, 3, 8, 8]: what the convolutions give is read by `view`, which an output in channels last does not allow."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 32, 3, padding=1)
+        self.out = nn.Linear(32 * 16, 3)
+
+    def forward(self, x):
+        x = torch.relu(self.second(torch.relu(self.first(x))))
+        return self.out(nn.functional.max_pool2d(x, 2).view(-1, 32 * 16))
+
+
+def test_convolutions_run_in_pytorch_after_training_as_before():
+    """PyTorch's convolution gives channels last wherever the weight's strides look so: the state may not hold it like that."""
+    module, label = Viewed(), torch.arange(4) % 3
+    inputs = [IODescription("x", [4, 3, 8, 8], torch.float32), IODescription("label", [4], torch.int64)]
+    outputs = [IODescription("loss", [], torch.float32), IODescription("scores", [4, 3], torch.float32)]
+    trainer = make(module, desc=ModelDescription(inputs, outputs))
+    x = torch.randn(4, 3, 8, 8)
+    trainer.train_step(x, label, LR)
+    loss = nn.functional.cross_entropy(module(x), label)
+    assert trainer.train_step(x, label, LR)[0].item() == pytest.approx(loss.item(), rel=1e-5)
+    assert all(parameter.is_contiguous() for parameter in module.parameters())

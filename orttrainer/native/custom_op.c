@@ -62,10 +62,9 @@ typedef struct {
 
 /* How a kernel slides over images; sizes along the axes, `begin` and `end` are pads. block: of channels.
    has_bias, has_sum, relu: what a convolution adds, and whether it activates.
-   channels_last: of weights that are written, [outputs, height, width, inputs].
    by_tiles: sums up weights as winograd.c does, where the window is one that it can. */
 typedef struct Window {
-  int block, kernel[3], strides[3], dilations[3], begin[3], end[3], has_bias, has_sum, relu, channels_last;
+  int block, kernel[3], strides[3], dilations[3], begin[3], end[3], has_bias, has_sum, relu;
   void (*by_tiles)(void *data, size_t index);
 } Window;
 

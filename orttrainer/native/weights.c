@@ -72,19 +72,17 @@ static void range_of(const Window *w, int axis, int tap, int64_t x_size, int64_t
   if (*last > y_size) *last = y_size;
 }
 
-/* The weights of one pair, as [outputs, inputs, taps], or [outputs, taps, inputs]: the sums over parts of images, each
-   [taps, B of in, B of out]. */
+/* The weights of one pair, as [outputs, inputs, taps]: the sums over parts of images, each [taps, B of in, B of out]. */
 static void put_weights(const Weights *g, int64_t pair, const float *sums) {
   const Window *w = g->window;
   const int64_t B = w->block, ins = g->x_blocks, taps = w->kernel[0] * w->kernel[1];
-  const int64_t of_input = w->channels_last ? 1 : taps, of_tap = w->channels_last ? ins * B : 1;
-  for (int64_t o = 0; o < B; ++o) { /* of each output the weights as they are to lie in memory */
-    float *dw = g->dw + (pair / ins * B + o) * ins * B * taps + pair % ins * B * of_input;
+  for (int64_t o = 0; o < B; ++o) { /* of each output the weights side by side, as they are to lie in memory */
+    float *dw = g->dw + ((pair / ins * B + o) * ins + pair % ins) * B * taps;
     for (int64_t i = 0; i < B; ++i)
       for (int64_t tap = 0; tap < taps; ++tap) {
         float sum = 0;
         for (int64_t part = 0; part < g->parts_of_images; ++part) sum += sums[((part * taps + tap) * B + i) * B + o];
-        dw[i * of_input + tap * of_tap] = sum;
+        *dw++ = sum;
       }
   }
 }
@@ -156,12 +154,11 @@ static Status *sum_weights(const Kernel *kernel, Context *context) {
   const int64_t channels = sizes[0][1], outputs = sizes[1][1];
   if (axes[0] != 4 || axes[1] != 4 || sizes[0][0] != sizes[1][0] || channels % w->block || outputs % w->block)
     return CREATE_STATUS(api)(INVALID_ARGUMENT, "the sizes of the inputs do not go together");
-  const int64_t declared[] = {outputs, channels, w->kernel[0], w->kernel[1]};
-  const int64_t stored[] = {outputs, w->kernel[0], w->kernel[1], channels};
+  const int64_t shape[] = {outputs, channels, w->kernel[0], w->kernel[1]};
   Value *output;
   Weights g = {.window = w, .x = data[0], .dy = data[1], .images = sizes[0][0], .x_size = {sizes[0][2], sizes[0][3]},
                .y_size = {sizes[1][2], sizes[1][3]}, .x_blocks = channels / w->block, .y_blocks = outputs / w->block};
-  TRY(GET_OUTPUT(api)(context, 0, w->channels_last ? stored : declared, 4, &output));
+  TRY(GET_OUTPUT(api)(context, 0, shape, 4, &output));
   TRY(GET_DATA(api)(output, (void **)&g.dw));
   const int64_t pairs = g.y_blocks * g.x_blocks;
   if (!pairs) return NULL;
@@ -174,7 +171,7 @@ static Status *sum_weights(const Kernel *kernel, Context *context) {
     if (g.parts_of_images > most) g.parts_of_images = most;
   }
   if (g.parts_of_images > g.images) g.parts_of_images = g.images > 0 ? g.images : 1;
-  const int64_t weights = w->kernel[0] * w->kernel[1] * w->block * w->block;
+  const int64_t weights = shape[2] * shape[3] * w->block * w->block;
   const int64_t kept = g.parts_of_images > 1 || (!by_tiles && weights > MOST_OWN) ? pairs * g.parts_of_images * weights : 0;
   TRY(GET_OUTPUT(api)(context, 1, &kept, 1, &output));
   if (kept) TRY(GET_DATA(api)(output, (void **)&g.parts));

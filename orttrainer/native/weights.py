@@ -44,7 +44,7 @@ class FuseWeightGradientsPass(ir.passes.InPlacePass):
         for node, gradient in found:
             (y,) = node.outputs
             operands = gradient.x, gradient.dy
-            self.kernels.append(WeightsKernel(self.block, gradient.window, gradient.channels_last))
+            self.kernels.append(WeightsKernel(self.block, gradient.window))
             with op.scope(node.name):
                 for v in operands:
                     if v not in blocked:
@@ -73,16 +73,15 @@ class WeightsKernel:
 
     block: int
     window: Window
-    channels_last: bool = False
 
     @property
     def name(self) -> str:
         sizes = itertools.chain(*astuple(self.window))
-        return f"Weights_{self.block}_{'_'.join(map(str, sizes))}{'_last' if self.channels_last else ''}"
+        return f"Weights_{self.block}_{'_'.join(map(str, sizes))}"
 
     def declaration(self) -> str:
         sizes = {key: f"{{{', '.join(map(str, pair))}}}" for key, pair in asdict(self.window).items()}
-        window = {"block": self.block, **sizes, "channels_last": int(self.channels_last)}
+        window = {"block": self.block, **sizes}
         if (self.window.kernel, self.window.strides, self.window.dilations) == ((3, 3), (1, 1), (1, 1)):
             window["by_tiles"] = f"weights_by_tiles_{self.block}"
         return (

@@ -115,8 +115,7 @@ def _interleaved_weight_gradient(op, x, dy, w, window, group, channels, unread):
     taps = op.Conv(rows, kernel, group=group * parts, strides=strides, dilations=dilations, pads=[*begin, *end])
     if parts > 1:
         taps = op.MatMul(np.ones((1, parts), dy.dtype.numpy()), op.Reshape(taps, [parts, -1]))
-    outputs = dy.shape[1] if isinstance(dy.shape[1], int) else -1
-    taps = reshape(op, taps, outputs, *window.kernel[:-1], inner_extent, channels)
+    taps = reshape(op, taps, -1, *window.kernel[:-1], inner_extent, channels)
     if inner_extent > window.kernel[-1]:
         taps = op.Slice(taps, [0], ints([TO_THE_END]), [dims], ints([window.dilations[-1]]))
     return op.Transpose(taps, perm=[0, dims + 1, *range(1, dims + 1)])

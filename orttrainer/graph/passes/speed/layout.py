@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from typing import ClassVar
 
 import numpy as np
 import onnx_ir as ir
@@ -35,8 +34,6 @@ class WideLinearLayoutPass(ir.passes.InPlacePass):
         stored: name of each weight whose input is S now -> name of the bias in its last row, which is no input any more;
             None if there is none.
     """
-
-    axes: ClassVar[tuple[int, ...]] = (1, 0)  # of S, which make W
 
     WIDE = 8  # outputs over inputs
     LARGE = 1 << 18  # elements of W

@@ -18,8 +18,8 @@ from onnx_ir.passes import common
 from orttrainer.graph.builder import Builder, static_dims
 from orttrainer.graph.passes.batch_norm import switched
 from orttrainer.graph.passes.speed import nchwc_depthwise
-from orttrainer.graph.passes.speed.channels_last import channels_last
 from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN, int64s, ints, is_reordering, reordered
+from orttrainer.graph.passes.speed.weight_gradients import WeightGradient
 
 FEWEST_POSITIONS = 128  # of all images together; below, the weights take as long to bring into blocks as is saved
 USUAL_SIZE = 8  # of an axis that is only known at run time
@@ -35,7 +35,7 @@ class BlockedConvolutionPass(ir.passes.InPlacePass):
 
     A ConvTranspose without strides, which is what the gradient of a Conv by its input is, becomes a Conv with the
     kernel turned round. The weight gradient of a depthwise one becomes a convolution for each image. What two convolutions in a row hand on stays in blocks, with a Relu between them in the first;
-    and a Transpose of such a value to channels last is read from the blocks. Convolutions of float32 images
+    and a Transpose of such a value to channels last is read from the blocks; that of a weight gradient to channels first goes by blocks. Convolutions of float32 images
     with a kernel larger than 1 x 1 and channels that fill their blocks, those of each group; or nearly so in the result of
     one group, where zeros fill the last block, as they do in a depthwise one however few its channels are: its other form
     takes 5 to 10 times as long. The others stay as they are.
@@ -61,6 +61,7 @@ class BlockedConvolutionPass(ir.passes.InPlacePass):
             (rewriting.convolution, chosen),
             (rewriting.depthwise_gradient, gradients),
             (rewriting.channels_last, transposes),
+            (rewriting.weight_gradient, [node for node in transposes if WeightGradient.of(node) is not None]),
         ):
             for node in nodes:
                 with rewriting.op.scope(node.name):
@@ -160,6 +161,16 @@ class _Rewriting:
             )
             self._replace(node, new)
 
+    def weight_gradient(self, node: ir.Node) -> None:
+        """Transpose(dW [out, height, width, in], to channels first) -> blocks, and out of them.
+
+        Both together take half the time. And ONNX Runtime moves a Transpose behind the square of a gradient, so that Adam has two.
+        """
+        (x,), (y,) = node.inputs, node.outputs
+        if (channels := y.shape[1]) % self.block == 0:
+            blocked = self.op.node("ReorderInput", x, domain=DOMAIN, like=y, channels_last=1)
+            self._replace(node, self.op.node("ReorderOutput", blocked, domain=DOMAIN, like=y, channels=channels))
+
     def _blocks(self, x: ir.Value) -> ir.Value:
         if x not in self.blocked:
             blocked = self.blocked[x] = self.op.node("ReorderInput", x, domain=DOMAIN, like=x)
@@ -184,10 +195,6 @@ def blocked_weight(op: Builder, w: ir.Value, block: int) -> ir.Value:
     """[out, in, ...] -> [out / block, in / block, taps, block of in, block of out]; few in: [out / block, in, taps, block of out]."""
     out, channels, *kernel = static_dims(w)
     taps = int(np.prod(kernel))
-    if (stored := channels_last(w)) is not None and channels >= block:
-        split = _inner(op, stored, [out // block, block, taps * channels, 1])
-        split = op.Reshape(split, int64s(out // block, taps, channels // block, block * block))
-        return op.Reshape(op.Transpose(split, perm=[0, 2, 1, 3]), int64s(out, channels, *kernel))
     blocked = _inner(op, w, [out // block, block, channels * taps, 1])
     if channels >= block and taps > 1:
         split = op.Reshape(blocked, int64s(out // block, channels // block, block, taps, block))
@@ -218,9 +225,6 @@ def exchanged_weight(op: Builder, w: ir.Value, block: int, groups: int = 1) -> i
     """[in, out, ...] of a ConvTranspose as [out / block, in / block, taps, block of in, block of out], or [out / block, in, taps, block of out]."""
     channels, out, *kernel = static_dims(w)
     taps = int(np.prod(kernel))
-    if (stored := channels_last(w)) is not None and groups == 1 and channels >= block:
-        split = op.Reshape(stored, int64s(channels // block, block, taps, out // block, block))
-        return op.Transpose(split, perm=[3, 0, 2, 1, 4])
     inner = _inner(op, w, [channels * out // block, block, taps, 1])
     if channels < block:
         return op.Transpose(op.Reshape(inner, int64s(channels, out // block, taps, block)), perm=[1, 0, 2, 3])

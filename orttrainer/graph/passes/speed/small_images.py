@@ -10,7 +10,6 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from orttrainer.graph.builder import Builder, static_dims
-from orttrainer.graph.passes.speed.channels_last import channels_last
 from orttrainer.graph.passes.speed.nchwc import LARGEST_KERNEL, has_many_positions
 from orttrainer.graph.passes.speed.nchwc_nodes import int64s, ints
 from orttrainer.graph.passes.speed.weight_gradients import WeightGradient, Window
@@ -67,7 +66,7 @@ class SmallImagesPass(ir.passes.InPlacePass):
                 return products.convolution(node, window)
             if node.op_type == "ConvTranspose" and self._pays(node.inputs[0], node.inputs[1]):
                 return products.input_gradient(node, window)
-        elif node.op_type in ("Transpose", "Reshape"):
+        elif node.op_type == "Transpose":
             found = WeightGradient.of(node)
             if found is not None and _are_known(found.x, found.dy) and self._pays(found.dy, node.outputs[0]):
                 return products.weight_gradient(found, node.outputs[0])
@@ -97,8 +96,7 @@ class _Products:
             return None
         window, taps = read
         out = static_dims(w)[0]
-        columns = self._columns(x, window, size, channels_last(w) is not None)
-        rows = op.Gemm(columns, self._matrix(w, window, taps), *bias, transB=1)
+        rows = op.Gemm(self._columns(x, window, size), self._matrix(w, window, taps), *bias, transB=1)
         last = op.Reshape(rows, int64s(-1, int(np.prod(size)), out))
         return op.Reshape(op.Transpose(last, perm=[0, 2, 1]), int64s(-1, out, *size))
 
@@ -117,12 +115,7 @@ class _Products:
         channels, pixels = dy.shape[1], int(np.prod(size))
         rows = op.Transpose(op.Reshape(dy, int64s(-1, channels, pixels)), perm=[0, 2, 1])
         columns = op.MatMul(op.Reshape(rows, int64s(-1, channels)), self._matrix(w, window, taps))
-        if channels_last(w) is None:
-            columns = op.Transpose(op.Reshape(columns, int64s(-1, pixels, columns.shape[1])), perm=[0, 2, 1])
-        else:
-            count = int(np.prod(window.kernel))
-            by_tap = op.Reshape(columns, int64s(-1, pixels, count, columns.shape[1] // count))
-            columns = op.Reshape(op.Transpose(by_tap, perm=[0, 3, 2, 1]), int64s(-1, columns.shape[1], pixels))
+        columns = op.Transpose(op.Reshape(columns, int64s(-1, pixels, columns.shape[1])), perm=[0, 2, 1])
         images = op.node(
             "Col2Im", columns, int64s(*image), int64s(*window.kernel), like=y, strides=list(window.strides),
             dilations=list(window.dilations), pads=[*window.begin, *(max(0, b) for b in behind)],
@@ -135,37 +128,30 @@ class _Products:
         if (read := _taps_read(gradient.window, x, size)) is None:
             return None
         window, taps = read
-        kernel, last = gradient.window.kernel, gradient.channels_last
-        (out, *_), channels = static_dims(dw), x.shape[1]
+        out, channels, *kernel = static_dims(dw)
         rows = op.Reshape(op.Transpose(dy, perm=[1, 0, 2, 3]), int64s(out, -1))
-        weights = op.MatMul(rows, self._columns(x, window, size, last))
-        weights = op.Reshape(
-            weights, int64s(out, *((*window.kernel, channels) if last else (channels, *window.kernel)))
-        )
-        if window.kernel == kernel:
+        weights = op.MatMul(rows, self._columns(x, window, size))
+        weights = op.Reshape(weights, int64s(out, channels, *window.kernel))
+        if window.kernel == tuple(kernel):
             return weights
-        before, after = [tap.start for tap in taps], [k - tap.stop for k, tap in zip(kernel, taps)]
-        return op.Pad(weights, int64s(*before, *after), None, int64s(*([1, 2] if last else [2, 3])))
+        after = [k - tap.stop for k, tap in zip(kernel, taps)]
+        return op.Pad(weights, int64s(0, 0, *(tap.start for tap in taps), 0, 0, *after))
 
     def _matrix(self, w: ir.Value, window: Window, taps: Sequence[range]) -> ir.Value:
-        """The weights of the taps that are read: [first axis, second axis * taps], or taps * second axis as they are stored."""
-        (rows, _, *kernel), stored = static_dims(w), channels_last(w)
-        axes, w = ([2, 3], w) if stored is None else ([1, 2], stored)
+        """The weights of the taps that are read: [first axis, second axis * taps]."""
+        rows, _, *kernel = static_dims(w)
         if window.kernel != tuple(kernel):
-            w = self.op.Slice(w, [tap.start for tap in taps], [tap.stop for tap in taps], axes)
+            w = self.op.Slice(w, [tap.start for tap in taps], [tap.stop for tap in taps], [2, 3])
         return self.op.Reshape(w, int64s(rows, -1))
 
-    def _columns(self, x: ir.Value, window: Window, size: Sequence[int], last: bool) -> ir.Value:
-        """The pixels under each tap at each position, zeros where there are none: [batch * positions, in * taps].
-
-        last: taps * in.
-        """
-        key = x, window, tuple(size), last
+    def _columns(self, x: ir.Value, window: Window, size: Sequence[int]) -> ir.Value:
+        """The pixels under each tap at each position, zeros where there are none: [batch * positions, in * taps]."""
+        key = x, window, tuple(size)
         if key not in self.gathered:
-            self.gathered[key] = self._gather(x, window, size, last)
+            self.gathered[key] = self._gather(x, window, size)
         return self.gathered[key]
 
-    def _gather(self, x: ir.Value, window: Window, size: Sequence[int], last: bool) -> ir.Value:
+    def _gather(self, x: ir.Value, window: Window, size: Sequence[int]) -> ir.Value:
         op, (channels, height, width) = self.op, x.shape.dims[1:]
         rows, columns = _pixels(window, size)
         rows, columns = rows[:, None, :, None], columns[None, :, None, :]  # [positions of both axes, taps of both axes]
@@ -177,7 +163,7 @@ class _Products:
         if not np.array_equal(index, np.arange(height * width)):
             pixels = op.Gather(pixels, index, axis=1)  # whole rows of channels, which the transpose behind it turns
         taps = int(np.prod(window.kernel))
-        if taps > 1 and not last:
+        if taps > 1:
             pixels = op.Transpose(op.Reshape(pixels, int64s(-1, taps, channels)), perm=[0, 2, 1])
         return op.Reshape(pixels, int64s(-1, channels * taps))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import onnx_ir as ir
 
 from orttrainer.graph.builder import same_dim
@@ -14,14 +12,7 @@ class CancelTransposePairsPass(ir.passes.InPlacePass):
 
     The gradient of `x @ Transpose(W)` transposes the transposed weight once more: a copy of
     the largest matrix of a language model in every step.
-
-    Args:
-        gradients: names of values that keep them.
     """
-
-    def __init__(self, gradients: Collection[str] = ()):
-        super().__init__()
-        self._gradients = frozenset(gradients)
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         modified = False
@@ -31,18 +22,10 @@ class CancelTransposePairsPass(ir.passes.InPlacePass):
                 continue
             p, q = (n.attributes.get_ints("perm") for n in (inner, node))
             if p and q and [p[i] for i in q] == list(range(len(p))):
-                (x,), (y,) = inner.inputs, node.outputs
-                if y.name in self._gradients and not self._may_take_its_name(x):
-                    continue
-                y.replace_all_uses_with(x)
-                if y.name in self._gradients:
-                    x.name, y.name = y.name, f"{y.name}/transposed"
+                node.outputs[0].replace_all_uses_with(inner.inputs[0])
                 model.graph.remove(node, safe=True)
                 modified = True
         return ir.passes.PassResult(model, modified)
-
-    def _may_take_its_name(self, x: ir.Value) -> bool:
-        return x.producer() is not None and not x.is_graph_output() and x.name not in self._gradients
 
 
 class TransposedProductPass(ir.passes.InPlacePass):

@@ -8,7 +8,6 @@ import numpy as np
 import onnx_ir as ir
 
 from orttrainer.graph.builder import static_dims
-from orttrainer.graph.passes.speed.channels_last import DECLARED
 
 Pair = tuple[int, int]
 
@@ -25,31 +24,19 @@ class Window:
 
 @dataclass(frozen=True)
 class WeightGradient:
-    """What a weight gradient is made of: [batch, in, ...] and [batch, out, ...] images of float32.
-
-    channels_last: the gradient is [out, height, width, in], not [out, in, height, width].
-    """
+    """What a weight gradient is made of: [batch, in, ...] and [batch, out, ...] images of float32."""
 
     x: ir.Value
     dy: ir.Value
     window: Window
-    channels_last: bool = False
 
     @classmethod
     def of(cls, node: ir.Node) -> WeightGradient | None:
-        """That of the last node of the form that `differentiate/rules/convolution_weights.py` writes.
-
-        Its Transpose is none where the state holds the weight so (`channels_last.py`).
-        """
-        y = node.outputs[0]
-        dims = static_dims(y)
-        if dims is None or len(dims) != 4:
+        """That of the last node of the form that `differentiate/rules/convolution_weights.py` writes."""
+        taps = _through(_through(node.outputs[0], "Transpose", (0, 3, 1, 2)), "Reshape")
+        dims = static_dims(node.outputs[0])
+        if taps is None or dims is None:
             return None
-        last = node.op_type == "Reshape" and not any(_turns(use.node, DECLARED) for use in y.uses())
-        taps = _through(y if last else _through(y, "Transpose", DECLARED), "Reshape")
-        if taps is None:
-            return None
-        outputs, channels, *sizes = (dims[axis] for axis in DECLARED) if last else dims
         parts = 1
         if (product := taps.producer()) is not None and product.op_type == "MatMul":  # of the images
             ones, rows = product.inputs
@@ -64,6 +51,7 @@ class WeightGradient:
         x = _through(_through(conv.inputs[0], "Reshape"), "Transpose", (0, 2, 3, 1))
         kernel = _through(conv.inputs[1], "Unsqueeze") or conv.inputs[1]
         dy = _through(kernel, "Transpose", (1, 0, 2, 3)) if parts == 1 else _cut_into_parts(kernel)
+        outputs, channels, *sizes = dims
         if not _are_images(x, channels) or not _are_images(dy, outputs):
             return None
         strides, dilations, pads = (
@@ -77,7 +65,7 @@ class WeightGradient:
             return None
         # A stride of the window is a dilation of the convolution by dY, and the other way.
         dilations, begin = (dilations[0], dilations[1] // unit), (pads[0], pads[1] // unit)
-        return cls(x, dy, Window(tuple(sizes), dilations, (strides[0], strides[1]), begin), last)
+        return cls(x, dy, Window(tuple(sizes), dilations, (strides[0], strides[1]), begin))
 
 
 def _through(y: ir.Value | None, op_type: str, perm: tuple[int, ...] | None = None) -> ir.Value | None:
@@ -85,13 +73,9 @@ def _through(y: ir.Value | None, op_type: str, perm: tuple[int, ...] | None = No
     node = y.producer() if y is not None else None
     if node is None or node.op_type != op_type or node.domain:
         return None
-    if perm is not None and not _turns(node, perm):
+    if perm is not None and tuple(node.attributes.get_ints("perm", ())) != perm:
         return None
     return node.inputs[0]
-
-
-def _turns(node: ir.Node, perm: tuple[int, ...]) -> bool:
-    return node.op_type == "Transpose" and tuple(node.attributes.get_ints("perm", ())) == perm
 
 
 def _cut_into_parts(kernel: ir.Value) -> ir.Value | None:
