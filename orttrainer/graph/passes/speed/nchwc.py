@@ -34,9 +34,10 @@ class BlockedConvolutionPass(ir.passes.InPlacePass):
     """Conv(x, w) -> ReorderOutput(nchwc.Conv(ReorderInput(x), blocked w)), and ConvTranspose likewise.
 
     A ConvTranspose without strides, which is what the gradient of a Conv by its input is, becomes a Conv with the
-    kernel turned round. The weight gradient of a depthwise one becomes a convolution for each image. What two convolutions in a row hand on stays in blocks, with a Relu between them in the first;
-    and a Transpose of such a value to channels last is read from the blocks; that of a weight gradient to channels first goes by blocks. Convolutions of float32 images
-    with a kernel larger than 1 x 1 and channels that fill their blocks, those of each group; or nearly so in the result of
+    kernel turned round. The weight gradient of a depthwise one becomes a convolution for each image; that of another is
+    brought to channels first by way of blocks. What two convolutions in a row hand on stays in blocks, with a Relu between
+    them in the first; and a Transpose of such a value to channels last is read from the blocks. Convolutions of float32
+    images with a kernel larger than 1 x 1 and channels that fill their blocks, those of each group; or nearly so in the result of
     one group, where zeros fill the last block, as they do in a depthwise one however few its channels are: its other form
     takes 5 to 10 times as long. The others stay as they are.
 

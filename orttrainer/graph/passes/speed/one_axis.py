@@ -93,16 +93,12 @@ class _Rows:
 
     def _flatten(self, node: ir.Node, y: ir.Value) -> None:
         """Let all others read what `node` makes without the axis."""
-        uses, graph = list(y.uses()), node.graph
-        outer, length = y.shape.dims[:ROW], y.shape.dims[ROW]
-        shape, y.shape = y.shape, ir.Shape([*outer, 1, length])
+        shape, y.shape = y.shape, ir.Shape([*y.shape.dims[:ROW], 1, y.shape.dims[ROW]])
         flat = self.op.Squeeze(y, int64s(ROW))
         copy_scope(node, flat.producer())
         flat.shape, flat.type = shape, y.type
-        for reader, index in uses:
-            reader.replace_input_with(index, flat)
-        if y.is_graph_output():
-            graph.outputs[list(graph.outputs).index(y)] = flat
+        y.replace_all_uses_with(flat, replace_graph_outputs=True)
+        flat.producer().replace_input_with(0, y)
         flat.name, y.name = y.name, f"{y.name}/row"
         self.images[flat] = y
 
