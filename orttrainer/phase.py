@@ -14,7 +14,7 @@ import torch
 from onnx_ir.passes import common
 
 from orttrainer import runtime
-from orttrainer.blocked import block_convolutions, block_size
+from orttrainer.blocked import block_convolutions, block_size, block_weight_gradients
 from orttrainer.errors import ExecutionError
 from orttrainer.gated import gate_sums
 from orttrainer.graph.builder import Builder
@@ -26,6 +26,7 @@ from orttrainer.graph.passes.speed.late_norm import let_norm_be_late
 from orttrainer.graph.passes.speed.nchwc import BlockedConvolutionPass
 from orttrainer.graph.passes.speed.nchwc_regions import StayInBlocksPass
 from orttrainer.graph.passes.speed.nchwc_sums import SumIntoConvolutionPass
+from orttrainer.graph.passes.speed.nchwc_weights import BlockedWeightGradientsPass
 from orttrainer.graph.passes.speed.rows import FlatScatterPass
 from orttrainer.graph.passes.speed.scaled_gradient import ScaledGradientPass
 from orttrainer.graph.passes.speed.small_images import SmallImagesPass
@@ -129,6 +130,8 @@ def open_phase(
     on_cpu = list(place.providers) == ["CPUExecutionProvider"]
     if place.allows(SmallImagesPass) and on_cpu:
         SmallImagesPass(sizes)(cut)
+    if place.allows(BlockedWeightGradientsPass):
+        block_weight_gradients(cut, place.providers, torch.get_num_threads(), sizes)
     if place.allows(BlockedConvolutionPass):
         blocked = block_convolutions(cut, place.providers, stay, sizes) or nchwc_nodes.DOMAIN in cut.graph.opset_imports
         if blocked and stay and place.allows(SumIntoConvolutionPass):

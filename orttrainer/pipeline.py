@@ -28,6 +28,7 @@ from orttrainer.graph.passes.speed.layout import WideLinearLayoutPass
 from orttrainer.graph.passes.speed.nchwc import BlockedConvolutionPass
 from orttrainer.graph.passes.speed.nchwc_regions import StayInBlocksPass
 from orttrainer.graph.passes.speed.nchwc_sums import SumIntoConvolutionPass
+from orttrainer.graph.passes.speed.nchwc_weights import BlockedWeightGradientsPass
 from orttrainer.graph.passes.speed.one_axis import OneAxisPass
 from orttrainer.graph.passes.speed.pads import JoinPadsPass
 from orttrainer.graph.passes.speed.prelu import PReluPass
@@ -78,9 +79,10 @@ SPEED_PASSES = (
     TileUpdatesPass,  # of the sessions on a CPU that update
     GatedAddPass,  # of the sessions on a CPU
     SmallImagesPass,  # of the sessions on a CPU
-    BlockedConvolutionPass,  # of the same, behind it
+    BlockedWeightGradientsPass,  # of the same, on Intel's processors
+    BlockedConvolutionPass,  # of the same, behind both
     StayInBlocksPass,  # of those that train, behind it
-    SumIntoConvolutionPass,  # of the same, behind both
+    SumIntoConvolutionPass,  # of the same, behind these
     TurnConvolutionPass,  # of the sessions on a CPU
     KeepActivationsPass,
     JoinPadsPass,

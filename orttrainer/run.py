@@ -230,7 +230,8 @@ class Runner:
         gradients = {signature.gradients[name]: view for name, view in views.items()}
         sums = {e.name: views[e.parameter] for e in signature.state if e.role == "accumulator"}
         backward = self._cut(None, [*signature.outputs, *gradients, *early.values()])
-        backward = self._phase("backward", backward, signature.outputs, read=sums, written=gradients, updates=early)
+        given = {"read": sums, "written": gradients, "updates": early, "shapes": shapes}
+        backward = self._phase("backward", backward, signature.outputs, **given)
         check = None
         if signature.all_finite is not None:
             cut = self._cut([*gradients], [signature.all_finite, signature.gradient_norm])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN, int64s
+from orttrainer.graph.passes.speed.usual_batch import UsualBatch
 
 LEAST_ELEMENTS = 1 << 15  # of a product: below, what is spared is no more than a node costs
 LONGEST_SUM = 1 << 11  # pixels that are added up one by one; of more, each row is a sum
@@ -16,8 +17,9 @@ LONGEST_SUM = 1 << 11  # pixels that are added up one by one; of more, each row 
 
 def over_pixels(op: Builder, op_type: str, tensor: ir.Value, block: int, over_batch: bool) -> ir.Value:
     """The sum or mean of a tensor over its pixels, [batch, channels], or over the batch too, [channels]."""
-    channels = tensor.shape[1]
-    split = op.Reshape(tensor, int64s(0, channels // block, -1, block))
+    channels, pixels = tensor.shape[1], tensor.shape.dims[2:]
+    known = all(isinstance(size, int) for size in pixels)  # of no images there is no telling what -1 is
+    split = op.Reshape(tensor, int64s(0, channels // block, math.prod(pixels) if known else -1, block))
     images = op.Reshape(op.node(op_type, split, [2], keepdims=0), int64s(-1, channels))
     return op.node(op_type, images, [0], keepdims=0) if over_batch else images
 
@@ -36,36 +38,19 @@ class Products:
         sizes: of symbolic dimensions, in the batch at hand.
     """
 
-    def __init__(self, op: Builder, block: int, sizes: dict[str, int]):
-        self.op, self.block, self.sizes = op, block, sizes
-        self._usual: dict[int | str, ir.Value] = {}
+    def __init__(self, op: Builder, block: int, sizes: Mapping[str, int]):
+        self.op, self.block, self.batch = op, block, UsualBatch(op, sizes)
 
     def sum(self, op_type: str, a: ir.Value, b: ir.Value, over_batch: bool) -> ir.Value:
         """ReduceSum or ReduceMean of a * b, as `over_pixels` gives it."""
-        batch = a.shape[0]
-        images = batch if isinstance(batch, int) else self.sizes.get(batch.value)
-        dims = [images, *a.shape.dims[1:]]
+        dims = [self.batch.size(a), *a.shape.dims[1:]]
         if not all(isinstance(size, int) for size in dims) or math.prod(dims) < LEAST_ELEMENTS:
             return self._usually(self.op, op_type, a, b, over_batch)
-        if isinstance(batch, int):
-            return self._convolved(self.op, op_type, a, b, over_batch, dims)
-        name = self.op.new_name("If")
-        then = _branch(self.op, f"{name}/then", lambda op: self._convolved(op, op_type, a, b, over_batch, dims))
-        other = _branch(self.op, f"{name}/else", lambda op: self._usually(op, op_type, a, b, over_batch))
-        attributes = [ir.AttrGraph("then_branch", then), ir.AttrGraph("else_branch", other)]
-        node = ir.Node("", "If", [self._is_usual(a, images)], attributes, name=name)
-        (y,) = node.outputs
-        y.name, y.type = name, a.type
-        y.shape = ir.Shape([dims[1]] if over_batch else [batch, dims[1]])
-        self.op.graph.append(node)
-        return y
-
-    def _is_usual(self, a: ir.Value, images: int) -> ir.Value:
-        """Whether the batch is as large as the one at hand."""
-        name = a.shape[0].value
-        if name not in self._usual:
-            self._usual[name] = self.op.Squeeze(self.op.Equal(self.op.dim(a, 0), int64s(images)))
-        return self._usual[name]
+        return self.batch.either(
+            a, dims[1:2] if over_batch else a.shape.dims[:2],
+            usual=lambda op: self._convolved(op, op_type, a, b, over_batch, dims),
+            other=lambda op: self._usually(op, op_type, a, b, over_batch),
+        )  # fmt: skip
 
     def _usually(self, op: Builder, op_type: str, a: ir.Value, b: ir.Value, over_batch: bool) -> ir.Value:
         return over_pixels(op, op_type, op.node("Mul", a, b, like=a), self.block, over_batch)
@@ -87,10 +72,3 @@ class Products:
         if op_type == "ReduceSum":
             return total
         return op.Mul(total, op.scalar(1 / (height * width * (images if over_batch else 1)), total))
-
-
-def _branch(op: Builder, name: str, write: Callable[[Builder], ir.Value]) -> ir.Graph:
-    """A graph of one result that reads what is around it."""
-    graph = ir.Graph([], [], nodes=[], opset_imports=op.graph.opset_imports, name=name)
-    graph.outputs.append(write(Builder(graph, name)))
-    return graph

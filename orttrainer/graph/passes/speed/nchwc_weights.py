@@ -1,0 +1,225 @@
+"""The weight gradients of convolutions, from tensors in blocks of channels as they lie."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+from orttrainer.graph.builder import Builder
+from orttrainer.graph.passes.speed.nchwc import has_many_positions
+from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN, int64s, reordered
+from orttrainer.graph.passes.speed.usual_batch import UsualBatch
+from orttrainer.graph.passes.speed.weight_gradients import WeightGradient
+
+FEWEST_TAPS = 5  # of a kernel; of fewer, the ways to the layout and back take longer than is saved
+AT_ONCE = 4  # blocks of outputs that one pass over the images makes
+PLACE = 1 << 20  # bytes of dY that it reads again and again, and that should stay near the processor
+SHARES = 3  # rows of results for each thread, at least: they are what threads share
+
+
+class WeightGradientsPass(ir.passes.InPlacePass, abc.ABC):
+    """Weight gradients by another form, from x and dY in blocks.
+
+    To come before the passes that bring convolutions into blocks: they take away the way to the blocks where x and dY are
+    there already.
+
+    Args:
+        block: how many channels make a block.
+    """
+
+    def __init__(self, block: int):
+        super().__init__()
+        self.block = block
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        graph = model.graph
+        found = [(node, gradient) for node in graph if (gradient := self._fitting(node)) is not None]
+        if not found:
+            return ir.passes.PassResult(model, modified=False)
+        op, blocked = Builder(graph, "weights"), reordered(graph)
+        for node, gradient in found:
+            (y,) = node.outputs
+            with op.scope(node.name):
+                for v in (gradient.x, gradient.dy):
+                    if v not in blocked:
+                        blocked[v] = op.node("ReorderInput", v, domain=DOMAIN, like=v)
+                new = self.written(op, node, gradient, blocked[gradient.x], blocked[gradient.dy])
+            new.producer().metadata_props.update(node.metadata_props)
+            new.name, y.name = y.name, f"{y.name}/plain"
+            y.replace_all_uses_with(new, replace_graph_outputs=True)
+            graph.remove(node, safe=True)
+        graph.sort()
+        common.RemoveUnusedNodesPass()(model)
+        return ir.passes.PassResult(model, modified=True)
+
+    def _fitting(self, node: ir.Node) -> WeightGradient | None:
+        """The gradient that a node makes, where the channels on both sides fill their blocks and the form is for it."""
+        found = WeightGradient.of(node)
+        if found is None or any(v.shape[1] % self.block for v in (found.x, found.dy)):
+            return None
+        return found if self.fits(found) else None
+
+    @abc.abstractmethod
+    def fits(self, gradient: WeightGradient) -> bool:
+        """Whether the form is for this gradient."""
+
+    @abc.abstractmethod
+    def written(self, op: Builder, node: ir.Node, gradient: WeightGradient, x: ir.Value, dy: ir.Value) -> ir.Value:
+        """What `node` makes, from x and dY in blocks."""
+
+
+class BlockedWeightGradientsPass(WeightGradientsPass):
+    """The convolution of x with dY as its kernel -> the same by ONNX Runtime's convolution in blocks.
+
+    Its images are the blocks of channels of x, with these in the width as in the other form; its channels are the images
+    of the batch, in blocks. So nothing is unfolded, and there are no products of few rows, which cost as much to
+    pack as to multiply. dY should stay near the processor while it is read once for each row of taps and some pixels of
+    x: images are cut into bands of rows, which count as images of their own. Of one size of batch; an `If` has the
+    other form for any other.
+
+    Args:
+        block: how many channels make a block.
+        threads: that share the work.
+        sizes: of symbolic dimensions, in the batch at hand.
+    """
+
+    def __init__(self, block: int, threads: int, sizes: Mapping[str, int] | None = None):
+        super().__init__(block)
+        self.threads, self.sizes = threads, sizes or {}
+
+    def fits(self, gradient: WeightGradient) -> bool:
+        x, dy, window = gradient.x, gradient.dy, gradient.window
+        known = all(isinstance(size, int) for v in (x, dy) for size in v.shape.dims[1:])
+        if not known or window.dilations != (1, 1) or math.prod(window.kernel) < FEWEST_TAPS:
+            return False
+        outputs = dy.shape[1] // self.block
+        rows = x.shape[1] // self.block * math.ceil(outputs / AT_ONCE) * window.kernel[0]
+        if outputs < 2 or rows < SHARES * self.threads or not has_many_positions(dy):
+            return False
+        return self._cut(dy) is not None
+
+    def written(self, op: Builder, node: ir.Node, gradient: WeightGradient, x: ir.Value, dy: ir.Value) -> ir.Value:
+        cut = self._cut(gradient.dy)
+        return UsualBatch(op, self.sizes).either(
+            dy, node.outputs[0].shape.dims,
+            usual=lambda op: _convolved(op, gradient, x, dy, cut, self.block),
+            other=lambda op: _copied(op, node, gradient, x, dy),
+        )  # fmt: skip
+
+    def _cut(self, dy: ir.Value) -> _Cut | None:
+        """The largest bands that fill the blocks and stay near; None where there are none, or the size of the batch is not known."""
+        batch, outputs, height, width = dy.shape.dims
+        images = self.sizes.get(batch.value) if isinstance(batch, ir.SymbolicDim) else batch
+        if not images:
+            return None
+        together = math.gcd(images, self.block)
+        row = width * self.block * min(outputs, AT_ONCE * self.block) * dy.dtype.itemsize
+        for bands in range(self.block // together, height + 1, self.block // together):
+            if height % bands == 0 and height // bands * row <= PLACE:
+                return _Cut(images, bands, together)
+        return None
+
+
+class _Cut(NamedTuple):
+    """How the images of a batch fill blocks.
+
+    Attributes:
+        images: in the batch.
+        bands: of rows, that each image is cut into.
+        together: images, of which a band each is in a block.
+    """
+
+    images: int
+    bands: int
+    together: int
+
+
+def _convolved(op: Builder, gradient: WeightGradient, x: ir.Value, dy: ir.Value, cut: _Cut, block: int) -> ir.Value:
+    """dW[o, c, i, j] = sum over n, p, q of dY[n, o, p, q] X[n, c, stride * p + i - pad, stride * q + j - pad]."""
+    (_, outputs, height, width), channels, window = gradient.dy.shape.dims, gradient.x.shape[1], gradient.window
+    dilations, taps = [window.strides[0], window.strides[1] * block], math.prod(window.kernel)
+    convolved = op.node(
+        "Conv", _bands(op, gradient, x, cut, block), _kernel(op, gradient, dy, cut, block), domain=DOMAIN, like=x,
+        group=1, kernel_shape=[height // cut.bands, width], strides=[1, 1], dilations=dilations, pads=[0, 0, 0, 0],
+    )  # fmt: skip
+    convolved.shape = ir.Shape([channels // block, outputs, window.kernel[0], window.kernel[1] * block])
+    # [blocks of channels, blocks of outputs, taps, channels, outputs]: whole rows of a block to their place, then within it.
+    split = op.Reshape(convolved, int64s(channels // block, outputs // block, taps, block, block))
+    swapped = op.Reshape(op.Transpose(split, perm=[1, 0, 3, 2, 4]), int64s(outputs // block, block, channels * taps, 1))
+    plain = op.node("ReorderOutput", swapped, domain=DOMAIN, like=swapped, channels=block)
+    return op.Reshape(plain, int64s(outputs, channels, *window.kernel))
+
+
+def _bands(op: Builder, gradient: WeightGradient, x: ir.Value, cut: _Cut, block: int) -> ir.Value:
+    """x as images: [blocks of channels, bands of all images, the rows that a band reads, pixels and their channels], in blocks."""
+    (_, channels, height, width), (_, _, rows, columns) = gradient.x.shape.dims, gradient.dy.shape.dims
+    window, blocks = gradient.window, channels // block
+    row = window.strides[1] * (columns - 1) + window.kernel[1]
+    first = window.strides[0] * (rows // cut.bands) * np.arange(cut.bands) - window.begin[0]
+    read = first[:, None] + np.arange(window.strides[0] * (rows // cut.bands - 1) + window.kernel[0])
+    inside = (read >= 0) & (read < height)
+    behind = int(not inside.all())  # a row of zeros
+    left = window.begin[1]
+    images = op.Reshape(x, int64s(cut.images, blocks, height, width * block))
+    pads = int64s(0, 0, 0, left * block, 0, 0, behind, (row - left - width) * block)
+    if pads.any():
+        images = op.Pad(images, pads)
+    image = (np.arange(cut.images) * blocks + np.arange(blocks)[:, None]) * (height + behind)  # its first row
+    image = image.reshape(blocks, -1, 1, cut.together, 1)
+    index = image + np.where(inside, read, height)[:, None, :]  # [blocks, images, bands, images together, rows]
+    # Bands count up before the images that are together do.
+    gathered = op.Gather(op.Reshape(images, int64s(-1, row * block)), index.reshape(-1), axis=0)
+    bands = op.Reshape(gathered, int64s(blocks, cut.images * cut.bands, read.shape[1], row * block))
+    return op.node("ReorderInput", bands, domain=DOMAIN, like=bands)
+
+
+def _kernel(op: Builder, gradient: WeightGradient, dy: ir.Value, cut: _Cut, block: int) -> ir.Value:
+    """dY as a kernel: [blocks of outputs, blocks of bands of images, pixels of a band, these bands, outputs of a block]."""
+    _, outputs, height, width = gradient.dy.shape.dims
+    several = block // cut.together  # bands of an image in a block
+    split = op.Reshape(
+        dy,
+        int64s(
+            cut.images // cut.together, cut.together, outputs // block, cut.bands // several, several,
+            height // cut.bands * width, block,
+        ),
+    )  # fmt: skip
+    swapped = op.Transpose(split, perm=[2, 0, 3, 5, 4, 1, 6])
+    return op.Reshape(swapped, int64s(outputs, cut.images * cut.bands, height // cut.bands, width))
+
+
+def _copied(op: Builder, last: ir.Node, gradient: WeightGradient, x: ir.Value, dy: ir.Value) -> ir.Value:
+    """What `last` makes, by copies of the nodes between it and x and dY, which are read from the blocks."""
+    copies = {
+        plain: op.node("ReorderOutput", blocked, domain=DOMAIN, like=plain, channels=plain.shape[1])
+        for plain, blocked in ((gradient.x, x), (gradient.dy, dy))
+    }
+    between, waiting = {last}, [last]
+    while waiting:
+        for value in waiting.pop().inputs:
+            node = value.producer() if value is not None and value not in copies else None
+            if node is not None and node not in between:
+                between.add(node)
+                waiting.append(node)
+    for node in last.graph:
+        if node in between and any(value in copies for value in node.inputs):
+            inputs = [copies.get(value, value) for value in node.inputs]
+            copy = ir.Node(
+                node.domain,
+                node.op_type,
+                inputs,
+                node.attributes.values(),
+                num_outputs=1,
+                name=op.new_name(node.op_type),
+            )
+            (made,), (y,) = copy.outputs, node.outputs
+            made.name, made.type, made.shape = copy.name, y.type, y.shape
+            op.graph.append(copy)
+            copies[y] = made
+    return copies[last.outputs[0]]

@@ -1,0 +1,63 @@
+"""Forms of a result that hold for one size of batch, beside those for any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import onnx_ir as ir
+
+from orttrainer.graph.builder import Builder
+from orttrainer.graph.passes.speed.nchwc_nodes import int64s
+
+Write = Callable[[Builder], ir.Value]
+
+
+class UsualBatch:
+    """The batch at hand, and what is written for its size alone.
+
+    Args:
+        op: of the graph.
+        sizes: of symbolic dimensions, in the batch at hand.
+    """
+
+    def __init__(self, op: Builder, sizes: Mapping[str, int]):
+        self.op, self.sizes = op, sizes
+        self._is_here: dict[str, ir.Value] = {}
+
+    def size(self, x: ir.Value) -> int | None:
+        """How many images `x` has; None where that is not known."""
+        batch = x.shape[0]
+        return batch if isinstance(batch, int) else self.sizes.get(batch.value)
+
+    def either(self, x: ir.Value, shape: Sequence, usual: Write, other: Write) -> ir.Value:
+        """What `usual` writes; where the batch of `x` may have another size as well, an `If` with what `other` writes for it.
+
+        Args:
+            x: of float32, as is the result.
+            shape: of the result.
+            usual: writes the result for `size(x)` images.
+            other: writes it for any number.
+        """
+        if isinstance(x.shape[0], int):
+            return usual(self.op)
+        name = self.op.new_name("If")
+        then, otherwise = self._branch(f"{name}/then", usual), self._branch(f"{name}/else", other)
+        attributes = [ir.AttrGraph("then_branch", then), ir.AttrGraph("else_branch", otherwise)]
+        node = ir.Node("", "If", [self._is_usual(x)], attributes, name=name)
+        (y,) = node.outputs
+        y.name, y.type, y.shape = name, x.type, ir.Shape(shape)
+        self.op.graph.append(node)
+        return y
+
+    def _is_usual(self, x: ir.Value) -> ir.Value:
+        """Whether the batch is as large as the one at hand."""
+        name = x.shape[0].value
+        if name not in self._is_here:
+            self._is_here[name] = self.op.Squeeze(self.op.Equal(self.op.dim(x, 0), int64s(self.size(x))))
+        return self._is_here[name]
+
+    def _branch(self, name: str, write: Write) -> ir.Graph:
+        """A graph of one result that reads what is around it."""
+        graph = ir.Graph([], [], nodes=[], opset_imports=self.op.graph.opset_imports, name=name)
+        graph.outputs.append(write(Builder(graph, name)))
+        return graph

@@ -1,0 +1,168 @@
+"""The weight gradients of convolutions in blocks of channels: those of PyTorch in float64, and training as in PyTorch."""
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from marks import in_turn, usual
+from test_native_weights import expected, gradient_of, run
+from test_passes_nchwc import BLOCK, needs_blocks, sessions_opened
+from test_passes_nchwc_regions import assert_trained, frozen, trained
+
+from orttrainer import Recompute, blocked
+from orttrainer.differentiate.rules.windows import Window
+from orttrainer.graph.builder import Builder
+from orttrainer.graph.passes.speed import nchwc_weights
+from orttrainer.graph.passes.speed.nchwc import BlockedConvolutionPass
+from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN
+from orttrainer.graph.passes.speed.nchwc_weights import BlockedWeightGradientsPass
+
+pytestmark = needs_blocks
+SQUARE = Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1))
+
+
+def rewritten(model, images=None, threads=1):
+    """Whether the pass found something, for a batch of so many images."""
+    return BlockedWeightGradientsPass(BLOCK, threads, {} if images is None else {"batch": images})(model).modified
+
+
+def operands(x, dy):
+    rng = np.random.default_rng(0)
+    return {"x": rng.standard_normal(x, np.float32), "dy": rng.standard_normal(dy, np.float32)}
+
+
+def assert_right(model, feeds, w, window):
+    right = expected(feeds["x"], feeds["dy"], w, window)
+    found = run(model, feeds)
+    assert found.shape == tuple(w)
+    np.testing.assert_allclose(found, right, rtol=0, atol=4e-6 * np.abs(right).max())  # sums of thousands in float32
+
+
+def convolutions(graph):
+    return [node for node in graph if (node.domain, node.op_type) == (DOMAIN, "Conv")]
+
+
+WINDOWS = {
+    "3 x 3": ((8, 9), SQUARE),
+    "no pads": ((10, 7), Window((3, 3), (1, 1), (1, 1), (0, 0), (0, 0))),
+    "odd pads": ((8, 7), Window((2, 3), (1, 1), (1, 1), (1, 0), (0, 2))),
+    "wide pads": ((8, 8), Window((5, 5), (1, 1), (1, 1), (2, 4), (2, 4))),
+    "strides": ((16, 12), Window((3, 3), (2, 3), (1, 1), (1, 1), (1, 1))),
+    "strides that leave pixels unread": ((33, 11), Window((3, 2), (4, 2), (1, 1), (0, 0), (0, 0))),
+    "a kernel wider than high": ((8, 20), Window((1, 5), (1, 1), (1, 1), (0, 2), (0, 2))),
+    "a kernel higher than wide": ((24, 6), Window((5, 1), (1, 1), (1, 1), (2, 0), (2, 0))),
+}
+IMAGES = {
+    "fill blocks": 2 * BLOCK,
+    "fill one with their halves": BLOCK // 2,
+    "fill blocks with others": BLOCK + BLOCK // 4,
+}
+
+
+@pytest.mark.parametrize(("case", "images", "batch"), in_turn(WINDOWS, IMAGES, {"static": None, "symbolic": "batch"}))
+def test_the_gradient_is_that_of_pytorch(case, images, batch):
+    (height, width), window = case
+    x, w = (images, 3 * BLOCK, height, width), (2 * BLOCK, 3 * BLOCK, *window.kernel)
+    model, dy = gradient_of(x, w, window, batch)
+    assert rewritten(model, images)
+    assert len(convolutions(model.graph)) == (1 if batch is None else 0)
+    assert_right(model, operands(x, dy), w, window)
+
+
+def test_rows_of_so_many_pixels_that_images_are_cut_into_bands():
+    x, w = (BLOCK, 3 * BLOCK, 24, 40), (4 * BLOCK, 3 * BLOCK, 3, 3)
+    model, dy = gradient_of(x, w, SQUARE)
+    assert rewritten(model)
+    (node,) = convolutions(model.graph)
+    height, width = node.attributes.get_ints("kernel_shape")
+    assert width == 40 and height < 24 and 24 % height == 0
+    assert_right(model, operands(x, dy), w, SQUARE)
+
+
+@pytest.mark.parametrize("window", [SQUARE, WINDOWS["strides that leave pixels unread"][1]], ids=["3 x 3", "strides"])
+@pytest.mark.parametrize("images", [1, 3, BLOCK - 1, BLOCK, 2 * BLOCK])
+def test_a_batch_of_another_size_has_its_gradient(images, window):
+    shape, w = (BLOCK, 3 * BLOCK, 25, 11), (2 * BLOCK, 3 * BLOCK, *window.kernel)
+    model, dy = gradient_of(shape, w, window, "batch")
+    assert rewritten(model, BLOCK)
+    (chosen,) = [node for node in model.graph if node.op_type == "If"]
+    assert convolutions(chosen.attributes["then_branch"].as_graph())
+    assert not convolutions(chosen.attributes["else_branch"].as_graph())
+    assert_right(model, operands((images, *shape[1:]), (images, *dy[1:])), w, window)
+
+
+def test_the_batch_of_several_gradients_is_asked_for_once():
+    model, _ = gradient_of((BLOCK, 3 * BLOCK, 8, 8), (2 * BLOCK, 3 * BLOCK, 3, 3), SQUARE, "batch")
+    rewritten(model, BLOCK)
+    assert [node.op_type for node in model.graph].count("Shape") <= 1
+
+
+def test_what_both_read_is_brought_into_blocks_once():
+    """dY by the weight gradient, and by the convolution that is the gradient of the input."""
+    x, w = (BLOCK, 3 * BLOCK, 8, 8), (3 * BLOCK, 3 * BLOCK, 3, 3)
+    model, _ = gradient_of(x, w, SQUARE)
+    op = Builder(model.graph)
+    weight = op.const(np.ones(w, np.float32))
+    model.graph.outputs.append(op.ConvTranspose(model.graph.inputs[1], weight, pads=[1, 1, 1, 1]))
+    assert rewritten(model)
+    BlockedConvolutionPass(BLOCK)(model)
+    assert sum(node.op_type == "ReorderInput" and node.inputs[0] is model.graph.inputs[1] for node in model.graph) == 1
+
+
+IMAGE = (BLOCK, 3 * BLOCK, 8, 8)
+OTHERS = {
+    "channels that fill no block": ((BLOCK, 3 * BLOCK + 4, 8, 8), (2 * BLOCK, 3 * BLOCK + 4, 3, 3), SQUARE),
+    "outputs that fill no block": (IMAGE, (2 * BLOCK + 4, 3 * BLOCK, 3, 3), SQUARE),
+    "outputs of one block": (IMAGE, (BLOCK, 3 * BLOCK, 3, 3), SQUARE),
+    "images that fill blocks with no band": ((BLOCK // 2, 3 * BLOCK, 9, 8), (2 * BLOCK, 3 * BLOCK, 3, 3), SQUARE),
+    "few pixels": ((BLOCK, 3 * BLOCK, 2, 2), (2 * BLOCK, 3 * BLOCK, 3, 3), SQUARE),
+    "few taps": (IMAGE, (2 * BLOCK, 3 * BLOCK, 1, 3), Window((1, 3), (1, 1), (1, 1), (0, 1), (0, 1))),
+    "dilations": (IMAGE, (2 * BLOCK, 3 * BLOCK, 3, 3), Window((3, 3), (1, 1), (2, 2), (2, 2), (2, 2))),
+}
+
+
+@pytest.mark.parametrize(("x", "w", "window"), OTHERS.values(), ids=OTHERS)
+def test_other_gradients_stay_as_they_are(x, w, window):
+    assert not rewritten(gradient_of(x, w, window)[0])
+
+
+def test_a_batch_of_unknown_size_and_few_rows_for_many_threads_stay_as_they_are():
+    assert not rewritten(gradient_of(IMAGE, (2 * BLOCK, 3 * BLOCK, 3, 3), SQUARE, "batch")[0])
+    assert not rewritten(gradient_of(IMAGE, (2 * BLOCK, 3 * BLOCK, 3, 3), SQUARE)[0], threads=4)
+
+
+def test_float64_and_groups_stay_as_they_are():
+    w = (2 * BLOCK, 3 * BLOCK, 3, 3)
+    assert not rewritten(gradient_of(IMAGE, w, SQUARE, dtype=ir.DataType.DOUBLE)[0])
+    assert not rewritten(gradient_of((BLOCK, 6 * BLOCK, 8, 8), w, SQUARE, group=2)[0])
+
+
+@pytest.mark.parametrize("intel", [False, True], ids=["another processor", "Intel"])
+def test_only_where_products_of_few_rows_are_slow(intel, monkeypatch):
+    monkeypatch.setattr(blocked, "_is_intel", lambda: intel)
+    model, _ = gradient_of(IMAGE, (2 * BLOCK, 3 * BLOCK, 3, 3), SQUARE)
+    assert not blocked.block_weight_gradients(model, ["CUDAExecutionProvider", "CPUExecutionProvider"], 1, {})
+    assert blocked.block_weight_gradients(model, ["CPUExecutionProvider"], 1, {}) == intel
+
+
+VARIANTS = {
+    "as it is": {},
+    "evaluation in between": {"evaluate": True},
+    "odd images": {"side": 13},
+    "larger images": {"side": 48, "batches": (BLOCK // 2, BLOCK // 2, 3, BLOCK // 2)},
+    "a part of the network that does not train": {"make": frozen},
+    "values made again": {"recompute": Recompute(patterns=["*"])},
+    "batches that are accumulated": {"accumulation_steps": 2},
+    "no blocks in between": {"disabled_passes": ["StayInBlocksPass"]},
+    "no other blocks": {"disabled_passes": ["BlockedConvolutionPass"]},
+}
+
+
+@pytest.mark.parametrize("name", usual(VARIANTS, "as it is", "larger images", "values made again", "no other blocks"))
+def test_a_residual_network_trains_as_in_pytorch(name, monkeypatch):
+    monkeypatch.setattr(blocked, "_is_intel", lambda: True)
+    monkeypatch.setattr(nchwc_weights, "SHARES", 0)
+    opened = sessions_opened(monkeypatch)
+    assert_trained(*trained(**{"batches": (BLOCK, BLOCK, BLOCK - 1, BLOCK), **VARIANTS[name]}))
+    inner = [node for model in opened for chosen in model.graph.node for a in chosen.attribute for node in a.g.node]
+    dilated = [a.ints[1] for node in inner for a in node.attribute if node.domain == DOMAIN and a.name == "dilations"]
+    assert any(dilation >= BLOCK for dilation in dilated)
