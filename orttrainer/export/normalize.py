@@ -23,6 +23,7 @@ from orttrainer.export.initializers import add_initializer
 from orttrainer.export.quiet import silence
 from orttrainer.graph.passes.bools import BoolOperatorsPass
 from orttrainer.graph.passes.empty_means import EmptyMeansPass
+from orttrainer.graph.passes.empty_tensors import EmptyTensorsPass
 from orttrainer.graph.passes.random import RANDOM_OPS, random_nodes_apart
 from orttrainer.graph.passes.scalar_axes import ReduceScalarPass
 from orttrainer.graph.scopes import keep_scopes
@@ -162,6 +163,7 @@ def optimize(model) -> None:
     common.TopologicalSortPass()(model)
     _infer_missing_shapes(model)
     EmptyMeansPass()(model)
+    EmptyTensorsPass()(model)
 
 
 def _shape_losses(model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -218,7 +219,11 @@ def _transposed_in_planes(op, dy, w, window, unread, group):
     planes = reshape(op, op.Transpose(dy, perm=[0, 2, 1, 3, 4]), -1, *sizes(dy, 1, 3, 4))  # [batch * depth, out, ...]
     flat_w = op.Reshape(w, [out, channels * depth, *kernel])
     taps = _transposed(op, planes, flat_w, window[1:], unread[1:], group)
-    taps = reshape(op, taps, *sizes(dy, 0, 2), channels * group, depth, -1)  # [batch, depth, in, tap, height * width]
+    known = all(isinstance(size, int) for size in taps.shape.dims[2:])  # of nothing there is no telling what -1 is
+    pixels = math.prod(taps.shape.dims[2:]) if known else -1
+    taps = reshape(
+        op, taps, *sizes(dy, 0, 2), channels * group, depth, pixels
+    )  # [batch, depth, in, tap, height * width]
     reach, begin, end = window.extent[0] - 1, window.begin[0], window.end[0]
     before, behind = max(0, reach - begin), max(0, reach - end)
     if before or behind:

@@ -19,6 +19,7 @@ from orttrainer.differentiate.rules.windows import (
     times,
 )
 from orttrainer.graph.builder import static_dims
+from orttrainer.graph.sizes import given_sizes, may_be_zero
 
 LARGE = 8 << 20  # bytes of an intermediate that is no longer worth its speed
 FEW_PIXELS = 16  # of an image, up to which they are moved to one product of all images in less time than is saved
@@ -26,7 +27,13 @@ FEWER = 4  # times less to unfold, from which on the weight gradient with exchan
 
 
 def weight_gradient(op, x: ir.Value, dy: ir.Value, w: ir.Value, window: Window, group: int) -> ir.Value:
-    """dW[o,c,k] = sum over n and i of dY[n,o,i] X[n,c,s*i+d*k-p], in the shape of w."""
+    """dW[o,c,k] = sum over n and i of dY[n,o,i] X[n,c,s*i+d*k-p], in the shape of w.
+
+    Where there may be no images at all, as of those that forward chooses, both get one more, of zeros: without any, the
+    forms below do not hold, and ONNX Runtime never ends a convolution of no channels with dilations (seen in 1.31.1).
+    """
+    if may_be_zero(x.shape[0], given_sizes(op.graph)):
+        x, dy = (op.Pad(v, ints([0] * len(v.shape) + [1] + [0] * (len(v.shape) - 1))) for v in (x, dy))
     channels = w.shape[1] if isinstance(w.shape[1], int) else None
     unread = window.unread(x, dy)
     if window.pointwise and group == 1:

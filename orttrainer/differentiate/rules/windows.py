@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -81,11 +83,26 @@ def times(size, factor: int):
 
 def reshape(op, x: ir.Value, *dims) -> ir.Value:
     """Reshape to known sizes, at most one -1, and sizes of `sizes`; Shape nodes only where they are needed."""
+    dims = _without_rest(x, dims)
     unknown = [i for i, d in enumerate(dims) if not isinstance(d, int)]
     if not unknown or (len(unknown) == 1 and -1 not in dims):
         return op.Reshape(x, ints(-1 if i in unknown else d for i, d in enumerate(dims)))
     parts = [op.const(ints([d])) if isinstance(d, int) else _run_time_size(op, *d) for d in dims]
     return op.Reshape(x, op.Concat(*parts, axis=0))
+
+
+def _without_rest(x: ir.Value, dims: Sequence) -> list:
+    """`dims` with a number for -1, where what is not known of `x` is in them: of nothing there is no telling what -1 is."""
+    if -1 not in dims or x.shape is None:
+        return list(dims)
+    names = [size.value for size in x.shape.dims if not isinstance(size, int)]
+    asked = [(d[0].shape[d[1]].value, d[2]) for d in dims if not isinstance(d, int)]
+    rest = math.prod(d for d in dims if isinstance(d, int) and d != -1) * math.prod(factor for _, factor in asked)
+    elements = math.prod(size for size in x.shape.dims if isinstance(size, int))
+    same = None not in names and sorted(names) == sorted(str(name) for name, _ in asked)
+    if not same or not rest or elements % rest:
+        return list(dims)
+    return [elements // rest if d == -1 else d for d in dims]
 
 
 def _run_time_size(op, value, axis, factor):
