@@ -2,14 +2,21 @@
 
 import copy
 
+import numpy as np
+import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from marks import usual
+from onnx import TensorProto, helper, numpy_helper
+from test_passes_nchwc import results
 from torch import nn
 from torch.nn import functional as F
 
 from orttrainer import IODescription, ModelDescription
 from orttrainer.engine import Engine
+from orttrainer.graph.passes.empty_tensors import EmptyTensorsPass
+from orttrainer.graph.sizes import may_be_zero
 from orttrainer.settings import OptimizerChoice, Settings
 
 
@@ -130,3 +137,77 @@ def test_a_batch_of_which_no_image_is_looked_at_trains_the_rest(name):
         assert found == pytest.approx(expected, rel=1e-5)
     for (key, found), expected in zip(module.state_dict().items(), reference.state_dict().values()):
         torch.testing.assert_close(found.to(expected.dtype), expected, rtol=1e-4, atol=1e-5, msg=key)
+
+
+# -- operators --------------------------------------------------------------------------------
+
+SIZES = {
+    "batch": False, "2*batch": False, "batch*time + 1": False, "(batch + 2)*3": False, 3: False,
+    "u0": True, "batch//2": True, "batch - 1": True, "2*u0": True, "0*batch": True, None: True, 0: True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "possible"), SIZES.items())
+def test_sizes_that_are_not_the_batchs_may_be_zero(size, possible):
+    size = size if isinstance(size, int) else ir.SymbolicDim(size)
+    assert may_be_zero(size, {"batch", "time"}) == possible
+
+
+OPERATORS = {
+    "Reshape": [helper.make_node("Reshape", ["rows", "to"], ["y"])],
+    "MatMul": [helper.make_node("MatMul", ["m", "rows"], ["y"])],
+    "MatMul of what is turned": [
+        helper.make_node("Transpose", ["rows"], ["turned"], perm=[0, 2, 1]),
+        helper.make_node("MatMul", ["turned", "m"], ["y"]),
+    ],
+    "GRU": [helper.make_node("GRU", ["x", "gru w", "gru r"], ["y"], hidden_size=2)],
+    "LSTM of states": [
+        helper.make_node("LSTM", ["x", "w", "r", "", "lengths", "h", "c"], ["", "y", "last"], hidden_size=2)
+    ],
+}
+CONSTANTS = {"m": (4, 4), "w": (1, 8, 4), "r": (1, 8, 2), "gru w": (1, 6, 4), "gru r": (1, 6, 2)}
+
+
+@pytest.mark.parametrize("nodes", OPERATORS.values(), ids=OPERATORS)
+def test_an_operator_of_what_values_pick_has_the_same_results_and_has_some_of_nothing(nodes):
+    rng = np.random.default_rng(0)
+    chosen = {
+        "rows": ("all rows", 0),
+        "x": ("all", 1),
+        "h": ("all h", 1),
+        "c": ("all h", 1),
+        "lengths": ("all lengths", 0),
+    }
+    read = {name for node in nodes for name in node.input}
+    picks = [
+        helper.make_node("Gather", [source, "places"], [name], axis=axis)
+        for name, (source, axis) in chosen.items() if name in read
+    ]  # fmt: skip
+    shapes = {"all rows": [3, 4, 4], "all": [5, 3, 4], "all h": [1, 3, 2], "all lengths": [3]}
+    float32, int64, int32 = TensorProto.FLOAT, TensorProto.INT64, TensorProto.INT32
+    types = {"all lengths": int32}
+    sources = {source for name, (source, _) in chosen.items() if name in read}
+    inputs = [helper.make_tensor_value_info(name, types.get(name, float32), shapes[name]) for name in sorted(sources)]
+    inputs.append(helper.make_tensor_value_info("kept", int64, [3]))
+    constants = [
+        numpy_helper.from_array(rng.standard_normal(shape, np.float32), name) for name, shape in CONSTANTS.items()
+    ]
+    constants.append(numpy_helper.from_array(np.array([0, 2, -1]), "to"))
+    where = [helper.make_node("NonZero", ["kept"], ["found"]), helper.make_node("Squeeze", ["found"], ["places"])]
+    where[1].input.append("first")
+    constants.append(numpy_helper.from_array(np.array([0]), "first"))
+    outputs = [helper.make_tensor_value_info(name, float32, None) for name in nodes[-1].output if name]
+    model = helper.make_model(
+        helper.make_graph([*where, *picks, *nodes], "g", inputs, outputs, constants),
+        opset_imports=[helper.make_opsetid("", 18)], ir_version=10,
+    )  # fmt: skip
+    after = ir.from_proto(onnx.shape_inference.infer_shapes(model))
+    assert EmptyTensorsPass()(after).modified
+    feeds = {name: rng.standard_normal(shapes[name]).astype(np.float32) for name in sources}
+    if "all lengths" in feeds:
+        feeds["all lengths"] = np.array([5, 2, 4], np.int32)
+    feeds["kept"] = np.array([1, 0, 1])
+    for found, expected in zip(results(after, feeds), results(model, feeds), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
+    feeds["kept"][:] = 0
+    assert all(found.size == 0 for found in results(after, feeds))

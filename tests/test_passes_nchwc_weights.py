@@ -90,12 +90,6 @@ def test_a_batch_of_another_size_has_its_gradient(images, window):
     assert_right(model, operands((images, *shape[1:]), (images, *dy[1:])), w, window)
 
 
-def test_the_batch_of_several_gradients_is_asked_for_once():
-    model, _ = gradient_of((BLOCK, 3 * BLOCK, 8, 8), (2 * BLOCK, 3 * BLOCK, 3, 3), SQUARE, "batch")
-    rewritten(model, BLOCK)
-    assert [node.op_type for node in model.graph].count("Shape") <= 1
-
-
 def test_what_both_read_is_brought_into_blocks_once():
     """dY by the weight gradient, and by the convolution that is the gradient of the input."""
     x, w = (BLOCK, 3 * BLOCK, 8, 8), (3 * BLOCK, 3 * BLOCK, 3, 3)

@@ -221,9 +221,8 @@ def _transposed_in_planes(op, dy, w, window, unread, group):
     taps = _transposed(op, planes, flat_w, window[1:], unread[1:], group)
     known = all(isinstance(size, int) for size in taps.shape.dims[2:])  # of nothing there is no telling what -1 is
     pixels = math.prod(taps.shape.dims[2:]) if known else -1
-    taps = reshape(
-        op, taps, *sizes(dy, 0, 2), channels * group, depth, pixels
-    )  # [batch, depth, in, tap, height * width]
+    # [batch, depth, in, tap, height * width]
+    taps = reshape(op, taps, *sizes(dy, 0, 2), channels * group, depth, pixels)
     reach, begin, end = window.extent[0] - 1, window.begin[0], window.end[0]
     before, behind = max(0, reach - begin), max(0, reach - end)
     if before or behind:

@@ -100,7 +100,7 @@ def _without_rest(x: ir.Value, dims: Sequence) -> list:
     rest = math.prod(d for d in dims if isinstance(d, int) and d != -1) * math.prod(factor for _, factor in asked)
     elements = math.prod(size for size in x.shape.dims if isinstance(size, int))
     same = None not in names and sorted(names) == sorted(str(name) for name, _ in asked)
-    if not same or not rest or elements % rest:
+    if not same or not rest or not elements or elements % rest:  # a 0 would be the size of x there
         return list(dims)
     return [elements // rest if d == -1 else d for d in dims]
 

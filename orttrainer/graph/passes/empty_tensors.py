@@ -42,8 +42,8 @@ def _reshape(op: Builder, node: ir.Node, given: set[str]) -> bool:
     kept = {axis for axis, size in enumerate(target) if size == 0}
     others = [size for axis, size in enumerate(x.shape.dims) if axis not in kept]
     known = math.prod(int(size) for size in target if size > 0)
-    if not all(isinstance(size, int) for size in others) or math.prod(others) % known:
-        return False
+    if not all(isinstance(size, int) and size for size in others) or math.prod(others) % known:
+        return False  # a 0 would be the size of x there
     node.replace_input_with(1, op.const(np.where(target == -1, math.prod(others) // known, target)))
     return True
 

@@ -106,6 +106,7 @@ class BlockedWeightGradientsPass(WeightGradientsPass):
 
     def written(self, op: Builder, node: ir.Node, gradient: WeightGradient, x: ir.Value, dy: ir.Value) -> ir.Value:
         cut = self._cut(gradient.dy)
+        # Each asks for the size of its own dY: that of another may come late, and all would wait for it.
         return UsualBatch(op, self.sizes).either(
             dy, node.outputs[0].shape.dims,
             usual=lambda op: _convolved(op, gradient, x, dy, cut, self.block),
