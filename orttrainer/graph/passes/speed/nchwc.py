@@ -205,10 +205,31 @@ def blocked_weight(op: Builder, w: ir.Value, block: int) -> ir.Value:
 
 def turned_weight(op: Builder, w: ir.Value, block: int, groups: int = 1) -> ir.Value:
     """[in, out, ...] of a ConvTranspose as `blocked_weight` of the Conv that does the same, with the taps in reverse."""
+    kernel = static_dims(w)[2:]
+    taps = range(int(np.prod(kernel)) - 1, -1, -1)
+    return turned_taps(op, w, out_in_blocks(op, w, block), block, taps, kernel, groups)
+
+
+def out_in_blocks(op: Builder, w: ir.Value, block: int) -> ir.Value:
+    """[in, out, ...] -> [in, out / block, taps, block of out], as rows of a block."""
     channels, out, *kernel = static_dims(w)
-    taps = np.arange(int(np.prod(kernel)) - 1, -1, -1, dtype=np.int64)
-    backwards = op.Gather(exchanged_weight(op, w, block, groups), taps, axis=2)
-    return op.Reshape(backwards, int64s(out * groups, channels // groups, *kernel))
+    inner = _inner(op, w, [channels * out // block, block, int(np.prod(kernel)), 1])
+    return op.Reshape(inner, int64s(-1, block))
+
+
+def turned_taps(
+    op: Builder, w: ir.Value, inner: ir.Value, block: int, taps: Sequence[int], kernel: Sequence[int], groups: int = 1
+) -> ir.Value:
+    """Some taps of `w` of a ConvTranspose, in their order, as `blocked_weight` of a Conv with a `kernel` of these.
+
+    `inner`: `out_in_blocks` of `w`. Its rows find their place by index: a Transpose takes longer, and uses one thread.
+    """
+    channels, out, *extent = static_dims(w)
+    together = min(channels // groups, block)  # channels that lie side by side
+    rows = np.arange(channels * out * int(np.prod(extent)) // block, dtype=np.int32)
+    rows = rows.reshape(groups, channels // groups // together, together, out // block, -1)[..., list(taps)]
+    rows = rows.transpose(0, 3, 1, 4, 2) if together == block else rows.transpose(0, 3, 1, 2, 4)
+    return op.Reshape(op.Gather(inner, rows.reshape(-1), axis=0), int64s(out * groups, channels // groups, *kernel))
 
 
 def depthwise_weight(op: Builder, w: ir.Value, block: int, turned: bool) -> ir.Value:
@@ -220,19 +241,6 @@ def depthwise_weight(op: Builder, w: ir.Value, block: int, turned: bool) -> ir.V
         inner = op.Reshape(inner, int64s(channels // block, taps, block))
         inner = op.Gather(inner, np.arange(taps - 1, -1, -1, dtype=np.int64), axis=1)
     return op.Reshape(inner, int64s(channels, 1, *kernel))
-
-
-def exchanged_weight(op: Builder, w: ir.Value, block: int, groups: int = 1) -> ir.Value:
-    """[in, out, ...] of a ConvTranspose as [out / block, in / block, taps, block of in, block of out], or [out / block, in, taps, block of out]."""
-    channels, out, *kernel = static_dims(w)
-    taps = int(np.prod(kernel))
-    inner = _inner(op, w, [channels * out // block, block, taps, 1])
-    if channels < block:
-        return op.Transpose(op.Reshape(inner, int64s(channels, out // block, taps, block)), perm=[1, 0, 2, 3])
-    rows, columns = channels // groups // block, out // block
-    split = op.Reshape(inner, int64s(groups, rows, block, columns, taps, block))
-    exchanged = op.Transpose(split, perm=[0, 3, 1, 4, 2, 5])
-    return op.Reshape(exchanged, int64s(groups * columns, rows, taps, block, block))
 
 
 def _inner(op: Builder, w: ir.Value, shape: Sequence[int]) -> ir.Value:

@@ -12,9 +12,10 @@ from orttrainer.graph.builder import Builder, static_dims
 from orttrainer.graph.passes.speed.nchwc import (
     blocked_weight,
     depthwise_weight,
-    exchanged_weight,
     has_many_positions,
     is_depthwise,
+    out_in_blocks,
+    turned_taps,
 )
 from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN, int64s, ints
 
@@ -106,25 +107,26 @@ def _phase(place: int, size: int, results: int, kernel: int, stride: int, pad: i
 def transposed(op: Builder, node: ir.Node, axes: list[list[Phase]], x: ir.Value, block: int) -> Interleaved:
     """A ConvTranspose of `x` in blocks, by its `phases`."""
     (w, *bias), y = node.inputs[1:], node.outputs[0]
-    channels, out, height, width = static_dims(w)
+    channels, _, height, width = static_dims(w)
     strides, parts = tuple(ints(node, "strides", 1)), {}
     if alone := is_depthwise(node):
-        by_tap = op.Reshape(
-            depthwise_weight(op, w, block, turned=False), int64s(channels // block, height * width, block)
-        )
-        channels, out = 1, channels
+        by_tap = op.Reshape(depthwise_weight(op, w, block, turned=False), int64s(-1, height * width, block))
     else:
-        by_tap = exchanged_weight(op, w, block)
+        inner = out_in_blocks(op, w, block)
     for i, row in enumerate(axes[0]):
         for j, column in enumerate(axes[1]):
             if not row.taps or not column.taps:
                 continue
             kernel = [len(row.taps), len(column.taps)]
-            taps = np.array([t * width + u for t in row.taps for u in column.taps], np.int64)
-            some = op.Reshape(op.Gather(by_tap, taps, axis=1 if alone else 2), int64s(out, channels, *kernel))
+            taps = [t * width + u for t in row.taps for u in column.taps]
+            if alone:
+                some = op.Gather(by_tap, np.array(taps, np.int64), axis=1)
+                some = op.Reshape(some, int64s(channels, 1, *kernel))
+            else:
+                some = turned_taps(op, w, inner, block, taps, kernel)
             part = op.node(
                 "Conv", x, some, *bias, domain=DOMAIN, like=y, kernel_shape=kernel, strides=[1, 1], dilations=[1, 1],
-                pads=[row.begin, column.begin, row.end, column.end], group=out if alone else 1,
+                pads=[row.begin, column.begin, row.end, column.end], group=channels if alone else 1,
             )  # fmt: skip
             part.shape = ir.Shape([*y.shape.dims[:2], *(size // s for size, s in zip(y.shape.dims[2:], strides))])
             parts[i, j] = part

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -150,11 +150,18 @@ def _convolved(op: Builder, gradient: WeightGradient, x: ir.Value, dy: ir.Value,
         group=1, kernel_shape=[height // cut.bands, width], strides=[1, 1], dilations=dilations, pads=[0, 0, 0, 0],
     )  # fmt: skip
     convolved.shape = ir.Shape([channels // block, outputs, window.kernel[0], window.kernel[1] * block])
-    # [blocks of channels, blocks of outputs, taps, channels, outputs]: whole rows of a block to their place, then within it.
-    split = op.Reshape(convolved, int64s(channels // block, outputs // block, taps, block, block))
-    swapped = op.Reshape(op.Transpose(split, perm=[1, 0, 3, 2, 4]), int64s(outputs // block, block, channels * taps, 1))
-    plain = op.node("ReorderOutput", swapped, domain=DOMAIN, like=swapped, channels=block)
-    return op.Reshape(plain, int64s(outputs, channels, *window.kernel))
+    # [blocks of channels, blocks of outputs, taps, channels, outputs]: the blocks change places, then they are undone.
+    blocks = np.arange(math.prod(convolved.shape.dims[:2]) // block).reshape(channels // block, -1).T.reshape(-1)
+    swapped = op.Gather(op.Reshape(convolved, int64s(len(blocks), taps * block * block)), blocks, axis=0)
+    return _undone(
+        op, _undone(op, swapped, [outputs // block, block, channels * taps, 1]), [outputs, channels, *window.kernel]
+    )
+
+
+def _undone(op: Builder, x: ir.Value, shape: Sequence[int]) -> ir.Value:
+    """`x`, whose second axis is in blocks behind the others, as it would lie without."""
+    blocked = op.Reshape(x, int64s(*shape))
+    return op.node("ReorderOutput", blocked, domain=DOMAIN, like=blocked, channels=shape[1])
 
 
 def _bands(op: Builder, gradient: WeightGradient, x: ir.Value, cut: _Cut, block: int) -> ir.Value:
@@ -184,15 +191,12 @@ def _kernel(op: Builder, gradient: WeightGradient, dy: ir.Value, cut: _Cut, bloc
     """dY as a kernel: [blocks of outputs, blocks of bands of images, pixels of a band, these bands, outputs of a block]."""
     _, outputs, height, width = gradient.dy.shape.dims
     several = block // cut.together  # bands of an image in a block
-    split = op.Reshape(
-        dy,
-        int64s(
-            cut.images // cut.together, cut.together, outputs // block, cut.bands // several, several,
-            height // cut.bands * width, block,
-        ),
-    )  # fmt: skip
-    swapped = op.Transpose(split, perm=[2, 0, 3, 5, 4, 1, 6])
-    return op.Reshape(swapped, int64s(outputs, cut.images * cut.bands, height // cut.bands, width))
+    pixels = height // cut.bands * width
+    lie = (cut.images // cut.together, cut.together, outputs // block, cut.bands // several, several, pixels)
+    rows = np.arange(math.prod(lie), dtype=np.int32).reshape(lie).transpose(2, 0, 3, 5, 4, 1)
+    # A Transpose takes longer: it uses one thread.
+    gathered = op.Gather(op.Reshape(dy, int64s(-1, block)), rows.reshape(-1), axis=0)
+    return op.Reshape(gathered, int64s(outputs, cut.images * cut.bands, height // cut.bands, width))
 
 
 def _copied(op: Builder, last: ir.Node, gradient: WeightGradient, x: ir.Value, dy: ir.Value) -> ir.Value:
