@@ -108,18 +108,28 @@ def test_other_convolutions_stay_as_they_are(op_type, options, monkeypatch):
     assert operators(rewritten(model, {"n": sizes["x"][0]})) == [("", op_type)]
 
 
-@pytest.mark.parametrize("batch, out", [(64, OUT), (8, 4)], ids=["many images", "few weights"])
-def test_what_blocks_or_the_cache_are_good_for_stays_as_it_is(batch, out):
-    shapes = {"x": (batch, CHANNELS, 2, 2), "w": (out, CHANNELS, 3, 3)}
+ELSE = {
+    "many images": (64, OUT, 2, 1 << 21),
+    "few weights": (8, 4, 2, 1 << 21),
+    "large weights, but more images of more pixels": (5, OUT, 4, CHANNELS * OUT * 9),
+    "large weights, but larger images": (2, OUT, 5, CHANNELS * OUT * 9),
+}
+
+
+@pytest.mark.parametrize("batch, out, size, large", ELSE.values(), ids=ELSE)
+def test_what_blocks_or_the_cache_are_good_for_stays_as_it_is(batch, out, size, large, monkeypatch):
+    monkeypatch.setattr("orttrainer.graph.passes.speed.small_images.LARGE_WEIGHTS", large)
+    shapes = {"x": (batch, CHANNELS, size, size), "w": (out, CHANNELS, 3, 3)}
     model = model_of([helper.make_node("Conv", ["x", "w"], ["y"], pads=[1, 1, 1, 1])], shapes, ["y"])
     assert operators(rewritten(model)) == [("", "Conv")]
 
 
+@pytest.mark.parametrize("batch, size", [(64, (2, 2)), (4, (4, 4))], ids=["many images", "images of more pixels"])
 @pytest.mark.parametrize("op_type", ["Conv", "ConvTranspose"])
-def test_weights_that_no_cache_keeps_are_read_once_for_many_images(op_type, monkeypatch):
+def test_weights_that_no_cache_keeps_are_read_once_for_all_images(op_type, batch, size, monkeypatch):
     monkeypatch.setattr("orttrainer.graph.passes.speed.small_images.LARGE_WEIGHTS", CHANNELS * OUT * 9)
     weights = (CHANNELS, OUT) if op_type == "ConvTranspose" else (OUT, CHANNELS)
-    shapes = {"x": (64, CHANNELS, 2, 2), "w": (*weights, 3, 3)}
+    shapes = {"x": (batch, CHANNELS, *size), "w": (*weights, 3, 3)}
     model = model_of([helper.make_node(op_type, ["x", "w"], ["y"], pads=[1, 1, 1, 1])], shapes, ["y"])
     after = rewritten(model)
     assert not {kind for _, kind in operators(after)} & {"Conv", "ConvTranspose"}

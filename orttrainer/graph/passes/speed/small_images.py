@@ -17,7 +17,9 @@ from orttrainer.graph.passes.speed.weight_gradients import WeightGradient, Windo
 FEWEST_WEIGHTS = 1 << 13  # below, the operators around a product take as long
 MOST_PIXELS = 16  # of an image, up to which reading the weights for it takes longer than its product
 MOST_UNFOLDED = 4  # of an image whose pixels are unfolded here, which takes the runtime less time
-LARGE_WEIGHTS = 1 << 21  # which no cache keeps from one such image to the next: any number of these then
+LARGE_WEIGHTS = (
+    1 << 21
+)  # which no cache keeps from one image to the next: more images then, any number of so few pixels
 
 
 class SmallImagesPass(ir.passes.InPlacePass):
@@ -75,12 +77,17 @@ class SmallImagesPass(ir.passes.InPlacePass):
     def _pays(self, images: ir.Value, w: ir.Value, most: int = MOST_PIXELS) -> bool:
         """Whether several images of few pixels meet a few weights at least: few images, but of one pixel or with many weights."""
         batch, _, *size = images.shape.dims
-        if (self.sizes.get(batch.value) if isinstance(batch, ir.SymbolicDim) else batch) == 1:
+        number = self.sizes.get(batch.value) if isinstance(batch, ir.SymbolicDim) else batch
+        if number == 1:
             return False
-        pixels, weights = np.prod(size), np.prod(static_dims(w))
-        reading = pixels == 1 or (pixels <= MOST_UNFOLDED and weights >= LARGE_WEIGHTS)  # is the work
-        few = pixels <= most and not has_many_positions(images)
-        return bool((reading or few) and weights >= FEWEST_WEIGHTS)
+        pixels, (out, channels, *kernel) = int(np.prod(size)), static_dims(w)
+        if (weights := out * channels * int(np.prod(kernel))) < FEWEST_WEIGHTS:
+            return False
+        if pixels == 1 or (pixels <= most and not has_many_positions(images)):
+            return True
+        # Blocks take a few passes over the weights, this form over as many pixels under each tap.
+        fewer = pixels <= MOST_PIXELS and number is not None and 2 * number * pixels <= min(out, channels)
+        return weights >= LARGE_WEIGHTS and (pixels <= MOST_UNFOLDED or fewer)
 
 
 class _Products:
