@@ -16,6 +16,7 @@ from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN, int64s
 from orttrainer.graph.passes.speed.nchwc_regions import StayInBlocksPass
 from orttrainer.graph.passes.speed.nchwc_sums import SumIntoConvolutionPass
 from orttrainer.graph.passes.speed.nchwc_weights import BlockedWeightGradientsPass
+from orttrainer.graph.passes.speed.pools import SeparatePoolGradientsPass
 
 BLOCKS = (8, 16, 32)
 
@@ -47,6 +48,12 @@ def block_weight_gradients(model: ir.Model, providers: Sequence, threads: int, s
     if not _is_intel() or (block := _block_for(model, providers)) is None:
         return False
     return BlockedWeightGradientsPass(block, threads, sizes)(model).modified
+
+
+def separate_pool_gradients(model: ir.Model, providers: Sequence, sizes: Mapping[str, int]) -> bool:
+    """Let the gradients of max pools work in blocks, in a graph that is about to be run on the CPU; whether any does."""
+    block = _block_for(model, providers)
+    return block is not None and SeparatePoolGradientsPass(block, sizes)(model).modified
 
 
 @functools.cache
@@ -81,6 +88,7 @@ def _agrees(block: int) -> bool:
     """Whether a small network gives the same with and without blocks."""
     plain, blocked = _network(block), _network(block)
     passes = [
+        SeparatePoolGradientsPass(block),
         BlockedWeightGradientsPass(block, 1),
         BlockedConvolutionPass(block),
         StayInBlocksPass(block),
@@ -106,7 +114,8 @@ def _network(block: int) -> ir.Model:
 
     Few channels, a Relu, a stride, two Conv in a row, a ConvTranspose, one of few channels, a last block that is not
     filled, two groups, channels last; vectors of channels, sums over all but these, a matrix as kernel, a ConvTranspose with a stride,
-    single positions, depthwise both ways, one of few channels, a product summed up, sums into convolutions; and a weight gradient.
+    single positions, depthwise both ways, one of few channels, a product summed up, sums into convolutions; a weight gradient,
+    and a max pool with its own.
     """
     shapes = {"x": (2, 3, 11, 13), "v": (block, 3, 3, 3), "w": (2 * block, block, 3, 2), "b": (2 * block,)}
     shapes |= {"m": (block, block, 1, 1), "c": (1, block, 1, 1), "d": (block, 1, 3, 2), "e": (2, block, 37, 36)}
@@ -142,6 +151,12 @@ def _network(block: int) -> ir.Model:
     taps = op.Conv(rows, kernel, strides=[1, 1], dilations=[2, block], pads=[0, 0, 0, 0])
     taps = op.Reshape(taps, int64s(2 * block, 7, 3, block))
     model.graph.outputs.append(op.Transpose(taps, perm=[0, 3, 1, 2]))
+    wide = op.Conv(e, w, pads=[1, 1, 1, 1])
+    maxima, places = op.MaxPool(wide, outputs=2, kernel_shape=[3, 2], strides=[2, 1], pads=[1, 0, 0, 1])
+    zeros = op.zeros_like(op.Reshape(wide, int64s(-1)))
+    places, gradients = (op.Reshape(value, int64s(-1)) for value in (places, op.Mul(maxima, maxima)))
+    spread = op.ScatterElements(zeros, places, gradients, axis=0, reduction="add")
+    model.graph.outputs.append(op.reshape_as(spread, wide))
     return model
 
 

@@ -14,7 +14,7 @@ import torch
 from onnx_ir.passes import common
 
 from orttrainer import runtime
-from orttrainer.blocked import block_convolutions, block_size, block_weight_gradients
+from orttrainer.blocked import block_convolutions, block_size, block_weight_gradients, separate_pool_gradients
 from orttrainer.errors import ExecutionError
 from orttrainer.gated import gate_sums
 from orttrainer.graph.builder import Builder
@@ -27,6 +27,7 @@ from orttrainer.graph.passes.speed.nchwc import BlockedConvolutionPass
 from orttrainer.graph.passes.speed.nchwc_regions import StayInBlocksPass
 from orttrainer.graph.passes.speed.nchwc_sums import SumIntoConvolutionPass
 from orttrainer.graph.passes.speed.nchwc_weights import BlockedWeightGradientsPass
+from orttrainer.graph.passes.speed.pools import SeparatePoolGradientsPass
 from orttrainer.graph.passes.speed.rows import FlatScatterPass
 from orttrainer.graph.passes.speed.scaled_gradient import ScaledGradientPass
 from orttrainer.graph.passes.speed.small_images import SmallImagesPass
@@ -130,6 +131,8 @@ def open_phase(
     on_cpu = list(place.providers) == ["CPUExecutionProvider"]
     if place.allows(SmallImagesPass) and on_cpu:
         SmallImagesPass(sizes)(cut)
+    if place.allows(SeparatePoolGradientsPass) and place.allows(BlockedConvolutionPass):
+        separate_pool_gradients(cut, place.providers, sizes)
     if place.allows(BlockedWeightGradientsPass):
         block_weight_gradients(cut, place.providers, torch.get_num_threads(), sizes)
     if place.allows(BlockedConvolutionPass):

@@ -31,6 +31,7 @@ from orttrainer.graph.passes.speed.nchwc_sums import SumIntoConvolutionPass
 from orttrainer.graph.passes.speed.nchwc_weights import BlockedWeightGradientsPass
 from orttrainer.graph.passes.speed.one_axis import OneAxisPass
 from orttrainer.graph.passes.speed.pads import JoinPadsPass
+from orttrainer.graph.passes.speed.pools import SeparatePoolGradientsPass
 from orttrainer.graph.passes.speed.prelu import PReluPass
 from orttrainer.graph.passes.speed.products import (
     CancelReshapePairsPass,
@@ -79,8 +80,9 @@ SPEED_PASSES = (
     TileUpdatesPass,  # of the sessions on a CPU that update
     GatedAddPass,  # of the sessions on a CPU
     SmallImagesPass,  # of the sessions on a CPU
+    SeparatePoolGradientsPass,  # of the same
     BlockedWeightGradientsPass,  # of the same, on Intel's processors
-    BlockedConvolutionPass,  # of the same, behind both
+    BlockedConvolutionPass,  # of the same, behind these
     StayInBlocksPass,  # of those that train, behind it
     SumIntoConvolutionPass,  # of the same, behind these
     TurnConvolutionPass,  # of the sessions on a CPU

@@ -210,6 +210,13 @@ class Pools(nn.Module):
         self.same, self.few = nn.Conv2d(BLOCK, BLOCK, 3, padding=1), nn.Conv2d(2 * BLOCK, 3, 3, padding=1)
         self.head = nn.LazyLinear(4)
 
+    @classmethod
+    def of_side(cls, side):
+        """For images of that size."""
+        module = cls()
+        module(torch.zeros(1, 3, side, side))
+        return module
+
     def forward(self, x):
         x = nn.functional.max_pool2d(torch.relu(self.norm(self.stem(x))), 3, 2, 1)
         y = self.same(x)
@@ -228,11 +235,6 @@ def test_a_network_with_pools_trains_as_in_pytorch(settings, monkeypatch):
     original = phase._open_session
     monkeypatch.setattr(phase, "_open_session", lambda model, *rest: opened.append(model) or original(model, *rest))
 
-    def made():
-        module = Pools()
-        module(torch.zeros(1, 3, *[settings.get("side", 12)] * 2))
-        return module
-
-    assert_trained(*trained(made, native_kernels=True, **settings))
+    assert_trained(*trained(lambda: Pools.of_side(settings.get("side", 12)), native_kernels=True, **settings))
     nodes = [node for model in opened for node in model.graph if node.op_type.startswith("MaxPoolGradient")]
     assert {int(node.op_type.split("_")[1]) for node in nodes} == {1, BLOCK}
