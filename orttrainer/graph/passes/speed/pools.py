@@ -21,7 +21,7 @@ from orttrainer.graph.passes.speed.nchwc_nodes import int64s
 
 FLOAT = ir.DataType.FLOAT
 MOST_AXES = 3  # of a window
-MOST_TAPS = 5  # along an axis of a window: each is in memory twice
+MOST_TAPS = 5  # along an axis of a window: each is in memory twice, and seven operators
 LEAST_ELEMENTS = 1 << 14  # of the images; of fewer, forty operators take as long as what they save
 VIEWS = ("Reshape", "Expand", "Resize")  # by which `pooling.enlarged` repeats what a window has
 
