@@ -174,10 +174,11 @@ def _bands(op: Builder, gradient: WeightGradient, x: ir.Value, cut: _Cut, block:
     inside = (read >= 0) & (read < height)
     behind = int(not inside.all())  # a row of zeros
     left = window.begin[1]
-    images = op.Reshape(x, int64s(cut.images, blocks, height, width * block))
-    pads = int64s(0, 0, 0, left * block, 0, 0, behind, (row - left - width) * block)
-    if pads.any():
-        images = op.Pad(images, pads)
+    if (right := row - left - width) >= 0:
+        images = _padded(op, x, [0, left, behind, right])
+    else:  # pixels that no window reads
+        rows_of = op.Reshape(x, int64s(cut.images, blocks, height, width * block))
+        images = op.Pad(rows_of, int64s(0, 0, 0, left * block, 0, 0, behind, right * block))
     image = (np.arange(cut.images) * blocks + np.arange(blocks)[:, None]) * (height + behind)  # its first row
     image = image.reshape(blocks, -1, 1, cut.together, 1)
     index = image + np.where(inside, read, height)[:, None, :]  # [blocks, images, bands, images together, rows]
@@ -185,6 +186,18 @@ def _bands(op: Builder, gradient: WeightGradient, x: ir.Value, cut: _Cut, block:
     gathered = op.Gather(op.Reshape(images, int64s(-1, row * block)), index.reshape(-1), axis=0)
     bands = op.Reshape(gathered, int64s(blocks, cut.images * cut.bands, read.shape[1], row * block))
     return op.node("ReorderInput", bands, domain=DOMAIN, like=bands)
+
+
+def _padded(op: Builder, x: ir.Value, pads: Sequence[int]) -> ir.Value:
+    """Images in blocks with zeros around them, by a convolution with ones: Pad uses one thread."""
+    if not any(pads):
+        return x
+    images, channels, height, width = x.shape.dims
+    ones = op.const(np.ones((channels, 1, 1, 1), np.float32))
+    same = {"group": channels, "kernel_shape": [1, 1], "strides": [1, 1], "dilations": [1, 1]}
+    padded = op.node("Conv", x, ones, domain=DOMAIN, like=x, pads=pads, **same)
+    padded.shape = ir.Shape([images, channels, pads[0] + height + pads[2], pads[1] + width + pads[3]])
+    return padded
 
 
 def _kernel(op: Builder, gradient: WeightGradient, dy: ir.Value, cut: _Cut, block: int) -> ir.Value:
