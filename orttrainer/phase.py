@@ -28,6 +28,7 @@ from orttrainer.graph.passes.speed.nchwc_regions import StayInBlocksPass
 from orttrainer.graph.passes.speed.nchwc_sums import SumIntoConvolutionPass
 from orttrainer.graph.passes.speed.nchwc_weights import BlockedWeightGradientsPass
 from orttrainer.graph.passes.speed.pools import SeparatePoolGradientsPass
+from orttrainer.graph.passes.speed.products import FewRowsProductPass
 from orttrainer.graph.passes.speed.rows import FlatScatterPass
 from orttrainer.graph.passes.speed.scaled_gradient import ScaledGradientPass
 from orttrainer.graph.passes.speed.small_images import SmallImagesPass
@@ -141,6 +142,8 @@ def open_phase(
             SumIntoConvolutionPass()(cut)
     if place.allows(TurnConvolutionPass) and on_cpu:
         TurnConvolutionPass()(cut)
+    if place.allows(FewRowsProductPass) and on_cpu:
+        FewRowsProductPass(sizes)(cut)
     if place.native:
         kernels += _by_winograd(place, cut, sizes) if blocked else []
         tiles, library, first = _fused(place, cut, through, sizes, kernels)

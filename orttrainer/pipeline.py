@@ -35,6 +35,7 @@ from orttrainer.graph.passes.speed.pools import SeparatePoolGradientsPass
 from orttrainer.graph.passes.speed.prelu import PReluPass
 from orttrainer.graph.passes.speed.products import (
     CancelReshapePairsPass,
+    FewRowsProductPass,
     ScaleSmallOperandPass,
     TransposeSmallOperandPass,
 )
@@ -76,7 +77,8 @@ SPEED_PASSES = (
     ShareSubexpressionsPass,
     ScalarRankPass,
     SparseUpdatePass,  # of the session of a whole step, not of the graph
-    ScaledGradientPass,  # of the sessions on a CPU that make and use gradients
+    FewRowsProductPass,  # of the sessions on a CPU
+    ScaledGradientPass,  # of those that make and use gradients
     TileUpdatesPass,  # of the sessions on a CPU that update
     GatedAddPass,  # of the sessions on a CPU
     SmallImagesPass,  # of the sessions on a CPU

@@ -125,3 +125,36 @@ def test_the_runtime_copies_a_small_transposed_operand_instead_of_reading_it_in_
     onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
     operators = [node.op_type for node in ir.load(tmp_path / "optimized.onnx").graph]
     assert ("Transpose" in operators) is kept
+
+
+@pytest.mark.parametrize("rows, applies", [(8, True), ("n", True), (257, False), ("m", False)])
+@pytest.mark.parametrize("columns", [3, 512])
+def test_a_wide_product_of_few_rows_comes_out_transposed(rows, columns, applies):
+    wide, many = 4 * columns, rows if isinstance(rows, int) else 8
+    ops = rewritten(
+        f"""g (float[{rows},{columns}] a, float[{rows},{wide}] b) => (float[{wide},{columns}] y) {{
+          t = Transpose <perm=[1, 0]> (a)
+          kept = Flatten <axis=1> (t)
+          p = MatMul(kept, b)
+          y = Transpose <perm=[1, 0]> (p)
+        }}""",
+        products.FewRowsProductPass({"n": 256}),
+        {"a": array(many, columns) / many, "b": array(many, wide)},
+    )
+    copied = ["Flatten"] if columns == 512 else []
+    assert ops == (["Transpose", *copied, "MatMul"] if applies else ["Transpose", "Flatten", "MatMul", "Transpose"])
+
+
+@pytest.mark.parametrize("wide, reader", [(11, "Neg(a)"), (12, "Neg(p)")], ids=["not wide enough", "read as it is"])
+def test_other_products_are_transposed_behind(wide, reader):
+    ops = rewritten(
+        f"""g (float[8,3] a, float[8,{wide}] b) => (float[{wide},3] y, float[?,?] z) {{
+          t = Transpose <perm=[1, 0]> (a)
+          p = MatMul(t, b)
+          y = Transpose <perm=[1, 0]> (p)
+          z = {reader}
+        }}""",
+        products.FewRowsProductPass(),
+        {"a": array(8, 3), "b": array(8, wide)},
+    )
+    assert ops.count("Transpose") == 2

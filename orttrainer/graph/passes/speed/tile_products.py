@@ -43,7 +43,7 @@ class RowProduct:
         a, b = node.inputs
         if any(x.shape is None or len(x.shape) != 2 or _is_fed(x) for x in (a, b)):
             return None
-        depth = _length(a, 0 if turned else 1, sizes) or _length(b, 0, sizes)
+        depth = length_at_hand(a, 0 if turned else 1, sizes) or length_at_hand(b, 0, sizes)
         if depth is None or LEAST_SHARE * depth * sum(dims) > math.prod(dims):
             return None
         return cls(node, turned)
@@ -124,7 +124,7 @@ def _is_fed(x: ir.Value) -> bool:
     return True
 
 
-def _length(x: ir.Value, axis: int, sizes: Mapping[str, int]) -> int | None:
+def length_at_hand(x: ir.Value, axis: int, sizes: Mapping[str, int]) -> int | None:
     """The size of an axis in the batch at hand, also where a Reshape made it of others."""
     size = x.shape[axis]
     if isinstance(size, int):
@@ -136,11 +136,11 @@ def _length(x: ir.Value, axis: int, sizes: Mapping[str, int]) -> int | None:
         return None
     if node.op_type == "Transpose":
         order = node.attributes.get_ints("perm", range(len(x.shape))[::-1])
-        return _length(node.inputs[0], order[axis], sizes)
+        return length_at_hand(node.inputs[0], order[axis], sizes)
     if node.op_type not in ("Reshape", "Flatten") or node.inputs[0].shape is None:
         return None
     others = [d for k, d in enumerate(x.shape.dims) if k != axis]
-    before = [_length(node.inputs[0], k, sizes) for k in range(len(node.inputs[0].shape))]
+    before = [length_at_hand(node.inputs[0], k, sizes) for k in range(len(node.inputs[0].shape))]
     if None in before or not all(isinstance(d, int) and d for d in others):
         return None
     return math.prod(before) // math.prod(others)
