@@ -14,7 +14,13 @@ import torch
 from onnx_ir.passes import common
 
 from orttrainer import runtime
-from orttrainer.blocked import block_convolutions, block_size, block_weight_gradients, separate_pool_gradients
+from orttrainer.blocked import (
+    block_convolutions,
+    block_size,
+    block_weight_gradients,
+    filter_minimally,
+    separate_pool_gradients,
+)
 from orttrainer.errors import ExecutionError
 from orttrainer.gated import gate_sums
 from orttrainer.graph.builder import Builder
@@ -24,6 +30,7 @@ from orttrainer.graph.passes.speed import nchwc_nodes
 from orttrainer.graph.passes.speed.gated_add import GatedAddPass
 from orttrainer.graph.passes.speed.late_norm import let_norm_be_late
 from orttrainer.graph.passes.speed.nchwc import BlockedConvolutionPass
+from orttrainer.graph.passes.speed.nchwc_filtering import MinimalFilteringPass
 from orttrainer.graph.passes.speed.nchwc_regions import StayInBlocksPass
 from orttrainer.graph.passes.speed.nchwc_sums import SumIntoConvolutionPass
 from orttrainer.graph.passes.speed.nchwc_weights import BlockedWeightGradientsPass
@@ -138,6 +145,8 @@ def open_phase(
         block_weight_gradients(cut, place.providers, torch.get_num_threads(), sizes)
     if place.allows(BlockedConvolutionPass):
         blocked = block_convolutions(cut, place.providers, stay, sizes) or nchwc_nodes.DOMAIN in cut.graph.opset_imports
+        if blocked and not place.native and place.allows(MinimalFilteringPass):
+            filter_minimally(cut, sizes)
         if blocked and stay and place.allows(SumIntoConvolutionPass):
             SumIntoConvolutionPass()(cut)
     if place.allows(TurnConvolutionPass) and on_cpu:

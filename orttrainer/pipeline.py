@@ -24,8 +24,10 @@ from orttrainer.graph.passes.speed.einsum import EinsumProductPass, SumOfProduct
 from orttrainer.graph.passes.speed.fourier import FourierProductPass
 from orttrainer.graph.passes.speed.gated_add import GatedAddPass
 from orttrainer.graph.passes.speed.gelu import ExpandGeluPass, FuseGeluPass
+from orttrainer.graph.passes.speed.input_shapes import InputShapesPass
 from orttrainer.graph.passes.speed.layout import WideLinearLayoutPass
 from orttrainer.graph.passes.speed.nchwc import BlockedConvolutionPass
+from orttrainer.graph.passes.speed.nchwc_filtering import MinimalFilteringPass
 from orttrainer.graph.passes.speed.nchwc_regions import StayInBlocksPass
 from orttrainer.graph.passes.speed.nchwc_sums import SumIntoConvolutionPass
 from orttrainer.graph.passes.speed.nchwc_weights import BlockedWeightGradientsPass
@@ -74,6 +76,7 @@ SPEED_PASSES = (
     TransposedProductPass,
     ColumnSumsPass,
     ScatterIntoSumPass,
+    InputShapesPass,
     ShareSubexpressionsPass,
     ScalarRankPass,
     SparseUpdatePass,  # of the session of a whole step, not of the graph
@@ -83,10 +86,11 @@ SPEED_PASSES = (
     GatedAddPass,  # of the sessions on a CPU
     SmallImagesPass,  # of the sessions on a CPU
     SeparatePoolGradientsPass,  # of the same
-    BlockedWeightGradientsPass,  # of the same, on Intel's processors
+    BlockedWeightGradientsPass,  # of the same, but not on AMD's Zen 5
     BlockedConvolutionPass,  # of the same, behind these
     StayInBlocksPass,  # of those that train, behind it
-    SumIntoConvolutionPass,  # of the same, behind these
+    MinimalFilteringPass,  # of the sessions on a CPU, behind these
+    SumIntoConvolutionPass,  # of those that train, behind these
     TurnConvolutionPass,  # of the sessions on a CPU
     KeepActivationsPass,
     JoinPadsPass,
@@ -166,6 +170,7 @@ def after_update(
         AllAxesPass(),
         ScatterReductionPass(),
         ScatterIntoSumPass(),
+        InputShapesPass(),
         ShareSubexpressionsPass(gradients),
         ScalarRankPass(),
         *([TransposeSmallOperandPass(), CheckedDivisorsPass()] if on_cpu else []),

@@ -31,6 +31,7 @@ from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogS
 from orttrainer.graph.passes.matmul import VectorMatMulPass
 from orttrainer.graph.passes.random import MutePass
 from orttrainer.graph.passes.scatter import ScatterReductionPass
+from orttrainer.graph.passes.speed.input_shapes import InputShapesPass
 
 if TYPE_CHECKING:
     from orttrainer.export import ForwardGraph
@@ -123,6 +124,7 @@ def gradient_errors(
         common.RemoveUnusedNodesPass(),
         AllAxesPass(),
         ScatterReductionPass(),
+        InputShapesPass(),  # else results stay to the end that nobody reads
     ):
         rewrite(model)
     used = {value.name for value in graph.inputs}

@@ -323,7 +323,7 @@ def sessions_opened(monkeypatch):
 @needs_blocks
 @pytest.mark.parametrize("disabled", [(), ("BlockedConvolutionPass",)], ids=["blocks", "no blocks"])
 def test_a_network_trains_as_in_pytorch_with_and_without_blocks(disabled, monkeypatch):
-    monkeypatch.setattr(blocked, "_is_intel", lambda: False)  # whose weight gradients are another pass's
+    monkeypatch.setattr(blocked, "_unfolds_as_fast", lambda: True)  # else weight gradients are another pass's
     opened = sessions_opened(monkeypatch)
     engine, module, reference, losses = trained(disabled)
     assert ((DOMAIN, "Conv") in operators(ir.from_proto(opened[-1]))) == (not disabled)

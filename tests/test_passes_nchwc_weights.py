@@ -135,12 +135,25 @@ def test_float64_and_groups_stay_as_they_are():
     assert not rewritten(gradient_of((BLOCK, 6 * BLOCK, 8, 8), w, SQUARE, group=2)[0])
 
 
-@pytest.mark.parametrize("intel", [False, True], ids=["another processor", "Intel"])
-def test_only_where_products_of_few_rows_are_slow(intel, monkeypatch):
-    monkeypatch.setattr(blocked, "_is_intel", lambda: intel)
+PROCESSORS = {
+    "AMD's Zen 5": ("vendor_id\t: AuthenticAMD\ncpu family\t: 26\nmodel\t\t: 2\n", False),
+    "AMD's Zen 4": ("vendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: 17\n", True),
+    "one of Intel's": ("vendor_id\t: GenuineIntel\ncpu family\t: 6\nmodel\t\t: 207\n", True),
+    "one that tells nothing": (None, True),
+}
+
+
+@pytest.mark.parametrize("told, chosen", PROCESSORS.values(), ids=PROCESSORS)
+def test_only_where_products_of_few_rows_are_slow(told, chosen, monkeypatch, tmp_path):
+    if told is not None:
+        (tmp_path / "cpuinfo").write_text(told)
+    monkeypatch.setattr(blocked, "CPU_INFO", tmp_path / "cpuinfo")
+    blocked._unfolds_as_fast.cache_clear()
+    monkeypatch.setattr(blocked, "block_size", lambda: BLOCK)
     model, _ = gradient_of(IMAGE, (2 * BLOCK, 3 * BLOCK, 3, 3), SQUARE)
     assert not blocked.block_weight_gradients(model, ["CUDAExecutionProvider", "CPUExecutionProvider"], 1, {})
-    assert blocked.block_weight_gradients(model, ["CPUExecutionProvider"], 1, {}) == intel
+    assert blocked.block_weight_gradients(model, ["CPUExecutionProvider"], 1, {}) == chosen
+    blocked._unfolds_as_fast.cache_clear()
 
 
 VARIANTS = {
@@ -158,7 +171,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("name", usual(VARIANTS, "as it is", "larger images", "values made again", "no other blocks"))
 def test_a_residual_network_trains_as_in_pytorch(name, monkeypatch):
-    monkeypatch.setattr(blocked, "_is_intel", lambda: True)
+    monkeypatch.setattr(blocked, "_unfolds_as_fast", lambda: False)
     monkeypatch.setattr(nchwc_weights, "SHARES", 0)
     opened = sessions_opened(monkeypatch)
     assert_trained(*trained(**{"batches": (BLOCK, BLOCK, BLOCK - 1, BLOCK), **VARIANTS[name]}))

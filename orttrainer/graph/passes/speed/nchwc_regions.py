@@ -18,7 +18,7 @@ from orttrainer.graph.builder import Builder, same_shape, static_dims
 from orttrainer.graph.passes.batch_norm import switched
 from orttrainer.graph.passes.counter_hash import replace
 from orttrainer.graph.passes.speed.nchwc import is_depthwise
-from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN, int64s, is_reordering
+from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN, is_reordering, scaled
 from orttrainer.graph.passes.speed.nchwc_products import Products, over_pixels
 from orttrainer.graph.passes.speed.nchwc_strided import (
     Interleaved,
@@ -273,22 +273,7 @@ class _Region:
 
     def _scale(self, what: Scaled, y: ir.Value, activation: str | None = None) -> ir.Value:
         """x * factor + offset in one pass over memory."""
-        op, channels = self.op, y.shape[1]
-        x, factor, offset = what
-        factor = op.const(np.ones((channels, 1, 1, 1), np.float32)) if factor is None else factor
-        if static_dims(factor) != (channels, 1, 1, 1):
-            factor = op.Reshape(factor, int64s(channels, 1, 1, 1))
-        if offset is not None and len(offset.shape) != 1:
-            offset = op.Reshape(offset, int64s(channels))
-        rows = all(isinstance(size, int) for size in y.shape.dims[2:])  # one row of all pixels is the fastest
-        flat = op.Reshape(x, int64s(0, 0, 1, int(np.prod(y.shape.dims[2:])))) if rows else x
-        operands = [flat, factor] + ([] if offset is None else [offset])
-        result = op.node(
-            "Conv", *operands, domain=DOMAIN, like=flat, kernel_shape=[1, 1], group=channels, strides=[1, 1],
-            dilations=[1, 1], pads=[0, 0, 0, 0], activation=activation,
-        )  # fmt: skip
-        if rows:
-            result = op.Reshape(result, int64s(0, 0, *y.shape.dims[2:]))
+        result = scaled(self.op, *what, activation)
         result.shape = y.shape
         if activation is None:
             self.scaled[result] = what
