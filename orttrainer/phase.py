@@ -54,6 +54,7 @@ from orttrainer.native.rows import FuseRowsPass
 from orttrainer.native.toolchain import compiled
 from orttrainer.native.weights import FuseWeightGradientsPass
 from orttrainer.native.winograd import FuseWinogradPass
+from orttrainer.scattered import adds_in_turn
 from orttrainer.training_graph import Signature
 
 _ELEMENT_TYPES = {
@@ -161,7 +162,7 @@ def open_phase(
             ScaledGradientPass()(cut)
         tiles, library, first = _tiled(place, cut, through, sizes), None, {}
     if place.allows(FlatScatterPass) and on_cpu:
-        FlatScatterPass()(cut)
+        FlatScatterPass(sizes, adds_in_turn)(cut)
     made = list(written_through(cut.graph, through))
     cut.graph.outputs.extend(value for _, value in made)
     inputs = {value.name for value in cut.graph.inputs}  # an update that does not clip reads no norm

@@ -10,6 +10,8 @@ import torch
 from fidelity import assert_trains_with_and_without
 from torch import nn
 
+from orttrainer import scattered
+from orttrainer.graph.passes.speed import rows as rows_of_tables
 from orttrainer.graph.passes.speed.rows import FlatScatterPass, GatherRowsPass
 
 SCATTER = """
@@ -233,6 +235,75 @@ def test_these_are_added_at_their_places(changed):
     assert "OneHot" not in operators(model) and "ScatterElements" in operators(model)
 
 
+def in_pieces(model, monkeypatch, piece, rows=None):
+    """The operators of a model that is rewritten for so many rows, of which `piece` numbers are added at a time."""
+    monkeypatch.setattr(rows_of_tables, "PIECE", piece)
+    assert FlatScatterPass({} if rows is None else {"N": rows}, lambda: True)(model).modified
+    return [node.op_type for node in model.graph.all_nodes()]
+
+
+@pytest.mark.parametrize("zeros", [True, False])
+@pytest.mark.parametrize(
+    "count, rows, pieces", [("41", None, 1), ("41", None, 4), ("41", None, 7), ("N", 41, 1), ("N", 41, 4)]
+)
+def test_many_rows_are_added_some_at_a_time(count, rows, pieces, zeros, monkeypatch):
+    model = looked_up(rows="150", table="150,64", count=count, zeros=zeros)
+    found = in_pieces(model, monkeypatch, -(-41 // pieces) * 64, rows)
+    assert found.count("ScatterND") == pieces and ("ScatterElements" in found) == (count == "N")
+    for given in [41] if rows is None else [41, 1, 0, 3, 40, 43, 44, 45, 300]:
+        feeds = feeds_for((150, 64), (given,), (given, 64), 5)  # places that repeat, and that count from the back
+        sums = np.zeros((150, 64), np.float32) if zeros else feeds["t"].copy()
+        for place, row in zip(feeds["i"], feeds["u"]):
+            sums[place] += row
+        np.testing.assert_array_equal(run(model, feeds), -sums)  # one after the other: to the last bit
+        if given:
+            feeds["i"][given // 2] = 150
+            with pytest.raises(Exception, match=r"out of data bounds|invalid ind"):
+                run(model, feeds)
+
+
+@pytest.mark.parametrize(
+    "changed, piece",
+    [
+        ({"rows": "20000", "table": "20000,64"}, 64),  # a table that takes longer to copy for each row
+        ({"rows": "150", "table": "150,64"}, 63),  # rows of more numbers than a piece has
+    ],
+)
+def test_what_is_not_added_in_pieces(changed, piece, monkeypatch):
+    monkeypatch.setattr(rows_of_tables, "PIECE", piece)
+    model = looked_up(**changed)
+    assert FlatScatterPass({}, lambda: True)(model).modified
+    assert "ScatterElements" in operators(model) and "ScatterND" not in operators(model)
+
+
+def test_a_table_of_unknown_size_is_not_added_to_in_pieces():
+    model = scatter(("R", 64), (400, 1), (400, 64))
+    assert FlatScatterPass({}, lambda: True)(model).modified
+    assert "ScatterND" not in operators(model)
+
+
+@pytest.mark.parametrize("reduction, dtype", [("mul", "float"), ("max", "float"), ("none", "float"), ("add", "double")])
+def test_other_reductions_and_types_are_not_added_in_pieces(reduction, dtype):
+    model = scatter((5, 64), (400, 1), (400, 64), 0, reduction, dtype)
+    assert FlatScatterPass({}, lambda: True)(model).modified
+    assert "ScatterND" not in operators(model)
+
+
+def test_a_runtime_that_loses_what_is_added_at_one_place_is_found_out(monkeypatch):
+    """So many numbers that ScatterND goes through them with two threads."""
+    assert scattered.adds_in_turn()
+    if torch.get_num_threads() == 1:
+        pytest.skip("one thread loses none")
+    scattered.adds_in_turn.cache_clear()
+    monkeypatch.setattr(scattered, "PIECE", 2**22)
+    assert not scattered.adds_in_turn()
+    scattered.adds_in_turn.cache_clear()
+
+
+def test_pieces_are_far_from_what_several_threads_share():
+    assert 3 * rows_of_tables.PIECE < 200_000
+
+
 class Letters(nn.Module):
     """Few letters, many of them."""
 
@@ -243,6 +314,23 @@ class Letters(nn.Module):
     def forward(self, x):
         letters = (x * 4).long().abs() % 9
         return nn.functional.cross_entropy(self.linear(self.table(letters)).flatten(0, 1), letters.flatten())
+
+
+class Means(Graph):
+    """Over more neighbours than are added at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.edges = torch.randint(0, 4, (2, 3000), generator=torch.Generator().manual_seed(0))
+
+    def forward(self, x):
+        return super().forward(x / 30)
+
+
+@pytest.mark.parametrize("piece", [rows_of_tables.PIECE, 1000 * 16])
+def test_a_graph_of_many_edges_trains_as_in_pytorch_with_and_without(piece, monkeypatch):
+    monkeypatch.setattr(rows_of_tables, "PIECE", piece)
+    assert_trains_with_and_without("FlatScatterPass", Means, [8], replaces=None)
 
 
 def test_a_model_of_letters_trains_as_in_pytorch_with_and_without():

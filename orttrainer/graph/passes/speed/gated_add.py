@@ -65,7 +65,7 @@ class _Gates:
             if known is not None:
                 self._made[key] = op.const(sign * known.reshape(()))
             else:
-                self._made[key] = op.Mul(op.const(sign), op.Reshape(s, [1]))
+                self._made[key] = op.Mul(op.const(sign), op.Reshape(s, [1] * len(shape)))  # see `scalar_rank`
         return self._made[key]
 
 

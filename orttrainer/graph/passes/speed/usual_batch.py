@@ -40,14 +40,7 @@ class UsualBatch:
         """
         if isinstance(x.shape[0], int):
             return usual(self.op)
-        name = self.op.new_name("If")
-        then, otherwise = self._branch(f"{name}/then", usual), self._branch(f"{name}/else", other)
-        attributes = [ir.AttrGraph("then_branch", then), ir.AttrGraph("else_branch", otherwise)]
-        node = ir.Node("", "If", [self._is_usual(x)], attributes, name=name)
-        (y,) = node.outputs
-        y.name, y.type, y.shape = name, x.type, ir.Shape(shape)
-        self.op.graph.append(node)
-        return y
+        return either(self.op, self._is_usual(x), ir.Value(type=x.type, shape=ir.Shape(shape)), usual, other)
 
     def _is_usual(self, x: ir.Value) -> ir.Value:
         """Whether the batch is as large as the one at hand."""
@@ -56,8 +49,21 @@ class UsualBatch:
             self._is_here[name] = self.op.Squeeze(self.op.Equal(self.op.dim(x, 0), int64s(self.size(x))))
         return self._is_here[name]
 
-    def _branch(self, name: str, write: Write) -> ir.Graph:
-        """A graph of one result that reads what is around it."""
-        graph = ir.Graph([], [], nodes=[], opset_imports=self.op.graph.opset_imports, name=name)
-        graph.outputs.append(write(Builder(graph, name)))
-        return graph
+
+def either(op: Builder, condition: ir.Value, like: ir.Value, then: Write, otherwise: Write) -> ir.Value:
+    """An `If`: what one of two write, of the dtype and shape of `like`."""
+    name = op.new_name("If")
+    branches = {"then_branch": _branch(op, f"{name}/then", then), "else_branch": _branch(op, f"{name}/else", otherwise)}
+    attributes = [ir.AttrGraph(key, branch) for key, branch in branches.items()]
+    node = ir.Node("", "If", [condition], attributes, name=name)
+    (y,) = node.outputs
+    y.name, y.type, y.shape = name, like.type, like.shape
+    op.graph.append(node)
+    return y
+
+
+def _branch(op: Builder, name: str, write: Write) -> ir.Graph:
+    """A graph of one result that reads what is around it."""
+    graph = ir.Graph([], [], nodes=[], opset_imports=op.graph.opset_imports, name=name)
+    graph.outputs.append(write(Builder(graph, name)))
+    return graph
