@@ -13,11 +13,18 @@ from orttrainer.differentiate.rules.windows import Window
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.speed import nchwc_weights
 from orttrainer.graph.passes.speed.nchwc import BlockedConvolutionPass
+from orttrainer.graph.passes.speed.nchwc_filtering import TILES as ALL_TILES
 from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN
 from orttrainer.graph.passes.speed.nchwc_weights import BlockedWeightGradientsPass
 
 pytestmark = needs_blocks
 SQUARE = Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1))
+
+
+@pytest.fixture(autouse=True)
+def by_taps(monkeypatch):
+    """No tiles of rows, unless a test asks for them."""
+    monkeypatch.setattr(nchwc_weights, "TILES", ())
 
 
 def rewritten(model, images=None, threads=1):
@@ -81,6 +88,69 @@ def test_rows_of_so_many_pixels_that_images_are_cut_into_bands():
     height, width = node.attributes.get_ints("kernel_shape")
     assert width == 40 and height < 24 and 24 % height == 0
     assert_right(model, operands(x, dy), w, SQUARE)
+
+
+FILTERED = {
+    "3 x 3": ((8, 9), SQUARE),
+    "rows that fill no tile": ((15, 9), SQUARE),
+    "no pads": ((10, 7), Window((3, 3), (1, 1), (1, 1), (0, 0), (0, 0))),
+    "odd pads": ((14, 7), Window((3, 2), (1, 1), (1, 1), (2, 0), (1, 2))),
+    "wide pads": ((8, 8), Window((3, 5), (1, 1), (1, 1), (2, 4), (2, 4))),
+    "strides along the other axis": ((16, 13), Window((3, 3), (1, 2), (1, 1), (1, 1), (1, 1))),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "images", "batch", "tile"),
+    in_turn(
+        FILTERED, IMAGES, {"static": None, "symbolic": "batch"}, {f"F({tile.results}, 3)": tile for tile in ALL_TILES}
+    ),
+)
+def test_by_tiles_of_rows_it_is_that_of_pytorch(case, images, batch, tile, monkeypatch):
+    for name, value in {"TILES": (tile,), "MOVE": 0, "NODE": 0}.items():
+        monkeypatch.setattr(nchwc_weights, name, value)
+    (height, width), window = case
+    x, w = (images, 3 * BLOCK, height, width), (2 * BLOCK, 3 * BLOCK, *window.kernel)
+    model, dy = gradient_of(x, w, window, batch)
+    assert rewritten(model, images)
+    if batch is None and images == 2 * BLOCK:
+        assert len(convolutions(model.graph)) == tile.results + 2
+    assert_right(model, operands(x, dy), w, window)
+
+
+def test_by_tiles_of_rows_it_rounds_little_more(monkeypatch):
+    """Root mean square errors: both are sums of thousands of products in float32."""
+    monkeypatch.setattr(nchwc_weights, "NODE", 0)
+    x, w = (2 * BLOCK, 4 * BLOCK, 32, 32), (4 * BLOCK, 4 * BLOCK, 3, 3)
+    feeds, errors = operands(x, (2 * BLOCK, 4 * BLOCK, 32, 32)), []
+    feeds["x"] = np.maximum(feeds["x"], 0)
+    right = expected(feeds["x"], feeds["dy"], w, SQUARE)
+    for tiles in ((), ALL_TILES):
+        monkeypatch.setattr(nchwc_weights, "TILES", tiles)
+        model, _ = gradient_of(x, w, SQUARE)
+        assert rewritten(model) and (len(convolutions(model.graph)) > 1) == bool(tiles)
+        errors.append(np.sqrt(np.mean((run(model, feeds) - right) ** 2)))
+    assert errors[1] < 3 * errors[0]
+
+
+OF_TILES = {  # images, channels, side, threads, stride: whether tiles of rows pay
+    "much to multiply": (32, 128, 8, 2, 1, True),
+    "more to move": (32, 32, 32, 2, 1, False),
+    "strides": (32, 128, 16, 2, 2, False),
+    "rows of results that threads cannot share": (32, 64, 16, 3, 1, False),
+}
+
+
+@pytest.mark.parametrize(("images", "channels", "side", "threads", "stride", "pays"), OF_TILES.values(), ids=OF_TILES)
+def test_tiles_of_rows_where_they_pay(images, channels, side, threads, stride, pays, monkeypatch):
+    monkeypatch.setattr(nchwc_weights, "TILES", ALL_TILES)
+    channels = channels * BLOCK // 16
+    window = Window((3, 3), (stride, stride), (1, 1), (1, 1), (1, 1))
+    model, _ = gradient_of((images, channels, side, side), (channels, channels, 3, 3), window, "batch")
+    pass_ = BlockedWeightGradientsPass(BLOCK, threads, {"batch": images})
+    assert pass_(model).modified
+    (chosen,) = [node for node in model.graph if node.op_type == "If"]
+    assert (len(convolutions(chosen.attributes["then_branch"].as_graph())) > 1) == pays
 
 
 @pytest.mark.parametrize("window", [SQUARE, WINDOWS["strides that leave pixels unread"][1]], ids=["3 x 3", "strides"])
@@ -170,9 +240,13 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("name", usual(VARIANTS, "as it is", "larger images", "values made again", "no other blocks"))
-def test_a_residual_network_trains_as_in_pytorch(name, monkeypatch):
+@pytest.mark.parametrize("tiles", [False, True], ids=["by taps", "by tiles of rows"])
+def test_a_residual_network_trains_as_in_pytorch(name, tiles, monkeypatch):
     monkeypatch.setattr(blocked, "_unfolds_as_fast", lambda: False)
     monkeypatch.setattr(nchwc_weights, "SHARES", 0)
+    if tiles:
+        for key, value in {"TILES": ALL_TILES, "MOVE": 0, "NODE": 0}.items():
+            monkeypatch.setattr(nchwc_weights, key, value)
     opened = sessions_opened(monkeypatch)
     assert_trained(*trained(**{"batches": (BLOCK, BLOCK, BLOCK - 1, BLOCK), **VARIANTS[name]}))
     inner = [node for model in opened for chosen in model.graph.node for a in chosen.attribute for node in a.g.node]

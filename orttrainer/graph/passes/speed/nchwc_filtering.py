@@ -39,9 +39,9 @@ class Tile:
     @cached_property
     def of_numbers(self) -> np.ndarray:
         """D [points, numbers read]."""
-        return np.linalg.inv(self._powers(self.reads)).T
+        return np.linalg.inv(self.powers(self.reads)).T
 
-    def _powers(self, count: int) -> np.ndarray:
+    def powers(self, count: int) -> np.ndarray:
         """The first powers of each point; of infinity the last of them alone."""
         finite = np.power.outer(np.array(self._points), np.arange(count))
         return np.vstack([finite, np.eye(count)[-1]])
@@ -167,7 +167,7 @@ class _Filtering:
         )
         parts = []
         for i in range(self.tile.results):  # Sum of p^i times the values at p, and (-p)^i times those at -p
-            part = self._sum({v: p**i for p, v in zip(pairs, differences if i % 2 else sums)})
+            part = summed(op, {v: p**i for p, v in zip(pairs, differences if i % 2 else sums)})
             at_end = {0: 0, self.tile.results - 1: self.tile.reads - 1}.get(i)  # values at 0 and at infinity
             parts.append(part if at_end is None else self._product(at_end, part))
         whole = self._joined(parts)
@@ -192,21 +192,8 @@ class _Filtering:
         return product
 
     def _images(self, point: int) -> ir.Value:
-        """What a row of each tile, or column, is of the images at a point: a depthwise convolution with a stride."""
-        axis, factors = self.axis, self.tile.of_numbers[point]
-        begin = ints(self.node, "pads", 0, 4)[axis]
-        read = [k for k, factor in enumerate(factors) if abs(factor) > 1e-9]
-        first = min(read[0], begin)
-        step = math.gcd(*(k - first for k in read))
-        taps = factors[first : read[-1] + 1 : step]
-        size, left = self.x.shape[2 + axis], begin - first
-        reach = (self.tiles - 1) * self.tile.results + read[-1] - first + 1  # along the axis, of all tiles
-        channels = self.x.shape[1]
-        images = self._depthwise(
-            self.x, channels, taps, strides=self.tile.results, dilations=step, pads=(left, max(0, reach - left - size))
-        )
-        images.shape = ir.Shape(_replaced(self.x.shape.dims, 2 + axis, self.tiles))
-        return images
+        begin = ints(self.node, "pads", 0, 4)[self.axis]
+        return at_point(self.op, self.x, self.tile, point, self.tiles, self.block, begin, self.axis)
 
     @cached_property
     def _weights(self) -> list[ir.Value]:
@@ -217,43 +204,11 @@ class _Filtering:
         first, middle, last = (op.Gather(lines, np.array(tap), axis=1) for tap in range(TAPS))
         found = [first]
         for p in self.tile.pairs:
-            even, odd = op.Add(first, self._times(last, p * p)), self._times(middle, p)
+            even, odd = op.Add(first, times(op, last, p * p)), times(op, middle, p)
             found += [op.Add(even, odd), op.Sub(even, odd)]
         return [
             op.Reshape(value, int64s(outputs, channels, *_replaced(kernel, self.axis, 1))) for value in [*found, last]
         ]
-
-    def _depthwise(
-        self, x: ir.Value, channels: int, taps: Sequence[float], strides: int = 1, dilations: int = 1,
-        pads: tuple[int, int] = (0, 0),
-    ) -> ir.Value:  # fmt: skip
-        """Each channel of x by the same taps along the axis."""
-        kernel = self._along(len(taps), 1)
-        in_blocks = np.tile(np.array(taps, np.float32)[:, None], (channels // self.block, 1, self.block))
-        return self.op.node(
-            "Conv", x, self.op.const(in_blocks.reshape(channels, 1, *kernel)), domain=DOMAIN, like=x, group=channels,
-            kernel_shape=kernel, strides=self._along(strides, 1), dilations=self._along(dilations, 1),
-            pads=[*self._along(pads[0], 0), *self._along(pads[1], 0)],
-        )  # fmt: skip
-
-    def _along(self, value: int, other: int) -> list[int]:
-        """`value` for the axis, and `other` for the other one."""
-        return [value, other] if self.axis == 0 else [other, value]
-
-    def _sum(self, factors: Mapping[ir.Value, float]) -> ir.Value:
-        """The sum of tensors, each times a factor."""
-        (first, factor), *rest = factors.items()
-        total = self._times(first, factor)
-        for x, factor in rest:
-            if factor == 1:
-                total = self.op.node("Add", total, x, like=x)
-            else:
-                by_channel = self.op.const(np.full((x.shape[1], 1, 1, 1), factor, np.float32))
-                total = scaled(self.op, x, by_channel, added=total)
-        return total
-
-    def _times(self, x: ir.Value, factor: float) -> ir.Value:
-        return x if factor == 1 else self.op.node("Mul", x, self.op.const(np.float32(factor)), like=x)
 
     def _joined(self, parts: Sequence[ir.Value]) -> ir.Value:
         """The rows of all tiles, or columns, side by side, without those that reach beyond the image."""
@@ -264,9 +219,69 @@ class _Filtering:
         whole = op.Reshape(lines, int64s(-1, *padded[1:]))
         whole.shape = ir.Shape(padded)
         if padded[2 + axis] > size:  # Slice would use one thread
-            whole = self._depthwise(whole, whole.shape[1], [1, 0], dilations=padded[2 + axis] - size)
+            whole = depthwise(op, whole, [1, 0], self.block, axis, dilations=padded[2 + axis] - size)
             whole.shape = self.y.shape
         return whole
+
+
+def summed(op: Builder, factors: Mapping[ir.Value, float]) -> ir.Value:
+    """The sum of tensors in blocks, each times a factor."""
+    (first, factor), *rest = factors.items()
+    total = times(op, first, factor)
+    for x, factor in rest:
+        if factor == 1:
+            total = op.node("Add", total, x, like=x)
+        else:
+            by_channel = op.const(np.full((x.shape[1], 1, 1, 1), factor, np.float32))
+            total = scaled(op, x, by_channel, added=total)
+    return total
+
+
+def times(op: Builder, x: ir.Value, factor: float) -> ir.Value:
+    return x if factor == 1 else op.node("Mul", x, op.const(np.float32(factor)), like=x)
+
+
+def at_point(
+    op: Builder, x: ir.Value, tile: Tile, point: int, tiles: int, block: int, begin: int, axis: int = 0,
+    across: tuple[int, int] = (0, 0),
+) -> ir.Value:  # fmt: skip
+    """What a row of each tile, or a column, is of images at a point: a depthwise convolution with a stride.
+
+    Args:
+        begin: pads before the images, along the axis.
+        across: zeros to put at both ends of the other one.
+    """
+    factors = tile.of_numbers[point]
+    read = [k for k, factor in enumerate(factors) if abs(factor) > 1e-9]
+    first = min(read[0], begin)
+    step = math.gcd(*(k - first for k in read))
+    reach = (tiles - 1) * tile.results + read[-1] - first + 1  # along the axis, of all tiles
+    left = begin - first
+    pads = left, max(0, reach - left - x.shape[2 + axis])
+    images = depthwise(
+        op, x, factors[first : read[-1] + 1 : step], block, axis, tile.results, step, pads=pads, across=across
+    )
+    sizes = _replaced(x.shape.dims, 2 + axis, tiles)
+    images.shape = ir.Shape(_replaced(sizes, 3 - axis, sizes[3 - axis] + sum(across)))
+    return images
+
+
+def depthwise(
+    op: Builder, x: ir.Value, taps: Sequence[float], block: int, axis: int = 0, strides: int = 1, dilations: int = 1,
+    pads: tuple[int, int] = (0, 0), across: tuple[int, int] = (0, 0),
+) -> ir.Value:  # fmt: skip
+    """Each channel of x by the same taps along an axis; its shape is to be told."""
+
+    def along(value: int, other: int) -> list[int]:
+        return [value, other] if axis == 0 else [other, value]
+
+    kernel, channels = along(len(taps), 1), x.shape[1]
+    in_blocks = np.tile(np.array(taps, np.float32)[:, None], (channels // block, 1, block))
+    return op.node(
+        "Conv", x, op.const(in_blocks.reshape(channels, 1, *kernel)), domain=DOMAIN, like=x, group=channels,
+        kernel_shape=kernel, strides=along(strides, 1), dilations=along(dilations, 1),
+        pads=[*along(pads[0], across[0]), *along(pads[1], across[1])],
+    )  # fmt: skip
 
 
 def _replaced(sizes: Sequence, place: int, size: int) -> list:

@@ -26,8 +26,7 @@ class UsualBatch:
 
     def size(self, x: ir.Value) -> int | None:
         """How many images `x` has; None where that is not known."""
-        batch = x.shape[0]
-        return batch if isinstance(batch, int) else self.sizes.get(batch.value)
+        return batch_at_hand(x, self.sizes)
 
     def either(self, x: ir.Value, shape: Sequence, usual: Write, other: Write) -> ir.Value:
         """What `usual` writes; where the batch of `x` may have another size as well, an `If` with what `other` writes for it.
@@ -48,6 +47,12 @@ class UsualBatch:
         if name not in self._is_here:
             self._is_here[name] = self.op.Squeeze(self.op.Equal(self.op.dim(x, 0), int64s(self.size(x))))
         return self._is_here[name]
+
+
+def batch_at_hand(x: ir.Value, sizes: Mapping[str, int]) -> int | None:
+    """How many images `x` has in the batch at hand; None where that is not known."""
+    batch = x.shape[0]
+    return batch if isinstance(batch, int) else sizes.get(batch.value)
 
 
 def either(op: Builder, condition: ir.Value, like: ir.Value, then: Write, otherwise: Write) -> ir.Value:
