@@ -26,6 +26,7 @@ from orttrainer.gated import gate_sums
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.divisors import DIVISION_BY_ZERO
 from orttrainer.graph.passes.half_kernels import EmulateHalfPass, has_cpu_kernel, has_cuda_kernel
+from orttrainer.graph.passes.long_sums import LongSumsPass
 from orttrainer.graph.passes.speed import nchwc_nodes
 from orttrainer.graph.passes.speed.gated_add import GatedAddPass
 from orttrainer.graph.passes.speed.late_norm import let_norm_be_late
@@ -47,6 +48,7 @@ from orttrainer.graph.passes.speed.sparse_update import (
 )
 from orttrainer.graph.passes.speed.tiles import TileUpdatesPass
 from orttrainer.graph.passes.speed.turned import TurnConvolutionPass
+from orttrainer.graph.passes.speed.usual_batch import sizes_at_hand
 from orttrainer.native.fuse import LEAST_SQUARED, FusePointwisePass
 from orttrainer.native.loops import FuseLoopsPass
 from orttrainer.native.pools import FusePoolGradientsPass
@@ -134,7 +136,7 @@ def open_phase(
     if rows and place.allows(SparseUpdatePass):
         SparseUpdatePass(rows)(cut)
     through = {name: output for name, output in (updates or {}).items() if name in overwritten}
-    sizes = _sizes(cut.graph, shapes or {})
+    sizes = sizes_at_hand(cut.graph, shapes or {})
     stay = part in ("train", "backward") and place.allows(StayInBlocksPass)
     blocked, kernels = False, _gradients_of_windows(place, cut) if place.native else []
     on_cpu = list(place.providers) == ["CPUExecutionProvider"]
@@ -163,6 +165,8 @@ def open_phase(
         tiles, library, first = _tiled(place, cut, through, sizes), None, {}
     if place.allows(FlatScatterPass) and on_cpu:
         FlatScatterPass(sizes, adds_in_turn)(cut)
+    if on_cpu:
+        LongSumsPass(sizes)(cut)
     made = list(written_through(cut.graph, through))
     cut.graph.outputs.extend(value for _, value in made)
     inputs = {value.name for value in cut.graph.inputs}  # an update that does not clip reads no norm
@@ -186,13 +190,6 @@ def open_phase(
     common.RemoveUnusedNodesPass()(cut)  # ONNX Runtime runs what nobody reads
     session = _open_session(cut, place.providers, place.configure, part, blocked, library)
     return Phase(session, place.device, free, fetches, bound_in, bound_out, copies)
-
-
-def _sizes(graph: ir.Graph, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """The symbolic dimensions of the graph's inputs, for a batch of these shapes."""
-    inputs = [value for value in graph.inputs if value.name in shapes and value.shape is not None]
-    pairs = [pair for value in inputs for pair in zip(value.shape.dims, shapes[value.name])]
-    return {dim.value: size for dim, size in pairs if isinstance(dim, ir.SymbolicDim) and dim.value is not None}
 
 
 def _gradients_of_windows(place: Place, cut: ir.Model) -> list:

@@ -27,11 +27,13 @@ from orttrainer.errors import ExportMismatchError
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.axes import AllAxesPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
+from orttrainer.graph.passes.long_sums import LongSumsPass
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogSoftmaxNllPass
 from orttrainer.graph.passes.matmul import VectorMatMulPass
 from orttrainer.graph.passes.random import MutePass
 from orttrainer.graph.passes.scatter import ScatterReductionPass
 from orttrainer.graph.passes.speed.input_shapes import InputShapesPass
+from orttrainer.graph.passes.speed.usual_batch import sizes_at_hand
 
 if TYPE_CHECKING:
     from orttrainer.export import ForwardGraph
@@ -44,6 +46,7 @@ TOLERANCE = 1e-3
 _FLIP, _MOVES = 5e-2, 8
 _ROUNDING = 2.0**-20  # what float32 sums of some depth are off by: a few units in the last place
 _PIECE = 2**20  # elements
+_AT_ONCE = 2**8  # numbers in a sum
 
 
 def check_gradients(
@@ -117,6 +120,7 @@ def gradient_errors(
     if not outputs:
         return errors
     graph.outputs[:] = list(outputs.values())
+    sizes = sizes_at_hand(graph, {name: array.shape for name, array in feeds.items()})
     for rewrite in (
         ExpandSoftmaxCrossEntropyPass(),  # as it trains: the logits may be the largest tensor, and are there fewer times
         RemoveGradientMarksPass(),
@@ -124,6 +128,7 @@ def gradient_errors(
         common.RemoveUnusedNodesPass(),
         AllAxesPass(),
         ScatterReductionPass(),
+        LongSumsPass(sizes, at_once=_AT_ONCE),  # else what is left of many numbers is less exact than PyTorch's
         InputShapesPass(),  # else results stay to the end that nobody reads
     ):
         rewrite(model)

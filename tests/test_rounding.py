@@ -92,3 +92,24 @@ def test_a_forward_that_rounding_decides_is_exported():
     assert abs(single - double) > 1e-3 * abs(double)  # else this tests nothing
     description = ModelDescription([IODescription("x", ["batch", 3])], [IODescription("loss", [])])
     export_module(Normalized(), None, description, [x])
+
+
+class Alike(nn.Module):
+    """A bias whose gradient is the difference of two sums, each of many equal numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(1, 1, 1))
+
+    def forward(self, x):
+        halves = (self.bias + x).tanh().mean((1, 2, 3)).chunk(2)
+        return halves[0].sum() * 1.01 - halves[1].sum() + 1
+
+
+def test_the_gradient_of_pixels_that_are_alike_is_not_refused_for_how_it_is_summed():
+    batch = [torch.zeros(8, 1, 256, 256)]
+    description = ModelDescription([IODescription("x", ["batch", 1, 256, 256])], [IODescription("loss", [])])
+    forward = export_module(Alike(), None, description, batch)
+    expected = observe_gradients(Alike(), None, description, batch)
+    (error,) = verify.gradient_errors(forward, expected, batch).values()
+    assert error < 1e-4

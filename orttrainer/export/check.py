@@ -32,6 +32,7 @@ from orttrainer.export.sizes import all_resized, resized
 from orttrainer.export.untouched import unchanged
 from orttrainer.graph.passes.divisors import NonzeroDivisorsPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
+from orttrainer.graph.passes.long_sums import LongSumsPass
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass
 from orttrainer.graph.passes.random import MutePass
 from orttrainer.graph.passes.speed.einsum import EinsumProductPass
@@ -386,6 +387,7 @@ def _runner(forward):
         ExpandSoftmaxCrossEntropyPass(),  # as it trains: the operator takes two more tensors of the size of the logits
         EinsumProductPass(),  # as it trains: the operator ends the process where a tensor is empty
         NonzeroDivisorsPass(),
+        LongSumsPass(),  # as it trains, and else the sums are less exact than PyTorch's
     )
     for rewrite in rewrites:
         rewrite(model)

@@ -49,6 +49,13 @@ class UsualBatch:
         return self._is_here[name]
 
 
+def sizes_at_hand(graph: ir.Graph, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """The symbolic dimensions of the graph's inputs, for a batch of these shapes."""
+    inputs = [value for value in graph.inputs if value.name in shapes and value.shape is not None]
+    pairs = [pair for value in inputs for pair in zip(value.shape.dims, shapes[value.name])]
+    return {dim.value: size for dim, size in pairs if isinstance(dim, ir.SymbolicDim) and dim.value is not None}
+
+
 def batch_at_hand(x: ir.Value, sizes: Mapping[str, int]) -> int | None:
     """How many images `x` has in the batch at hand; None where that is not known."""
     batch = x.shape[0]
