@@ -28,6 +28,7 @@ from orttrainer.graph.passes.divisors import DIVISION_BY_ZERO
 from orttrainer.graph.passes.half_kernels import EmulateHalfPass, has_cpu_kernel, has_cuda_kernel
 from orttrainer.graph.passes.long_sums import LongSumsPass
 from orttrainer.graph.passes.speed import nchwc_nodes
+from orttrainer.graph.passes.speed.crops import CropIntoPadsPass
 from orttrainer.graph.passes.speed.gated_add import GatedAddPass
 from orttrainer.graph.passes.speed.late_norm import let_norm_be_late
 from orttrainer.graph.passes.speed.nchwc import BlockedConvolutionPass
@@ -140,6 +141,8 @@ def open_phase(
     stay = part in ("train", "backward") and place.allows(StayInBlocksPass)
     blocked, kernels = False, _gradients_of_windows(place, cut) if place.native else []
     on_cpu = list(place.providers) == ["CPUExecutionProvider"]
+    if place.allows(CropIntoPadsPass) and on_cpu:
+        CropIntoPadsPass("ConvTranspose")(cut)
     if place.allows(SmallImagesPass) and on_cpu:
         SmallImagesPass(sizes)(cut)
     if place.allows(SeparatePoolGradientsPass) and place.allows(BlockedConvolutionPass):

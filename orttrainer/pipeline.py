@@ -20,6 +20,7 @@ from orttrainer.graph.passes.scatter import ScatterIntoSumPass, ScatterReduction
 from orttrainer.graph.passes.speed.attention import AddMaskPass, SoftmaxGradientPass
 from orttrainer.graph.passes.speed.broadcasts import BroadcastPass
 from orttrainer.graph.passes.speed.column_sums import ColumnSumsPass
+from orttrainer.graph.passes.speed.crops import CropIntoPadsPass
 from orttrainer.graph.passes.speed.einsum import EinsumProductPass, SumOfProductsPass
 from orttrainer.graph.passes.speed.fourier import FourierProductPass
 from orttrainer.graph.passes.speed.gated_add import GatedAddPass
@@ -62,6 +63,7 @@ SPEED_PASSES = (
     ScaleSmallOperandPass,
     TransposeSmallOperandPass,
     FuseLogSoftmaxNllPass,
+    CropIntoPadsPass,  # and once more, of the sessions on a CPU
     OneAxisPass,
     FourierProductPass,
     EinsumProductPass,
@@ -126,6 +128,7 @@ def before_gradients(
         VectorMatMulPass(),
         FuseLogSoftmaxNllPass(),
         *half,
+        CropIntoPadsPass("Conv"),
         OneAxisPass(),
         FourierProductPass(),
         EinsumProductPass(),
@@ -164,7 +167,18 @@ def after_update(
         TransposedProductPass(),
         JoinPadsPass(),
         BroadcastPass(),
-        *([ColumnSumsPass(), ThresholdPass(), SoftmaxAcrossPass(), PReluPass(), SoftplusPass()] if on_cpu else []),
+        *(
+            [
+                CropIntoPadsPass("ConvTranspose"),
+                ColumnSumsPass(),
+                ThresholdPass(),
+                SoftmaxAcrossPass(),
+                PReluPass(),
+                SoftplusPass(),
+            ]
+            if on_cpu
+            else []
+        ),
         GatherRowsPass(),
         *_CLEAN,
         AllAxesPass(),

@@ -70,6 +70,7 @@ CONVOLUTIONS = {
     "pads": {"pads": [1, 0, 2, 1]},
     "strides": {"strides": [2, 1], "pads": [1, 1, 1, 1]},
     "dilations": {"dilations": [1, 2], "pads": [1, 2, 1, 2]},
+    "wide dilations": {"dilations": [1, 12], "pads": [1, 24, 1, 0]},
     "SAME_UPPER": {"auto_pad": "SAME_UPPER", "strides": [2, 2]},
     "VALID": {"auto_pad": "VALID"},
 }

@@ -39,6 +39,7 @@ ATTRIBUTES = {
     "plain": {},
     "uneven pads": {"pads": [2, 0, 1, 1]},
     "dilations": {"dilations": [1, 3], "pads": [1, 2, 0, 3]},
+    "wide dilations": {"dilations": [9, 1], "pads": [9, 0, 9, 0]},
     "a given kernel": {"kernel_shape": [3, 2]},
 }
 
@@ -61,7 +62,7 @@ OTHERS = {
     "one tap": ("Conv", 12, 3, {"kernel": (1, 1)}),
     "one axis": ("Conv", 12, 3, {"kernel": (3,)}),
     "a gradient as kernel": ("Conv", 12, 3, {"kernel": (16, 16), "pads": [9, 9, 9, 9]}),
-    "wide dilations": ("Conv", 12, 3, {"dilations": [9, 1], "pads": [9, 0, 9, 0]}),
+    "a wide gradient as kernel": ("Conv", 12, 3, {"kernel": (4, 3), "dilations": [9, 1], "pads": [18, 0, 18, 0]}),
     "groups": ("Conv", 12, 2, {"group": 2}),
     "strides": ("Conv", 12, 3, {"strides": [1, 2]}),
     "pads beyond the kernel": ("Conv", 12, 3, {"pads": [0, 2, 0, 0]}),

@@ -9,6 +9,7 @@ that runs it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -23,8 +24,9 @@ from orttrainer.graph.passes.speed.weight_gradients import WeightGradient
 
 FEWEST_POSITIONS = 128  # of all images together; below, the weights take as long to bring into blocks as is saved
 USUAL_SIZE = 8  # of an axis that is only known at run time
-LARGEST_KERNEL = 121  # taps; a larger one, or a wider dilation, belongs to the gradient of a convolution by its kernel
-WIDEST_DILATION = 8
+LARGEST_KERNEL = 121  # taps; a larger one belongs to the gradient of a convolution by its kernel
+WIDEST_DILATION = 8  # of such a kernel; a wider one is a layer's where its taps are few
+FEW_TAPS = 9
 WIDE_STEM = 64  # weights of an output channel from which few input channels are worth it
 FILLED = 0.75  # of the blocks of a result, from which on the products with zeros cost less than is saved
 CHANNELS_AT_ONCE = 4  # that ONNX Runtime brings into blocks: their number is a multiple
@@ -256,16 +258,21 @@ def _is_plain(node: ir.Node) -> bool:
     """
     if node.domain != "" or node.op_type not in ("Conv", "ConvTranspose"):
         return False
-    if max(ints(node, "dilations", 1)) > WIDEST_DILATION:
-        return False
     x, w, y = *node.inputs[:2], node.outputs[0]
     weights = static_dims(w)
     if x.dtype != ir.DataType.FLOAT or weights is None or len(weights) != 4 or any(v.shape is None for v in (x, y)):
         return False
-    if not all(isinstance(v.shape[1], int) for v in (x, y)) or not 1 < weights[2] * weights[3] <= LARGEST_KERNEL:
+    if not all(isinstance(v.shape[1], int) for v in (x, y)) or not slides_weights(node):
         return False
     worth_it = has_many_positions(y) or is_depthwise(node)  # whose weights are few
     return worth_it and not (node.op_type == "ConvTranspose" and strided(node))
+
+
+def slides_weights(node: ir.Node) -> bool:
+    """Whether a convolution in two axes has taps as layers have, not those of a gradient by the weights."""
+    taps = math.prod(static_dims(node.inputs[1])[2:])
+    wide = max(ints(node, "dilations", 1)) > WIDEST_DILATION
+    return 1 < taps <= (FEW_TAPS if wide else LARGEST_KERNEL)
 
 
 def channels_of(node: ir.Node) -> tuple[int, int]:

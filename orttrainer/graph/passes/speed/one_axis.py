@@ -25,8 +25,7 @@ class OneAxisPass(ir.passes.InPlacePass):
 
     All that is known of images is for these then: blocks of channels, the forms of the gradients, products of the pixels of
     all images. What lies between two such convolutions, BatchNormalization, pooling and elementwise operators, works on
-    images of one row too, so that nothing stands between. Of float32, without dilations, whose weight gradient has a
-    form of its own. For a graph that is to be differentiated.
+    images of one row too, so that nothing stands between. Of float32. For a graph that is to be differentiated.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -107,6 +106,4 @@ def _is_convolution(node: ir.Node) -> bool:
     if node.op_type not in CONVOLUTIONS or node.domain or "output_shape" in node.attributes:
         return False
     values = (*node.inputs[:2], node.outputs[0])
-    if any(v.shape is None or len(v.shape) != 3 for v in values) or values[0].dtype != ir.DataType.FLOAT:
-        return False
-    return max(node.attributes.get_ints("dilations", (1,))) == 1
+    return all(v.shape is not None and len(v.shape) == 3 for v in values) and values[0].dtype == ir.DataType.FLOAT

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder, static_dims
-from orttrainer.graph.passes.speed.nchwc import LARGEST_KERNEL, WIDEST_DILATION, channels_of, strided, turned_pads
+from orttrainer.graph.passes.speed.nchwc import channels_of, slides_weights, strided, turned_pads
 from orttrainer.graph.passes.speed.nchwc_nodes import ints
 
 FEWER = 4  # times, from which on folding in one thread beats unfolding in all
@@ -48,7 +48,7 @@ def _pays(node: ir.Node) -> bool:
     weights = static_dims(node.inputs[1])
     if weights is None or len(weights) != 4 or node.inputs[1].dtype != ir.DataType.FLOAT:
         return False
-    if not 1 < weights[2] * weights[3] <= LARGEST_KERNEL or max(ints(node, "dilations", 1)) > WIDEST_DILATION:
+    if not slides_weights(node):
         return False
     channels, out = channels_of(node)
     fewer = channels < out if node.op_type == "ConvTranspose" else FEWER * out <= channels

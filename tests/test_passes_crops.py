@@ -1,0 +1,135 @@
+"""What is cut off the images of a convolution is none that it makes: the same numbers, and causal ones train as in PyTorch."""
+
+import copy
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from onnx import helper
+from test_passes_nchwc import model_of, operators, results
+from torch import nn
+from torch.nn import functional as F
+
+from orttrainer import IODescription, ModelDescription
+from orttrainer.differentiate.prepare import prepare
+from orttrainer.engine import Engine
+from orttrainer.graph.passes.speed.crops import CropIntoPadsPass
+from orttrainer.settings import OptimizerChoice, Settings
+
+END = 2**63 - 1
+
+
+def cropped(op_type, w, attributes, starts, ends, axes, steps=None, x=(2, 3, 9, 11)):
+    """A Slice of a convolution of x [2, 3, 9, 11], and how large its inputs are."""
+    numbers = {"starts": starts, "ends": ends, "axes": axes} | ({} if steps is None else {"steps": steps})
+    constants = [
+        helper.make_node("Constant", [], [name], value_ints=list(values)) for name, values in numbers.items() if values
+    ]
+    nodes = [
+        helper.make_node(op_type, ["x", "w"], ["whole"], **attributes),
+        *constants,
+        helper.make_node("Slice", ["whole", *(name if values else "" for name, values in numbers.items())], ["y"]),
+    ]
+    sizes = {"x": x, "w": w}
+    return model_of(nodes, {"x": ("n", x[1], *x[2:]), "w": w}, ["y"]), sizes
+
+
+def rewritten(model, op_type):
+    found = prepare(ir.from_proto(model))
+    return found, CropIntoPadsPass(op_type)(found).modified
+
+
+UP, DOWN = (3, 4, 3, 3), (4, 3, 3, 3)
+CROPS = {
+    "before": ("ConvTranspose", UP, {}, [2], [END], [2]),
+    "behind": ("ConvTranspose", UP, {}, [0], [-2], [3]),
+    "along both axes": ("ConvTranspose", UP, {"dilations": [2, 1]}, [4, 1], [END, -1], [2, 3]),
+    "axes from the last": ("ConvTranspose", UP, {}, [1, 2], [-1, END], [-2, -1]),
+    "up to a place": ("ConvTranspose", UP, {}, [1], [10], [2]),
+    "all axes": ("ConvTranspose", UP, {}, [0, 0, 1, 0], [END, END, END, -1], []),
+    "some pads": ("ConvTranspose", UP, {"pads": [1, 0, 0, 1]}, [1], [END], [2]),
+    "strides": ("ConvTranspose", UP, {"strides": [2, 3], "output_padding": [1, 2]}, [1, 2], [END, -1], [2, 3]),
+    "groups": ("ConvTranspose", (3, 1, 3, 3), {"group": 3}, [2], [END], [2]),
+    "of a Conv": ("Conv", DOWN, {"pads": [2, 2, 2, 2]}, [0, 0], [-2, -2], [2, 3]),
+    "of a Conv, before": ("Conv", DOWN, {"pads": [2, 2, 0, 0], "dilations": [2, 2]}, [1], [END], [3]),
+}
+
+
+@pytest.mark.parametrize("name", CROPS)
+def test_what_is_cut_is_not_made(name):
+    op_type = CROPS[name][0]
+    model, sizes = cropped(*CROPS[name])
+    after, modified = rewritten(model, op_type)
+    assert modified and ("", "Slice") not in operators(after)
+    rng = np.random.default_rng(0)
+    feeds = {key: rng.standard_normal(size, np.float32) for key, size in sizes.items()}
+    (expected,), (found,) = results(model, feeds), results(after, feeds)
+    assert found.shape == expected.shape
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+OTHERS = {
+    "with steps": ("ConvTranspose", UP, {}, [0], [END], [2], [2]),
+    "backwards": ("ConvTranspose", UP, {}, [-1], [-END], [2], [-1]),
+    "from the end": ("ConvTranspose", UP, {}, [-3], [END], [2]),
+    "images": ("ConvTranspose", UP, {}, [1], [END], [0]),
+    "channels": ("ConvTranspose", UP, {}, [0], [2], [1]),
+    "of a size that it has": ("ConvTranspose", UP, {"output_shape": [11, 13]}, [1], [END], [2]),
+    "more than its pads": ("Conv", DOWN, {"pads": [1, 1, 1, 1]}, [0], [-2], [2]),
+    "where it has strides": ("Conv", DOWN, {"pads": [1, 1, 1, 1], "strides": [2, 1]}, [0], [-1], [2]),
+    "with pads as they are needed": ("Conv", DOWN, {"auto_pad": "SAME_UPPER"}, [0], [-1], [2]),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_slices_stay(name):
+    model, _ = cropped(*OTHERS[name])
+    after, modified = rewritten(model, OTHERS[name][0])
+    assert not modified and ("", "Slice") in operators(after)
+
+
+@pytest.mark.parametrize("op_type", ["Conv", "ConvTranspose"])
+def test_images_that_another_reads_whole_are_made(op_type):
+    model, _ = cropped(op_type, DOWN if op_type == "Conv" else UP, {"pads": [1, 1, 1, 1]}, [1], [END], [2])
+    model.graph.output.append(helper.make_empty_tensor_value_info("whole"))
+    assert not rewritten(model, op_type)[1]
+
+
+class Causal(nn.Module):
+    """Signals [n, 4, 40] -> [n]: each place sees those before it, by zeros in front, or by an end that is cut off."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Conv1d(4, 16, 3), nn.Conv1d(16, 16, 2, padding=4, dilation=4)
+        self.third, self.head = nn.Conv1d(16, 16, 3, dilation=12), nn.Linear(16, 1)
+
+    def forward(self, x):
+        x = torch.tanh(self.first(F.pad(x, (2, 0))))
+        x = x + torch.tanh(self.second(x)[:, :, :-4])
+        x = x + torch.tanh(self.third(F.pad(x, (24, 0))))
+        return self.head(x[:, :, -1]).squeeze(1)
+
+
+@pytest.mark.parametrize("settings", [{}, {"disabled_passes": ("CropIntoPadsPass",)}, {"native_kernels": True}])
+@pytest.mark.parametrize("size", [6, "n"])
+def test_causal_convolutions_train_as_in_pytorch(size, settings):
+    module = Causal()
+    reference = copy.deepcopy(module)
+    inputs = [IODescription("x", [size, 4, 40], torch.float32), IODescription("label", [size], torch.float32)]
+    outputs = [IODescription("loss", [], torch.float32), IODescription("found", [size], torch.float32)]
+    choice = OptimizerChoice("SGDOptimizer", clip=False)
+    engine = Engine(module, F.mse_loss, ModelDescription(inputs, outputs), choice, Settings(**settings))
+    optimizer = torch.optim.SGD(reference.parameters(), 0.05)
+    for step in range(4):
+        rows = 6 if size == 6 else 6 - step % 2
+        x, label = torch.randn(rows, 4, 40), torch.randn(rows)
+        expected = F.mse_loss(reference(x), label)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        found = engine.train_step({"x": x, "label": label}, 0.05)[0][0]
+        torch.testing.assert_close(found.reshape(()), expected.detach(), rtol=1e-5, atol=1e-6)
+    for name, value in reference.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name], value, rtol=1e-4, atol=1e-5)
