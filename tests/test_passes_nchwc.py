@@ -108,6 +108,8 @@ UNFILLED = {  # channels of x and of y
     "some room in the last block": (BLOCK, 2 * BLOCK - QUARTER),
     "room in the only block": (2 * BLOCK, BLOCK - QUARTER),
     "few channels": (BLOCK - QUARTER, BLOCK),
+    "room in what is read": (2 * BLOCK - 4, BLOCK),
+    "room in both": (2 * BLOCK - 4, 2 * BLOCK - 4),
 }
 
 

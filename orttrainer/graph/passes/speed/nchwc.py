@@ -28,7 +28,7 @@ LARGEST_KERNEL = 121  # taps; a larger one belongs to the gradient of a convolut
 WIDEST_DILATION = 8  # of such a kernel; a wider one is a layer's where its taps are few
 FEW_TAPS = 9
 WIDE_STEM = 64  # weights of an output channel from which few input channels are worth it
-FILLED = 0.75  # of the blocks of a result, from which on the products with zeros cost less than is saved
+FILLED = 0.55  # of the products in blocks, from which on those with zeros cost less than is saved
 CHANNELS_AT_ONCE = 4  # that ONNX Runtime brings into blocks: their number is a multiple
 
 
@@ -39,9 +39,9 @@ class BlockedConvolutionPass(ir.passes.InPlacePass):
     kernel turned round. The weight gradient of a depthwise one becomes a convolution for each image; that of another is
     brought to channels first by way of blocks. What two convolutions in a row hand on stays in blocks, with a Relu between
     them in the first; and a Transpose of such a value to channels last is read from the blocks. Convolutions of float32
-    images with a kernel larger than 1 x 1 and channels that fill their blocks, those of each group; or nearly so in the result of
-    one group, where zeros fill the last block, as they do in a depthwise one however few its channels are: its other form
-    takes 5 to 10 times as long. The others stay as they are.
+    images with a kernel larger than 1 x 1 and channels that fill their blocks, those of each group; or nearly so in one group,
+    where zeros fill the last block, as they do in a depthwise one however few its channels are: its other form takes 5 to
+    10 times as long. The others stay as they are.
 
     Args:
         block: how many channels make a block.
@@ -87,8 +87,10 @@ class BlockedConvolutionPass(ir.passes.InPlacePass):
         if is_depthwise(node):
             return static_dims(node.inputs[1])[0] % CHANNELS_AT_ONCE == 0
         channels, out = channels_of(node)
-        filled = 1.0 if _groups(node) > 1 else FILLED
-        return channels % self.block == 0 and out >= filled * (out + -out % self.block)
+        filled = math.prod(size / (size + -size % self.block) for size in (channels, out))
+        if _groups(node) > 1:
+            return filled == 1
+        return filled >= FILLED and channels >= self.block and channels % CHANNELS_AT_ONCE == 0
 
     def _is_depthwise_gradient(self, node: ir.Node) -> bool:
         operands = nchwc_depthwise.operands(node)
@@ -128,10 +130,11 @@ class _Rewriting:
         room = -y.shape[1] % self.block
         if is_depthwise(node):
             attributes["group"] = y.shape[1] + room
-            weight, image = depthwise_weight(op, _longer(op, w, 0, room), self.block, turned), self._blocks(x)
+            weight, image = depthwise_weight(op, _longer(op, w, room), self.block, turned), self._blocks(x)
         else:
             attributes["group"] = _groups(node)
-            longer = _longer(op, w, int(turned), room)
+            more = [room, -x.shape[1] % self.block if x.shape[1] >= self.block else 0]  # of what is made, and read
+            longer = _longer(op, w, *(more[::-1] if turned else more))
             weight = (
                 turned_weight(op, longer, self.block, _groups(node))
                 if turned
@@ -139,7 +142,7 @@ class _Rewriting:
             )
             image = x if x.shape[1] < self.block else self._blocks(x)
         blocked = op.node(
-            "Conv", image, weight, *[_longer(op, b, 0, room) for b in bias],
+            "Conv", image, weight, *[_longer(op, b, room) for b in bias],
             domain=DOMAIN, like=y, kernel_shape=kernel, activation="Relu" if last is not node else None, **attributes,
         )  # fmt: skip
         blocked.shape = ir.Shape([y.shape[0], y.shape[1] + room, *y.shape.dims[2:]])
@@ -187,11 +190,11 @@ class _Rewriting:
         node.graph.remove(node, safe=True)
 
 
-def _longer(op: Builder, x: ir.Value, axis: int, zeros: int) -> ir.Value:
-    """`x` with zeros behind it, along an axis."""
+def _longer(op: Builder, x: ir.Value, *zeros: int) -> ir.Value:
+    """`x` with zeros behind it, along its first axes."""
     pads = np.zeros((2, len(x.shape)), np.int64)
-    pads[1, axis] = zeros
-    return op.Pad(x, pads.reshape(-1)) if zeros else x
+    pads[1, : len(zeros)] = zeros
+    return op.Pad(x, pads.reshape(-1)) if any(zeros) else x
 
 
 def blocked_weight(op: Builder, w: ir.Value, block: int) -> ir.Value:
