@@ -118,9 +118,7 @@ class Builder:
 
     def constant_value(self, x: ir.Value) -> np.ndarray | None:
         """What `x` is in every run, or None if that may vary."""
-        if x.const_value is None or x.is_graph_input() or x in self.variables:
-            return None
-        return x.const_value.numpy()
+        return None if x in self.variables else constant_array(x)
 
     # -- shapes ---------------------------------------------------------------------------
 
@@ -264,6 +262,11 @@ def static_dims(x: ir.Value) -> tuple[int, ...] | None:
     if x.shape is None or not all(isinstance(d, int) for d in x.shape.dims):
         return None
     return tuple(x.shape.dims)
+
+
+def constant_array(x: ir.Value | None) -> np.ndarray | None:
+    """What `x` is in every run of its graph, or None if that may vary or there is no `x`."""
+    return None if x is None or x.const_value is None or x.is_graph_input() else x.const_value.numpy()
 
 
 def same_dim(a: int | ir.SymbolicDim, b: int | ir.SymbolicDim) -> bool:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
+from orttrainer.graph.builder import constant_array
+
 
 class Rows(NamedTuple):
     """Slices `start` to `end` of `source`, along its first axis."""
@@ -71,19 +73,15 @@ def _first_of_slice(node: ir.Node) -> int | None:
     """Where a Slice of the first axis alone starts, in steps of 1."""
     x, starts, ends, axes, steps = (*node.inputs, None, None)[:5]
     size = x.shape[0] if x.shape else None
-    given = [_constant(v) for v in (starts, ends, axes)]
+    given = [constant_array(v) for v in (starts, ends, axes)]
     if not isinstance(size, int) or any(v is None or v.shape != (1,) for v in given) or given[2][0] != 0:
         return None
-    if steps is not None and (_constant(steps) is None or np.any(_constant(steps) != 1)):
+    if steps is not None and (constant_array(steps) is None or np.any(constant_array(steps) != 1)):
         return None
     start = int(given[0][0])
     return min(max(start + size, 0) if start < 0 else start, size)
 
 
 def _axes(node: ir.Node) -> list[int] | None:
-    axes = _constant(node.inputs[1]) if len(node.inputs) > 1 else None
+    axes = constant_array(node.inputs[1]) if len(node.inputs) > 1 else None
     return None if axes is None else axes.tolist()
-
-
-def _constant(x: ir.Value | None) -> np.ndarray | None:
-    return None if x is None or x.const_value is None or x.is_graph_input() else x.const_value.numpy()

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from orttrainer.graph.builder import Builder
+from orttrainer.graph.builder import Builder, constant_array
 from orttrainer.graph.scopes import put_all_in_place
 
 LONG = 2**14  # numbers that ONNX Runtime may add up at once: as many equal ones are off by 1e-5
@@ -84,9 +84,8 @@ def _axes(node: ir.Node) -> list[int] | None:
         return None
     if axes is None:
         return None if node.attributes.get_int("noop_with_empty_axes", 0) else list(range(len(x.shape)))
-    if axes.const_value is None or axes.is_graph_input() or not axes.const_value.size:
-        return None
-    return sorted({int(axis) % len(x.shape) for axis in axes.const_value.numpy()})
+    chosen = constant_array(axes)
+    return None if chosen is None or not chosen.size else sorted({int(axis) % len(x.shape) for axis in chosen})
 
 
 def _by_parts(op: Builder, op_type: str, x: ir.Value, axis: int) -> ir.Value:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from orttrainer.graph.builder import Builder, static_dims
+from orttrainer.graph.builder import Builder, constant_array, static_dims
 from orttrainer.graph.passes.counter_hash import replace
 from orttrainer.graph.rows import origin_of_rows
 
@@ -98,10 +98,10 @@ def _part(x: ir.Value) -> Part | None:
     ):
         return None
     source, pads, fill, axes = (*node.inputs, None, None)[:4]
-    dims, widths = static_dims(source), _constant(pads)
+    dims, widths = static_dims(source), constant_array(pads)
     if dims is None or widths is None or fill is not None:
         return None
-    places = np.arange(len(dims)) if axes is None else _constant(axes)
+    places = np.arange(len(dims)) if axes is None else constant_array(axes)
     if places is None:
         return None
     before, after = widths.reshape(2, -1)
@@ -111,7 +111,3 @@ def _part(x: ir.Value) -> Part | None:
     axis, start = int(places[wide[0]]) % len(dims), int(before[wide[0]])
     end = start + dims[axis]
     return Part(source, axis, start, end, end + int(after[wide[0]]))
-
-
-def _constant(x: ir.Value) -> np.ndarray | None:
-    return None if x.const_value is None or x.is_graph_input() else x.const_value.numpy()
