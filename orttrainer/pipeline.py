@@ -167,18 +167,7 @@ def after_update(
         TransposedProductPass(),
         JoinPadsPass(),
         BroadcastPass(),
-        *(
-            [
-                CropIntoPadsPass("ConvTranspose"),
-                ColumnSumsPass(),
-                ThresholdPass(),
-                SoftmaxAcrossPass(),
-                PReluPass(),
-                SoftplusPass(),
-            ]
-            if on_cpu
-            else []
-        ),
+        *([ColumnSumsPass(), ThresholdPass(), SoftmaxAcrossPass(), PReluPass(), SoftplusPass()] if on_cpu else []),
         GatherRowsPass(),
         *_CLEAN,
         AllAxesPass(),

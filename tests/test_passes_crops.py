@@ -8,7 +8,7 @@ import pytest
 import torch
 from in_step import check_equal, step
 from onnx import helper
-from test_passes_nchwc import model_of, operators, results
+from test_passes_nchwc import model_of, operators, results, sessions_opened
 from torch import nn
 from torch.nn import functional as F
 
@@ -117,12 +117,18 @@ class Causal(nn.Module):
 
 @pytest.mark.parametrize("settings", [{}, {"disabled_passes": ("CropIntoPadsPass",)}, {"native_kernels": True}])
 @pytest.mark.parametrize("size", [6, "n"])
-def test_causal_convolutions_train_as_in_pytorch(size, settings):
+def test_causal_convolutions_train_as_in_pytorch(size, settings, monkeypatch):
     module = Causal()
     twin = copy.deepcopy(module)
     inputs = [IODescription("x", [size, 4, 40], torch.float32), IODescription("label", [size], torch.float32)]
     description = ModelDescription(inputs, [IODescription("loss", [], torch.float32)])
     engine = Engine(module, None, description, OptimizerChoice("SGDOptimizer", clip=False), Settings(**settings))
+    opened = sessions_opened(monkeypatch)
     for rows in (6, 6) if size == 6 else (6, 5, 6):
         step(engine, twin, {"x": torch.randn(rows, 4, 40), "label": torch.randn(rows)}, 0.05)
     check_equal(module, twin)
+    cut = {node.input[0] for node in opened[-1].graph.node if node.op_type == "Slice"}
+    assert any("conv" in name for name in cut) == ("disabled_passes" in settings)
+    transposed = [node for node in engine.training_graph.model.graph.node if node.op_type == "ConvTranspose"]
+    pads = [list(a.ints) for node in transposed for a in node.attribute if a.name == "pads"]
+    assert transposed and all(p[: len(p) // 2] == p[len(p) // 2 :] for p in pads)  # CUDA runs this graph, too
