@@ -91,7 +91,7 @@ def compile_training_graph(
         free = [name for name in forward.parameters if name not in as_declared]
         layout = WideLinearLayoutPass(free, lambda *pair: _updated_alike(*pair, optimizer, groups or {}))
     disabled = frozenset(disabled_passes)
-    build = _Build(forward, learning_rate, seed, rates, precision, layout, disabled)
+    build = _Build(forward, learning_rate, seed, rates, precision, layout, primitives, disabled)
     gradients = build.differentiate(forward.unread, accumulate)
     if recompute is not None:
         build.recompute(recompute, forward, gradients)
@@ -121,6 +121,7 @@ class _Build:
         rates: int,
         precision: ir.DataType | None,
         layout: WideLinearLayoutPass | None,
+        primitives: bool,
         disabled: frozenset[str],
     ):
         described = [value.name for value in forward.model.graph.inputs]
@@ -158,7 +159,7 @@ class _Build:
         updates = set(forward.updates.values())
         frozen = {n: self.tensors[n] for n in forward.buffers if n not in forward.updates and n in self.tensors}
         half = [] if precision is None else [HalfPrecisionPass(precision, self.parameters, frozen, updates)]
-        model = self._rewritten(model, *before_gradients(half, SEED, STEP, TRAINING_MODE))
+        model = self._rewritten(model, *before_gradients(half, SEED, STEP, TRAINING_MODE, primitives))
         self.model, self.op = model, Builder(model.graph, "step")
         outputs = {value.name: value for value in model.graph.outputs}
         self.new.update({name: outputs[output] for name, output in forward.updates.items()})

@@ -55,6 +55,7 @@ from orttrainer.graph.passes.speed.thresholds import ThresholdPass
 from orttrainer.graph.passes.speed.tiles import TileUpdatesPass
 from orttrainer.graph.passes.speed.transpose import CancelTransposePairsPass, TransposedProductPass
 from orttrainer.graph.passes.speed.turned import TurnConvolutionPass
+from orttrainer.graph.passes.speed.volumes import VolumesAsImagesPass
 
 # What only makes the graph faster or smaller; `disabled_passes` may name these, to measure what each buys.
 SPEED_PASSES = (
@@ -65,6 +66,7 @@ SPEED_PASSES = (
     FuseLogSoftmaxNllPass,
     CropIntoPadsPass,  # and once more, of the sessions on a CPU
     OneAxisPass,
+    VolumesAsImagesPass,  # for the CPU
     FourierProductPass,
     EinsumProductPass,
     SumOfProductsPass,
@@ -116,13 +118,14 @@ def check_disabled_passes(names: Sequence[str]) -> None:
 
 
 def before_gradients(
-    half: Sequence[ir.passes.PassBase], seed: str, step: str, training_mode: str
+    half: Sequence[ir.passes.PassBase], seed: str, step: str, training_mode: str, primitives: bool
 ) -> list[ir.passes.PassBase]:
     """For a forward graph that is to be differentiated.
 
     Args:
         half: what brings it to half precision.
         seed, step, training_mode: names of inputs.
+        primitives: for CUDA, which is slowed down by what suits the CPU.
     """
     return [
         VectorMatMulPass(),
@@ -130,6 +133,7 @@ def before_gradients(
         *half,
         CropIntoPadsPass("Conv"),
         OneAxisPass(),
+        *([] if primitives else [VolumesAsImagesPass()]),
         FourierProductPass(),
         EinsumProductPass(),
         SumOfProductsPass(),

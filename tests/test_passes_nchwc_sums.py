@@ -144,3 +144,23 @@ def test_a_convolution_adds_to_what_is_there(nodes, leaves, count):
     feeds = {v.name: rng.standard_normal(SIZES[v.name], np.float32) for v in model.graph.input}
     for a, b in zip(results(model, feeds), results(found, feeds), strict=True):
         np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-5 * np.abs(a).max())
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "with others that read a summand"])
+def test_what_leaves_the_blocks_to_be_added_is_added_in_them(others):
+    """As two convolutions of one input are, with no third that reads the sum."""
+    nodes = [node("Conv", "x", "w", to="h"), node("Conv", "x", "v", to="i"), node("Add", "h", "i", to="s")]
+    model = model_of(nodes, {"x": (2, BLOCK, 19, 19), "w": SIZES["w"], "v": SIZES["w"]}, ["s", "i"][: 1 + others])
+    found = ir.from_proto(model)
+    BlockedConvolutionPass(BLOCK)(found)
+    SumIntoConvolutionPass()(found)
+    assert ("", "Add") in operators(found) if others else ("", "Add") not in operators(found)
+    assert operators(found).count((DOMAIN, "ReorderOutput")) == 1 + others
+    rng = np.random.default_rng(0)
+    feeds = {
+        v.name: rng.standard_normal([d.dim_value for d in v.type.tensor_type.shape.dim], np.float32)
+        for v in model.graph.input
+    }
+    assert [v.name for v in found.graph.outputs] == [v.name for v in model.graph.output]
+    for expected, value in zip(results(model, feeds), results(found, feeds), strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-4)

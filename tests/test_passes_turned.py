@@ -62,7 +62,7 @@ OTHERS = {
     "one tap": ("Conv", 12, 3, {"kernel": (1, 1)}),
     "one axis": ("Conv", 12, 3, {"kernel": (3,)}),
     "a gradient as kernel": ("Conv", 12, 3, {"kernel": (16, 16), "pads": [9, 9, 9, 9]}),
-    "a wide gradient as kernel": ("Conv", 12, 3, {"kernel": (4, 3), "dilations": [9, 1], "pads": [18, 0, 18, 0]}),
+    "a wide gradient as kernel": ("Conv", 12, 3, {"kernel": (3, 4), "dilations": [1, 9], "pads": [0, 18, 0, 18]}),
     "groups": ("Conv", 12, 2, {"group": 2}),
     "strides": ("Conv", 12, 3, {"strides": [1, 2]}),
     "pads beyond the kernel": ("Conv", 12, 3, {"pads": [0, 2, 0, 0]}),

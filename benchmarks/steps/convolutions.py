@@ -90,3 +90,61 @@ def spoken_words():
         inputs = width
     module = nn.Sequential(*layers, nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(64, 35))
     return module, F.cross_entropy, lambda: (torch.randn(16, 1, 8000), torch.randint(0, 35, (16,)))
+
+
+class _VolumeUNet(nn.Module):
+    """One step down and up again, between two convolutions each; `kernel`: of all."""
+
+    def __init__(self, kernel: int):
+        super().__init__()
+
+        def pair(inputs, outputs):
+            layers = []
+            for width in (inputs, outputs):
+                conv = nn.Conv3d(width, outputs, kernel, padding=kernel // 2, bias=False)
+                layers += [conv, nn.InstanceNorm3d(outputs, affine=True), nn.LeakyReLU()]
+            return nn.Sequential(*layers)
+
+        self.first, self.inner, self.last = pair(1, 16), pair(16, 32), pair(32, 16)
+        self.up, self.out = nn.ConvTranspose3d(32, 16, 2, 2), nn.Conv3d(16, 3, 1)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.out(self.last(torch.cat([self.up(self.inner(F.max_pool3d(x, 2))), x], 1)))
+
+
+def _labelled_volumes(images: int, side: int):
+    return lambda: (torch.randn(images, 1, side, side, side), torch.randint(0, 3, (images, side, side, side)))
+
+
+@family
+def volume_unet():
+    return _VolumeUNet(3), F.cross_entropy, _labelled_volumes(2, 32)
+
+
+@family
+def volume_unet_of_wide_kernels():
+    return _VolumeUNet(5), F.cross_entropy, _labelled_volumes(2, 16)
+
+
+class VideoBlock(ResidualBlock):
+    """The same in time too."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int):
+        nn.Module.__init__(self)
+        self.first, self.norm = nn.Conv3d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm3d(outputs)
+        self.second, self.last = nn.Conv3d(outputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm3d(outputs)
+        shortcut = [nn.Conv3d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm3d(outputs)]
+        self.shortcut = nn.Sequential(*shortcut) if stride > 1 else nn.Identity()
+
+
+@family
+def video_resnet():
+    stem = [nn.Conv3d(3, 32, (3, 7, 7), (1, 2, 2), (1, 3, 3), bias=False), nn.BatchNorm3d(32), nn.ReLU()]
+    blocks = [VideoBlock(32, 32, 1), VideoBlock(32, 64, 2), VideoBlock(64, 128, 2)]
+    end = [nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(128, 10)]
+    return (
+        nn.Sequential(*stem, *blocks, *end),
+        F.cross_entropy,
+        lambda: (torch.randn(2, 3, 8, 56, 56), torch.randint(0, 10, (2,))),
+    )

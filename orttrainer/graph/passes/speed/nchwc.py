@@ -272,9 +272,12 @@ def _is_plain(node: ir.Node) -> bool:
 
 
 def slides_weights(node: ir.Node) -> bool:
-    """Whether a convolution in two axes has taps as layers have, not those of a gradient by the weights."""
+    """Whether a convolution in two axes has taps as layers have, not those of a gradient by the weights.
+
+    That lie apart along the width: along the height they may for a layer too, as those of a volume do, a plane apart.
+    """
     taps = math.prod(static_dims(node.inputs[1])[2:])
-    wide = max(ints(node, "dilations", 1)) > WIDEST_DILATION
+    wide = ints(node, "dilations", 1)[-1] > WIDEST_DILATION
     return 1 < taps <= (FEW_TAPS if wide else LARGEST_KERNEL)
 
 

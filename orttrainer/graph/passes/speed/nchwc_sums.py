@@ -7,7 +7,7 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder, same_shape, static_dims
-from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN
+from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN, is_reordering
 
 
 class SumIntoConvolutionPass(ir.passes.InPlacePass):
@@ -15,7 +15,8 @@ class SumIntoConvolutionPass(ir.passes.InPlacePass):
 
     The operator of ONNX Runtime adds to what is there, in the memory of y if nobody else reads that: one pass over
     memory less. So an Add stays where y is read by others, unless the Relu pays for the copy. Sub(y, Conv(x, w)) is
-    Conv(x, -w, sum=y) where w is small, that of a depthwise one.
+    Conv(x, -w, sum=y) where w is small, that of a depthwise one. What is added outside of the blocks that both came from
+    is added in them.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -23,6 +24,7 @@ class SumIntoConvolutionPass(ir.passes.InPlacePass):
         op, modified = Builder(graph, "sums"), False
         for node in [node for node in graph if node.op_type in ("Add", "Sub") and not node.domain]:
             with op.scope(node.name):
+                modified |= _add_in_blocks(op, node)
                 modified |= _sum_into(op, node)
         if modified:
             graph.sort()
@@ -57,6 +59,28 @@ class _Convolved(NamedTuple):
     def is_depthwise(self) -> bool:
         weights = static_dims(self.node.inputs[1])
         return weights is not None and weights[0] == self.node.attributes.get_int("group", 1) > 1
+
+
+def _add_in_blocks(op: Builder, node: ir.Node) -> bool:
+    """Add(ReorderOutput(a), ReorderOutput(b)) -> ReorderOutput(Add(a, b)), where nothing else reads these; whether it is so."""
+    ways = [x.producer() for x in node.inputs]
+    if node.op_type != "Add" or not same_shape(*node.inputs) or ways[0] is ways[1]:
+        return False
+    if not all(
+        way is not None and is_reordering(way, "ReorderOutput") and _is_read_once(way.outputs[0]) for way in ways
+    ):
+        return False
+    (y,), (first, second) = node.outputs, ways
+    for index, way in enumerate(ways):
+        node.replace_input_with(index, way.inputs[0])
+    op.graph.remove(first, safe=True)
+    op.graph.remove(second)
+    op.graph.insert_after(node, second)
+    second.outputs[0].name, y.name = y.name, f"{y.name}/blocks"
+    y.replace_all_uses_with(second.outputs[0], replace_graph_outputs=True)
+    second.replace_input_with(0, y)
+    y.shape = node.inputs[0].shape
+    return True
 
 
 def _sum_into(op: Builder, node: ir.Node) -> bool:
