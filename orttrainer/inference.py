@@ -15,6 +15,7 @@ from orttrainer import runtime
 from orttrainer.errors import ExecutionError, ExportMismatchError, StateError
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.inference import InferenceBatchNormalizationPass
+from orttrainer.graph.passes.padded_pools import PaddedPoolsPass
 from orttrainer.graph.passes.random import MutePass
 from orttrainer.graph.subgraphs import eliminate_identities, node_inputs
 from orttrainer.graph.write import write_model
@@ -39,6 +40,7 @@ def inference_model(forward: ir.Model, outputs: Sequence[str]) -> ir.Model:
         InferenceBatchNormalizationPass(),
         common.RemoveUnusedNodesPass(),
         eliminate_identities,
+        PaddedPoolsPass(),
         common.LiftConstantsToInitializersPass(lift_all_constants=False),
         common.TopologicalSortPass(),
         common.ClearMetadataAndDocStringPass(),

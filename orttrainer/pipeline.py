@@ -15,6 +15,7 @@ from orttrainer.graph.passes.draws import CounterHashDrawsPass
 from orttrainer.graph.passes.dropout import CounterHashDropoutPass
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogSoftmaxNllPass
 from orttrainer.graph.passes.matmul import VectorMatMulPass
+from orttrainer.graph.passes.padded_pools import PaddedPoolsPass
 from orttrainer.graph.passes.random import ShareSubexpressionsPass
 from orttrainer.graph.passes.scatter import ScatterIntoSumPass, ScatterReductionPass
 from orttrainer.graph.passes.speed.attention import AddMaskPass, SoftmaxGradientPass
@@ -175,6 +176,7 @@ def after_update(
         GatherRowsPass(),
         *_CLEAN,
         AllAxesPass(),
+        PaddedPoolsPass(),
         ScatterReductionPass(),
         ScatterIntoSumPass(),
         InputShapesPass(),

@@ -30,6 +30,7 @@ from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.long_sums import LongSumsPass
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogSoftmaxNllPass
 from orttrainer.graph.passes.matmul import VectorMatMulPass
+from orttrainer.graph.passes.padded_pools import PaddedPoolsPass
 from orttrainer.graph.passes.random import MutePass
 from orttrainer.graph.passes.scatter import ScatterReductionPass
 from orttrainer.graph.passes.speed.input_shapes import InputShapesPass
@@ -127,6 +128,7 @@ def gradient_errors(
         common.TopologicalSortPass(),
         common.RemoveUnusedNodesPass(),
         AllAxesPass(),
+        PaddedPoolsPass(),
         ScatterReductionPass(),
         LongSumsPass(sizes, at_once=_AT_ONCE),  # else what is left of many numbers is less exact than PyTorch's
         InputShapesPass(),  # else results stay to the end that nobody reads

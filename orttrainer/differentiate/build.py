@@ -17,6 +17,7 @@ from orttrainer.errors import InvalidArgumentError, ModelError
 from orttrainer.graph.builder import Builder, static_dims
 from orttrainer.graph.passes.axes import AllAxesPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
+from orttrainer.graph.passes.padded_pools import PaddedPoolsPass
 from orttrainer.graph.passes.random import ShareSubexpressionsPass
 from orttrainer.graph.passes.scatter import ScatterReductionPass
 from orttrainer.graph.read import read_model
@@ -69,6 +70,7 @@ def gradient_of(
     RemoveGradientMarksPass()(forward)
     common.RemoveUnusedNodesPass()(forward)
     AllAxesPass()(forward)
+    PaddedPoolsPass()(forward)
     ScatterReductionPass()(forward)
     ShareSubexpressionsPass()(forward)
     return ir.to_proto(forward)
