@@ -362,3 +362,12 @@ def test_losses_export_as_torch_computes_them(case):
     forward = export_module(model, loss_fn, description, [X, target])
     with torch.no_grad():
         assert_same(forward, [X, target], {"loss": loss_fn(model(X), target)})
+
+
+@pytest.mark.parametrize("bounds", [(-0.5, 1), (0, 0.5), (None, 1), (-1, 1)], ids=str)
+def test_bounds_of_a_clamp_may_be_whole_numbers_and_others(bounds):
+    model = Model(lambda m, x, t: (m.fc(x).clamp(*bounds) - t).square().mean(), fc=nn.Linear(3, 4))
+    batch = [torch.randn(5, 3) * 3, torch.randn(5, 4)]
+    forward = export_module(model, None, describe([("x", ("n", 3)), ("t", ("n", 4))]), batch)
+    assert forward.exporter == "dynamo"
+    assert_same(forward, batch, {"loss": model(*batch)})

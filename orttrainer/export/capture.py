@@ -190,7 +190,8 @@ def _late_signatures():
 def _values_known():
     """Let torch's pass that casts arguments read shape and dtype of a node where they are written.
 
-    It runs every node once more for it, a twentieth of the time to the first step.
+    It runs every node once more for it, a twentieth of the time to the first step. And let both bounds of a clamp be of one
+    kind: of -0.05 and 3 it makes a tensor of the second alone, and such a clamp there is not.
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(ImportError, AttributeError):  # private names: other torch versions may lack them
@@ -207,12 +208,22 @@ def _values_known():
                 if node.op != "call_function" or "val" not in node.meta:
                     return run(self, node)
                 with self._set_current_node(node):
+                    _clamp_alike(node)
                     if rule := rule_of(node, self.type_promotion_table):
                         promote(self, node, rule)  # which writes anew what it changes
                 return node.meta["val"]
 
             stack.enter_context(mock.patch.object(interpreter, "run_node", run_node))
         yield
+
+
+def _clamp_alike(node: torch.fx.Node) -> None:
+    """Write whole bounds of a clamp as floats, where the other one or what is clamped is of floats."""
+    if node.target is not torch.ops.aten.clamp.default:
+        return
+    x, *bounds = node.args
+    if x.meta["val"].is_floating_point() or any(isinstance(bound, float) for bound in bounds):
+        node.args = x, *(float(bound) if type(bound) is int else bound for bound in bounds)
 
 
 class _Unread:
