@@ -47,6 +47,7 @@ from orttrainer.graph.passes.speed.sparse_update import (
     scattered_first,
     written_through,
 )
+from orttrainer.graph.passes.speed.stacked_taps import StackRowsOfTapsPass
 from orttrainer.graph.passes.speed.tiles import TileUpdatesPass
 from orttrainer.graph.passes.speed.turned import TurnConvolutionPass
 from orttrainer.graph.passes.speed.usual_batch import sizes_at_hand
@@ -145,6 +146,8 @@ def open_phase(
         CropIntoPadsPass("ConvTranspose")(cut)
     if place.allows(SmallImagesPass) and on_cpu:
         SmallImagesPass(sizes)(cut)
+    if place.allows(StackRowsOfTapsPass) and on_cpu and not place.native:  # which has kernels for each
+        StackRowsOfTapsPass()(cut)
     if place.allows(SeparatePoolGradientsPass) and place.allows(BlockedConvolutionPass):
         separate_pool_gradients(cut, place.providers, sizes)
     if place.allows(BlockedWeightGradientsPass):

@@ -51,6 +51,7 @@ from orttrainer.graph.passes.speed.small_images import SmallImagesPass
 from orttrainer.graph.passes.speed.softmax import SoftmaxAcrossPass
 from orttrainer.graph.passes.speed.softplus import SoftplusPass
 from orttrainer.graph.passes.speed.sparse_update import SparseUpdatePass
+from orttrainer.graph.passes.speed.stacked_taps import StackRowsOfTapsPass
 from orttrainer.graph.passes.speed.stacks import TakeFromStackPass
 from orttrainer.graph.passes.speed.thresholds import ThresholdPass
 from orttrainer.graph.passes.speed.tiles import TileUpdatesPass
@@ -90,6 +91,7 @@ SPEED_PASSES = (
     TileUpdatesPass,  # of the sessions on a CPU that update
     GatedAddPass,  # of the sessions on a CPU
     SmallImagesPass,  # of the sessions on a CPU
+    StackRowsOfTapsPass,  # of the same, but with kernels
     SeparatePoolGradientsPass,  # of the same
     BlockedWeightGradientsPass,  # of the same, but not on AMD's Zen 5
     BlockedConvolutionPass,  # of the same, behind these
