@@ -359,8 +359,10 @@ class Engine(NotCopied):
             self._sizes = schema.sizes(batch)
             self._compile(lambda: self.source.first_graph(self.description, batch, schema))
             self._schema = schema  # last: whatever fails before, the next step begins anew
-        self._last_batch = {name: to_device(tensor, self.device) for name, tensor in given.items()}
-        return self._last_batch
+        checked = {name: to_device(tensor, self.device) for name, tensor in given.items()}
+        if whole or self._last_batch is None or len(self._last_batch) < len(self.input_names):
+            self._last_batch = checked  # a whole one is good for everything, and stays
+        return checked
 
     def _of_onnx_model(self) -> ForwardGraph:
         forward, self._schema = self.source.onnx_graph(self.description)

@@ -160,6 +160,14 @@ def test_an_onnx_model_is_measured_by_the_names_that_its_parameters_have(tmp_pat
 # -- measuring changes nothing -----------------------------------------------------------------
 
 
+def test_the_batch_of_the_last_step_is_there_though_inputs_alone_were_evaluated_since(tmp_path):
+    trainer = trained(2)
+    x, _ = batch(7)
+    trainer.eval_step(x, fetches=["output"])
+    trainer.export_inference(tmp_path / "model.onnx")
+    assert trainer.profile(steps=2).steps == 2
+
+
 @pytest.mark.parametrize("accumulate", [slow(1), 3])
 def test_profile_leaves_the_state_and_the_next_steps_as_they_were(accumulate):
     trainers = [trained(steps=2, gradient_accumulation_steps=accumulate) for _ in range(2)]
