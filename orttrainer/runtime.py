@@ -186,6 +186,9 @@ def _is_provider(provider) -> bool:
 # Larger constants are made when they are needed, as the zeros that the gradient of an embedding is added to, and are
 # not kept beside the weights. ONNX Runtime 1.19 does not know the entry and passes over it.
 _LARGEST_FOLDED = ("optimization.constant_folding_max_output_size_in_bytes", str(2**24))
+# What is rounded to integers and back is trained in floats. Where ONNX Runtime looks for what it can compute with integers, it
+# ends the process where a branch of an If reads these (1.31.1).
+_NO_INTEGERS = ("session.disable_quant_qdq", "1")
 
 
 def session_options():
@@ -194,6 +197,7 @@ def session_options():
     options.log_severity_level = 4  # an error is raised, once and in our words
     options.enable_mem_pattern = False  # as fast without, and a quarter less memory (benchmarks/)
     options.add_session_config_entry(*_LARGEST_FOLDED)
+    options.add_session_config_entry(*_NO_INTEGERS)
     return options
 
 

@@ -12,6 +12,7 @@ from exported import Model
 from fidelity import RATE, assert_trains_as_in_pytorch, described, vectors
 from small import make
 from torch import library, nn
+from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
@@ -348,6 +349,44 @@ def test_a_hook_on_a_recurrent_layer_and_on_a_tied_weight():
     assert_trains_as_in_pytorch(make_layer, vectors, evaluates=True)
 
 
+def _hooked_in_forward(h):
+    h.register_hook(lambda g: g * 0.5)
+    return h.tanh()
+
+
+def _written_to(h):
+    h[:, 0] = 0.5
+    return h + (torch.round(h) - h).detach()
+
+
+BEHIND = {
+    "straight through": lambda h: h + (torch.round(h * 4) / 4 - h).detach(),
+    "a function": lambda h: Reversal.apply(h, 0.3),
+    "a hook": _hooked_in_forward,
+    "written to": _written_to,
+}
+
+
+@pytest.mark.parametrize("behind", BEHIND.values(), ids=BEHIND)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_gradient_that_is_not_forwards_own_behind_a_recurrent_layer(kind, behind):
+    def call(m, x):
+        y, state = m.rnn(x.expand(3, -1, -1))
+        state = state[0] if isinstance(state, tuple) else state
+        return behind(y.clone()[1]) + behind(state.clone()[0])
+
+    assert_trains_as_in_pytorch(lambda: Model(call, rnn=kind(6, 6)), vectors, evaluates=False)
+
+
+def test_training_that_is_aware_of_quantization():
+    def make_layer():
+        observed = FakeQuantize(MovingAverageMinMaxObserver, quant_min=0, quant_max=15)
+        layers = nn.Linear(6, 6), observed, nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6)
+        return Model(lambda m, x: m.layers(x), layers=nn.Sequential(*layers))
+
+    assert_trains_as_in_pytorch(make_layer, vectors, evaluates=True)
+
+
 def test_what_forward_computes_may_have_a_hook():
     def call(m, x):
         h = m.linear(x)
@@ -415,3 +454,10 @@ def test_an_output_that_nobody_reads_has_the_gradient_zero():
     x = np.array([[1, 2, 3], [-1, 0.5, 0]], np.float32)
     values = evaluate(gradient, {"x": x, "up": np.array(True), "z_cotangent": 3 * np.ones_like(x)})
     np.testing.assert_allclose(values["x_grad"], 3 * x, rtol=1e-6)
+
+
+def test_a_module_that_is_called_with_its_arguments_by_name_is_aware_of_quantization_too():
+    def call(m, x):
+        return torch.fake_quantize_per_tensor_affine(m.linear(x), scale=0.25, zero_point=2, quant_min=0, quant_max=7)
+
+    assert_trains_as_in_pytorch(lambda: layer(call), vectors, evaluates=True)

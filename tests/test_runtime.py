@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import subprocess
 import sys
 import types
 
@@ -180,3 +181,25 @@ def test_a_provider_that_does_not_start_is_an_error_and_no_silent_cpu_run():
     ):  # fmt: skip
         runtime.check_providers(asked, ["CPUExecutionProvider"])
     runtime.check_providers(asked, ["CUDAExecutionProvider", "CPUExecutionProvider"])
+
+
+QUANTIZED = """
+import onnx
+from orttrainer import runtime
+model = onnx.parser.parse_model('''<ir_version: 8, opset_import: ["" : 18]>
+g (float[2, 8, 7] x, bool training) => (float[2, 7, 8] y) <float scale = {0.1}, int8 zero = {0}> {
+  q = QuantizeLinear(x, scale, zero)
+  d = DequantizeLinear(q, scale, zero)
+  t = Transpose <perm = [0, 2, 1]> (d)
+  y = If (training) <
+    then_branch = a () => (float[2, 7, 8] r) { r = Neg(t) },
+    else_branch = b () => (float[2, 7, 8] s) { s = Abs(t) }
+  >
+}''')
+runtime.checking_session(model.SerializeToString())
+"""
+
+
+def test_rounded_numbers_that_a_branch_reads_do_not_end_the_process():
+    """As of a BatchNormalization: where ONNX Runtime looks for integers to compute with, it reads past the end of a list."""
+    subprocess.run([sys.executable, "-c", QUANTIZED], check=True)

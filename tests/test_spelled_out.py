@@ -97,6 +97,17 @@ FUNCTIONS = {
     "cummin with ties": (lambda x: x.cummin(-1)[0], TIES),
     "a stable sort": (lambda x: torch.sort(x, stable=True, dim=1, descending=True).values, TIES),
     "a stable argsort": (lambda x: torch.gather(x, 1, x.argsort(stable=True, dim=1)), TIES),
+    "aminmax": (lambda x: x / (torch.aminmax(x).max - 2 * x.aminmax(keepdim=True)[0]), TIES),
+    "aminmax along an axis": (lambda x: x.aminmax(dim=1, keepdim=True).min * torch.aminmax(x, dim=1, keepdim=True).max, TIES),
+    "rounded as if to integers": (lambda x: torch.fake_quantize_per_tensor_affine(x, 0.4, 1, -2, 5) * x, DISTINCT),
+    "rounded by tensors": (
+        lambda x: torch.fake_quantize_per_tensor_affine(x, torch.tensor([0.4]), torch.tensor([1], dtype=torch.int32), -2, 5), TIES
+    ),
+    "rounded by channels": (
+        lambda x: torch.fake_quantize_per_channel_affine(
+            x, torch.tensor([0.1, 0.3, 0.7, 2.0]), torch.tensor([0, 1, -2, 0], dtype=torch.int32), 1, -4, 3
+        ), TIES
+    ),
     "kthvalue": (lambda x: x.kthvalue(2, 1).values, DISTINCT),
     "a median": (lambda x: x.median(), DISTINCT),
     "a median that ties": (lambda x: x.median(), TIES),

@@ -98,13 +98,21 @@ def _onnx_layers(recurrent, x, lengths, hx, params, has_biases, num_layers, drop
         weights = _onnx_weights(params[_span(params, layer, num_layers)], directions, has_biases, _GATES[name])
         parts = [_part(state, layer, num_layers) for state in initial]
         shapes = [(x.shape[0], directions, *parts[0].shape[1:]), *(state.shape for state in parts)]
-        y, *last = torch.onnx.ops.symbolic_multi_out(
-            name, (x, *weights, lengths, *parts), attributes, dtypes=[x.dtype] * len(shapes), shapes=shapes, version=14
-        )
+        y, *last = _onnx_layer(name, (x, *weights, lengths, *parts), attributes, shapes)
         states.append(last)
         x = y.transpose(1, 2).flatten(2) if bidirectional else y.squeeze(1)
         x = F.dropout(x, dropout, training=True) if train and dropout > 0.0 and layer != num_layers - 1 else x
     return (x, *(torch.cat(parts) for parts in zip(*states)))
+
+
+def _onnx_layer(name, inputs, attributes, shapes):
+    """The outputs of one operator; that they have a gradient torch does not see where an input is None."""
+    made = torch.onnx.ops.symbolic_multi_out(
+        name, inputs, attributes, dtypes=[inputs[0].dtype] * len(shapes), shapes=shapes, version=14
+    )
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        return [y.requires_grad_().clone() for y in made]  # no leaves, which could not be written to
+    return made
 
 
 def _onnx_weights(params, directions, has_biases, order):

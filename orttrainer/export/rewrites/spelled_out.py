@@ -323,6 +323,14 @@ def functions(**rewrites):
     return found
 
 
+def _aminmax(input, *, dim=None, keepdim=False):
+    """torch.aminmax; over all axes the exporter leaves these out, which its own amin asks for."""
+    axes = list(range(input.dim())) if dim is None else dim
+    if dim is None and keepdim:
+        return torch.return_types.aminmax(part.reshape([1] * input.dim()) for part in _aminmax(input))
+    return torch.return_types.aminmax((input.amin(axes, keepdim), input.amax(axes, keepdim)))
+
+
 def _histc(input, bins=100, min=0, max=0, *, out=None):
     """torch.histc; between the extrema of its input if the bounds are equal."""
     x, (low, high) = input.flatten(), (min, max) if min != max else (input.min(), input.max())
@@ -363,6 +371,7 @@ REWRITES = {
     F.hardtanh: _hardtanh,
     F.relu6: _relu6,
     **functions(
+        aminmax=_aminmax,
         argsort=_argsort,
         cdist=_cdist,
         column_stack=_column_stack,
