@@ -72,6 +72,7 @@ def check_gradients(
     errors = gradient_errors(forward, expected, batch)
     if errors is None:
         return
+    errors = {name: _told(error, expected.get(name)) for name, error in errors.items()}
     if max(errors.values(), default=0.0) <= TOLERANCE:
         return
     allowed = _allowed(module, loss_fn, description, batch, expected, errors)
@@ -177,6 +178,13 @@ def _lengths_and_scales(
     least = max(1e-3 * math.hypot(*lengths.values()), 1e-18)  # its square is a float32, and so are those of errors
     scales = {name: max(lengths.get(name, 0.0), least) for name in names}
     return {name: lengths[name] for name in names if name in lengths}, scales
+
+
+def _told(error: float, expected: torch.Tensor | None) -> float:
+    """The error of a gradient; infinite for one that is NaN alone, and 0 where PyTorch's is not finite, which tells nothing."""
+    if not math.isnan(error):
+        return error
+    return math.inf if expected is None or bool(expected.isfinite().all()) else 0.0
 
 
 def _length(tensor: torch.Tensor) -> float:

@@ -9,7 +9,7 @@ import onnx
 import pytest
 import torch
 from exported import Model
-from fidelity import RATE, assert_trains_as_in_pytorch, described, vectors
+from fidelity import RATE, Loss, assert_trains_as_in_pytorch, described, vectors
 from small import make
 from torch import library, nn
 from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
@@ -18,6 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from orttrainer import build_gradient
 from orttrainer.engine import Engine
+from orttrainer.errors import ExportMismatchError
+from orttrainer.export.rewrites import custom_functions
 from orttrainer.settings import OptimizerChoice, Settings
 from orttrainer.testing import evaluate
 
@@ -461,3 +463,28 @@ def test_a_module_that_is_called_with_its_arguments_by_name_is_aware_of_quantiza
         return torch.fake_quantize_per_tensor_affine(m.linear(x), scale=0.25, zero_point=2, quant_min=0, quant_max=7)
 
     assert_trains_as_in_pytorch(lambda: layer(call), vectors, evaluates=True)
+
+
+@pytest.mark.parametrize("finite", [True, False], ids=["PyTorch's is finite", "PyTorch's is not"])
+def test_a_gradient_that_is_nan_in_the_graph_alone_is_another_one(finite, monkeypatch):
+    """`sqrt` at 0, whose slope is infinite, times 0; here forward's own backward says that it is 0, and the trace loses it."""
+
+    class Root(Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.sqrt()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return torch.zeros_like(dy)
+
+    monkeypatch.setattr(custom_functions, "_may_be_traced", lambda cls, args: False)
+    root = Root.apply if finite else torch.sqrt
+    trainer = make(
+        Loss(layer(lambda m, x: m.linear(x) + 0 * root(0 * m.linear(x)))), loss_fn=None, desc=described(vectors(0))
+    )
+    if finite:
+        with pytest.raises(ExportMismatchError, match="the gradient of parameter"):
+            trainer.train_step(*vectors(0), RATE)
+    else:
+        trainer.train_step(*vectors(0), RATE)

@@ -323,6 +323,22 @@ def functions(**rewrites):
     return found
 
 
+def _xlogy(input, other):
+    """torch.xlogy, x log y: 0 where x is, with the slope log y; 0 where there is no logarithm either, and so for y."""
+    return _times_logarithm(input, other, torch.log, 0.0)
+
+
+def _xlog1py(input, other):
+    """torch.special.xlog1py, likewise."""
+    return _times_logarithm(input, other, torch.log1p, -1.0)
+
+
+def _times_logarithm(x, y, logarithm, pole):
+    x, y = (v if isinstance(v, torch.Tensor) else torch.full((), v, dtype=w.dtype) for v, w in ((x, y), (y, x)))
+    nothing = (x == 0) & (y <= pole)
+    return x * logarithm(torch.where(nothing, pole + 1.0, y))
+
+
 def _aminmax(input, *, dim=None, keepdim=False):
     """torch.aminmax; over all axes the exporter leaves these out, which its own amin asks for."""
     axes = list(range(input.dim())) if dim is None else dim
@@ -370,6 +386,8 @@ REWRITES = {
     F.pairwise_distance: _pairwise_distance,
     F.hardtanh: _hardtanh,
     F.relu6: _relu6,
+    torch.special.xlogy: _xlogy,
+    torch.special.xlog1py: _xlog1py,
     **functions(
         aminmax=_aminmax,
         argsort=_argsort,
@@ -397,5 +415,6 @@ REWRITES = {
         searchsorted=_searchsorted,
         sort=_sort,
         vstack=_vstack,
+        xlogy=_xlogy,
     ),
 }
