@@ -98,7 +98,7 @@ FUNCTIONS = {
     "a stable sort": (lambda x: torch.sort(x, stable=True, dim=1, descending=True).values, TIES),
     "a stable argsort": (lambda x: torch.gather(x, 1, x.argsort(stable=True, dim=1)), TIES),
     "x log y of 0": (torch.xlogy, [0.0, 0.0, 2.0, -1.0, 0.0], [0.5, 3.0, 0.25, 2.0, 1.0]),
-    "x log y of 0, of numbers": (lambda x: torch.xlogy(x, 3) + torch.special.xlogy(2, x * x + 1), [0.0, 2.0, -1.0]),
+    "x log y of 0, of numbers": (lambda x: torch.xlogy(x, 3) + torch.special.xlogy(2, x * x + 1) * torch.xlogy(0.3, torch.tensor([2, 1, 3])), [0.0, 2.0, -1.0]),
     "x log y with a constant of 0": (lambda x: torch.xlogy(x, torch.tensor([0.0, 1.0, 0.5])), [0.0, 2.0, 0.0]),
     "x log y in place": (lambda x, y: (x * 1).xlogy_(y), [0.0, 2.0], [0.5, 3.0]),
     "x log1p y of 0": (torch.special.xlog1py, [0.0, 0.0, 2.0, -1.0, 0.0], [-0.5, 3.0, 0.25, 2.0, 0.0]),

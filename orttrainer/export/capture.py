@@ -222,7 +222,7 @@ def _clamp_alike(node: torch.fx.Node) -> None:
     if node.target is not torch.ops.aten.clamp.default:
         return
     x, *bounds = node.args
-    if x.meta["val"].is_floating_point() or any(isinstance(bound, float) for bound in bounds):
+    if any(isinstance(bound, float) for bound in bounds) or x.meta["val"].is_floating_point():
         node.args = x, *(float(bound) if type(bound) is int else bound for bound in bounds)
 
 

@@ -106,7 +106,7 @@ def _onnx_layers(recurrent, x, lengths, hx, params, has_biases, num_layers, drop
 
 
 def _onnx_layer(name, inputs, attributes, shapes):
-    """The outputs of one operator; that they have a gradient torch does not see where an input is None."""
+    """The outputs of one operator. torch does not see that they have a gradient where an input is None."""
     made = torch.onnx.ops.symbolic_multi_out(
         name, inputs, attributes, dtypes=[inputs[0].dtype] * len(shapes), shapes=shapes, version=14
     )

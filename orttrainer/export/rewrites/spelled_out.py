@@ -334,9 +334,14 @@ def _xlog1py(input, other):
 
 
 def _times_logarithm(x, y, logarithm, pole):
-    x, y = (v if isinstance(v, torch.Tensor) else torch.full((), v, dtype=w.dtype) for v, w in ((x, y), (y, x)))
+    x, y = (v if isinstance(v, torch.Tensor) else torch.as_tensor(v, **_kind(w)) for v, w in ((x, y), (y, x)))
     nothing = (x == 0) & (y <= pole)
     return x * logarithm(torch.where(nothing, pole + 1.0, y))
+
+
+def _kind(x):
+    """dtype and device of a number beside `x`."""
+    return {"dtype": x.dtype if x.is_floating_point() else torch.get_default_dtype(), "device": x.device}
 
 
 def _aminmax(input, *, dim=None, keepdim=False):

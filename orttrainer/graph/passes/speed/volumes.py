@@ -8,13 +8,12 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder, static_dims
+from orttrainer.graph.passes.speed.nchwc import CHANNELS_AT_ONCE, FILLED
 from orttrainer.graph.passes.speed.nchwc_nodes import int64s, ints
 from orttrainer.graph.scopes import put_all_in_place
 
 AXES = 3
 BLOCK = 16  # channels that lie together, where convolutions work in blocks of them, as on most processors
-MULTIPLE = 4  # of channels, that can be brought into blocks
-FILLED = 0.55  # of the products in blocks, from which on those with zeros cost less than is saved
 MOST = 1.5  # times as many results as are read
 Triple = tuple[int, int, int]
 
@@ -57,13 +56,9 @@ class _Volumes:
             return None
         x, w, y = *node.inputs[:2], node.outputs[0]
         weights = static_dims(w)
-        if (
-            x.dtype != ir.DataType.FLOAT
-            or weights is None
-            or len(weights) != 2 + AXES
-            or x.shape is None
-            or y.shape is None
-        ):
+        if x.dtype != ir.DataType.FLOAT or weights is None or len(weights) != 2 + AXES:
+            return None
+        if x.shape is None or y.shape is None:
             return None
         channels, *read = x.shape.dims[1:]
         made = y.shape.dims[2:]
@@ -88,12 +83,12 @@ class _Volumes:
     def fills_blocks(self) -> bool:
         """Whether the channels fill blocks, or nearly, or are convolved each by itself."""
         if self.group > 1 and self.channels == self.outputs == self.group:
-            return self.channels % MULTIPLE == 0
+            return self.channels % CHANNELS_AT_ONCE == 0
         inner, outer = self.channels // self.group, self.outputs // self.group
         filled = math.prod(size / (size + -size % BLOCK) for size in (inner, outer))
         if self.group > 1:
             return filled == 1
-        return filled >= FILLED and inner >= BLOCK and inner % MULTIPLE == outer % MULTIPLE == 0
+        return filled >= FILLED and inner >= BLOCK and inner % CHANNELS_AT_ONCE == outer % CHANNELS_AT_ONCE == 0
 
     @property
     def has_images(self) -> bool:
