@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from in_step import check_equal, step
 from torch import nn
 
+import orttrainer
 from orttrainer import IODescription, ModelDescription, ways
 from orttrainer.engine import Engine
 from orttrainer.errors import UnsupportedModelError
@@ -138,6 +139,27 @@ def prototypes(m, x, label):
 @form(1)
 def one_hot_of_as_many_as_there_are(m, x, label):
     return (m.hidden(x)[:, :1] * F.one_hot(label)).square().sum()
+
+
+@form(2)
+def tensors_that_are_read_as_numbers(m, x, label):
+    """By torch, within the call."""
+    h, number = m.hidden(x), label.max() + 1  # 2 or 3
+    hot = F.one_hot(label, max(number, 2)).sum(-1, keepdim=True)
+    parts = [h.topk(number, dim=0)[0], h.topk(k=number, dim=0)[0], h.roll(number, 0), torch.roll(h, (number,), (0,))]
+    return sum((part * (hot[: len(part)] + 1)).square().mean() for part in parts) + h.unfold(0, number, 1).mean()
+
+
+@form(2)
+def equal_ones(m, x, label):
+    """Of labels, of numbers that are close, and of shapes, which are never."""
+    h, two = m.hidden(x), (label < 2).long()
+    assert not torch.equal(h, x) and not torch.is_nonzero(label.min())
+    return (
+        h.square().mean()
+        if torch.equal(two, torch.ones_like(label)) and torch.allclose(two.float(), x[:, 0] * 0 + 1)
+        else h.sum()
+    )
 
 
 @form(2)
@@ -307,3 +329,37 @@ def test_the_way_that_was_not_gone_for_longest_makes_place_for_another(monkeypat
     first, again, anew = runners[1]
     assert first is again is not anew and runners[2][0] is runners[2][1] is runners[2][2]
     assert len([record for record in said.records if "in 2 ways" in record.message]) == 1
+
+
+class Pairs(nn.Module):
+    """Attention to all but oneself, as in networks for molecules."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x, mask):
+        b, n, _ = x.shape
+        others, y = ~torch.eye(n, dtype=torch.bool)[None], self.layer(x)
+        places = torch.arange(n)[None, None].expand(b, n, n).masked_select(others).reshape(b, n, n - 1)
+        distances = (y[:, :, None] - y[:, None]).masked_select(others[..., None]).reshape(b, n, n - 1, 3)
+        both = (mask[:, :, None] * mask[:, None]).masked_select(others).reshape(b, n, n - 1)
+        near = torch.exp(-distances.square().sum(-1, keepdim=True))
+        return (distances * near * both[..., None]).sum(2) + places.sum() * 0.001
+
+
+def test_sizes_that_are_products_beyond_the_bounds_of_torch():
+    """It loses them by rounding, and compares some with a number of 65 bits, which no ONNX tensor holds."""
+    torch.manual_seed(0)
+    module = Pairs()
+    twin = copy.deepcopy(module)
+    trainer = orttrainer.trainer(module, F.mse_loss, torch.optim.SGD(module.parameters(), RATE))
+    theirs = torch.optim.SGD(twin.parameters(), RATE)
+    for rows in (2, 3, 1):
+        x, mask, target = torch.randn(rows, 5, 3), torch.rand(rows, 5) > 0.2, torch.randn(rows, 5, 3)
+        loss, expected = trainer.step(x, mask, target)[0], F.mse_loss(twin(x, mask), target)
+        torch.testing.assert_close(loss, expected.detach())
+        theirs.zero_grad()
+        expected.backward()
+        theirs.step()
+    check_equal(module, twin)

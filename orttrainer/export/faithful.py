@@ -144,6 +144,7 @@ class _Rewrites(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         args, kwargs = self._registered(args), {name: self._registered(x) for name, x in (kwargs or {}).items()}
+        args, kwargs = told.with_numbers(func, args, kwargs, self)
         if func not in self._rewrites and (
             inner := _SEEN.get(func) or by_value.SEEN.get(func) or opened(func) or custom_functions.of_operator(func)
         ):
@@ -290,7 +291,7 @@ class MutedDropout(TorchFunctionMode):
         self.told: list[told.Told] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        args, kwargs = told.with_numbers(func, args, kwargs or {}, self)
         self.differentiates |= func is torch.autograd.grad
         if mute := _MUTES.get(func):
             return mute(self, func, args, kwargs)

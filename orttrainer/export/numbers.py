@@ -34,8 +34,7 @@ _FACTORIES = {
 }  # fmt: skip
 _PYTHON = {
     torch.Tensor.__bool__, torch.Tensor.__float__, torch.Tensor.__index__, torch.Tensor.__int__, torch.Tensor.item,
-    torch.Tensor.tolist,
-    torch.allclose, torch.equal, torch.Tensor.allclose, torch.Tensor.equal, torch.Tensor.__format__,
+    torch.Tensor.tolist, torch.Tensor.__format__,
 }  # fmt: skip
 _OF_NUMBERS = {torch.Tensor.__int__: int, torch.Tensor.__float__: float, torch.Tensor.__index__: operator.index}
 _NOT_REPEATED = (

@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch.utils import _pytree as pytree
 
-__all__ = ["NUMBERS", "UNTOLD", "Told", "by_torch", "leaves", "place", "takes", "told", "what"]
+__all__ = ["NUMBERS", "UNTOLD", "Told", "by_torch", "leaves", "place", "takes", "told", "what", "with_numbers"]
 
 NUMBERS = {torch.Tensor.item, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__}
 _ARRAYS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
@@ -22,6 +24,12 @@ _SIZES = {
     "__getitem__", "_unique2", "argwhere", "bincount", "masked_select", "narrow", "nonzero", "repeat_interleave", "split",
     "split_with_sizes", "unique", "unique_consecutive", "where",
 }  # fmt: skip
+
+_READ = {
+    F.one_hot,
+    *(getattr(owner, name) for owner in (torch, torch.Tensor) for name in ("roll", "topk")),
+    torch.Tensor.unfold,
+}
 
 UNTOLD = "<a number that only a batch tells>"  # as text
 
@@ -77,6 +85,19 @@ def what(func: Callable, args: Sequence) -> str | None:
     if func in NUMBERS or (func is torch.Tensor.__format__ and args[0].dim() == 0):
         return _NUMBER
     return name if func in _ARRAYS or (name in _SIZES and (name != "where" or len(args) == 1)) else None
+
+
+def with_numbers(func: Callable, args: Sequence, kwargs: dict, mode: Any) -> tuple[Sequence, dict]:
+    """The arguments of `func`, with numbers for tensors that it would read as such, out of the sight of `mode`."""
+    if func not in _READ:
+        return args, kwargs
+    with mode:
+        return (*args[:1], *pytree.tree_map(_number_of, args[1:])), pytree.tree_map(_number_of, kwargs)
+
+
+def _number_of(x: Any) -> Any:
+    whole = isinstance(x, torch.Tensor) and x.dim() == 0 and not x.is_floating_point()
+    return x.item() if whole else x
 
 
 def told(func: Callable, args: Sequence, result: Any) -> Told | None:
