@@ -87,10 +87,28 @@ def into_slices(z, w):
     return torch.fft.irfft(result, n=10)
 
 
+def written(z, w):
+    """Sums of rows into a tensor, and a number into another."""
+    result = torch.zeros(4, 4, dtype=torch.cfloat)
+    result.index_add_(0, torch.tensor([0, 2, 2]), z)
+    result.scatter_add_(1, torch.tensor([[1, 1, 0, 3]]), w[:1])
+    result.index_copy_(0, torch.tensor([3]), z[:1] * w[:1])
+    return result.masked_fill_(torch.eye(4) > 0, 1 - 2j).scatter_(1, torch.tensor([[2], [1]]), 0.5)
+
+
+def heard(z, w, **options):
+    """A spectrogram, changed, and the signal that has it."""
+    signal = torch.cat((z.real, w.imag, z.imag, w.real), -1)  # [3, 16]
+    options = {"n_fft": 8, "hop_length": 2, "window": torch.hann_window(options.get("win_length", 8)), **options}
+    spectrum = torch.stft(signal, return_complex=True, **{k: v for k, v in options.items() if k != "length"})
+    return torch.istft(spectrum * (1 + 0.5j), **options)
+
+
 WHERE = torch.tensor([[True, False, True, False]] * 3)
 FUNCTIONS = {
     "slices": [
-        lambda z, w: z[1], lambda z, w: z[torch.tensor([0, 2])], lambda z, w: z[:, None] * w[..., 1:2], lambda z, w: z[:, ::2],
+        lambda z, w: z[1], lambda z, w: z[torch.tensor([0, 2])], lambda z, w: z[..., 0][z.real[:, 0] > 0].abs().sum(),
+        lambda z, w: w[z.abs() > 0.5].sum() * z[z.real[:, 1] > 0, 1:].sum(), lambda z, w: z[:, None] * w[..., 1:2], lambda z, w: z[:, ::2],
         lambda z, w: z.select(1, 2), lambda z, w: z.index_select(1, torch.tensor([3, 0])), lambda z, w: z.unbind(1)[1],
         lambda z, w: z.gather(1, torch.tensor([[1, 2], [0, 0], [3, 1]])), lambda z, w: z.chunk(2, 1)[1] * w.split(2, 1)[0],
     ],
@@ -104,6 +122,34 @@ FUNCTIONS = {
         lambda z, w: z.exp(), lambda z, w: (z + 3).log(), lambda z, w: (z + 4).sqrt(), lambda z, w: z.sin() + w.cos(),
         lambda z, w: z.tanh(), lambda z, w: z**2 + w.square(), lambda z, w: (w + 4) ** 0.5, lambda z, w: torch.linalg.norm(z),
         lambda z, w: torch.exp(1j * z.real) * (2 - 1j) * w, lambda z, w: z / (1 + z.abs()),
+    ],
+    "more functions": [
+        lambda z, w: (z / 3).expm1() + (w / 4).log1p(), lambda z, w: (z + 3).log2() + (w + 4).log10(), lambda z, w: z.sinh() - w.cosh(),
+        lambda z, w: z.tan(), lambda z, w: z.sigmoid() + w.sgn(), lambda z, w: (z + 4).rsqrt() * w.exp2(), lambda z, w: 2**z + 1j**w,
+        lambda z, w: torch.addcmul(z, w, z, value=2) + torch.addcdiv(z, z, w + 4), lambda z, w: z * (z.conj() == z.conj()) * (z != w),
+        lambda z, w: z * (z.isfinite() & ~z.isnan() & ~w.isinf()),
+    ],
+    "along axes": [
+        lambda z, w: z.var(1) + w.std(1, correction=0), lambda z, w: z.prod(1, keepdim=True) * w, lambda z, w: z.cumprod(1) + w.prod(),
+        lambda z, w: z.T[:3].trace() * w.diag() + z.diff(dim=1)[:, 0], lambda z, w: z.roll((1, 2), (0, 1)) * w,
+        lambda z, w: z.masked_select(WHERE) * w.index_add(1, torch.tensor([3, 1]), z[:, :2])[0, :2].sum(),
+        lambda z, w: z.unfold(1, 2, 1) * w[:, :3, None], lambda z, w: torch.nn.functional.pad(z, (1, 2), value=1.5), written,
+    ],
+    "transforms": [
+        lambda z, w: torch.fft.irfft(z, n=9), lambda z, w: torch.fft.fft(z, n=3, norm="ortho"), lambda z, w: torch.fft.ifft(w, n=6, dim=0),
+        lambda z, w: torch.fft.fft2(z, s=(4, 3)), lambda z, w: torch.fft.irfft2(w, s=(2, 8)), lambda z, w: torch.fft.hfft(z, n=10),
+        lambda z, w: torch.fft.irfftn(z, s=(5,), dim=(1,)) + torch.fft.fftn(w[:, :1], s=(3, 5)).abs(),
+        lambda z, w: torch.fft.fftshift(z) * torch.fft.ifftshift(w, dim=1), heard, lambda z, w: heard(z, w, onesided=False, length=18),
+        lambda z, w: heard(z, w, win_length=6, normalized=True, length=9), lambda z, w: heard(z[:1], w[:1])[0],
+        lambda z, w: heard(z, w, window=torch.ones(8), center=False),
+    ],
+    "more products": [
+        lambda z, w: torch.tensordot(z, w, ([1], [1])), lambda z, w: torch.inner(z, w), lambda z, w: torch.kron(z[:1], w),
+        lambda z, w: z.mv(w[0]) + z[0].dot(w[1]), lambda z, w: torch.addmm(z[:, :3], z, w.T, beta=2, alpha=1j), lambda z, w: z.mH @ w,
+        lambda z, w: torch.baddbmm(z[None, :, :3], z[None], w.T[None]), lambda z, w: torch.linalg.solve(w @ w.T + 9 * torch.eye(3), z),
+        lambda z, w: torch.linalg.solve(z @ z.mH + 9 * torch.eye(3), w[:, 0]),
+        lambda z, w: torch.conv1d(z[:, None], w[:2, None, :3], z[0, :2], padding=1),
+        lambda z, w: torch.conv_transpose1d(z[:, None], w[:1, None, :2], stride=2),
     ],
     "products": [
         lambda z, w: torch.einsum("ij,kj->ik", z, w), lambda z, w: torch.einsum("...j, kj -> k...", z, w),

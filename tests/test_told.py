@@ -68,7 +68,7 @@ def a_length(m, x, label):
 def rolls(m, x, label):
     h, shift = m.hidden(x), int(label.sum())
     weights = torch.linspace(0, 1, ROWS * CLASSES).reshape(ROWS, CLASSES)
-    moved = [h.roll(shift, 0), torch.roll(h, (1, -shift), (0, 1)), torch.roll(h, shifts=shift)]
+    moved = [h.roll(shift, 0), torch.roll(h, (1, -shift), (0, 1)), torch.roll(h, shifts=shift), torch.fft.fftshift(h)]
     return (sum(moved) * weights).square().mean()
 
 

@@ -83,6 +83,25 @@ def _rolled(roll):
     return call
 
 
+def _arange(*bounds, dtype=None, **options):
+    """torch.arange; of a float and a size the exporter makes whole numbers, where it is not told the dtype."""
+    given = *bounds, *(options.get(name) for name in ("start", "end", "step"))
+    if dtype is None and any(isinstance(x, (float, torch.SymFloat)) for x in given):
+        dtype = torch.get_default_dtype()
+    return torch.arange(*bounds, dtype=dtype, **options)
+
+
+def _shifted(sign):
+    """torch.fft.fftshift, or with -1 ifftshift, by half of each axis, whose size may be a symbol."""
+
+    def call(input, dim=None):
+        dims = range(input.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
+        shifts = [input.shape[d] // 2 if sign > 0 else -(input.shape[d] // 2) for d in dims]
+        return _rolled(torch.roll)(input, shifts, list(dims))
+
+    return call
+
+
 def _quotient(input, other, **options):
     """torch.div; of two sizes a size, since what is a tensor in PyTorch is asked for its number, as for another `view`."""
     sizes = all(isinstance(x, (int, torch.SymInt)) for x in (input, other)) and not torch.jit.is_tracing()
@@ -175,6 +194,9 @@ REWRITES = {
     torch.Tensor.squeeze_: _squeezed(torch.Tensor.squeeze_),
     torch.roll: _rolled(torch.roll),
     torch.Tensor.roll: _rolled(torch.Tensor.roll),
+    torch.arange: _arange,
+    torch.fft.fftshift: _shifted(1),
+    torch.fft.ifftshift: _shifted(-1),
     torch.div: _quotient,
     **{function: _of_sizes(function) for function in _OF_NUMBERS},
     torch.bincount: _bincount,

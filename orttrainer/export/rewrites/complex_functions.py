@@ -1,0 +1,382 @@
+"""Functions of complex tensors, by their real and imaginary parts: elementwise, along axes, products and Fourier transforms."""
+
+from __future__ import annotations
+
+import cmath
+import functools
+import itertools
+import math
+import string
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+
+from orttrainer.errors import UnsupportedFeatureError
+from orttrainer.export.rewrites import linear_algebra
+from orttrainer.export.rewrites.complex_parts import by_parts, is_complex, parts
+
+__all__ = ["FUNCTIONS", "METHODS", "rewrites_of_others"]
+
+
+# ---------------------------------------------------------------- elementwise
+
+
+def _exp(z):
+    size = z.real.exp()
+    return torch.complex(size * z.imag.cos(), size * z.imag.sin())
+
+
+def _expm1(z):
+    """Where z is near 0, exp(z) - 1 would be the rounding of exp(z)."""
+    a, b = parts(z)
+    return torch.complex(a.expm1() * b.cos() - 2 * (b / 2).sin().square(), a.exp() * b.sin())
+
+
+def _log(z, base=None):
+    scale = 1 if base is None else 1 / math.log(base)
+    return torch.complex(z.abs().log() * scale, z.angle() * scale)
+
+
+def _log1p(z):
+    a, b = parts(z)
+    return torch.complex((a * (2 + a) + b * b).log1p() / 2, torch.atan2(b, 1 + a))
+
+
+def _sqrt(z):
+    size, angle = z.abs().sqrt(), z.angle() / 2
+    return torch.complex(size * angle.cos(), size * angle.sin())
+
+
+def _sin(z):
+    a, b = parts(z)
+    return torch.complex(a.sin() * b.cosh(), a.cos() * b.sinh())
+
+
+def _cos(z):
+    a, b = parts(z)
+    return torch.complex(a.cos() * b.cosh(), -(a.sin() * b.sinh()))
+
+
+def _sinh(z):
+    a, b = parts(z)
+    return torch.complex(a.sinh() * b.cos(), a.cosh() * b.sin())
+
+
+def _cosh(z):
+    a, b = parts(z)
+    return torch.complex(a.cosh() * b.cos(), a.sinh() * b.sin())
+
+
+def _tanh(z):
+    a, b = (2 * part for part in parts(z))
+    scale = 1 / (a.cosh() + b.cos())
+    return torch.complex(a.sinh() * scale, b.sin() * scale)
+
+
+def _tan(z):
+    """-i tanh(i z)."""
+    a, b = parts(z)
+    c, d = parts(_tanh(torch.complex(-b, a)))
+    return torch.complex(d, -c)
+
+
+def _sigmoid(z):
+    return 1 / (1 + _exp(-z))
+
+
+def _sgn(z):
+    """z / |z|; 0 of 0."""
+    size = z.abs()
+    return z * torch.where(size > 0, 1 / torch.where(size > 0, size, torch.ones_like(size)), torch.zeros_like(size))
+
+
+def _pow(z, exponent):
+    if isinstance(exponent, int) and 1 <= exponent <= 8:
+        return functools.reduce(torch.mul, [z] * exponent)
+    if not isinstance(z, torch.Tensor):
+        logarithm = cmath.log(z)
+        return _exp(_mul(exponent, logarithm if logarithm.imag else logarithm.real))
+    return _exp(_mul(_log(z), exponent))
+
+
+def _mul(x, y):
+    """A product of which one factor may be a complex number of Python's; of tensors the exporters know it."""
+    x, y = (x, y) if isinstance(x, torch.Tensor) else (y, x)
+    if isinstance(y, torch.Tensor) or (x.is_complex() and not isinstance(y, complex)):
+        return x * y
+    (a, b), (c, d) = (parts(x) if x.is_complex() else (x, None)), parts(complex(y))
+    return torch.complex(a * c, a * d) if b is None else torch.complex(a * c - b * d, a * d + b * c)
+
+
+def _equal(x, y):
+    (a, b), (c, d) = parts(x), parts(y)
+    return (a == c) & (b == d)
+
+
+def _unequal(x, y):
+    return ~_equal(x, y)
+
+
+def _both(function: Callable) -> Callable:
+    """Whether `function` holds of both parts."""
+    return lambda z: function(z.real) & function(z.imag)
+
+
+def _either(function: Callable) -> Callable:
+    return lambda z: function(z.real) | function(z.imag)
+
+
+def _lerp(start, end, weight):
+    return start + _mul(end - start, weight)
+
+
+def _addcmul(input, tensor1, tensor2, *, value=1):
+    return input + _mul(tensor1 * tensor2, value)
+
+
+def _addcdiv(input, tensor1, tensor2, *, value=1):
+    return input + _mul(tensor1 / tensor2, value)
+
+
+# ---------------------------------------------------------------- along axes
+
+
+def _var(*args, **kwargs):
+    """That of one part and that of the other: it goes by the squared distance."""
+    return torch.var(args[0].real, *args[1:], **kwargs) + torch.var(args[0].imag, *args[1:], **kwargs)
+
+
+def _std(*args, **kwargs):
+    return _var(*args, **kwargs).sqrt()
+
+
+def _prod(input, dim=None, keepdim=False, *, dtype=None):
+    input = input if dtype is None else input.to(dtype)
+    if dim is None:
+        return _prod(input.flatten(), 0)
+    product = functools.reduce(torch.mul, by_parts(torch.unbind)(input, dim))
+    return by_parts(torch.unsqueeze)(product, dim) if keepdim else product
+
+
+def _cumprod(input, dim, *, dtype=None):
+    input = input if dtype is None else input.to(dtype)
+    return by_parts(torch.stack)(list(itertools.accumulate(by_parts(torch.unbind)(input, dim), torch.mul)), dim)
+
+
+# ---------------------------------------------------------------- products
+
+
+def _product(function: Callable) -> Callable:
+    """`function` is linear in each of its first two arguments."""
+
+    def applied(x, y, *args, **kwargs):
+        (a, b), (c, d) = parts(x), parts(y)
+        real = function(a, c, *args, **kwargs) - function(b, d, *args, **kwargs)
+        return torch.complex(real, function(a, d, *args, **kwargs) + function(b, c, *args, **kwargs))
+
+    return applied
+
+
+_matmul = _product(torch.matmul)
+
+
+def _added(product: Callable) -> Callable:
+    """torch.addmm and the like: beta * input + alpha * product(x, y)."""
+
+    def applied(input, x, y, *, beta=1, alpha=1):
+        return _mul(input, beta) + _mul(product(x, y), alpha)
+
+    return applied
+
+
+def _with_bias(convolution: Callable) -> Callable:
+    """A convolution of complex images."""
+
+    def applied(input, weight, bias=None, *args, **kwargs):
+        result = _product(lambda x, w: convolution(x, w, None, *args, **kwargs))(input, weight)
+        return result if bias is None else result + by_parts(torch.reshape)(bias, (-1, *[1] * (weight.dim() - 2)))
+
+    return applied
+
+
+def _linear(input, weight, bias=None):
+    product = _matmul(input, by_parts(torch.t)(weight))
+    return product if bias is None else product + bias
+
+
+def _by_blocks(function: Callable) -> Callable:
+    """`function` of matrices, an inverse or a power series: that of A + iB is read off that of the real [[A, -B], [B, A]]."""
+
+    def applied(z):
+        (a, b), n = parts(z), z.shape[-1]
+        result = function(torch.cat((torch.cat((a, -b), -1), torch.cat((b, a), -1)), -2))
+        return torch.complex(result[..., :n, :n], result[..., n:, :n])
+
+    return applied
+
+
+def _solve(A, B, *, left=True, out=None):
+    """X with A X = B, or X A = B, by the inverse, as of real matrices."""
+    inverted, is_vector = _by_blocks(linear_algebra.inverse)(A), B.dim() == 1
+    X = by_parts(torch.unsqueeze)(B, 1) if is_vector else B
+    X = _matmul(inverted, X) if left else _matmul(X, inverted)
+    return by_parts(torch.squeeze)(X, 1) if is_vector else X
+
+
+def _outer(x, y):
+    unsqueeze = by_parts(torch.unsqueeze)
+    return unsqueeze(x, 1) * unsqueeze(y, 0)
+
+
+def _norm(norm):
+    """A norm of vectors, which goes by the absolute values; those of matrices but Frobenius' do not."""
+
+    def of_vectors(z, ord=None, *args, **kwargs):
+        by_elements = norm is not torch.linalg.norm or ord in (None, "fro")
+        return norm(z.abs() if by_elements else z, *([] if ord is None else [ord]), *args, **kwargs)
+
+    return of_vectors
+
+
+def _einsum(einsum: Callable, equation, *operands):
+    """One of the parts, which are one axis more: x and [[Re w, Im w], [-Im w, Re w]]."""
+    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
+        operands = operands[0]
+    free = [letter for letter in string.ascii_letters if letter not in str(equation)]
+    plain = len(operands) == 2 and isinstance(equation, str) and "->" in equation and all(map(is_complex, operands))
+    if not plain or len(free) < 2:
+        return _einsum_of_parts(einsum, equation, *operands)
+    (left, right), result = equation.split("->")[0].split(","), equation.split("->")[1]
+    (x, w), (inner, outer) = operands, free[:2]
+    a, b = parts(w)
+    x, w = torch.stack(parts(x)), torch.stack((torch.stack((a, b)), torch.stack((-b, a))))
+    return torch.complex(*einsum(f"{inner}{left},{inner}{outer}{right}->{outer}{result}", x, w).unbind(0))
+
+
+def _einsum_of_parts(einsum: Callable, equation, *operands):
+    """A sum over the parts of all factors: i for each imaginary one."""
+    totals = [None, None]
+    for chosen in itertools.product(*(((0, 1) if x.is_complex() else (0,)) for x in operands)):
+        term = einsum(equation, *(parts(x)[part] if x.is_complex() else x for x, part in zip(operands, chosen)))
+        imaginary = sum(chosen)
+        term = -term if imaginary % 4 in (2, 3) else term
+        totals[imaginary % 2] = term if totals[imaginary % 2] is None else totals[imaginary % 2] + term
+    return torch.complex(*totals)
+
+
+# ---------------------------------------------------------------- Fourier transforms
+
+
+def _resized(input, sizes: Mapping[int, int]):
+    """`input` with these sizes: cut off, or with zeros behind, which exporters add to real tensors only."""
+    for dim, size in sizes.items():
+        missing = size - input.shape[dim]
+        if isinstance(missing, int) and missing <= 0:
+            input = by_parts(torch.narrow)(input, dim, 0, size)
+        else:
+            zeros = [0, 0] * (input.dim() - 1 - dim % input.dim()) + [0, missing]
+            input = by_parts(torch._C._nn.pad)(input, zeros)
+    return input
+
+
+def _transform(transform: Callable, real: bool) -> Callable:
+    """A transform along one axis; `real`: its result is, and has n elements of half as many."""
+
+    def applied(input, n=None, dim=-1, norm=None):
+        if n is not None:
+            input = _resized(input, {dim: n // 2 + 1 if real else n})
+        return transform(input, n if real else None, dim, norm)
+
+    return applied
+
+
+def _transforms(transform: Callable, real: bool, dims: tuple[int, ...] | None) -> Callable:
+    """A transform along several axes, of which the last one is halved where its result is `real`."""
+
+    def applied(input, s=None, dim=dims, norm=None):
+        if s is None:
+            return transform(input, s, dim, norm)
+        dim = tuple(range(-len(s), 0)) if dim is None else tuple(dim)
+        sizes = dict(zip(dim, s, strict=True))
+        if real:
+            sizes[dim[-1]] = s[-1] // 2 + 1
+        input = _resized(input, {axis: size for axis, size in sizes.items() if size != -1})
+        return transform(input, s if real else None, dim, norm)
+
+    return applied
+
+
+def _istft(
+    input, n_fft, hop_length=None, win_length=None, window=None, center=True, normalized=False, onesided=None, length=None,
+    return_complex=False,
+):  # fmt: skip
+    """torch.istft of a real signal: the frames, each times the window, are added up, and divided by what the windows add up to."""
+    if return_complex:
+        raise UnsupportedFeatureError("torch.istft with return_complex=True has no ONNX form: make two real signals.")
+    if input.dim() == 2:
+        one = by_parts(torch.unsqueeze)(input, 0)
+        return _istft(one, n_fft, hop_length, win_length, window, center, normalized, onesided, length)[0]
+    win_length = n_fft if win_length is None else win_length
+    hop = win_length // 4 if hop_length is None else hop_length
+    window = torch.ones(win_length, device=input.device) if window is None else window
+    left = (n_fft - win_length) // 2
+    window = torch._C._nn.pad(window, [left, n_fft - win_length - left])
+    half = by_parts(torch.narrow)(input, 1, 0, n_fft // 2 + 1)  # which PyTorch takes of the whole, too
+    frames = torch.fft.irfft(half, n_fft, 1, "ortho" if normalized else None)
+    frames = frames * window[:, None]  # [batch, n_fft, frames]
+    squares = window.square()[None, :, None].expand(1, n_fft, frames.shape[2])
+    total, start = n_fft + hop * (frames.shape[2] - 1), n_fft // 2 if center else 0
+    end = total - start if length is None else start + length
+    signal, envelope = (
+        F.fold(x, (1, total), (1, n_fft), stride=(1, hop))[:, 0, 0, start:end] for x in (frames, squares)
+    )
+    signal = signal / envelope
+    return signal if length is None else torch._C._nn.pad(signal, [0, length - signal.shape[1]])
+
+
+# ---------------------------------------------------------------- which is which
+
+FUNCTIONS = {  # of `torch` and methods of tensors, by name
+    "exp": _exp, "exp2": lambda z: _exp(z * math.log(2)), "expm1": _expm1, "log": _log, "log2": lambda z: _log(z, 2),
+    "log10": lambda z: _log(z, 10), "log1p": _log1p, "sqrt": _sqrt, "rsqrt": lambda z: 1 / _sqrt(z), "sin": _sin, "cos": _cos,
+    "tan": _tan, "sinh": _sinh, "cosh": _cosh, "tanh": _tanh, "sigmoid": _sigmoid, "sgn": _sgn, "pow": _pow, "mul": _mul,
+    "square": lambda z: z * z, "eq": _equal, "ne": _unequal, "isfinite": _both(torch.isfinite), "isnan": _either(torch.isnan),
+    "isinf": _either(torch.isinf), "lerp": _lerp, "addcmul": _addcmul, "addcdiv": _addcdiv,
+    "var": _var, "std": _std, "prod": _prod, "cumprod": _cumprod,
+    "matmul": _matmul, "bmm": _matmul, "mm": _matmul, "mv": _matmul, "dot": _matmul, "outer": _outer,
+    "inner": _product(torch.inner), "kron": _product(torch.kron), "tensordot": _product(torch.tensordot),
+    "vdot": lambda x, y: (x.conj() * y).sum(),
+    "addmm": _added(_matmul), "addmv": _added(_matmul), "baddbmm": _added(_matmul), "addr": _added(_outer),
+}  # fmt: skip
+METHODS = {
+    "__mul__": _mul,
+    "__rmul__": _mul,
+    "__matmul__": _matmul,
+    "__pow__": _pow,
+    "__rpow__": lambda exponent, z: _pow(z, exponent),
+    "__eq__": _equal,
+    "__ne__": _unequal,
+}
+_CONVOLUTIONS = [getattr(torch, f"conv{transposed}{rank}d") for transposed in ("", "_transpose") for rank in (1, 2, 3)]
+
+
+def rewrites_of_others(others: Mapping[Callable, Callable]) -> dict[Callable, Callable]:
+    """Those of functions that are no methods of tensors; `others` are the rewrites of real ones."""
+    fft = torch.fft
+    return {
+        torch._C._nn.linear: _linear,
+        **{convolution: _with_bias(others.get(convolution, convolution)) for convolution in _CONVOLUTIONS},
+        **{function: _by_blocks(others[function]) for function in linear_algebra.OF_A_MATRIX},
+        torch.linalg.solve: _solve,
+        **{norm: _norm(norm) for norm in (torch.norm, torch.Tensor.norm, torch.linalg.vector_norm, torch.linalg.norm)},
+        torch.einsum: functools.partial(_einsum, others.get(torch.einsum, torch.einsum)),
+        torch.istft: _istft,
+        torch.Tensor.istft: _istft,
+        **{transform: _transform(transform, real=False) for transform in (fft.fft, fft.ifft)},
+        **{transform: _transform(transform, real=True) for transform in (fft.irfft, fft.hfft)},
+        **{transform: _transforms(transform, False, (-2, -1)) for transform in (fft.fft2, fft.ifft2)},
+        **{transform: _transforms(transform, False, None) for transform in (fft.fftn, fft.ifftn)},
+        fft.irfft2: _transforms(fft.irfft2, True, (-2, -1)),
+        fft.irfftn: _transforms(fft.irfftn, True, None),
+    }
