@@ -167,6 +167,11 @@ FUNCTIONS = {
         lambda x, y: x.index_reduce(0, torch.tensor([1, 1]), y, "mean", include_self=False), TIES, OTHER,
     ),
     "searchsorted": (lambda x: x * torch.searchsorted(torch.tensor([-1.0, 0.5, 3.0]).to(x), x), ROWS),
+    "bucketize": (
+        lambda x: x * torch.bucketize(x, torch.tensor([-1.0, 0.5, 3.0]).to(x), right=True)
+        + torch.bucketize(x.flatten()[1], torch.tensor([-1.0, 0.5]).to(x)),
+        ROWS,
+    ),
     "searchsorted in rows": (
         lambda x, y: x * torch.searchsorted(y.sort(1).values, x, right=True, out_int32=True), TIES, OTHER
     ),

@@ -298,6 +298,11 @@ def _searchsorted(sorted_sequence, input, *, out_int32=False, right=False, side=
     return before.sum(-1, dtype=torch.int32 if out_int32 else torch.int64)
 
 
+def _bucketize(input, boundaries, *, out_int32=False, right=False):
+    """The exporter reads a tensor without axes as a number."""
+    return _searchsorted(boundaries, input, out_int32=out_int32, right=right)
+
+
 def _hstack(tensors):
     tensors = [torch.atleast_1d(x) for x in tensors]
     return torch.cat(tensors, 0 if tensors[0].dim() == 1 else 1)
@@ -394,6 +399,7 @@ REWRITES = {
     torch.special.xlogy: _xlogy,
     torch.special.xlog1py: _xlog1py,
     **functions(
+        bucketize=_bucketize,
         aminmax=_aminmax,
         argsort=_argsort,
         cdist=_cdist,
