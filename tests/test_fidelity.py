@@ -305,6 +305,10 @@ REFUSED = {
         [TOKENS], r"changes the parameter 'layer.weight' in place.*\(an embedding with max_norm does\)",
     ),
     "a lazy module": (lambda: nn.LazyLinear(6), vectors(0), "LazyLinear 'layer' has no parameters yet. Run one batch"),
+    "a layer in TorchScript": (
+        lambda: nn.Sequential(nn.Linear(3, 3), torch.jit.trace(nn.Linear(3, 2), torch.ones(1, 3))), vectors(0),
+        "'layer.1' is a TorchScript module.*put the torch.nn.Module there",
+    ),
 }  # fmt: skip
 
 

@@ -82,10 +82,22 @@ def by_a_buffer(m, x, h):
     return m.one(h) + m.other(h) if x.mean() > m.limit else m.one(h) * m.other(h)
 
 
+@torch.jit.script
+def signed(x: torch.Tensor, h: torch.Tensor):
+    if torch.all(x.mean() > 0):
+        return torch.nn.functional.dropout(h, 0.0, True)
+    return -2 * h
+
+
+def scripted(m, x, h):
+    return m.one(signed(x, h)) + m.other(h)
+
+
 @pytest.mark.filterwarnings("ignore::orttrainer.errors.NoGradientWarning")
 @pytest.mark.parametrize(
     "decide, optimizer, ways_gone",
     [
+        (scripted, "SGDOptimizer", 2),
         (one_or_other, "SGDOptimizer", 2),
         (squeezed, "SGDOptimizer", 2),
         slow(both, "AdamOptimizer", 2),

@@ -63,11 +63,12 @@ class LossModule(nn.Module):
 
     def described_outputs(self, inputs):
         """Call module and loss; return as many outputs as are described."""
-        if self.loss_fn is None:
-            return self._checked(_described(self._predict(inputs), self.output_names, self.loss_position))
-        *inputs, label = inputs
-        prediction = self._predict(inputs)
-        return self._checked([self.loss_fn(prediction, label), *_described(prediction, self.output_names[1:])])
+        with _scripts_as_python():
+            if self.loss_fn is None:
+                return self._checked(_described(self._predict(inputs), self.output_names, self.loss_position))
+            *inputs, label = inputs
+            prediction = self._predict(inputs)
+            return self._checked([self.loss_fn(prediction, label), *_described(prediction, self.output_names[1:])])
 
     def without_gradients(self):
         """No gradients around a call, but those that forward itself asks for."""
@@ -146,6 +147,11 @@ def check_layers(module: nn.Module) -> None:
                 "weight decay and the like are arguments of the optimizer."
             )
     for name, layer in module.named_modules():
+        if isinstance(layer, torch.jit.ScriptModule):
+            raise UnsupportedModelError(
+                f"{name!r} is a TorchScript module, which has no Python to export; put the torch.nn.Module there that it was "
+                "made from. Functions of torch.jit.script may stay: they are called as the Python that they are written in."
+            )
         if any(
             isinstance(p, UninitializedTensorMixin) for p in [*layer._parameters.values(), *layer._buffers.values()]
         ):
@@ -195,6 +201,17 @@ def count_outputs(module: nn.Module, inputs) -> int:
 
 
 # ---------------------------------------------------------------- around a call
+
+
+def _scripts_as_python():
+    """Functions of `torch.jit.script` run as the Python that they were made of, whose calls and decisions can be seen."""
+
+    def call(function, *args, **kwargs):
+        python = getattr(function, "_torchdynamo_inline", None)
+        return script(function, *args, **kwargs) if python is None else python(*args, **kwargs)
+
+    script = torch.jit.ScriptFunction.__call__
+    return mock.patch.object(torch.jit.ScriptFunction, "__call__", call)
 
 
 @contextlib.contextmanager
