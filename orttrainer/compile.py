@@ -136,9 +136,9 @@ class _Build:
         self.batches: ir.Value | None = None
         self.scale: ir.Value | None = None  # what the gradients have yet to be multiplied with
         self.finite: ir.Value | None = None
+        self._take_state(forward.model.graph, forward)  # before what is not read, but written, is dropped
         model = prepare(forward.model)
         graph = model.graph
-        self._take_state(graph, forward)
         self.parameters = list(forward.parameters)
         if layout is not None:
             model = self._rewritten(model, layout)

@@ -12,7 +12,12 @@ from exported import Model
 from fidelity import RATE, Loss, assert_trains_as_in_pytorch, described, vectors
 from small import make
 from torch import library, nn
-from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
+from torch.ao.quantization import (
+    FakeQuantize,
+    FusedMovingAvgObsFakeQuantize,
+    MovingAverageMinMaxObserver,
+    MovingAveragePerChannelMinMaxObserver,
+)
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
@@ -385,6 +390,43 @@ def test_training_that_is_aware_of_quantization():
         observed = FakeQuantize(MovingAverageMinMaxObserver, quant_min=0, quant_max=15)
         layers = nn.Linear(6, 6), observed, nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6)
         return Model(lambda m, x: m.layers(x), layers=nn.Sequential(*layers))
+
+    assert_trains_as_in_pytorch(make_layer, vectors, evaluates=True)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_training_with_the_default_of_quantization(symmetric):
+    """The observer, the grid and the rounding are one operator of PyTorch's, by tensor for values, by row for weights."""
+    scheme = (
+        (torch.per_tensor_symmetric, torch.per_channel_symmetric)
+        if symmetric
+        else (torch.per_tensor_affine, torch.per_channel_affine)
+    )
+    whole = dict(quant_min=-8, quant_max=7, dtype=torch.qint8) if symmetric else dict(quant_min=0, quant_max=15)
+
+    def make_layer():
+        values = FusedMovingAvgObsFakeQuantize(MovingAverageMinMaxObserver, qscheme=scheme[0], **whole)
+        rows = FusedMovingAvgObsFakeQuantize(
+            MovingAveragePerChannelMinMaxObserver, qscheme=scheme[1], ch_axis=0, **whole
+        )
+        model = Model(
+            lambda m, x: m.values(nn.functional.linear(x, m.rows(m.linear.weight), m.linear.bias)),
+            linear=nn.Linear(6, 6),
+            values=values,
+            rows=rows,
+        )
+        rows(model.linear.weight)  # as many as it has rows from the first batch on
+        return model
+
+    assert_trains_as_in_pytorch(make_layer, vectors, evaluates=True)
+
+
+def test_an_observer_that_is_switched_off_keeps_its_grid():
+    def make_layer():
+        observed = FusedMovingAvgObsFakeQuantize(MovingAverageMinMaxObserver, quant_min=0, quant_max=255)
+        observed(torch.tensor([-0.7, 0.4]))
+        observed.disable_observer()
+        return Model(lambda m, x: m.observed(m.linear(x)), linear=nn.Linear(6, 6), observed=observed)
 
     assert_trains_as_in_pytorch(make_layer, vectors, evaluates=True)
 

@@ -30,6 +30,7 @@ from orttrainer.export.rewrites import (
     complex_numbers,
     custom_functions,
     derivatives,
+    fake_quantized,
     gradient_hooks,
     grouped,
     kept_parameters,
@@ -254,7 +255,7 @@ def _in_place_dropout(dropout):
     return dropped
 
 
-_SEEN = {torch.Tensor.__iter__: lambda x: iter(x.unbind(0))}  # in calls that the mode sees
+_SEEN = {torch.Tensor.__iter__: lambda x: iter(x.unbind(0)), **fake_quantized.SEEN}  # in calls that the mode sees
 
 _PLUMBING = {torch.Tensor.requires_grad.__get__, torch.Tensor.grad.__get__, torch.Tensor.grad_fn.__get__}
 

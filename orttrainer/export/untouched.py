@@ -135,10 +135,12 @@ class Moved(TorchFunctionMode):
 
 
 def written(func: Callable, args: tuple, kwargs: dict) -> Iterator[torch.Tensor]:
-    """The tensors that a call changes, as far as its name tells: first arguments, `out`, statistics of normalizations."""
+    """The tensors that a call changes, as far as its name tells: first arguments, `out`, statistics."""
     changed: Any = [kwargs.get("out")]
     if func in (torch.batch_norm, torch.instance_norm) and len(args) > 5 and args[5]:
         changed += args[3:5]
+    elif func is torch.fused_moving_avg_obs_fake_quant:
+        changed += args[3:7]
     elif func == SET_DATA:
         changed += args[:1] if memory_of(args[0]) != memory_of(args[1]) else ()
     elif _writes(func):
