@@ -149,7 +149,8 @@ class MixtureDensity(nn.Module):
         factor = factor + nn.functional.pad(below.reshape(-1, 3, 1, 1), (0, 1, 1, 0))
         parts = distributions.MultivariateNormal(mean.reshape(-1, 3, 2), scale_tril=factor)
         mixture = distributions.MixtureSameFamily(distributions.Categorical(logits=logits), parts)
-        return -mixture.log_prob(x[:, :2]).mean()
+        prior = distributions.MultivariateNormal(torch.zeros(2), torch.eye(2))
+        return distributions.kl_divergence(parts, prior).mean() - mixture.log_prob(x[:, :2]).mean()
 
 
 class LowRank(nn.Module):

@@ -61,6 +61,8 @@ def faithful(wrapper, decided):
             derivatives.transforms(),
             # Its checks of arguments decide by the values of tensors.
             mock.patch.object(torch.distributions.Distribution, "_validate_args", False),
+            # With it they broadcast sizes, which it takes as numbers only.
+            mock.patch.object(torch._C, "_infer_size", torch.broadcast_shapes),
             mock.patch.object(torch.nn.Module, "_apply", kept_parameters.apply),
             _symbolic_builtins(wrapper),
             derivatives.snapshots_apart(),
