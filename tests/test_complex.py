@@ -127,7 +127,7 @@ FUNCTIONS = {
         lambda z, w: (z / 3).expm1() + (w / 4).log1p(), lambda z, w: (z + 3).log2() + (w + 4).log10(), lambda z, w: z.sinh() - w.cosh(),
         lambda z, w: z.tan(), lambda z, w: z.sigmoid() + w.sgn(), lambda z, w: (z + 4).rsqrt() * w.exp2(), lambda z, w: 2**z + 1j**w,
         lambda z, w: torch.addcmul(z, w, z, value=2) + torch.addcdiv(z, z, w + 4), lambda z, w: z * (z.conj() == z.conj()) * (z != w),
-        lambda z, w: z * (z.isfinite() & ~z.isnan() & ~w.isinf()),
+        lambda z, w: z * (z.isfinite() & ~z.isnan() & ~w.isinf()) if (z == None) is False and z != None else w,  # noqa: E711
     ],
     "along axes": [
         lambda z, w: z.var(1) + w.std(1, correction=0), lambda z, w: z.prod(1, keepdim=True) * w, lambda z, w: z.cumprod(1) + w.prod(),

@@ -12,6 +12,7 @@ from exported import Model
 from fidelity import RATE, Loss, assert_trains_as_in_pytorch, described, vectors
 from small import make
 from torch import library, nn
+from torch.ao import quantization
 from torch.ao.quantization import (
     FakeQuantize,
     FusedMovingAvgObsFakeQuantize,
@@ -417,6 +418,20 @@ def test_training_with_the_default_of_quantization(symmetric):
         )
         rows(model.linear.weight)  # as many as it has rows from the first batch on
         return model
+
+    assert_trains_as_in_pytorch(make_layer, vectors, evaluates=True)
+
+
+def test_a_network_prepared_for_quantization():
+    """As in PyTorch's tutorial: convolution, normalization and ReLU fused, the default of x86, one batch to make the observers."""
+
+    def make_layer():
+        layers = [nn.Conv1d(1, 4, 3, padding=1), nn.BatchNorm1d(4), nn.ReLU(), nn.Flatten(), nn.Linear(24, 6)]
+        model = nn.Sequential(quantization.QuantStub(), *layers, quantization.DeQuantStub()).train()
+        model.qconfig = quantization.get_default_qat_qconfig("x86")
+        quantization.prepare_qat(quantization.fuse_modules_qat(model, [["1", "2", "3"]]), inplace=True)
+        model(vectors(0)[0][:, None])
+        return Model(lambda m, x: m.model(x[:, None]), model=model)
 
     assert_trains_as_in_pytorch(make_layer, vectors, evaluates=True)
 

@@ -110,12 +110,14 @@ def _mul(x, y):
 
 
 def _equal(x, y):
+    if not isinstance(y, (torch.Tensor, int, float, complex)):
+        return NotImplemented  # as None, which no tensor equals
     (a, b), (c, d) = parts(x), parts(y)
     return (a == c) & (b == d)
 
 
 def _unequal(x, y):
-    return ~_equal(x, y)
+    return NotImplemented if (equal := _equal(x, y)) is NotImplemented else ~equal
 
 
 def _both(function: Callable) -> Callable:
@@ -142,13 +144,13 @@ def _addcdiv(input, tensor1, tensor2, *, value=1):
 # ---------------------------------------------------------------- along axes
 
 
-def _var(*args, **kwargs):
+def _var(input, *args, **kwargs):
     """That of one part and that of the other: it goes by the squared distance."""
-    return torch.var(args[0].real, *args[1:], **kwargs) + torch.var(args[0].imag, *args[1:], **kwargs)
+    return torch.var(input.real, *args, **kwargs) + torch.var(input.imag, *args, **kwargs)
 
 
-def _std(*args, **kwargs):
-    return _var(*args, **kwargs).sqrt()
+def _std(input, *args, **kwargs):
+    return _var(input, *args, **kwargs).sqrt()
 
 
 def _prod(input, dim=None, keepdim=False, *, dtype=None):
