@@ -248,6 +248,38 @@ def test_what_is_mapped_over_the_batch_trains_as_in_pytorch(rows):
         torch.testing.assert_close(trainer.train_step(x, y, RATE), loss.detach(), rtol=1e-5, atol=1e-5)
 
 
+class Pyramid(nn.Module):
+    """Means and maxima over parts of images of any size, beside each other (SPP) and enlarged again (PSP)."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Conv2d(2, 3, 1)
+
+    def forward(self, x):
+        y = self.layer(x)
+        parts = [F.adaptive_max_pool2d(y, (3, 2)), F.adaptive_avg_pool2d(y, (1, 4)), F.adaptive_avg_pool2d(y, 3)]
+        parts.append(F.adaptive_avg_pool2d(y, (None, 2)).mean(2))
+        parts.append(F.adaptive_avg_pool1d(y.flatten(2), 5))
+        coarse = F.interpolate(F.adaptive_avg_pool2d(y, 2), size=y.shape[2:], mode="bilinear")
+        return torch.cat([part.flatten(1) for part in parts], 1).square().mean() + (coarse * y).mean()
+
+
+def test_adaptive_pools_of_images_of_any_size():
+    torch.manual_seed(0)
+    module = Pyramid()
+    twin = copy.deepcopy(module)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=RATE)
+    description = ModelDescription([IODescription("x", ["n", 2, "h", "w"])], [IODescription("loss", [])])
+    trainer = make(module, loss_fn=None, desc=description)
+    for step, (height, width) in enumerate(((7, 9), (8, 4), (5, 13))):
+        x = random(2, 2, height, width, seed=step)
+        loss = twin(x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(trainer.train_step(x, RATE), loss.detach(), rtol=1e-5, atol=1e-5)
+
+
 def test_a_function_inside_a_function_is_seen():
     """F.linear_cross_entropy calls F.cross_entropy, whose label smoothing the exporters forget."""
     model = nn.LinearCrossEntropyLoss(6, 5, label_smoothing=0.2) if hasattr(nn, "LinearCrossEntropyLoss") else None

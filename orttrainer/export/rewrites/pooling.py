@@ -115,18 +115,22 @@ def _each(value, rank):
 
 
 def _adaptive_average(pool, rank):
-    """adaptive_avg_pool1d, 2d or 3d; where windows overlap, a product with a matrix along each axis in turn.
+    """adaptive_avg_pool1d, 2d or 3d; where windows overlap, or may, a product with a matrix along each axis in turn.
 
     PyTorch's decomposition gathers all windows.
     """
 
     def call(input, output_size):
         counts, sizes = _each(output_size, rank), input.shape[input.dim() - rank :]
-        if rank < 3 and (not _known(sizes) or not any(size % count for size, count in zip(sizes, counts) if count)):
+        pairs = list(zip(sizes, counts))
+        plain = all(map(_is_one, counts)) or torch.jit.is_tracing()
+        if rank < 3 and (plain or (_known(sizes) and not any(size % count for size, count in pairs if count))):
             return pool(input, output_size)
-        for axis, (size, windows) in enumerate(zip(sizes, counts), -rank):
-            if windows == 1:
+        for axis, (size, windows) in enumerate(pairs, -rank):
+            if _is_one(windows):
                 input = input.mean(axis, keepdim=True)
+                continue
+            if str(windows) == str(size):  # an axis that is to stay
                 continue
             start, end = _adaptive_windows(size, windows, input.device)
             position = torch.arange(size, device=input.device).unsqueeze(1)
