@@ -413,11 +413,10 @@ class Engine(NotCopied):
         )  # fmt: skip
 
     def _open(self, graph: TrainingGraph, runner: Runner | None = None) -> None:
-        settings = self.settings
         accept = (lambda outputs: self._watch.refuse(outputs[0], self.accumulated)) if self._watch.refuses else None
         self._runner = runner or Runner(
-            graph, self._state.stored, self.device, settings.providers, self.collective, settings.session_options,
-            accept=accept, disabled_passes=settings.disabled_passes, native_kernels=self._native,
+            graph, self._state.stored, self.device, self.settings.providers, self.collective, self.settings.session_options,
+            accept=accept, disabled_passes=self.settings.disabled_passes, native_kernels=self._native,
         )  # fmt: skip
         self.training_graph = graph
 
@@ -443,7 +442,6 @@ class Engine(NotCopied):
         """Change to the graph of what forward decides on this batch; make it, where there is none yet."""
         if not self._forward.depends:
             return
-
         whole, source = [*batch.values()], self.source
         alone = self.collective.size == 1 and len(whole) == len(self.input_names)
         make = (lambda: source.frozen(source.forward_graph(self.description, whole, self._schema))) if alone else None

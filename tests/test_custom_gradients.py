@@ -1,4 +1,4 @@
-"""Gradients that somebody wrote: `torch.autograd.Function`, `custom_op`, hooks; expected are PyTorch's."""
+"""Gradients that somebody wrote: `torch.autograd.Function`, `custom_op`, also behind recurrent layers; expected are PyTorch's."""
 
 from __future__ import annotations
 
@@ -12,13 +12,6 @@ from exported import Model
 from fidelity import RATE, Loss, assert_trains_as_in_pytorch, described, vectors
 from small import make
 from torch import library, nn
-from torch.ao import quantization
-from torch.ao.quantization import (
-    FakeQuantize,
-    FusedMovingAvgObsFakeQuantize,
-    MovingAverageMinMaxObserver,
-    MovingAveragePerChannelMinMaxObserver,
-)
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
@@ -306,55 +299,7 @@ def test_a_function_trains_with(settings):
         torch.testing.assert_close(mine, other.data - RATE * other.grad, **close)
 
 
-# ---------------------------------------------------------------- hooks
-
-
-def hooked(*hooks):
-    def make_layer():
-        made = layer(lambda m, x: m.linear(x).tanh() * m.bias)
-        for hook in hooks:
-            made.linear.weight.register_hook(hook)
-        return made
-
-    return make_layer
-
-
-def rows_kept(gradient):
-    gradient = gradient.clone()
-    gradient[:2] = 0
-    return gradient
-
-
-def in_place(gradient):
-    gradient.mul_(0.5)
-
-
-HOOKS = {
-    "scaled": [lambda g: 2 * g],
-    "changed, but not in the first batch": [lambda g: torch.where(g.abs().max() > 0.25, g, 3 * g)],  # it has 0.28
-    "rows": [rows_kept],
-    "in place, and another": [in_place, lambda g: g / (1 + g.norm())],
-    "of numbers": [lambda g: g * float(torch.tensor(3.0))],
-}
-
-
-@pytest.mark.parametrize("name", HOOKS)
-def test_a_parameter_trains_by_what_its_hooks_make_of_the_gradient(name):
-    assert_trains_as_in_pytorch(hooked(*HOOKS[name]), vectors, evaluates=True)
-
-
-def test_a_hook_on_a_recurrent_layer_and_on_a_tied_weight():
-    def make_layer():
-        made = Model(
-            lambda m, x: m.first(m.rnn(m.second(m.first(x)).expand(3, -1, -1))[0][2]), first=nn.Linear(6, 6), second=nn.Linear(6, 6),
-            rnn=nn.LSTM(6, 6),
-        )  # fmt: skip
-        made.second.weight = made.first.weight
-        made.first.weight.register_hook(lambda g: g * 2)
-        made.rnn.weight_hh_l0.register_hook(lambda g: -g)
-        return made
-
-    assert_trains_as_in_pytorch(make_layer, vectors, evaluates=True)
+# ---------------------------------------------------------------- behind recurrent layers
 
 
 def _hooked_in_forward(h):
@@ -384,97 +329,6 @@ def test_a_gradient_that_is_not_forwards_own_behind_a_recurrent_layer(kind, behi
         return behind(y.clone()[1]) + behind(state.clone()[0])
 
     assert_trains_as_in_pytorch(lambda: Model(call, rnn=kind(6, 6)), vectors, evaluates=False)
-
-
-def test_training_that_is_aware_of_quantization():
-    def make_layer():
-        observed = FakeQuantize(MovingAverageMinMaxObserver, quant_min=0, quant_max=15)
-        layers = nn.Linear(6, 6), observed, nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6)
-        return Model(lambda m, x: m.layers(x), layers=nn.Sequential(*layers))
-
-    assert_trains_as_in_pytorch(make_layer, vectors, evaluates=True)
-
-
-@pytest.mark.parametrize("symmetric", [False, True])
-def test_training_with_the_default_of_quantization(symmetric):
-    """The observer, the grid and the rounding are one operator of PyTorch's, by tensor for values, by row for weights."""
-    scheme = (
-        (torch.per_tensor_symmetric, torch.per_channel_symmetric)
-        if symmetric
-        else (torch.per_tensor_affine, torch.per_channel_affine)
-    )
-    whole = dict(quant_min=-8, quant_max=7, dtype=torch.qint8) if symmetric else dict(quant_min=0, quant_max=15)
-
-    def make_layer():
-        values = FusedMovingAvgObsFakeQuantize(MovingAverageMinMaxObserver, qscheme=scheme[0], **whole)
-        rows = FusedMovingAvgObsFakeQuantize(
-            MovingAveragePerChannelMinMaxObserver, qscheme=scheme[1], ch_axis=0, **whole
-        )
-        model = Model(
-            lambda m, x: m.values(nn.functional.linear(x, m.rows(m.linear.weight), m.linear.bias)),
-            linear=nn.Linear(6, 6),
-            values=values,
-            rows=rows,
-        )
-        rows(model.linear.weight)  # as many as it has rows from the first batch on
-        return model
-
-    assert_trains_as_in_pytorch(make_layer, vectors, evaluates=True)
-
-
-def test_a_network_prepared_for_quantization():
-    """As in PyTorch's tutorial: convolution, normalization and ReLU fused, the default of x86, one batch to make the observers."""
-
-    def make_layer():
-        layers = [nn.Conv1d(1, 4, 3, padding=1), nn.BatchNorm1d(4), nn.ReLU(), nn.Flatten(), nn.Linear(24, 6)]
-        model = nn.Sequential(quantization.QuantStub(), *layers, quantization.DeQuantStub()).train()
-        model.qconfig = quantization.get_default_qat_qconfig("x86")
-        quantization.prepare_qat(quantization.fuse_modules_qat(model, [["1", "2", "3"]]), inplace=True)
-        model(vectors(0)[0][:, None])
-        return Model(lambda m, x: m.model(x[:, None]), model=model)
-
-    assert_trains_as_in_pytorch(make_layer, vectors, evaluates=True)
-
-
-def test_an_observer_that_is_switched_off_keeps_its_grid():
-    def make_layer():
-        observed = FusedMovingAvgObsFakeQuantize(MovingAverageMinMaxObserver, quant_min=0, quant_max=255)
-        observed(torch.tensor([-0.7, 0.4]))
-        observed.disable_observer()
-        return Model(lambda m, x: m.observed(m.linear(x)), linear=nn.Linear(6, 6), observed=observed)
-
-    assert_trains_as_in_pytorch(make_layer, vectors, evaluates=True)
-
-
-def test_what_forward_computes_may_have_a_hook():
-    def call(m, x):
-        h = m.linear(x)
-        h.register_hook(lambda g: g / (g.norm() + 1e-3))
-        return h.tanh()
-
-    assert_trains_as_in_pytorch(lambda: layer(call), vectors, evaluates=False)
-
-
-def test_a_hook_that_looks_on_leaves_nothing_of_the_trace_behind():
-    class Activations(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.seen = nn.Linear(6, 6), None
-
-        def keep(self, gradient):
-            self.seen = gradient
-
-        def forward(self, x):
-            h = self.linear(x)
-            h.register_hook(self.keep)
-            return h.square().mean()
-
-    module = Activations()
-    description = described(vectors(0))
-    description.outputs_ = description.outputs_[:1]
-    trainer = make(module, loss_fn=None, desc=description)
-    trainer.train_step(*vectors(0), RATE)
-    assert module.seen is None or type(module.seen) is torch.Tensor
 
 
 # ---------------------------------------------------------------- the graph
@@ -513,13 +367,6 @@ def test_an_output_that_nobody_reads_has_the_gradient_zero():
     x = np.array([[1, 2, 3], [-1, 0.5, 0]], np.float32)
     values = evaluate(gradient, {"x": x, "up": np.array(True), "z_cotangent": 3 * np.ones_like(x)})
     np.testing.assert_allclose(values["x_grad"], 3 * x, rtol=1e-6)
-
-
-def test_a_module_that_is_called_with_its_arguments_by_name_is_aware_of_quantization_too():
-    def call(m, x):
-        return torch.fake_quantize_per_tensor_affine(m.linear(x), scale=0.25, zero_point=2, quant_min=0, quant_max=7)
-
-    assert_trains_as_in_pytorch(lambda: layer(call), vectors, evaluates=True)
 
 
 @pytest.mark.parametrize("finite", [True, False], ids=["PyTorch's is finite", "PyTorch's is not"])
