@@ -303,6 +303,25 @@ def test_a_parameter_that_is_given_its_own_data_is_no_hindrance():
     torch.testing.assert_close(found, expected)
 
 
+class Folded(nn.Linear):
+    """Two layers while it trains; in eval mode one, whose parameters it folds the two into, as networks like SPAN do."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.second, self.both = nn.Linear(*sizes), nn.Linear(*sizes)
+
+    def forward(self, x):
+        if self.training:
+            return self.second(super().forward(x))
+        self.both.weight.data = self.second.weight.data @ self.weight.data
+        self.both.bias.data.copy_(self.second(self.bias.data))
+        return self.both(x)
+
+
+def test_parameters_that_an_evaluation_folds_others_into_are_left_to_it():
+    assert_trains_as_in_pytorch(lambda: Folded(6, 6), vectors, evaluates=True)
+
+
 class ChangesItsInput(nn.Linear):
     """Prepares the batch in its own memory."""
 

@@ -271,8 +271,8 @@ def test_labels_in_a_row_of_a_length_of_their_own_have_the_loss_of_ctc():
 
 REFUSED = {
     "a float that Python has to know": (
-        lambda m, x, label: m.hidden(x).square().mean() * math.exp(-x.abs().mean().item()),
-        r"makes a number of a tensor's value at .*test_told\.py:\d+ \(.*math\.exp",
+        lambda m, x, label: m.hidden(x).square().mean() * math.gamma(x.abs().mean().item()),
+        r"makes a number of a tensor's value at .*test_told\.py:\d+ \(.*math\.gamma",
     ),
     "a random number": (
         lambda m, x, label: m.hidden(x).square().mean() * (2 if torch.rand(1).item() < 0.5 else 1),

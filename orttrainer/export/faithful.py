@@ -20,7 +20,7 @@ from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from orttrainer.errors import UnsupportedModelError
-from orttrainer.export import conditions, stop_gradient, told
+from orttrainer.export import builtin_functions, conditions, stop_gradient, told
 from orttrainer.export.call import without_checkpoints
 from orttrainer.export.numbers import Numbers
 from orttrainer.export.opened import opened
@@ -64,7 +64,7 @@ def faithful(wrapper, decided):
             # With it they broadcast sizes, which it takes as numbers only.
             mock.patch.object(torch._C, "_infer_size", torch.broadcast_shapes),
             mock.patch.object(torch.nn.Module, "_apply", kept_parameters.apply),
-            _symbolic_builtins(wrapper),
+            builtin_functions.symbolic(wrapper),
             derivatives.snapshots_apart(),
             packed.unchecked(),
             _Rewrites(wrapper, decided) as rewrites,
@@ -89,49 +89,6 @@ def _split_projection(q, k, v, w, b=None):
     if q is not k or k is not v:
         return _packed_projection(q, k, v, w, b)
     return tuple(part.contiguous() for part in F.linear(q, w, b).chunk(3, dim=-1))
-
-
-@contextlib.contextmanager
-def _symbolic_builtins(wrapper):
-    """Let `len(tensor)` in the user's code stay a symbol, as `tensor.shape[0]` does; with hints also `int` and `float`.
-
-    The builtin must return a number, so an exporter would write the first batch's into the graph. `divmod` takes no symbol,
-    and what `round` makes of one no exporter takes.
-    """
-    hints = wrapper.followed.hints
-    names = {"len": _len, "divmod": _divmod, "round": _round}
-    if hints is not None and hints.builtins:
-        from orttrainer.export.hints import BUILTINS  # here: with it comes sympy
-
-        names |= BUILTINS
-    functions = [getattr(type(m), "forward", None) for m in wrapper.modules()] + [wrapper.loss_fn]
-    scopes = [getattr(function, "__globals__", None) for function in functions]
-    scopes = {id(s): s for s in scopes if s is not None and _is_user_code(s)}
-    placed = [(scope, name) for scope in scopes.values() for name in names if name not in scope]
-    for scope, name in placed:
-        scope[name] = names[name]
-    try:
-        yield
-    finally:
-        for scope, name in placed:
-            del scope[name]
-
-
-def _is_user_code(scope):
-    return scope.get("__name__", "").split(".")[0] not in ("torch", "orttrainer")
-
-
-def _len(sized):
-    return sized.shape[0] if isinstance(sized, torch.Tensor) and sized.dim() else len(sized)
-
-
-def _divmod(a, b):
-    symbols = any(isinstance(x, (torch.SymInt, torch.SymFloat)) for x in (a, b))
-    return (a // b, a % b) if symbols else divmod(a, b)
-
-
-def _round(number, ndigits=None):
-    return round(float(number) if isinstance(number, torch.SymFloat) else number, ndigits)  # which is one batch's then
 
 
 class _Rewrites(TorchFunctionMode):

@@ -70,6 +70,16 @@ class Hints:
                 self._numbers[symbol] = number
                 self._tensors[symbol] = _taken(args[0], index) if known.taken else _size(result, index)
 
+    def computed(self, result: torch.SymFloat, function: Callable, numbers: Sequence, tensor: torch.Tensor) -> None:
+        """Take note of a symbol that stands for what `function` of `math` makes of numbers, and for the value of `tensor`."""
+        known = {symbol: sympy.sympify(number) for symbol, number in self._numbers.items()}
+        values = [x.node.expr.xreplace(known) if isinstance(x, (torch.SymInt, torch.SymFloat)) else x for x in numbers]
+        with contextlib.suppress(
+            TypeError, ValueError, OverflowError
+        ):  # not all are known, or the function has none of these
+            self._numbers[result.node.expr] = function(*map(float, values))
+            self._tensors[result.node.expr] = tensor
+
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
         """Within the block, torch decides by them what it could not decide otherwise."""

@@ -326,7 +326,7 @@ def _refuse_frozen_decision(module, error):
         raise UnsupportedModelError(
             f"{type(module).__name__}.forward makes a number of a tensor's value{_place(cause)}, which Python has to know; a graph would "
             f"repeat the first batch's for ever: {_condensed(error)}\n"
-            f"Compute with the tensor itself (x.sqrt() for math.sqrt(x.item())), or use torch.where or masks. If only the first call does "
+            f"Compute with the tensor itself (x.round() for round(x.item())), or use torch.where or masks. If only the first call does "
             f"so, as an initialization by the first batch, run one batch through the module, then make the trainer."
         ) from error
 

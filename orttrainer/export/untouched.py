@@ -22,20 +22,20 @@ _MANY = 1000  # entries: what is longer is a table of the user's, not what a for
 def unchanged(module: torch.nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Iterator[Moved]:
     """Undo on exit whatever a forward or an exporter leaves behind.
 
-    Attributes of every submodule and the containers among them, flags, hooks, buffers, the values of frozen parameters, of
-    tensors that are attributes and of `inputs`, and the random generators. Trained parameters stay the tensors that they are.
+    Attributes of every submodule and the containers among them, flags, hooks, buffers, the values of parameters, of
+    tensors that are attributes and of `inputs`, and the random generators.
 
     Yields:
-        The frozen parameters, attributes and inputs that are written to within the block.
+        The parameters, attributes and inputs that are written to within the block.
     """
     attributes = _Containers(vars(m) for m in module.modules())
     buffers = [(b, b.detach().clone()) for b in module.buffers()]
     flags = [(p, p.requires_grad, p.grad) for p in module.parameters()]
-    frozen = [parameter for parameter, requires_grad, _ in flags if not requires_grad]
+    parameters = [parameter for parameter, *_ in flags]
     flags += [(x, x.requires_grad, x.grad) for x in inputs if x.is_leaf]
     generators = random.getstate(), np.random.get_state()
     devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
-    moved = Moved([*frozen, *attributes.tensors, *inputs])
+    moved = Moved([*parameters, *attributes.tensors, *inputs])
     with torch.random.fork_rng(devices=list(devices)):
         try:
             with moved:

@@ -30,6 +30,7 @@ from orttrainer.export.rewrites import (
     spectra,
     spelled_out,
     strided,
+    value_arguments,
 )
 
 __all__ = ["REWRITES"]
@@ -59,6 +60,7 @@ _FAMILIES = (
     spectra,
     spelled_out,
     strided,
+    value_arguments,
 )
 REWRITES = {function: rewrite for family in _FAMILIES for function, rewrite in family.REWRITES.items()}
 

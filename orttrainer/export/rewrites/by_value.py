@@ -7,6 +7,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
+from orttrainer.export.builtin_functions import is_value
 from orttrainer.export.stop_gradient import stopped
 
 __all__ = ["REWRITES", "SEEN", "has_tensors", "stacked"]
@@ -147,7 +148,7 @@ def _take_along_dim(input, indices, dim=None):
 
 
 def _made(tensor):
-    """torch.tensor of lists that have tensors of one element in them, which it reads as numbers."""
+    """torch.tensor of lists that have tensors of one element in them, or numbers of tensors' values, which it reads as numbers."""
 
     def call(data, *, dtype=None, device=None, **others):
         if not torch.compiler.is_exporting() or not has_tensors(data):
@@ -158,8 +159,10 @@ def _made(tensor):
 
 
 def has_tensors(data) -> bool:
-    """Whether it is a list, or a list of lists, with tensors in it."""
-    return isinstance(data, (list, tuple)) and any(isinstance(x, torch.Tensor) or has_tensors(x) for x in data)
+    """Whether it is a list, or a list of lists, with tensors in it, or numbers of theirs."""
+    return isinstance(data, (list, tuple)) and any(
+        isinstance(x, torch.Tensor) or is_value(x) or has_tensors(x) for x in data
+    )
 
 
 def stacked(data):
@@ -168,7 +171,9 @@ def stacked(data):
         parts = [stacked(x) for x in data]
         dtype = functools.reduce(torch.promote_types, [x.dtype for x in parts])
         return torch.stack([x.to(dtype) for x in parts])
-    return data.reshape(()) if isinstance(data, torch.Tensor) else torch.tensor(data)
+    if isinstance(data, torch.Tensor):
+        return data.reshape(())
+    return torch.full((), data) if isinstance(data, (torch.SymInt, torch.SymFloat)) else torch.tensor(data)
 
 
 _OF_NUMBERS = [torch.Tensor.__mod__, torch.Tensor.__and__, torch.Tensor.__or__, torch.Tensor.__xor__]
