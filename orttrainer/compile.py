@@ -17,7 +17,7 @@ from onnx_ir.passes import common
 
 from orttrainer.differentiate import differentiate
 from orttrainer.differentiate.prepare import prepare
-from orttrainer.errors import ModelError, NoGradientWarning
+from orttrainer.errors import ModelError, NoGradientWarning, UnsupportedModelError
 from orttrainer.graph.activations import Activations, ancestors
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.fence import fence, unordered_readers
@@ -271,7 +271,7 @@ class _Build:
 
     def update(self, optimizer: Optimizer, gradients: dict[str, ir.Value], groups: Mapping[str, int]) -> None:
         """Let the optimizer emit the new value of every parameter and of its own state."""
-        inputs, slots = self._inputs(), list(optimizer.shared_slots)
+        slots = list(optimizer.shared_slots)
         for name in gradients:
             tensor = self.tensors[name]
             own = optimizer.slots(name, tuple(tensor.shape.numpy()), tensor.dtype)
@@ -287,11 +287,30 @@ class _Build:
             if slot.initial:
                 initial.fill(slot.initial)
             state[slot.name] = self._state(self.model.graph, slot.name, initial, "optimizer", slot.parameter)
-        parameters = {name: inputs[name] for name in gradients}
+        parameters = self._as_forward_left_them(gradients)
         with self.op.scope("update"):
             rates = self._rates()
             by_name = {name: rates[groups.get(name, 0)] for name in gradients}
             self.new.update(optimizer.update(self.op, by_name, self.norm, self.scale, parameters, gradients, state))
+
+    def _as_forward_left_them(self, names: Collection[str]) -> dict[str, ir.Value]:
+        """The parameters to be updated, some of which forward changes in their memory: this once more, where it is cut off."""
+        inputs = self._inputs()
+        changed = [name for name in names if name in self.new]
+        read = ancestors([self.new[name] for name in changed])
+        by_batch = any(x.name in self.described for node in read for x in node_inputs(node))
+        if changed and (self.loss_scale is not None or (self.batches is not None and by_batch)):
+            raise UnsupportedModelError(
+                f"forward changes the parameter {changed[0]!r} in its memory, "
+                + (
+                    "which mixed precision would do in half of it. Train in float32"
+                    if self.loss_scale is not None
+                    else "by the batch, and the update of several batches has none of them. Train without "
+                    "gradient_accumulation_steps, on one rank"
+                )
+                + ", or leave that out (an embedding's max_norm, a weight that is clamped)."
+            )
+        return {name: self.new.get(name, inputs[name]) for name in names}
 
     def _rates(self) -> list[ir.Value]:
         """The learning rate of each group, of shape [1]."""

@@ -35,7 +35,7 @@ class Returns(nn.Module):
 
 class ComputesInPython(nn.Sequential):
     def forward(self, x):
-        return super().forward(x) * math.exp(x.mean().item())
+        return super().forward(x) * math.gamma(x.abs().mean().item())
 
 
 FIRST_STEP = {

@@ -293,16 +293,8 @@ def test_embeddings_train_as_in_pytorch(case):
 
 
 REFUSED = {
-    "max_norm": (
-        lambda: nn.Sequential(nn.Embedding(6, 3, max_norm=1.0)), [TOKENS], "'layer.0' has max_norm.*Leave max_norm out",
-    ),
     "a bag by frequency": (
         lambda: nn.EmbeddingBag(6, 3, scale_grad_by_freq=True), [TOKENS], "bag with scale_grad_by_freq",
-    ),
-    "max_norm of a bag": (lambda: nn.EmbeddingBag(6, 3, max_norm=1.0), [TOKENS], "EmbeddingBag 'layer' has max_norm"),
-    "functional max_norm": (
-        lambda: Model(lambda m, x: F.embedding(x, m.weight, max_norm=99.0), weight=nn.Parameter(torch.ones(6, 3))),
-        [TOKENS], r"changes the parameter 'layer.weight' in place.*\(an embedding with max_norm does\)",
     ),
     "a lazy module": (lambda: nn.LazyLinear(6), vectors(0), "LazyLinear 'layer' has no parameters yet. Run one batch"),
     "a layer in TorchScript": (

@@ -205,7 +205,6 @@ WRITES = {
     "data changed": lambda code, y: code.data.mul_(0.999).add_(y, alpha=0.001),
     "in place": lambda code, y: code.lerp_(y, 0.001),
     "several": lambda code, y: torch._foreach_mul_([code], 0.999),
-    "elements": lambda code, y: code.data.__setitem__(0, 2.0),
     "by an operator": lambda code, y: code.data.__iadd__(y),
     "out": lambda code, y: torch.mul(code, 0.999, out=code),
 }

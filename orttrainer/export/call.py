@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import operator
 from collections.abc import Mapping
 from unittest import mock
 
@@ -54,6 +55,7 @@ class LossModule(nn.Module):
         self.followed = Followed()
         # Buffers whose new values `forward` appends to its outputs (see `export_module`).
         self.updated: tuple[str, ...] = ()
+        self.changed: dict[str, str] = {}  # those that are trained parameters, and their public names
 
     def forward(self, *inputs):
         self.followed.begin()
@@ -159,12 +161,6 @@ def check_layers(module: nn.Module) -> None:
                 f"{type(layer).__name__} {name!r} has no parameters yet. Run one batch through the module, "
                 f"then make the trainer."
             )
-        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None:
-            raise UnsupportedModelError(
-                f"{type(layer).__name__} {name!r} has max_norm, so that its forward rescales its weight in place, "
-                f"which an optimizer's update would overwrite. Leave max_norm out, or divide the looked-up rows by "
-                f"their norm."
-            )
 
 
 def asks_for_gradients(error: Exception) -> bool:
@@ -230,18 +226,25 @@ def in_train_mode(module):
             owner.training = training
 
 
-def register_once(module):
-    """Let a submodule that is registered under several names be so under the first; the others are plain attributes.
+def register_once(module, updated):
+    """Let what is registered under several names be so under the first: submodules, and the parameters `updated`.
 
-    torch.export takes each name for a module of its own, and gives up where such a module changes its buffers. Call it
-    within `unchanged`. Names in a container, such as a Sequential, which goes by what is registered, stay.
+    The others are plain attributes. torch.export takes each name for a module of its own, and gives up where such a module
+    changes its buffers, or a parameter is changed. Call it within `unchanged`. Names in a container, such as a Sequential,
+    which goes by what is registered, stay.
     """
+    changed = {id(operator.attrgetter(name)(module)) for name in updated}
+    of_parameters = {id(p): name for name, p in module.named_parameters() if id(p) in changed}
     first = {id(found): path for path, found in module.named_modules()}
     for path, owner in list(module.named_modules()):
         for name, held in list(owner._modules.items()):
             again = held is not None and first[id(held)] != f"{path}.{name}".lstrip(".")
             if again and not isinstance(owner, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
                 del owner._modules[name]
+                vars(owner)[name] = held
+        for name, held in list(owner._parameters.items()):
+            if of_parameters.get(id(held), full := f"{path}.{name}".lstrip(".")) != full:
+                del owner._parameters[name]
                 vars(owner)[name] = held
 
 

@@ -30,6 +30,7 @@ from orttrainer.export.rewrites import (
     complex_numbers,
     custom_functions,
     derivatives,
+    embedding,
     fake_quantized,
     gradient_hooks,
     grouped,
@@ -37,7 +38,7 @@ from orttrainer.export.rewrites import (
     normalization,
     packed,
 )
-from orttrainer.export.untouched import memory_of
+from orttrainer.export.untouched import memory_of, written
 
 __all__ = ["MutedDropout", "faithful"]
 
@@ -105,6 +106,7 @@ class _Rewrites(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         args, kwargs = self._registered(args), {name: self._registered(x) for name, x in (kwargs or {}).items()}
         args, kwargs = told.with_numbers(func, args, kwargs, self)
+        args, kwargs = embedding.shortened(func, args, kwargs, self)
         if func not in self._rewrites and (
             inner := _SEEN.get(func) or by_value.SEEN.get(func) or opened(func) or custom_functions.of_operator(func)
         ):
@@ -117,6 +119,7 @@ class _Rewrites(TorchFunctionMode):
                 return self.numbers.formatted(*args)
         self.numbers.check_script(func, args)
         result = self._rewrites.get(func, func)(*self.numbers.chosen(func, args), **kwargs)
+        self._mark_changes(func, args, kwargs)
         if self._wrapper.followed.hints is not None and func is not torch.Tensor.__getitem__:
             self._wrapper.followed.hints.note(func, args, result)
         known = self.numbers.note(func, args, kwargs, result)  # which has no gradient anyway
@@ -127,6 +130,14 @@ class _Rewrites(TorchFunctionMode):
         if _shows(result, args):  # what is written there is written to a buffer
             return result
         return stop_gradient.stopped(result)
+
+    def _mark_changes(self, func, args, kwargs):
+        """Note what was written to the memory of a trained parameter."""
+        for x in written(func, args, kwargs) if self._wrapper.changed and torch.compiler.is_exporting() else ():
+            for name, public in self._wrapper.changed.items():
+                parameter = operator.attrgetter(name)(self._wrapper)
+                if memory_of(parameter) is not None and memory_of(parameter) == memory_of(x):
+                    stop_gradient.mark_changed(parameter, public)
 
     def _registered(self, argument):
         """`argument`, with what the exporter has in the place of state that forward finds elsewhere, such as in a list."""

@@ -20,12 +20,12 @@ class ForwardGraph:
 
     Attributes:
         model: inputs are the described inputs, in order; outputs the described outputs, the
-            loss first, then one output per buffer update. Parameters and buffers are
+            loss first, then one output per update. Parameters and buffers are
             initializers that share memory with the torch tensors. Every Dropout has three
             inputs, a constant rate and a constant True.
         parameters: names of the trainable float initializers that the graph uses.
         buffers: names of the rest of the model's state that the graph reads or updates.
-        updates: buffer name -> name of the graph output with its new value.
+        updates: of a buffer, or of a parameter that forward writes to, the name -> name of the graph output with its new value.
         unread: names of the trainable parameters of the module that the graph does not use.
         decided: names of buffers that the graph is right for as long as they have their values: forward decides by them.
         conditions: what forward decided by values on the first batch; the graph is right for batches on which it decides

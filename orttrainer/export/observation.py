@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 from orttrainer.errors import OrtTrainerError, UnsupportedModelError
 from orttrainer.export.call import LossModule, asks_for_gradients, in_train_mode, state_names, without_checkpoints
@@ -17,7 +16,7 @@ from orttrainer.export.faithful import MutedDropout
 from orttrainer.export.hidden_state import Generators, HiddenState, alike, changes, sampled
 from orttrainer.export.initializers import as_real
 from orttrainer.export.told import Told
-from orttrainer.export.untouched import Moved, memory_of, unchanged, written
+from orttrainer.export.untouched import Moved, memory_of, unchanged
 
 __all__ = ["Observation", "observe", "observe_gradients", "own"]
 
@@ -61,7 +60,7 @@ def _observed(wrapper, inputs, hidden_state):
     versions = {name: parameter._version for name, parameter in parameters.items()}
     with unchanged(wrapper, inputs) as moved, in_train_mode(wrapper.module), wrapper.without_gradients():
         hidden = HiddenState(wrapper) if hidden_state else None
-        with mute, _TrainedOnesKept(parameters):
+        with mute:
             outputs = own(_first_outputs(wrapper, inputs), wrapper, inputs)
         random = generators.used()
         frozen = {name: p for name, p in parameters.items() if moved.before(p) is not None}
@@ -70,6 +69,11 @@ def _observed(wrapper, inputs, hidden_state):
         now = {**dict(wrapper.named_buffers()), **frozen}
         after = {name: x.detach().clone() for name, x in now.items()}
         _check_shapes(before, after)
+        if trained := [name for name, p in frozen.items() if p.requires_grad]:
+            _first_outputs(wrapper, inputs)
+            for name in trained:
+                if not torch.allclose(frozen[name], after[name], rtol=1e-5, atol=1e-7, equal_nan=True):
+                    raise _changes_a_parameter(name)
         # Also what happens to be the same after this batch, as a moving average of zeros.
         touched = {name for name, x in now.items() if moved.before(x) is not None or x is not buffers.get(name)}
 
@@ -100,10 +104,10 @@ def _observed(wrapper, inputs, hidden_state):
 
 def _changes_a_parameter(name):
     return UnsupportedModelError(
-        f"forward changes the parameter {name.split('.', 1)[1]!r} in place, which an optimizer's update would overwrite (an "
-        f"embedding with max_norm does). If only forward is to change it, as a momentum encoder or a codebook, make it a "
-        f"buffer or call requires_grad_(False) on it; if only its first call does, as an initialization by the first batch, "
-        f"run one batch through the module, then make the trainer; else leave that out."
+        f"forward changes the parameter {name.split('.', 1)[1]!r} in place, and when it is called again, again; what stays as it "
+        f"is when it is done twice, as a weight that is clamped, trains. If only forward is to change it, as a momentum "
+        f"encoder or a codebook, make it a buffer or call requires_grad_(False) on it; if only its first call does, as an "
+        f"initialization by the first batch, run one batch through the module, then make the trainer; else leave that out."
     )
 
 
@@ -126,21 +130,6 @@ def _check_own_memory(moved: Mapping[str, torch.Tensor], state: Mapping[str, tor
                 f"forward gives {name.split('.', 1)[1]!r} the memory of {other.split('.', 1)[1]!r}, so that it changes with "
                 f"each of that one's updates. Copy the values: copy_, or .data = other.data.clone()."
             )
-
-
-class _TrainedOnesKept(TorchFunctionMode):
-    """Raises before a trained parameter's memory is written to, or replaced: through `.data`, which counts no versions."""
-
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]):
-        super().__init__()
-        self._names = {memory: name for name, p in parameters.items() if p.requires_grad and (memory := memory_of(p))}
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        for x in written(func, args, kwargs):
-            if (name := self._names.get(memory_of(x))) is not None:
-                raise _changes_a_parameter(name)
-        return func(*args, **kwargs)
 
 
 def own(outputs, wrapper, inputs):

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import library
 
-from orttrainer.graph.passes.gradient_marks import DOMAIN, STOP_GRADIENT
+from orttrainer.graph.passes.gradient_marks import CHANGED, DOMAIN, STOP_GRADIENT
 
-__all__ = ["REWRITES", "register_symbolic", "stopped"]
+__all__ = ["REWRITES", "mark_changed", "register_symbolic", "stopped"]
 
 
 @library.custom_op("orttrainer::stop_gradient", mutates_args=())
@@ -34,6 +34,13 @@ def stop_gradient(x: torch.Tensor) -> torch.Tensor:
         return torch.onnx.ops.symbolic(f"{DOMAIN}::{STOP_GRADIENT}", (x,), dtype=x.dtype, shape=x.shape, version=1)
     with torch.no_grad():  # so that autograd does not note it in a buffer that the result is written to
         return traced_stop_gradient(x)
+
+
+def mark_changed(parameter: torch.Tensor, name: str) -> None:
+    """Say in a trace that forward has written to a trained parameter, which has the gradient of what is there now."""
+    with torch.no_grad():
+        form = {"dtype": parameter.dtype, "shape": parameter.shape, "version": 1}
+        parameter.copy_(torch.onnx.ops.symbolic(f"{DOMAIN}::{CHANGED}", (parameter,), {"parameter": name}, **form))
 
 
 def stopped(result):

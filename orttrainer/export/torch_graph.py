@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 
 import torch
 
@@ -17,6 +18,7 @@ from orttrainer.export.forward_graph import ForwardGraph
 from orttrainer.export.granted import Granted
 from orttrainer.export.initializers import add_initializer, inputs_as_state, state_as_inputs, state_tensor
 from orttrainer.export.untouched import unchanged
+from orttrainer.graph.passes.gradient_marks import pass_gradients_by
 
 __all__ = ["by_dynamo", "by_torchscript", "load_exporter", "of_other_sizes"]
 
@@ -72,7 +74,10 @@ def _captured(job, exporter, forget_cached):
         for owner, name in job.cached_tensors() if forget_cached else ():
             setattr(owner, name, None)
         if job.updated:
-            register_once(job.wrapper)
+            register_once(job.wrapper, job.updated)
+        job.wrapper.changed = {name: job.public[name] for name in job.updated if _is_trainable(_attribute(job, name))}
+        for name in job.wrapper.changed:  # as for a buffer: what is written to a view of it is written to it
+            _attribute(job, name).requires_grad_(False)
         # With gradients on: what forward itself computes under no_grad is then told apart.
         with torch.enable_grad():
             model = exporter(job.wrapper, job.example, job.symbols, job.opset)
@@ -106,6 +111,7 @@ def _forward_graph(job, model, updated, exporter, decided=(), granted=()):
             del initializers[name]
     used = [name for name in state if name in initializers]
     trainable = [name for name in used if _is_trainable(job.tensors[name])]
+    pass_gradients_by(model, trainable)
     return ForwardGraph(
         model=model,
         parameters=tuple(trainable),
@@ -146,6 +152,10 @@ def _with_inner_gradients(model, state):
         expanded = expand_inner_gradients(model)
         inputs_as_state(expanded, tensors)
     return expanded
+
+
+def _attribute(job, name):
+    return operator.attrgetter(name)(job.wrapper)
 
 
 def _is_trainable(tensor):

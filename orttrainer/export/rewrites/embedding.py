@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 import torch.nn.functional as F
 
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.stop_gradient import stop_gradient
 
-__all__ = ["REWRITES"]
+__all__ = ["REWRITES", "shortened"]
 
 
 def _embedding(input, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False):
     """F.embedding, whose padding row gets no gradient from being looked up."""
-    rows = _looked_up(input, weight, max_norm, scale_grad_by_freq)
+    rows = _looked_up(input, weight, scale_grad_by_freq)
     if padding_idx is None:
         return rows
     return torch.where(_is_padding(input, weight, padding_idx).unsqueeze(-1), stop_gradient(rows), rows)
 
 
-def _looked_up(input, weight, max_norm, scale_grad_by_freq):
-    if max_norm is not None:
-        raise UnsupportedModelError(
-            "the module uses an embedding with max_norm, whose forward rescales its weight in place, which an "
-            "optimizer's update would overwrite. Leave max_norm out, or divide the looked-up rows by their norm."
-        )
+def _looked_up(input, weight, scale_grad_by_freq):
     # ONNX counts a negative index from the back; torch refuses it, as ONNX does one that is too large.
     rows = F.embedding(torch.where(input < 0, weight.shape[0], input), weight)
     if not scale_grad_by_freq:
@@ -33,6 +30,26 @@ def _looked_up(input, weight, max_norm, scale_grad_by_freq):
     count = torch.zeros_like(weight[:, 0]).scatter_add(0, flat, torch.ones_like(flat, dtype=weight.dtype))
     share = rows / count[input].unsqueeze(-1)
     return stop_gradient(rows) + (share - stop_gradient(share))  # the values of rows, the gradient of share
+
+
+def shortened(func, args, kwargs, mode):
+    """The arguments of a lookup with `max_norm` without that; `mode` sees the rows get at most this norm."""
+    if func not in (F.embedding, F.embedding_bag):
+        return args, kwargs
+    given = inspect.signature(func).bind(*args, **kwargs).arguments
+    if (max_norm := given.pop("max_norm", None)) is not None:
+        with mode:
+            torch.embedding_renorm_(given["weight"], given["input"], max_norm, given.get("norm_type", 2.0))
+    return (), given
+
+
+def _renorm_(weight, indices, max_norm, norm_type):
+    """torch.embedding_renorm_, of the whole table."""
+    with torch.no_grad():
+        norm = torch.linalg.vector_norm(weight, norm_type, dim=1, keepdim=True)
+        read = torch.zeros_like(norm, dtype=torch.int64).index_fill(0, indices.flatten(), 1)
+        factor = torch.where((read > 0) & (norm > max_norm), max_norm / (norm + 1e-7), 1.0)
+        return weight.copy_(weight * factor)
 
 
 def _is_padding(input, weight, padding_idx):
@@ -49,7 +66,7 @@ def _embedding_bag(
             "the module uses an embedding bag with scale_grad_by_freq, for which PyTorch's CPU and GPU have different "
             "gradients. Leave it out, or use nn.Embedding with it, and sum."
         )
-    rows = _looked_up(input, weight, max_norm, False)
+    rows = _looked_up(input, weight, False)
     if per_sample_weights is not None:
         rows = rows * per_sample_weights.unsqueeze(-1)
     counted = torch.ones_like(input, dtype=torch.bool)
@@ -87,4 +104,4 @@ def _reduce_bags(offsets, include_last_offset):
     return reduce
 
 
-REWRITES = {F.embedding: _embedding, F.embedding_bag: _embedding_bag}
+REWRITES = {F.embedding: _embedding, F.embedding_bag: _embedding_bag, torch.embedding_renorm_: _renorm_}

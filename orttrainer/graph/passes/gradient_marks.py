@@ -6,12 +6,14 @@ operator. `orttrainer::CustomGradient` is the identity whose gradient somebody w
     g, ... = Cotangent(y), ...
     y', ... = CustomGradient(y, ..., x, ..., dx, ..., g, ...)
 
-where dx is what the graph makes of g, which stands for the gradient of y'. Exporters write them, the driver obeys, and
+where dx is what the graph makes of g, which stands for the gradient of y'. `orttrainer::Changed` is what forward left in the
+memory of a trained parameter: the gradient of that is the parameter's. Exporters write them, the driver obeys, and
 `RemoveGradientMarksPass` takes them out before anything is run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import onnx_ir as ir
@@ -22,6 +24,7 @@ DOMAIN = "orttrainer"
 STOP_GRADIENT = "StopGradient"
 CUSTOM_GRADIENT = "CustomGradient"  # attribute "outputs": how many y
 COTANGENT = "Cotangent"
+CHANGED = "Changed"  # attribute "parameter": what forward wrote to, without a gradient
 
 
 class CustomGradient(NamedTuple):
@@ -37,6 +40,35 @@ class CustomGradient(NamedTuple):
         count, inputs = node.attributes.get_int("outputs"), list(node.inputs)
         y, pairs, g = inputs[:count], inputs[count : len(inputs) - count], inputs[len(inputs) - count :]
         return cls(y, pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :], g)
+
+
+def pass_gradients_by(model: ir.Model, parameters: Collection[str]) -> None:
+    """Changed(y) -> CustomGradient: the gradient of y is the parameter's as it is, for how y was made has none.
+
+    Args:
+        parameters: names of initializers; that of others takes its mark out.
+    """
+    for node in [node for node in model.graph.all_nodes() if node.domain == DOMAIN and node.op_type == CHANGED]:
+        (y,), name = node.inputs, node.attributes.get_string("parameter")
+        if name not in parameters:
+            node.outputs[0].replace_all_uses_with(y, replace_graph_outputs=True)
+            node.graph.remove(node, safe=True)
+            continue
+        given = ir.Value(name=f"{node.outputs[0].name}/cotangent", type=y.type, shape=y.shape)
+        cotangent = ir.Node(DOMAIN, COTANGENT, [y], outputs=[given])
+        inputs = [y, model.graph.initializers[name], given, given]
+        mark = ir.Node(
+            DOMAIN, CUSTOM_GRADIENT, inputs, [ir.AttrInt64("outputs", 1)], outputs=[marked := _like(node.outputs[0])]
+        )
+        node.graph.insert_before(node, [cotangent, mark])
+        node.outputs[0].replace_all_uses_with(marked, replace_graph_outputs=True)
+        node.graph.remove(node, safe=True)
+
+
+def _like(value: ir.Value) -> ir.Value:
+    """One that takes its place."""
+    name, value.name = value.name, f"{value.name}/replaced"
+    return ir.Value(name=name, type=value.type, shape=value.shape)
 
 
 class RemoveGradientMarksPass(ir.passes.InPlacePass):

@@ -1,0 +1,161 @@
+"""Trained parameters that forward writes to, as a weight that is clamped: they train as in PyTorch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fidelity import RATE, Loss, assert_trains_as_in_pytorch, described, vectors
+from small import make
+from torch import nn
+
+from orttrainer.errors import UnsupportedModelError
+
+
+class Constrained(nn.Linear):
+    """Changes its weight, then multiplies by it."""
+
+    def __init__(self, change):
+        super().__init__(6, 6)
+        self.change = change
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.change(self.weight)
+        return super().forward(x)
+
+
+class Tied(nn.Module):
+    """Writes to a weight that has two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        self.second.weight.data.clamp_(-0.2, 0.2)
+        return self.second(self.first(x).tanh())
+
+
+class Repeated(nn.Module):
+    """A layer that changes its weight, called twice."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(self.layer(x).tanh())
+
+
+class Clipped(nn.Sequential):
+    """Clips all it has, as the critic of a Wasserstein GAN."""
+
+    def forward(self, x):
+        for parameter in self.parameters():
+            parameter.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Late(nn.Linear):
+    """Changes its weight when it has been used."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.weight.data.clamp_(-0.2, 0.2)
+        return y
+
+
+class LookedUp(nn.Module):
+    """Two lookups in one table, each of which shortens the rows that it reads."""
+
+    def __init__(self, norm_type=2.0, **options):
+        super().__init__()
+        self.table = nn.Embedding(10, 4, max_norm=0.8, norm_type=norm_type, **options)
+
+    def forward(self, x, y):
+        return self.table(x) * self.table(y)
+
+
+def shorten(weight):
+    weight.data = torch.renorm(weight.data, p=2, dim=0, maxnorm=0.5)
+
+
+CHANGES = {
+    "data clamped": lambda w: w.data.clamp_(min=0),
+    "clamped": lambda w: w.clamp_(-0.1, 0.2),
+    "data assigned": shorten,
+    "normalized": lambda w: w.copy_(F.normalize(w, dim=1)),
+    "divided by its norm": lambda w: w.data.div_(w.data.norm(dim=1, keepdim=True)),
+    "a column": lambda w: w[:, 0].zero_(),
+    "elements": lambda w: w.data.__setitem__(0, 1.0),
+    "the diagonal": lambda w: w.fill_diagonal_(0),
+    "all": lambda w: w.fill_(0.1),
+}
+LAYERS = {name: lambda change=change: Constrained(change) for name, change in CHANGES.items()} | {
+    "two layers with one weight": Tied,
+    "all parameters": lambda: Clipped(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 6)),
+    "twice": lambda: Repeated(Constrained(shorten)),
+    "afterwards": lambda: Late(6, 6),
+}
+LONG = {"clamped", "divided by its norm", "a column", "the diagonal"}
+
+
+@pytest.mark.parametrize("make_layer", [
+    pytest.param(make_layer, id=name, marks=pytest.mark.slow if name in LONG else ())
+    for name, make_layer in LAYERS.items()
+])  # fmt: skip
+def test_a_parameter_that_forward_changes(make_layer):
+    assert_trains_as_in_pytorch(make_layer, vectors, evaluates=True)
+
+
+def tokens(step):
+    """Rows that other batches have not read keep their length."""
+    return [x[: 5 - step] for x in torch.randint(0, 10, (2, 5, 3), generator=torch.Generator().manual_seed(step))]
+
+
+@pytest.mark.parametrize("make_layer", [
+    LookedUp, pytest.param(lambda: LookedUp(1.0, padding_idx=2), marks=pytest.mark.slow),
+], ids=["Euclidean", "sum, with a padding row"])  # fmt: skip
+def test_an_embedding_with_max_norm(make_layer):
+    assert_trains_as_in_pytorch(make_layer, tokens, evaluates=True)
+
+
+def test_a_bag_with_max_norm():
+    make_layer = lambda: nn.EmbeddingBag(10, 4, max_norm=0.8, mode="sum")  # noqa: E731
+    assert_trains_as_in_pytorch(make_layer, lambda step: tokens(step)[:1], evaluates=True)
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_adam_decays_what_forward_has_left(batches):
+    torch.manual_seed(0)
+    ours = Loss(Constrained(shorten))
+    twin = copy.deepcopy(ours)
+    own = torch.optim.AdamW(twin.parameters(), RATE, weight_decay=0.1)
+    settings = {"weight_decay_mode": 0, "lambda": 0.1, "do_bias_correction": True}
+    trainer = make(
+        ours, "AdamOptimizer", lambda name: settings, None, described(vectors(0)),
+        gradient_accumulation_steps=batches, enable_grad_norm_clip=False,
+    )  # fmt: skip
+    for step in range(2 * batches):
+        loss = twin(*vectors(step))[0]
+        torch.testing.assert_close(trainer.train_step(*vectors(step), RATE)[0], loss.detach())
+        (loss / batches).backward()
+        if (step + 1) % batches == 0:
+            own.step()
+            own.zero_grad()
+    for mine, other in zip(ours.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+
+
+def test_what_cannot_be_taken_into_an_update_is_refused():
+    module, inputs = Loss(LookedUp()), tokens(0)
+    several = make(module, loss_fn=None, desc=described(inputs), gradient_accumulation_steps=2)
+    with pytest.raises(UnsupportedModelError, match=r"parameter 'layer\.table\.weight' in its memory, by the batch"):
+        several.train_step(*inputs, RATE)
+    mixed = make(Loss(Constrained(shorten)), loss_fn=None, desc=described(vectors(0)), use_mixed_precision=True)
+    with pytest.raises(UnsupportedModelError, match=r"'layer\.weight' in its memory, which mixed precision"):
+        mixed.train_step(*vectors(0), RATE, 1.0)
