@@ -51,6 +51,15 @@ class Repeated(nn.Module):
         return self.layer(self.layer(x).tanh())
 
 
+class Asserted(Constrained):
+    """Says of its weight what it has made of it."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        assert self.weight.norm(dim=1).max() < 0.51
+        return y
+
+
 class Clipped(nn.Sequential):
     """Clips all it has, as the critic of a Wasserstein GAN."""
 
@@ -97,6 +106,7 @@ CHANGES = {
 }
 LAYERS = {name: lambda change=change: Constrained(change) for name, change in CHANGES.items()} | {
     "two layers with one weight": Tied,
+    "a decision": lambda: Asserted(shorten),
     "all parameters": lambda: Clipped(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 6)),
     "twice": lambda: Repeated(Constrained(shorten)),
     "afterwards": lambda: Late(6, 6),

@@ -98,6 +98,7 @@ def _forward_graph(job, model, updated, exporter, decided=(), granted=()):
             for value, axes in zip(model.graph.inputs, symbols)
         ]
     normalize.name_interface(model, job.input_names, output_names, symbols)
+    pass_gradients_by(model, [name for name in state if _is_trainable(job.tensors[name])])
     watch_inner_gradients(model)
     with state_as_inputs(model, state):
         normalize.optimize(model)
@@ -111,7 +112,6 @@ def _forward_graph(job, model, updated, exporter, decided=(), granted=()):
             del initializers[name]
     used = [name for name in state if name in initializers]
     trainable = [name for name in used if _is_trainable(job.tensors[name])]
-    pass_gradients_by(model, trainable)
     return ForwardGraph(
         model=model,
         parameters=tuple(trainable),
