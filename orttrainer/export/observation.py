@@ -70,7 +70,8 @@ def _observed(wrapper, inputs, hidden_state):
         after = {name: x.detach().clone() for name, x in now.items()}
         _check_shapes(before, after)
         if trained := [name for name, p in frozen.items() if p.requires_grad]:
-            _first_outputs(wrapper, inputs)
+            with MutedDropout():
+                _first_outputs(wrapper, inputs)
             for name in trained:
                 if not torch.allclose(frozen[name], after[name], rtol=1e-5, atol=1e-7, equal_nan=True):
                     raise _changes_a_parameter(name)
