@@ -105,8 +105,8 @@ def _observed(wrapper, inputs, hidden_state):
 
 def _changes_a_parameter(name):
     return UnsupportedModelError(
-        f"forward changes the parameter {name.split('.', 1)[1]!r} in place, and when it is called again, again; what stays as it "
-        f"is when it is done twice, as a weight that is clamped, trains. If only forward is to change it, as a momentum "
+        f"forward changes the parameter {name.split('.', 1)[1]!r} in place, and once more when it is called again (what "
+        f"is the same when it is done twice, as a weight that is clamped, trains). If only forward is to change it, as a momentum "
         f"encoder or a codebook, make it a buffer or call requires_grad_(False) on it; if only its first call does, as an "
         f"initialization by the first batch, run one batch through the module, then make the trainer; else leave that out."
     )
