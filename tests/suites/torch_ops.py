@@ -106,7 +106,8 @@ def _spread(count: int, limit: int) -> list[int]:
 class _Function(torch.nn.Module):
     """One sample: the operator as a function of those tensors that require a gradient; its float outputs."""
 
-    loss_fn, updated, differentiates = None, (), False  # what the product's capture looks for in a module with its loss
+    # What the product's capture looks for in a module with its loss.
+    loss_fn, updated, changed, differentiates = None, (), {}, False
 
     def __init__(self, op, sample):
         super().__init__()
