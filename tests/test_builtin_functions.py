@@ -42,6 +42,12 @@ ARGUMENTS = {
     "pad": lambda m, y: F.pad(y, (1, 2), value=m.t.item()),
     "huber_loss": lambda m, y: F.huber_loss(y, y.sin(), delta=0.1 * m.t.item()) * y,
     "smooth_l1_loss": lambda m, y: F.smooth_l1_loss(y, y.sin(), reduction="none", beta=0.1 * m.t.item()),
+    "new_full": lambda m, y: y * y.new_full((6,), m.t / 3),
+    "full": lambda m, y: y * torch.full((y.shape[0], 1), m.n),
+    "full_like": lambda m, y: y * torch.full_like(y, y.detach().max()),
+    "pad by a tensor": lambda m, y: F.pad(y, (1, 2), value=m.t),
+    "elu by a tensor": lambda m, y: F.elu(y, m.t),
+    "addcmul by a tensor": lambda m, y: torch.addcmul(y, y, y, value=m.t),
     "a tensor": lambda m, y: y * torch.tensor([m.t.item(), 1 - m.t.item()]).prod(),
 }
 LONG = {
@@ -52,6 +58,9 @@ LONG = {
     "addcdiv",
     "smooth_l1_loss",
     "in place",
+    "full_like",
+    "pad by a tensor",
+    "addcmul by a tensor",
 }
 
 

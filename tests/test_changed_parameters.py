@@ -89,6 +89,29 @@ class LookedUp(nn.Module):
         return self.table(x) * self.table(y)
 
 
+class Twice(torch.autograd.Function):
+    """sin(x), with twice its gradient if one is asked for."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return 2 * gradient * x.cos() if ctx.needs_input_grad[0] else None
+
+
+class OfItsOwnGradient(Constrained):
+    """Has its weight from an autograd function, after the change."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.change(self.weight)
+        return F.linear(x, Twice.apply(self.weight), self.bias)
+
+
 def shorten(weight):
     weight.data = torch.renorm(weight.data, p=2, dim=0, maxnorm=0.5)
 
@@ -107,6 +130,7 @@ CHANGES = {
 LAYERS = {name: lambda change=change: Constrained(change) for name, change in CHANGES.items()} | {
     "two layers with one weight": Tied,
     "a decision": lambda: Asserted(shorten),
+    "an autograd function": lambda: OfItsOwnGradient(shorten),
     "all parameters": lambda: Clipped(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 6)),
     "twice": lambda: Repeated(Constrained(shorten)),
     "afterwards": lambda: Late(6, 6),

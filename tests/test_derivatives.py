@@ -99,6 +99,14 @@ def scalar(u):
     return lambda z: u(z).squeeze(-1)
 
 
+def rows_of_a_jacobian(u, x):
+    """For each sample [inputs, outputs], by a cotangent for each output."""
+    z = x.clone().requires_grad_(True)
+    rows = torch.eye(3).unsqueeze(1).expand(3, x.shape[0], 3)
+    (jacobian,) = torch.autograd.grad(u(z), z, rows, create_graph=True, is_grads_batched=True)
+    return jacobian.permute(1, 2, 0)
+
+
 AUTOGRAD = {
     "a slope": (slope, {}),
     "a slope without a graph": (lambda u, x: u(x) + slope(u, x, create_graph=False), {}),
@@ -116,6 +124,11 @@ AUTOGRAD = {
         lambda u, x: torch.autograd.functional.jacobian(lambda z: u(z).sum(0), x[0], create_graph=True),
         {"outputs": 3},
     ),
+    "jacobian at once": (
+        lambda u, x: torch.autograd.functional.jacobian(lambda z: u(z).sum(0), x[0], create_graph=True, vectorize=True),
+        {"outputs": 3},
+    ),
+    "rows of a jacobian": (rows_of_a_jacobian, {"outputs": 3}),
 }
 TRANSFORMS = {
     "grad": (lambda u, x: func.grad(lambda z: u(z).sum())(x), {}),
@@ -257,9 +270,9 @@ def test_outputs_are_counted_of_a_module_with_derivatives():
         (lambda u, x: u(x.clone().requires_grad_(True)).sum().backward() or u(x), r"forward calls backward\(\), .*create_graph=True"),
         (
             lambda u, x: torch.autograd.grad(
-                u(x.requires_grad_(True)), x, torch.ones(2, x.shape[0], 1), is_grads_batched=True
+                u(x.requires_grad_(True)), x, torch.ones(x.shape[0], x.shape[0], 1), is_grads_batched=True
             )[0],
-            r"is_grads_batched=True, which has no form in a graph",
+            r"is_grads_batched=True and as many rows as only a batch tells",
         ),
         (
             lambda u, x: func.vmap(
@@ -268,7 +281,7 @@ def test_outputs_are_counted_of_a_module_with_derivatives():
             r"torch\.vmap on a gradient with respect to a tensor that all samples share",
         ),
     ],
-    ids=["backward", "is_grads_batched", "gradients of each sample"],
+    ids=["backward", "is_grads_batched by the batch", "gradients of each sample"],
 )  # fmt: skip
 def test_what_has_no_form_in_a_graph_is_refused(compute, message):
     with pytest.raises(UnsupportedModelError, match=message):

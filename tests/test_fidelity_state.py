@@ -203,6 +203,24 @@ def test_state_that_forward_reads_from_a_plain_container_trains_as_in_pytorch():
     assert_trains_as_in_pytorch(FoundElsewhere, vectors, evaluates=False)
 
 
+class Group(tuple):
+    """A tuple of which nobody is to ask how many it holds, as e3nn's irreps."""
+
+    def __len__(self):
+        raise NotImplementedError
+
+
+def test_containers_with_a_length_of_their_own_are_left_alone():
+    class Holder(nn.Linear):
+        group = Group((1, 2))
+
+        def __init__(self):
+            super().__init__(6, 6)
+            self.own, self.listed = Group((1, 2)), [Group((3,))]
+
+    assert_trains_as_in_pytorch(Holder, vectors, evaluates=True)
+
+
 class Named(nn.Linear):
     def forward(self, x):
         if not hasattr(self, "named"):

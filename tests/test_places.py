@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from fidelity import assert_trains_as_in_pytorch
@@ -30,8 +31,34 @@ def write_in_a_loop(y, t, mask):
         y[place] = y[place - 1] * 0.5 + k
 
 
+def masked_by_lengths(y, t, mask):
+    masks = torch.ones(4, 3)
+    for sample, length in enumerate(t + torch.arange(3)):
+        masks[length:, sample] = 0
+    y *= masks.t().unsqueeze(-1)
+
+
+def masked_by_a_list(y, t, mask):
+    for sample, length in enumerate((t - torch.tensor([0, 1, 2])).tolist()):
+        y[sample, length:] = 0.25
+
+
+def rows_of_as_many(y, t, mask):
+    y[:t] = y[1 : t + 1] * 0.5
+
+
+def add_to_some_rows(y, t, mask):
+    y[t:, 1] += 1.0
+
+
+def scale_some_columns(y, t, mask):
+    y[1, :, :t] *= y[0, 0, 0].clone()
+
+
 def told(index, t, mask):
     """The index with what the names in it stand for."""
+    if isinstance(index, slice):
+        return slice(told(index.start, t, mask), told(index.stop, t, mask))
     if isinstance(index, (tuple, list)):
         return type(index)([told(k, t, mask) for k in index])
     return {"t": t, "mask": mask}[index] if isinstance(index, str) else index
@@ -69,6 +96,17 @@ FUNCTIONS = {  # which change y of [3, 4, 5]; t is 0, 1 or 2, the mask one of 3
     "reads a place, then a mask": lambda y, t, mask: read("t", "mask")(y[:, :3], t, mask),
     "reads a mask behind an axis behind a place": lambda y, t, mask: read("t", ALL, "mask")(y[:, :, :3], t, mask),
     "lists of places": write((0, "t"), ["t", 1], value=lambda y: y[0, :2].clone()),
+    "at an array's places": write(ALL, np.array([0, 2]), value=lambda y: y[:, 1:2] * 0.5),
+    "up to a place": write(slice(None, "t"), value=lambda y: y[2, 0]),
+    "from a place on, in a column": write(slice("t", None), 1, value=lambda y: y[:1, 2]),
+    "between places, behind a place": write("t", slice("t", 3), value=lambda y: y[0, 0].clone()),
+    "between places, behind a new axis": write(None, ..., slice(1, "t"), "t", value=lambda y: y[0, 0, 0].clone()),
+    "from the end": lambda y, t, mask: write(slice(-1 - t, -1), value=lambda y: y[0].clone() * 0.5)(y, t, mask),
+    "masked_by_lengths": masked_by_lengths,
+    "masked_by_a_list": masked_by_a_list,
+    "rows_of_as_many": rows_of_as_many,
+    "add_to_some_rows": add_to_some_rows,
+    "scale_some_columns": scale_some_columns,
     "add_to_row": add_to_row,
     "scale_in_place_in_a_row": scale_in_place_in_a_row,
     "divide_an_element": divide_an_element,
@@ -95,7 +133,7 @@ def batch(step: int):
 
 @pytest.mark.parametrize(
     "name",
-    usual(FUNCTIONS, "a row at a place", "a mask behind an axis behind a place", "reads a mask, then a place", "add_to_row", "write_in_a_loop"),
+    usual(FUNCTIONS, "a row at a place", "a mask behind an axis behind a place", "reads a mask, then a place", "add_to_row", "write_in_a_loop", "masked_by_lengths", "rows_of_as_many"),
 )  # fmt: skip
 def test_what_is_read_and_written_at_a_place_trains_as_in_pytorch(name):
     assert_trains_as_in_pytorch(lambda: Places(FUNCTIONS[name]), batch, evaluates=True)

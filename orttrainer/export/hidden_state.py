@@ -191,8 +191,9 @@ def _value(value: Any) -> Any:
         return value.copy()
     if isinstance(value, dict) and len(value) <= _FEW:
         return {key: _value(held) for key, held in value.items()}
-    if isinstance(value, (tuple, list, collections.deque)) and len(value) <= _FEW:
-        return [_value(held) for held in value]
+    if isinstance(value, (tuple, list, collections.deque)):
+        content = [held for held in value]  # not by a length that is its own
+        return [_value(held) for held in content] if len(content) <= _FEW else value
     return value
 
 

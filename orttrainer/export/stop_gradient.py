@@ -31,7 +31,8 @@ def register_symbolic(opset: int) -> None:
 def stop_gradient(x: torch.Tensor) -> torch.Tensor:
     """`x`, to be exported as one StopGradient node."""
     if torch.compiler.is_exporting():
-        return torch.onnx.ops.symbolic(f"{DOMAIN}::{STOP_GRADIENT}", (x,), dtype=x.dtype, shape=x.shape, version=1)
+        result = torch.onnx.ops.symbolic(f"{DOMAIN}::{STOP_GRADIENT}", (x,), dtype=x.dtype, shape=x.shape, version=1)
+        return result.detach()  # to who asks, it requires none
     with torch.no_grad():  # so that autograd does not note it in a buffer that the result is written to
         return traced_stop_gradient(x)
 
@@ -41,6 +42,8 @@ def mark_changed(parameter: torch.Tensor, name: str) -> None:
     with torch.no_grad():
         form = {"dtype": parameter.dtype, "shape": parameter.shape, "version": 1}
         parameter.copy_(torch.onnx.ops.symbolic(f"{DOMAIN}::{CHANGED}", (parameter,), {"parameter": name}, **form))
+    parameter.requires_grad_(True)  # as `torch.autograd.Function` asks
+    parameter.written_by_forward = True
 
 
 def stopped(result):
@@ -59,7 +62,7 @@ def _detached(x):
 
     What stands for that of a parameter has an attribute `data_of`: in `x.data = x.data.to(device)` nothing is written.
     """
-    if x.requires_grad:
+    if x.requires_grad and not hasattr(x, "written_by_forward"):
         result = stopped(x)
         result.data_of = x
         return result

@@ -70,9 +70,10 @@ class _Containers:
                 self.tensors.append(value)
             if not isinstance(value, (tuple, *_CHANGEABLE)) or id(value) in self._held:
                 continue
-            self._held[id(value)] = value, _content(value)
-            if len(value) <= _MANY:
-                found.extend(value.values() if isinstance(value, dict) else value)
+            content = _content(value)
+            self._held[id(value)] = value, content
+            if len(content) <= _MANY:
+                found.extend(value.values() if isinstance(value, dict) else content)
 
     def back(self) -> None:
         """Let them hold it again. Only those that hold something else: there are dictionaries that refuse changes."""
@@ -86,7 +87,7 @@ _CHANGEABLE = (dict, list, set, collections.deque)
 
 
 def _content(value: Any) -> list:
-    return list(value.items() if isinstance(value, dict) else value)
+    return list(value.items()) if isinstance(value, dict) else [x for x in value]  # not by a length that is its own
 
 
 def _identity(entry: Any) -> Any:

@@ -33,15 +33,29 @@ def _grad(
     materialize_grads=False,
 ):
     """torch.autograd.grad; zeros for what the outputs do not depend on, also where PyTorch has None."""
-    if is_grads_batched:
-        raise UnsupportedModelError(
-            "forward calls torch.autograd.grad with is_grads_batched=True, which has no form in a graph. Ask for one "
-            "gradient after the other."
-        )
     outputs, inputs = _listed(outputs), _listed(inputs)
     given = [None] * len(outputs) if grad_outputs is None else _listed(grad_outputs)
-    found = _gradients(outputs, [torch.ones_like(y) if g is None else g for y, g in zip(outputs, given)], inputs)
+    if is_grads_batched:
+        found = _rows_of_gradients(outputs, given, inputs)
+    else:
+        found = _gradients(outputs, [torch.ones_like(y) if g is None else g for y, g in zip(outputs, given)], inputs)
     return found if create_graph else stopped(found)
+
+
+def _rows_of_gradients(outputs, cotangents, inputs):
+    """The gradients for each row of the cotangents, along a first axis: a Jacobian, say."""
+    counts = {g.shape[0] for g in cotangents if g is not None}
+    if len(counts) != 1 or not isinstance(count := counts.pop(), int):
+        raise UnsupportedModelError(
+            "forward calls torch.autograd.grad with is_grads_batched=True and as many rows as only a batch tells, which has "
+            "no form in a graph. Where each row of the outputs depends on its own row of the inputs, ask for the gradient of "
+            "their sum."
+        )
+    rows = [
+        _gradients(outputs, [torch.ones_like(y) if g is None else g.select(0, i) for y, g in zip(outputs, cotangents)], inputs)
+        for i in range(count)
+    ]  # fmt: skip
+    return tuple(torch.stack(column) for column in zip(*rows))
 
 
 def _backward(*args, **kwargs):

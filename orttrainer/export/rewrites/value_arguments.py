@@ -1,11 +1,13 @@
 """Functions of a number that only a batch tells, where the exporters write attributes: x ** k.item(), F.elu(x, k.item()).
 
-In forms in which the number is an operand; what only sizes tell may stand there, too.
+In forms in which the number is an operand; what only sizes tell may stand there, too, and a tensor of one number, as torch
+takes it for one: x.new_full((3, 4), k).
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -14,23 +16,30 @@ import torch.nn.functional as F
 __all__ = ["REWRITES"]
 
 
+_NUMBERS = {"alpha", "beta", "delta", "fill_value", "negative_slope", "threshold", "value"}
+
+
 def _is_symbol(x: object) -> bool:
     return isinstance(x, (torch.SymInt, torch.SymFloat))
 
 
 def _with_symbols(function: Callable, form: Callable) -> Callable:
-    """`function`, or where a symbol is among its arguments, `form`."""
+    """`function`, or where a symbol is among its arguments, or a tensor is one of its numbers, `form`."""
+    names = list(inspect.signature(form).parameters)
 
     @functools.wraps(form)
     def call(*args, **kwargs):
-        given = any(map(_is_symbol, (*args, *kwargs.values())))
-        return (form if given else function)(*args, **kwargs)
+        given = [*zip(names, args), *kwargs.items()]
+        told = any(_is_symbol(x) or (name in _NUMBERS and isinstance(x, torch.Tensor)) for name, x in given)
+        return (form if told else function)(*args, **kwargs)
 
     return call
 
 
 def _operand(number, like):
     """The number as a tensor [] that leaves the dtype of `like` as Python's number would."""
+    if isinstance(number, torch.Tensor):
+        return number
     dtype = like.dtype if like.is_floating_point() else torch.int64
     if not like.is_floating_point() and not isinstance(number, torch.SymInt):
         dtype = torch.get_default_dtype()
@@ -77,10 +86,29 @@ def _addmm(input, mat1, mat2, *, beta=1, alpha=1):
 
 
 def _pad(input, pad, mode="constant", value=None):
-    if not _is_symbol(value):  # its sizes are the symbols
+    if not _is_symbol(value) and not isinstance(value, torch.Tensor):  # its sizes are the symbols
         return F.pad(input, pad, mode, value)
     inside = F.pad(torch.ones_like(input, dtype=torch.float32), pad) > 0
     return torch.where(inside, F.pad(input, pad), _operand(value, input).to(input.dtype))
+
+
+def _full(size, fill_value, *, dtype=None, **options):
+    if not isinstance(fill_value, torch.Tensor):  # its sizes are the symbols
+        return torch.full(size, fill_value, dtype=dtype, **options)
+    floats = torch.get_default_dtype() if fill_value.is_floating_point() else fill_value.dtype
+    return fill_value.to(dtype or floats).expand(size).clone()
+
+
+def _new_full(input, size, fill_value, *, dtype=None, **options):
+    if not isinstance(fill_value, torch.Tensor):
+        return input.new_full(size, fill_value, dtype=dtype, **options)
+    return _full(size, fill_value, dtype=dtype or input.dtype)
+
+
+def _full_like(input, fill_value, **options):
+    if not isinstance(fill_value, torch.Tensor):
+        return torch.full_like(input, fill_value, **options)
+    return _full(input.shape, fill_value, dtype=options.get("dtype") or input.dtype)
 
 
 def _huber_loss(input, target, reduction, delta):
@@ -109,6 +137,9 @@ _FORMS = {
     _addcdiv: [torch.addcdiv, torch.Tensor.addcdiv],
     _addmm: [torch.addmm, torch.Tensor.addmm, torch.baddbmm, torch.Tensor.baddbmm],
     _pad: [torch._C._nn.pad],
+    _full: [torch.full],
+    _new_full: [torch.Tensor.new_full],
+    _full_like: [torch.full_like],
     _huber_loss: [torch._C._nn.huber_loss],
     _smooth_l1_loss: [torch._C._nn.smooth_l1_loss],
 }
