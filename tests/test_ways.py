@@ -179,6 +179,33 @@ def test_a_decision_by_what_dropout_left_is_refused():
         engine_of(module).train_step({"x": batch(1)}, RATE)
 
 
+def of_a_draw(decide):
+    """What layers that are dropped at random do; of `decide(r)`, r in [0, 1)."""
+    return lambda m, x, h: m.one(h) if decide(torch.rand([])) else m.other(h)
+
+
+@pytest.mark.parametrize(
+    ("decide", "expected"),
+    [
+        (lambda r: r < 0.0, False), (lambda r: r < 1, True), (lambda r: r >= 0, True), (lambda r: r <= -1e-9, False),
+        (lambda r: r > 1.0, False), (lambda r: r > -1, True), (lambda r: r >= 1, False),
+    ],
+    ids=["never", "always", "not below 0", "below 0", "above 1", "above -1", "not below 1"],
+)  # fmt: skip
+def test_what_a_draw_cannot_change_is_decided(decide, expected):
+    torch.manual_seed(0)
+    module = Decides(of_a_draw(decide))
+    known = (module.one if expected else module.other)(module.body(batch(1)).tanh()).square().mean()
+    (loss,) = engine_of(module).train_step({"x": batch(1)}, RATE)[0]
+    torch.testing.assert_close(loss, known.detach())
+
+
+@pytest.mark.parametrize("decide", [lambda r: r < 0.5, lambda r: r.mul_(3) < 1], ids=["by half", "changed since"])
+def test_what_a_draw_changes_is_refused(decide):
+    with pytest.raises(UnsupportedModelError, match="decides by random numbers"):
+        engine_of(Decides(of_a_draw(decide))).train_step({"x": batch(1)}, RATE)
+
+
 def test_a_part_of_a_batch_is_asked_for_what_it_has():
     """A check of the labels does not stand in the way of predictions."""
 

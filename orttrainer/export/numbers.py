@@ -36,6 +36,13 @@ _PYTHON = {
     torch.Tensor.__bool__, torch.Tensor.__float__, torch.Tensor.__index__, torch.Tensor.__int__, torch.Tensor.item,
     torch.Tensor.tolist, torch.Tensor.__format__,
 }  # fmt: skip
+_DRAWS = {torch.rand, torch.rand_like}  # of [0, 1)
+_SAYS = {  # a comparison of such a number, whichever it is; None where that matters
+    "lt": lambda bound: False if bound <= 0 else True if bound >= 1 else None,
+    "le": lambda bound: False if bound < 0 else True if bound >= 1 else None,
+    "gt": lambda bound: False if bound >= 1 else True if bound < 0 else None,
+    "ge": lambda bound: False if bound >= 1 else True if bound <= 0 else None,
+}
 _OF_NUMBERS = {torch.Tensor.__int__: int, torch.Tensor.__float__: float, torch.Tensor.__index__: operator.index}
 _NOT_REPEATED = (
     "bernoulli",
@@ -160,6 +167,8 @@ class Numbers:
         results = result if isinstance(result, (tuple, list)) else [result]
         if not torch.compiler.is_exporting() or not results:
             return False
+        if func in _DRAWS:
+            result.drawn = result._version
         if not all(isinstance(x, FakeTensor) and _small(x) for x in results):
             return False
         if (found := self._computed(func, args, kwargs)) is None:
@@ -175,6 +184,9 @@ class Numbers:
             return None
         if next(written(func, args, kwargs), None) is not None:
             return None
+        if (always := _always(name.strip("_"), *args)) is not None:
+            with torch._C.DisableTorchFunction(), _outside_of_the_trace():
+                return torch.full(args[0].shape, always), frozenset()
 
         def value(argument):
             if isinstance(argument, torch.Tensor):
@@ -209,6 +221,13 @@ class Numbers:
             return None if name is None else _Known(self._buffers[name], 0, frozenset([name]))
         plain = type(tensor) is torch.Tensor and not tensor.requires_grad and tensor.numel() <= _MOST
         return _Known(tensor, 0, frozenset()) if plain else None
+
+
+def _always(name: str, draw: Any = None, bound: Any = None, *others) -> bool | None:
+    """What a comparison of drawn numbers always says: a layer that is dropped with probability 0 stays."""
+    drawn = getattr(draw, "drawn", None)
+    known = drawn is not None and drawn == draw._version and type(bound) in (int, float) and name in _SAYS
+    return _SAYS[name](bound) if known else None
 
 
 def _script_name(tensor: torch.Tensor) -> str:
