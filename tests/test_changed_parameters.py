@@ -112,6 +112,33 @@ class OfItsOwnGradient(Constrained):
         return F.linear(x, Twice.apply(self.weight), self.bias)
 
 
+class ReadApart(Constrained):
+    """Reads its weight without a gradient, too: before the change, after it, and a view of it."""
+
+    def forward(self, x):
+        before = self.weight.detach().abs().mean()
+        self.weight.data.clamp_(-0.2, 0.3)
+        self.weight.data[0].mul_(0.0)
+        row = self.weight.data[1]
+        y = super().forward(x) / self.weight.detach().norm()
+        return y * before + row.sin() + (self.weight.data @ self.bias) * self.weight.sum()
+
+
+class Averaged(nn.Linear):
+    """Follows its weight with a buffer."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.register_buffer("average", torch.zeros(6, 6))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.average.lerp_(self.weight, 0.1)
+            self.average.add_(self.weight, alpha=0.01)
+            self.average[0] = self.weight[0]
+        return super().forward(x) + x @ self.average
+
+
 def shorten(weight):
     weight.data = torch.renorm(weight.data, p=2, dim=0, maxnorm=0.5)
 
@@ -131,6 +158,7 @@ LAYERS = {name: lambda change=change: Constrained(change) for name, change in CH
     "two layers with one weight": Tied,
     "a decision": lambda: Asserted(shorten),
     "an autograd function": lambda: OfItsOwnGradient(shorten),
+    "read without a gradient": lambda: ReadApart(lambda weight: weight.clamp_(-0.2, 0.3)),
     "all parameters": lambda: Clipped(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 6)),
     "twice": lambda: Repeated(Constrained(shorten)),
     "afterwards": lambda: Late(6, 6),
@@ -144,6 +172,10 @@ LONG = {"clamped", "divided by its norm", "a column", "the diagonal"}
 ])  # fmt: skip
 def test_a_parameter_that_forward_changes(make_layer):
     assert_trains_as_in_pytorch(make_layer, vectors, evaluates=True)
+
+
+def test_a_buffer_that_follows_a_parameter():
+    assert_trains_as_in_pytorch(Averaged, vectors, evaluates=True)
 
 
 def tokens(step):

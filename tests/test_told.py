@@ -98,9 +98,8 @@ def a_number_of_turns(m, x, label):
     return h.square().mean()
 
 
-@form(2, long=True)
+@form(1, long=True)
 def a_float(m, x, label):
-    """math.sqrt is Python's: it has to know the number."""
     return m.hidden(x / float(x.abs().max())).square().mean() / math.sqrt((label > 0).sum().item())
 
 
@@ -279,10 +278,8 @@ REFUSED = {
         "decides by random numbers",
     ),
     "an array of NumPy's": (
-        lambda m, x, label: (
-            m.hidden(x[np.argsort(x[:, 0].numpy()).copy()] * torch.arange(ROWS)[:, None]).square().mean()
-        ),
-        r"gives Python values of a tensor at .*test_told\.py:\d+ \(.*argsort",
+        lambda m, x, label: m.hidden(x).square().mean() * float(np.linalg.det(x[:4].numpy())),
+        r"gives Python values of a tensor at .*test_told\.py:\d+ \(.*linalg\.det",
     ),
 }
 

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export import builtin_functions, conditions, stop_gradient, told
 from orttrainer.export.call import without_checkpoints
+from orttrainer.export.changed_parameters import ChangedParameters
 from orttrainer.export.numbers import Numbers
 from orttrainer.export.opened import opened
 from orttrainer.export.rewrites import (
@@ -38,7 +39,7 @@ from orttrainer.export.rewrites import (
     normalization,
     packed,
 )
-from orttrainer.export.untouched import memory_of, written
+from orttrainer.export.untouched import memory_of
 
 __all__ = ["MutedDropout", "faithful"]
 
@@ -69,7 +70,8 @@ def faithful(wrapper, decided):
             derivatives.snapshots_apart(),
             packed.unchecked(),
             _Rewrites(wrapper, decided) as rewrites,
-            mock.patch.object(FakeTensor, "tolist", rewrites.numbers.tolist()),  # no mode sees it
+            mock.patch.object(FakeTensor, "tolist", rewrites.numbers.tolist()),  # no mode sees these
+            mock.patch.object(torch, "from_numpy", by_value.from_numpy),
             rewrites.functions.traced(),
             gradient_hooks.on_parameters(wrapper),
         ):
@@ -100,11 +102,17 @@ class _Rewrites(TorchFunctionMode):
         known = {**_REWRITES, **grouped.rewrites(), torch.Tensor.register_hook: gradient_hooks.register_hook(wrapper)}
         self._rewrites = {**known, **complex_numbers.rewrites(known)}
         self._wrapper, self.numbers = wrapper, Numbers(wrapper, decided)
+        self._rewrites |= {func: self.numbers.array(func) for func in told.ARRAYS - {torch.Tensor.tolist}}
         self._names = {id(x): name for name, x in (*wrapper.named_parameters(), *wrapper.named_buffers())}
-        self.functions = custom_functions.CustomFunctions(wrapper)
+        self.functions, self._changed = custom_functions.CustomFunctions(wrapper), ChangedParameters(wrapper)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         args, kwargs = self._registered(args), {name: self._registered(x) for name, x in (kwargs or {}).items()}
+        if (apart := self._changed.detached(func, args)) is not None:
+            return apart
+        args, kwargs = self._changed.read(func, args, kwargs)
+        if not torch.is_grad_enabled() and not self.functions.depth:
+            args, kwargs = stop_gradient.written_apart(func, args, kwargs)
         args, kwargs = told.with_numbers(func, args, kwargs, self)
         args, kwargs = embedding.shortened(func, args, kwargs, self)
         if func not in self._rewrites and (
@@ -119,7 +127,8 @@ class _Rewrites(TorchFunctionMode):
                 return self.numbers.formatted(*args)
         self.numbers.check_script(func, args)
         result = self._rewrites.get(func, func)(*self.numbers.chosen(func, args), **kwargs)
-        self._mark_changes(func, args, kwargs)
+        self._changed.mark(func, args, kwargs)
+        result = self._changed.viewed(func, args, kwargs, result)
         if self._wrapper.followed.hints is not None and func is not torch.Tensor.__getitem__:
             self._wrapper.followed.hints.note(func, args, result)
         known = self.numbers.note(func, args, kwargs, result)  # which has no gradient anyway
@@ -130,14 +139,6 @@ class _Rewrites(TorchFunctionMode):
         if _shows(result, args):  # what is written there is written to a buffer
             return result
         return stop_gradient.stopped(result)
-
-    def _mark_changes(self, func, args, kwargs):
-        """Note what was written to the memory of a trained parameter."""
-        for x in written(func, args, kwargs) if self._wrapper.changed and torch.compiler.is_exporting() else ():
-            for name, public in self._wrapper.changed.items():
-                parameter = operator.attrgetter(name)(self._wrapper)
-                if memory_of(parameter) is not None and memory_of(parameter) == memory_of(x):
-                    stop_gradient.mark_changed(parameter, public)
 
     def _registered(self, argument):
         """`argument`, with what the exporter has in the place of state that forward finds elsewhere, such as in a list."""

@@ -175,6 +175,14 @@ class _OnTensors(PythonReferenceAnalysis):
         return ~a if isinstance(a, torch.Tensor) else not a
 
     @staticmethod
+    def floordiv(a, b):
+        return torch.div(*map(torch.as_tensor, (a, b)), rounding_mode="floor")
+
+    @staticmethod
+    def mod(a, b):
+        return torch.remainder(*map(torch.as_tensor, (a, b)))
+
+    @staticmethod
     def minimum(a, b):
         return torch.minimum(*map(torch.as_tensor, (a, b)))
 

@@ -12,6 +12,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch._subclasses import FakeTensor
 
@@ -150,17 +151,36 @@ class Numbers:
 
     def tolist(self) -> Callable[[FakeTensor], list]:
         """A method of the exporter's tensors that gives the numbers, where they are known."""
-        original = FakeTensor.tolist
+        self._listed = FakeTensor.tolist
 
         def tolist(tensor: FakeTensor) -> list:
-            if (answer := self.answer(torch.Tensor.tolist, (tensor,), {})) is not None:
-                return answer[0]
-            result = original(tensor)
-            if (hints := self._wrapper.followed.hints) is not None:
-                hints.note(torch.Tensor.tolist, (tensor,), result)
-            return result
+            answer = self.answer(torch.Tensor.tolist, (tensor,), {})
+            return self._taken(torch.Tensor.tolist, tensor) if answer is None else answer[0]
 
         return tolist
+
+    def _taken(self, func: Callable, tensor: FakeTensor) -> list:
+        """The numbers of `tensor`, which `func` asks for, as symbols."""
+        result = self._listed(tensor)
+        if (hints := self._wrapper.followed.hints) is not None:
+            hints.note(func, (tensor,), result)
+        return result
+
+    def array(self, func: Callable) -> Callable[..., np.ndarray]:
+        """What gives NumPy's array of a tensor; of numbers that are not known, one of objects, the trace's symbols.
+
+        NumPy computes with these as Python does.
+        """
+
+        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> np.ndarray:
+            if not torch.compiler.is_exporting():
+                return func(tensor, *args, **kwargs)
+            if (found := self._computed(torch.Tensor.numpy, (tensor,), {})) is None:
+                return np.array(self._taken(func, tensor), dtype=object)
+            self._decided.update(found[1])
+            return found[0].astype(args[0]) if args and args[0] is not None else found[0]
+
+        return call
 
     def note(self, func: Callable, args: tuple, kwargs: dict, result: Any) -> bool:
         """Remember the numbers of `result`, or of the tensors in it; whether they are known."""

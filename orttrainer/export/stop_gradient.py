@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import torch
 from torch import library
+from torch.utils import _pytree as pytree
 
+from orttrainer.export.untouched import written
 from orttrainer.graph.passes.gradient_marks import CHANGED, DOMAIN, STOP_GRADIENT
 
-__all__ = ["REWRITES", "mark_changed", "register_symbolic", "stopped"]
+__all__ = ["REWRITES", "mark_changed", "register_symbolic", "stopped", "written_apart"]
 
 
 @library.custom_op("orttrainer::stop_gradient", mutates_args=())
@@ -43,7 +45,6 @@ def mark_changed(parameter: torch.Tensor, name: str) -> None:
         form = {"dtype": parameter.dtype, "shape": parameter.shape, "version": 1}
         parameter.copy_(torch.onnx.ops.symbolic(f"{DOMAIN}::{CHANGED}", (parameter,), {"parameter": name}, **form))
     parameter.requires_grad_(True)  # as `torch.autograd.Function` asks
-    parameter.written_by_forward = True
 
 
 def stopped(result):
@@ -57,12 +58,20 @@ def stopped(result):
     return result
 
 
+def written_apart(func, args, kwargs):
+    """The arguments of a call under `no_grad`: what it writes, such as a parameter to a buffer that follows it, has no gradient."""
+    if not torch.compiler.is_exporting() or next(written(func, args, kwargs), None) is None:
+        return args, kwargs
+    apart = lambda x: stopped(x) if isinstance(x, torch.Tensor) and x.requires_grad else x  # noqa: E731
+    return (*args[:1], *pytree.tree_map(apart, args[1:])), pytree.tree_map(apart, kwargs)
+
+
 def _detached(x):
     """`x.detach()`, which shows the memory of `x`: a buffer may be changed through it.
 
     What stands for that of a parameter has an attribute `data_of`: in `x.data = x.data.to(device)` nothing is written.
     """
-    if x.requires_grad and not hasattr(x, "written_by_forward"):
+    if x.requires_grad:
         result = stopped(x)
         result.data_of = x
         return result

@@ -12,14 +12,27 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
-__all__ = ["NUMBERS", "UNTOLD", "Told", "by_torch", "leaves", "place", "takes", "told", "what", "with_numbers"]
+__all__ = [
+    "ARRAYS",
+    "NUMBERS",
+    "UNTOLD",
+    "Told",
+    "by_torch",
+    "leaves",
+    "place",
+    "takes",
+    "told",
+    "what",
+    "with_numbers",
+]
 
 NUMBERS = {torch.Tensor.item, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__}
-_ARRAYS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
+ARRAYS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
 _SIZES = {
     "__getitem__", "_unique2", "argwhere", "bincount", "masked_select", "narrow", "nonzero", "repeat_interleave", "split",
     "split_with_sizes", "unique", "unique_consecutive", "where",
@@ -31,10 +44,12 @@ _READ = {
     torch.Tensor.unfold,
 }
 
+_MOST = 2**12  # numbers of an array: what has more is computed with, and nothing decided by it
+
 UNTOLD = "<a number that only a batch tells>"  # as text
 
 _NUMBER = "a number"
-_TAKEN = {_NUMBER, *(func.__name__ for func in _ARRAYS)}
+_TAKEN = {_NUMBER, *(func.__name__ for func in ARRAYS)}
 _PASSED = tuple(os.path.join(os.path.dirname(path), "") for path in (os.path.dirname(__file__), torch.__file__))
 
 
@@ -76,7 +91,7 @@ def _caller(passed: Sequence[str]) -> tuple[str, int]:
 
 def takes(func: Callable) -> bool:
     """Whether `func` gives Python values of a tensor."""
-    return func in NUMBERS or func in _ARRAYS
+    return func in NUMBERS or func in ARRAYS
 
 
 def what(func: Callable, args: Sequence) -> str | None:
@@ -84,7 +99,7 @@ def what(func: Callable, args: Sequence) -> str | None:
     name = getattr(func, "__name__", "")
     if func in NUMBERS or (func is torch.Tensor.__format__ and args[0].dim() == 0):
         return _NUMBER
-    return name if func in _ARRAYS or (name in _SIZES and (name != "where" or len(args) == 1)) else None
+    return name if func in ARRAYS or (name in _SIZES and (name != "where" or len(args) == 1)) else None
 
 
 def with_numbers(func: Callable, args: Sequence, kwargs: dict, mode: Any) -> tuple[Sequence, dict]:
@@ -116,5 +131,7 @@ def leaves(result: Any) -> Iterator:
     elif isinstance(result, (tuple, list)):
         for part in result:
             yield from leaves(part)
+    elif isinstance(result, np.ndarray) and result.size <= _MOST:
+        yield from leaves(result.tolist())
     elif isinstance(result, (int, float, torch.SymInt, torch.SymFloat)):
         yield result

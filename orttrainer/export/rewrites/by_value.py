@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from orttrainer.export.builtin_functions import is_value
 from orttrainer.export.stop_gradient import stopped
 
-__all__ = ["REWRITES", "SEEN", "has_tensors", "stacked"]
+__all__ = ["REWRITES", "SEEN", "from_numpy", "has_tensors", "stacked"]
 
 
 def _masked_select(input, mask):
@@ -148,7 +149,7 @@ def _take_along_dim(input, indices, dim=None):
 
 
 def _made(tensor):
-    """torch.tensor of lists that have tensors of one element in them, or numbers of tensors' values, which it reads as numbers."""
+    """torch.tensor of lists and arrays that have tensors of one element in them, or numbers of tensors' values."""
 
     def call(data, *, dtype=None, device=None, **others):
         if not torch.compiler.is_exporting() or not has_tensors(data):
@@ -158,15 +159,29 @@ def _made(tensor):
     return call
 
 
+_from_numpy = torch.from_numpy
+
+
+def from_numpy(array):
+    """torch.from_numpy, which no mode sees, also of an array of objects."""
+    return _from_numpy(array) if array.dtype != object else _made(torch.as_tensor)(array)
+
+
 def has_tensors(data) -> bool:
-    """Whether it is a list, or a list of lists, with tensors in it, or numbers of theirs."""
+    """Whether it is a list, or a list of lists, or an array, with tensors in it, or numbers of theirs."""
+    data = data.tolist() if _is_array_of_objects(data) else data
     return isinstance(data, (list, tuple)) and any(
         isinstance(x, torch.Tensor) or is_value(x) or has_tensors(x) for x in data
     )
 
 
+def _is_array_of_objects(data) -> bool:
+    return isinstance(data, np.ndarray) and data.dtype == object
+
+
 def stacked(data):
-    """The tensor of a list of numbers and of tensors of one element."""
+    """The tensor of a list of numbers and of tensors of one element, or of an array of numbers."""
+    data = data.tolist() if _is_array_of_objects(data) else data
     if isinstance(data, (list, tuple)):
         parts = [stacked(x) for x in data]
         dtype = functools.reduce(torch.promote_types, [x.dtype for x in parts])
