@@ -129,6 +129,13 @@ FUNCTIONS = {
         lambda z, w: torch.addcmul(z, w, z, value=2) + torch.addcdiv(z, z, w + 4), lambda z, w: z * (z.conj() == z.conj()) * (z != w),
         lambda z, w: z * (z.isfinite() & ~z.isnan() & ~w.isinf()) if (z == None) is False and z != None else w,  # noqa: E711
     ],
+    "far from 0": [
+        lambda z, w: (100 * z).tanh() + (w.imag * 1j).tanh(), lambda z, w: (100j * z).tan(), lambda z, w: (15 * w).sigmoid(),
+        lambda z, w: (z - 30).sigmoid() + (z + 30).sigmoid(),
+    ],
+    "dtypes": [
+        lambda z, w: z.cdouble().exp().cfloat() * w.type(torch.complex128).to(w), lambda z, w: z.type_as(w.cdouble()).abs(),
+    ],
     "along axes": [
         lambda z, w: z.var(1) + w.std(1, correction=0), lambda z, w: z.prod(1, keepdim=True) * w, lambda z, w: z.cumprod(1) + w.prod(),
         lambda z, w: z.T[:3].trace() * w.diag() + z.diff(dim=1)[:, 0], lambda z, w: z.roll((1, 2), (0, 1)) * w,

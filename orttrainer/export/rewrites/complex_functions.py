@@ -68,10 +68,15 @@ def _cosh(z):
     return torch.complex(a.cosh() * b.cos(), a.sinh() * b.sin())
 
 
+_FAR = 20.0  # exp(-2 * 20) is nothing beside 1, and exp(4 * 20) can still be computed with
+
+
 def _tanh(z):
-    a, b = (2 * part for part in parts(z))
-    scale = 1 / (a.cosh() + b.cos())
-    return torch.complex(a.sinh() * scale, b.sin() * scale)
+    """By sinh(a)^2 + cos(b)^2, which near a pole has all its digits; far out it is 1 or -1."""
+    a, b = parts(z)
+    a = a.clamp(-_FAR, _FAR)
+    scale = 1 / (a.sinh().square() + b.cos().square())
+    return torch.complex(a.sinh() * a.cosh() * scale, b.sin() * b.cos() * scale)
 
 
 def _tan(z):
@@ -82,7 +87,8 @@ def _tan(z):
 
 
 def _sigmoid(z):
-    return 1 / (1 + _exp(-z))
+    a, b = parts(z)
+    return 1 / (1 + _exp(torch.complex((-a).clamp(max=2 * _FAR), -b)))
 
 
 def _sgn(z):

@@ -91,8 +91,9 @@ def _zero_(self):
 
 
 def _to(z, *args, **kwargs):
-    """z.to(dtype); a real dtype takes the real part, and what names none leaves z where it is."""
-    dtype = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)), z.dtype)
+    """z.to(dtype), or of that of a tensor; a real dtype takes the real part, and what names none leaves z where it is."""
+    given = [x.dtype if isinstance(x, torch.Tensor) else x for x in (*args, *kwargs.values())]
+    dtype = next((value for value in given if isinstance(value, torch.dtype)), z.dtype)
     real, imaginary = (part.to(dtype.to_real()) for part in parts(z))
     return torch.complex(real, imaginary) if dtype.is_complex else real
 
@@ -158,12 +159,14 @@ _FUNCTIONS = {
     "masked_select": _masked_select,
     "scatter": _scatter,
 }
+_CASTS = {"cdouble": torch.complex128, "cfloat": torch.complex64, "double": torch.float64, "float": torch.float32}
 _METHODS = {
     **complex_functions.METHODS,
     "__setitem__": _set_item,
     "copy_": _copy_,
     "fill_": _fill_,
-    "to": _to,
+    **dict.fromkeys(["to", "type", "type_as"], _to),
+    **{name: functools.partial(_to, dtype=dtype) for name, dtype in _CASTS.items()},
     "zero_": _zero_,
     "index_add_": _in_place(by_parts(torch.index_add)),
     "index_copy_": _in_place(by_parts(torch.index_copy)),
