@@ -175,7 +175,8 @@ def _lengths_and_scales(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """The length of each gradient, and what an error is relative to: at least 1e-3 of the length of all together."""
     lengths = {name: _length(gradient) for name, gradient in expected.items()}
-    least = max(1e-3 * math.hypot(*lengths.values()), 1e-18)  # its square is a float32, and so are those of errors
+    together = math.hypot(*filter(math.isfinite, lengths.values()))
+    least = max(1e-3 * together, 1e-18)  # its square is a float32, and so are those of errors
     scales = {name: max(lengths.get(name, 0.0), least) for name in names}
     return {name: lengths[name] for name in names if name in lengths}, scales
 

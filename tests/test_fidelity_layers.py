@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -45,6 +46,14 @@ LAYERS = {
     "fractional max": (lambda m, x: F.fractional_max_pool2d(x, 2, (3, 2), _random_samples=m.drawn), (3, 7, 5)),
     "projected LSTM": (lambda m, x: m.lstm(x)[0] + m.lstm(x)[1][1].sum(), (5, 6)),
     "log of two exponentials": (lambda m, x: torch.logaddexp(200 * x, 190 * x.flip(0)), (4,)),
+    "log of sums of exponentials far apart": (
+        lambda m, x: torch.logcumsumexp(x - x.new_tensor([300.0, 200, 0, 90, 300, 50]), 2) * 0.01, (5, 6),
+    ),
+    "log of exponentials of minus infinity": (
+        lambda m, x: torch.logaddexp(x.masked_fill(x > 0, -math.inf), x.masked_fill(x > 0.5, -math.inf)).clamp(min=-9), (4,),
+    ),
+    "sinc, at 0 too": (lambda m, x: torch.sinc(x * torch.tensor([0.0, 1, 2, 3])), (4,)),
+    "cosines of short vectors": (lambda m, x: F.cosine_similarity(0.3 * x, x.sin() + 0.2, eps=0.9), (4,)),
     "variance below its floor": (
         lambda m, x: F.gaussian_nll_loss(x, 0.5 * x.detach(), x.square() * 1e-3, True, 1e-2, reduction="none"), (4,),
     ),

@@ -56,6 +56,26 @@ def test_errors_are_numbers_where_pytorch_has_no_gradient_at_all():
     assert 0 < error < math.inf
 
 
+def test_errors_are_numbers_where_another_gradient_is_none():
+    """NaN in PyTorch too, as of a root of what is negative."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.root, self.zero = nn.Parameter(-torch.ones(4)), nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            return (x * self.root).sqrt().sum() * 1.0 + (0 * x * self.zero).sum()
+
+    batch = [torch.ones(4)]
+    module = Two()
+    expected = observe_gradients(module, None, DESCRIPTION, batch)
+    assert expected["root"].isnan().all() and not expected["zero"].any()
+    forward = export_module(module, None, DESCRIPTION, batch)
+    assert verify.gradient_errors(forward, expected, batch)["zero"] == 0
+    verify.check_gradients(forward, module, None, DESCRIPTION, batch, expected)
+
+
 @pytest.mark.parametrize("said, refused", [("FAIL : Shape mismatch", True), ("NOT_IMPLEMENTED : no kernel", False)])
 def test_gradients_that_cannot_be_computed_are_not_the_modules(said, refused, monkeypatch, caplog):
     class Session:

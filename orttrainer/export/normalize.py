@@ -26,6 +26,7 @@ from orttrainer.graph.passes.empty_means import EmptyMeansPass
 from orttrainer.graph.passes.empty_tensors import EmptyTensorsPass
 from orttrainer.graph.passes.random import RANDOM_OPS, random_nodes_apart
 from orttrainer.graph.passes.scalar_axes import ReduceScalarPass
+from orttrainer.graph.passes.sigmoid import SmallSigmoidPass
 from orttrainer.graph.scopes import keep_scopes
 from orttrainer.graph.subgraphs import eliminate_identities
 
@@ -164,6 +165,7 @@ def optimize(model) -> None:
     _infer_missing_shapes(model)
     EmptyMeansPass()(model)
     EmptyTensorsPass()(model)
+    SmallSigmoidPass()(model)
 
 
 def _shape_losses(model):

@@ -11,6 +11,7 @@ import onnx_ir.passes.common as common
 
 from orttrainer.errors import ModelError, UnknownNameError
 from orttrainer.export.forward_graph import MAX_OPSET, ForwardGraph
+from orttrainer.graph.passes.sigmoid import SmallSigmoidPass
 from orttrainer.graph.read import read_model
 
 __all__ = ["from_onnx", "open_model"]
@@ -39,6 +40,7 @@ def from_onnx(model: onnx.ModelProto, description) -> ForwardGraph:
     """
     model = open_model(model, [d.name_ for d in description.inputs_], [d.name_ for d in description.outputs_])
     _check_loss(model.graph.outputs[0])
+    SmallSigmoidPass()(model)
     model.ir_version = min(model.ir_version, 10)
     updates = _batch_norm_updates(model.graph)
     statistics = {_original(v).name for n in model.graph if _is_batch_norm(n) for v in n.inputs[3:5]}

@@ -137,7 +137,17 @@ def _weighted(losses, weight, reduction):
     return losses if reduction == 0 else losses.mean() if reduction == 1 else losses.sum()
 
 
+def _cosine_similarity(x1, x2, dim=1, eps=1e-8):
+    """Autograd does not see that a length is at least eps: it has the gradient of the length that it is."""
+    dtype = torch.promote_types(x1.dtype, x2.dtype)
+    x1, x2 = torch.broadcast_tensors(x1.to(dtype), x2.to(dtype))
+    lengths = (torch.linalg.vector_norm(x, dim=dim, keepdim=True) for x in (x1, x2))
+    units = [x / (n + stop_gradient((eps - n).clamp(min=0))) for x, n in zip((x1, x2), lengths)]
+    return (units[0] * units[1]).sum(dim)
+
+
 REWRITES = {
+    torch.cosine_similarity: _cosine_similarity,
     F.cross_entropy: _cross_entropy,
     F.nll_loss: _nll_loss,
     F.gaussian_nll_loss: _gaussian_nll_loss,

@@ -104,15 +104,10 @@ def _hypot(input, other):
     return torch.sqrt(input * input + other * other)
 
 
-def _logaddexp(input, other):
-    """log(exp(input) + exp(other)), which the exporters write as it stands, so that it overflows."""
-    larger = torch.maximum(input, other)
-    return larger + torch.log1p(torch.exp(-(input - other).abs()))
-
-
-def _logaddexp2(input, other):
-    ln2 = math.log(2.0)
-    return _logaddexp(input * ln2, other * ln2) / ln2
+def _sinc(input):
+    """sin(pi x) / (pi x), with the slope 0 at 0, where the exporter's is NaN."""
+    angle = math.pi * torch.where(input == 0, 1.0, input)
+    return torch.where(input == 0, 1.0, torch.sin(angle) / angle)
 
 
 def _copysign(input, other):
@@ -143,47 +138,6 @@ def _vecdot(x, y, *, dim=-1, out=None):
 
 
 # ---------------------------------------------------------------- along an axis
-
-
-def _prefixes(input, dim, filling):
-    """[..., n, n]: row i holds elements 0 to i along `dim`, swapped with the last axis, and then `filling`."""
-    x = input.transpose(dim, -1)
-    place = torch.arange(x.size(-1), device=x.device)
-    return torch.where(place <= place.unsqueeze(-1), x.unsqueeze(-2), filling)
-
-
-def _cumprod(input, dim, *, dtype=None):
-    """The product of each prefix, exact with zeros: of ranges twice as long each time, as on a GPU.
-
-    Where the size is not known, from all prefixes: the memory is the square of the axis then.
-    """
-    input = input if dtype is None else input.to(dtype)
-    if not input.dim():
-        return input.clone()
-    size, reach = input.size(dim), 1
-    if type(size) is not int:
-        return _prefixes(input, dim, 1.0).prod(-1).transpose(dim, -1)
-    products = input.transpose(dim, -1)
-    while reach < size:
-        products = products * torch.nn.functional.pad(products[..., : size - reach], (reach, 0), value=1)
-        reach *= 2
-    return products.transpose(dim, -1)
-
-
-def _running_extremum(original, pick, worst, bound):
-    def call(input, dim):
-        """The extremum of each prefix, the last of those that tie; its memory is the square of the axis."""
-        if not input.dim():
-            return result_type((input.clone(), torch.zeros_like(input, dtype=torch.int64)))
-        filling = worst if input.is_floating_point() else getattr(torch.iinfo(input.dtype), bound)
-        prefixes = _prefixes(input.detach(), dim, filling)
-        place = torch.arange(prefixes.size(-1), device=input.device)
-        best = (prefixes == pick(prefixes, -1, keepdim=True)) & (place <= place.unsqueeze(-1))
-        indices = torch.where(best, place, -1).amax(-1).transpose(dim, -1)
-        return result_type((torch.gather(input, dim, indices), indices))
-
-    result_type = getattr(torch.return_types, original.__name__)
-    return call
 
 
 def _sort(input, dim=-1, descending=False, *, stable=None):
@@ -398,6 +352,7 @@ REWRITES = {
     F.relu6: _relu6,
     torch.special.xlogy: _xlogy,
     torch.special.xlog1py: _xlog1py,
+    torch.special.sinc: _sinc,
     **functions(
         bucketize=_bucketize,
         aminmax=_aminmax,
@@ -407,9 +362,6 @@ REWRITES = {
         copysign=_copysign,
         corrcoef=_corrcoef,
         cov=_cov,
-        cummax=_running_extremum(torch.cummax, torch.amax, -math.inf, "min"),
-        cummin=_running_extremum(torch.cummin, torch.amin, math.inf, "max"),
-        cumprod=_cumprod,
         dstack=_dstack,
         fmax=_fmax,
         fmin=_fmin,
@@ -418,12 +370,11 @@ REWRITES = {
         hstack=_hstack,
         hypot=_hypot,
         kthvalue=_kthvalue,
-        logaddexp=_logaddexp,
-        logaddexp2=_logaddexp2,
         median=_median,
         mode=_mode,
         nanmedian=_nanmedian,
         searchsorted=_searchsorted,
+        sinc=_sinc,
         sort=_sort,
         vstack=_vstack,
         xlogy=_xlogy,
