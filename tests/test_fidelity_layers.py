@@ -52,6 +52,13 @@ LAYERS = {
     "log of exponentials of minus infinity": (
         lambda m, x: torch.logaddexp(x.masked_fill(x > 0, -math.inf), x.masked_fill(x > 0.5, -math.inf)).clamp(min=-9), (4,),
     ),
+    "angles, on the axes too": (
+        lambda m, x: torch.atan2(x * torch.tensor([0.0, 0, 1, 1, -1, 0, -0.0]), (x * 0 + 1) * torch.tensor([-1.0, 1, 0, 2, -2, 0, -3])), (7,),
+    ),
+    "slopes of angles, on the axes too": (
+        lambda m, x: torch.atan2((x * 0 + 1) * torch.tensor([0.0, 0, 1, 1, -1, 0]), x * torch.tensor([-1.0, 1, 0, 2, -2, 0])), (6,),
+    ),
+    "phases of a spectrum": (lambda m, x: torch.fft.rfft(x).angle() * torch.tensor([0.1, 1, 1, 0.1]), (6,)),
     "sinc, at 0 too": (lambda m, x: torch.sinc(x * torch.tensor([0.0, 1, 2, 3])), (4,)),
     "cosines of short vectors": (lambda m, x: F.cosine_similarity(0.3 * x, x.sin() + 0.2, eps=0.9), (4,)),
     "variance below its floor": (

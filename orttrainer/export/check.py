@@ -36,6 +36,7 @@ from orttrainer.graph.passes.long_sums import LongSumsPass
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass
 from orttrainer.graph.passes.random import MutePass
 from orttrainer.graph.passes.speed.einsum import EinsumProductPass
+from orttrainer.graph.passes.speed.fourier import FourierProductPass
 
 __all__ = ["check_dropouts", "check_values", "compare_evaluation", "warn_of_evaluation"]
 
@@ -386,6 +387,7 @@ def _runner(forward):
         RemoveGradientMarksPass(),
         ExpandSoftmaxCrossEntropyPass(),  # as it trains: the operator takes two more tensors of the size of the logits
         EinsumProductPass(),  # as it trains: the operator ends the process where a tensor is empty
+        FourierProductPass(),  # as it trains: the operator is less exact
         NonzeroDivisorsPass(),
         LongSumsPass(),  # as it trains, and else the sums are less exact than PyTorch's
     )

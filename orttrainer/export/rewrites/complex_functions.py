@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from orttrainer.errors import UnsupportedFeatureError
 from orttrainer.export.rewrites import linear_algebra
 from orttrainer.export.rewrites.complex_parts import by_parts, is_complex, parts
+from orttrainer.export.rewrites.spelled_out import atan2
 
 __all__ = ["FUNCTIONS", "METHODS", "rewrites_of_others"]
 
@@ -33,18 +34,22 @@ def _expm1(z):
     return torch.complex(a.expm1() * b.cos() - 2 * (b / 2).sin().square(), a.exp() * b.sin())
 
 
+def _angle(z):
+    return atan2(z.imag, z.real)
+
+
 def _log(z, base=None):
     scale = 1 if base is None else 1 / math.log(base)
-    return torch.complex(z.abs().log() * scale, z.angle() * scale)
+    return torch.complex(z.abs().log() * scale, _angle(z) * scale)
 
 
 def _log1p(z):
     a, b = parts(z)
-    return torch.complex((a * (2 + a) + b * b).log1p() / 2, torch.atan2(b, 1 + a))
+    return torch.complex((a * (2 + a) + b * b).log1p() / 2, atan2(b, 1 + a))
 
 
 def _sqrt(z):
-    size, angle = z.abs().sqrt(), z.angle() / 2
+    size, angle = z.abs().sqrt(), _angle(z) / 2
     return torch.complex(size * angle.cos(), size * angle.sin())
 
 
@@ -348,7 +353,7 @@ def _istft(
 FUNCTIONS = {  # of `torch` and methods of tensors, by name
     "exp": _exp, "exp2": lambda z: _exp(z * math.log(2)), "expm1": _expm1, "log": _log, "log2": lambda z: _log(z, 2),
     "log10": lambda z: _log(z, 10), "log1p": _log1p, "sqrt": _sqrt, "rsqrt": lambda z: 1 / _sqrt(z), "sin": _sin, "cos": _cos,
-    "tan": _tan, "sinh": _sinh, "cosh": _cosh, "tanh": _tanh, "sigmoid": _sigmoid, "sgn": _sgn, "pow": _pow, "mul": _mul,
+    "angle": _angle, "tan": _tan, "sinh": _sinh, "cosh": _cosh, "tanh": _tanh, "sigmoid": _sigmoid, "sgn": _sgn, "pow": _pow, "mul": _mul,
     "square": lambda z: z * z, "eq": _equal, "ne": _unequal, "isfinite": _both(torch.isfinite), "isnan": _either(torch.isnan),
     "isinf": _either(torch.isinf), "lerp": _lerp, "addcmul": _addcmul, "addcdiv": _addcdiv,
     "var": _var, "std": _std, "prod": _prod, "cumprod": _cumprod,

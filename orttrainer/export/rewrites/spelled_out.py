@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from orttrainer.export.rewrites import bessel, error_function, special
 from orttrainer.export.rewrites.spectra import spectral_norm
 
-__all__ = ["REWRITES", "functions"]
+__all__ = ["REWRITES", "atan2", "functions"]
 
 
 # ---------------------------------------------------------------- norms
@@ -113,8 +113,25 @@ def _sinc(input):
 def _copysign(input, other):
     """|input| with the sign of `other`, whose zeros have one too."""
     other = torch.as_tensor(other, dtype=input.dtype, device=input.device)
-    negative = (other < 0) | (other.reciprocal() < 0)
-    return input.abs() * torch.where(negative, -1.0, 1.0).to(input.dtype)
+    return input.abs() * _sign(other)
+
+
+def _sign(x):
+    """1 or -1, -1 of -0."""
+    return torch.where((x < 0) | (x.reciprocal() < 0), -1.0, 1.0).to(x.dtype)
+
+
+def atan2(y, x):
+    """torch.atan2; the exporter's is -pi to the left where y is 0, and has no slope where x is. At (0, 0) the slope is 0."""
+    dtype = torch.result_type(y, x)
+    dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
+    y, x = torch.broadcast_tensors(y.to(dtype), x.to(dtype))
+    steep = y.abs() > x.abs()
+    base = torch.where(steep, y, x)
+    nothing = base == 0
+    slope = torch.where(nothing, 0.0, torch.where(steep, x, y)) / torch.where(nothing, 1.0, base)
+    turn = torch.where(_sign(x) < 0, math.pi, 0.0).to(dtype)
+    return torch.where(steep, _sign(y) * (math.pi / 2) - slope.atan(), slope.atan() + _sign(y) * turn)
 
 
 def _frexp(input):
@@ -356,6 +373,8 @@ REWRITES = {
     **functions(
         bucketize=_bucketize,
         aminmax=_aminmax,
+        arctan2=atan2,
+        atan2=atan2,
         argsort=_argsort,
         cdist=_cdist,
         column_stack=_column_stack,
