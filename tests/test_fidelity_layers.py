@@ -59,6 +59,9 @@ LAYERS = {
         lambda m, x: torch.atan2((x * 0 + 1) * torch.tensor([0.0, 0, 1, 1, -1, 0]), x * torch.tensor([-1.0, 1, 0, 2, -2, 0])), (6,),
     ),
     "phases of a spectrum": (lambda m, x: torch.fft.rfft(x).angle() * torch.tensor([0.1, 1, 1, 0.1]), (6,)),
+    "logarithm and exponential near 1 and 0": (
+        lambda m, x: torch.log1p(x * 1e-5) * 1e5 + torch.expm1(x * 1e-6) * 1e6 + torch.special.expm1(x) + torch.log1p(x.exp()), (5,),
+    ),
     "sinc, at 0 too": (lambda m, x: torch.sinc(x * torch.tensor([0.0, 1, 2, 3])), (4,)),
     "cosines of short vectors": (lambda m, x: F.cosine_similarity(0.3 * x, x.sin() + 0.2, eps=0.9), (4,)),
     "variance below its floor": (

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from orttrainer.export.rewrites import bessel, error_function, special
 from orttrainer.export.rewrites.spectra import spectral_norm
+from orttrainer.export.stop_gradient import stop_gradient
 
 __all__ = ["REWRITES", "atan2", "functions"]
 
@@ -102,6 +103,20 @@ def _log_sigmoid(input):
 
 def _hypot(input, other):
     return torch.sqrt(input * input + other * other)
+
+
+def _log1p(input):
+    """log(1 + x), and what 1 + x has lost of x, relative to it; the exporters leave that out."""
+    total = 1 + input
+    lost = (input - (total - 1)) / total
+    return torch.log(total) + stop_gradient(torch.where((total > 0) & (total < math.inf), lost, 0.0))
+
+
+def _expm1(input):
+    """exp(x) - 1, near 0 by tanh(x / 2) (exp(x) + 1), which has all digits."""
+    near = input.clamp(-0.5, 0.5)
+    exact = torch.tanh(near / 2) * (torch.exp(near) + 1)
+    return torch.where(input == near, exact, torch.exp(input) - 1)
 
 
 def _sinc(input):
@@ -306,7 +321,7 @@ def _xlogy(input, other):
 
 def _xlog1py(input, other):
     """torch.special.xlog1py, likewise."""
-    return _times_logarithm(input, other, torch.log1p, -1.0)
+    return _times_logarithm(input, other, _log1p, -1.0)
 
 
 def _times_logarithm(x, y, logarithm, pole):
@@ -369,6 +384,8 @@ REWRITES = {
     F.relu6: _relu6,
     torch.special.xlogy: _xlogy,
     torch.special.xlog1py: _xlog1py,
+    torch.special.expm1: _expm1,
+    torch.special.log1p: _log1p,
     torch.special.sinc: _sinc,
     **functions(
         bucketize=_bucketize,
@@ -382,6 +399,7 @@ REWRITES = {
         corrcoef=_corrcoef,
         cov=_cov,
         dstack=_dstack,
+        expm1=_expm1,
         fmax=_fmax,
         fmin=_fmin,
         frexp=_frexp,
@@ -389,6 +407,7 @@ REWRITES = {
         hstack=_hstack,
         hypot=_hypot,
         kthvalue=_kthvalue,
+        log1p=_log1p,
         median=_median,
         mode=_mode,
         nanmedian=_nanmedian,
