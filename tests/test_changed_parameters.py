@@ -125,17 +125,21 @@ class ReadApart(Constrained):
 
 
 class Averaged(nn.Linear):
-    """Follows its weight with a buffer."""
+    """Follows its weight, which it may clamp, with a buffer."""
 
-    def __init__(self):
+    def __init__(self, clamps):
         super().__init__(6, 6)
         self.register_buffer("average", torch.zeros(6, 6))
+        self.clamps = clamps
 
     def forward(self, x):
+        if self.clamps:
+            self.weight.data.clamp_(-0.2, 0.3)
         with torch.no_grad():
             self.average.lerp_(self.weight, 0.1)
             self.average.add_(self.weight, alpha=0.01)
             self.average[0] = self.weight[0]
+        self.average[1].copy_(self.weight.data[1])
         return super().forward(x) + x @ self.average
 
 
@@ -174,8 +178,9 @@ def test_a_parameter_that_forward_changes(make_layer):
     assert_trains_as_in_pytorch(make_layer, vectors, evaluates=True)
 
 
-def test_a_buffer_that_follows_a_parameter():
-    assert_trains_as_in_pytorch(Averaged, vectors, evaluates=True)
+@pytest.mark.parametrize("clamps", [False, True])
+def test_a_buffer_that_follows_a_parameter(clamps):
+    assert_trains_as_in_pytorch(lambda: Averaged(clamps), vectors, evaluates=True)
 
 
 def tokens(step):

@@ -48,15 +48,11 @@ class ChangedParameters:
         return _apart(args[0].detach())
 
     def read(self, func: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The arguments of `func`: in the place of what was read apart, what has no gradient."""
-        if (
-            not self._wrapper.changed
-            or not _shown(args, kwargs)
-            or getattr(func, "__name__", "") in _VIEWS
-            or next(written(func, args, kwargs), None) is not None
-        ):
+        """The arguments of `func`: in the place of what was read apart, and is not written to, what has no gradient."""
+        if not self._wrapper.changed or not _shown(args, kwargs) or getattr(func, "__name__", "") in _VIEWS:
             return args, kwargs
-        stopped = lambda x: stop_gradient.stopped(x) if hasattr(x, "is_apart") else x  # noqa: E731
+        kept = set(map(id, written(func, args, kwargs)))
+        stopped = lambda x: stop_gradient.stopped(x) if hasattr(x, "is_apart") and id(x) not in kept else x  # noqa: E731
         return pytree.tree_map(stopped, (args, kwargs))
 
     def viewed(self, func: Callable, args: tuple, kwargs: dict, result: Any) -> Any:

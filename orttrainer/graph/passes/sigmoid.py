@@ -8,9 +8,9 @@ from onnx_ir.passes import common
 from orttrainer.graph.builder import Builder, constant_array
 
 _LARGEST = {ir.DataType.FLOAT: 88.0, ir.DataType.DOUBLE: 709.0}  # of which the exponential is finite
-_THROUGH = {  # as small as what goes in
+_THROUGH = {  # as small as what goes in; of a sum, as of all pixels in a Dice loss, not all are
     "Cast", "Clip", "Concat", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "Max", "Min", "ReduceMax",
-    "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze", "Where",
+    "ReduceMin", "ReduceProd", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze", "Where",
 }  # fmt: skip
 
 
