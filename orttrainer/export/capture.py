@@ -18,7 +18,7 @@ import onnx_ir as ir
 import torch
 
 from orttrainer import runtime
-from orttrainer.export import batch_norm, masks, stop_gradient, written_slices
+from orttrainer.export import batch_norm, double_precision, masks, stop_gradient, written_slices
 from orttrainer.export.decompose import node_by_node
 from orttrainer.export.faithful import faithful
 from orttrainer.export.granted import Granted, granted_by, takes_for_equal
@@ -66,6 +66,7 @@ def capture_dynamo(
                 opset_version=opset,
                 custom_translation_table={
                     **batch_norm.TRANSLATIONS,
+                    **double_precision.TRANSLATIONS,
                     **masks.TRANSLATIONS,
                     **written_slices.TRANSLATIONS,
                 },
