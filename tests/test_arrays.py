@@ -34,6 +34,7 @@ def periods(m, y, lengths):
 FUNCTIONS = {
     "packed": packed,
     "periods": periods,
+    "periods of what has been folded": lambda m, y, n: periods(m, periods(m, y, n).sin(), n),
     "square root": lambda m, y, n: y * torch.from_numpy(np.sqrt(y.detach().abs().mean((0, 1)).numpy())),
     "square root of a tensor": lambda m, y, n: y * torch.as_tensor(np.sqrt(y.detach().abs().mean((0, 1)))),
     "exponential": lambda m, y, n: y * torch.tensor(np.exp(-(y.detach().mean((0, 1)).numpy() ** 2))),
@@ -60,6 +61,8 @@ def sequences(step: int):
     return [x, torch.tensor([[8, 5, 2], [3, 8, 8], [4, 6, 8]][step % 3])]
 
 
-@pytest.mark.parametrize("name", usual(FUNCTIONS, "packed", "periods", "square root", "deviation", "a buffer"))
+@pytest.mark.parametrize(
+    "name", usual(FUNCTIONS, "packed", "periods of what has been folded", "square root", "deviation", "a buffer")
+)
 def test_arrays_of_tensors_train_as_in_pytorch(name):
     assert_trains_as_in_pytorch(lambda: Arrays(FUNCTIONS[name]), sequences, evaluates=False)

@@ -154,17 +154,14 @@ class Numbers:
         self._listed = FakeTensor.tolist
 
         def tolist(tensor: FakeTensor) -> list:
-            answer = self.answer(torch.Tensor.tolist, (tensor,), {})
-            return self._taken(torch.Tensor.tolist, tensor) if answer is None else answer[0]
+            if (answer := self.answer(torch.Tensor.tolist, (tensor,), {})) is not None:
+                return answer[0]
+            result = self._listed(tensor)
+            if (hints := self._wrapper.followed.hints) is not None:
+                hints.note(torch.Tensor.tolist, (tensor,), result)
+            return result
 
         return tolist
-
-    def _taken(self, func: Callable, tensor: FakeTensor) -> list:
-        """The numbers of `tensor`, which `func` asks for, as symbols."""
-        result = self._listed(tensor)
-        if (hints := self._wrapper.followed.hints) is not None:
-            hints.note(func, (tensor,), result)
-        return result
 
     def array(self, func: Callable) -> Callable[..., np.ndarray]:
         """What gives NumPy's array of a tensor; of numbers that are not known, one of objects, the trace's symbols.
@@ -176,7 +173,7 @@ class Numbers:
             if not torch.compiler.is_exporting():
                 return func(tensor, *args, **kwargs)
             if (found := self._computed(torch.Tensor.numpy, (tensor,), {})) is None:
-                return np.array(self._taken(func, tensor), dtype=object)
+                return np.array(self._listed(tensor), dtype=object)  # the mode that calls this takes note of them
             self._decided.update(found[1])
             return found[0].astype(args[0]) if args and args[0] is not None else found[0]
 
