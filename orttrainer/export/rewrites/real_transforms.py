@@ -20,7 +20,7 @@ def _rfft(input, n=None, dim=-1, norm=None):
 def _exact(spectrum, points, dim):
     """`spectrum` of a real signal of so many points, along `dim`, without the rounding in what is zero."""
     if not torch.compiler.is_exporting() or (isinstance(points, int) and is_product(points, real=True)):
-        return spectrum  # the matrix is exact there
+        return spectrum  # the matrix is exact there (without FourierProductPass it is the operator, which rounds)
     place = torch.arange(spectrum.shape[dim], device=spectrum.device)
     parts = torch.view_as_real(spectrum)
     imaginary = (place > 0) & (2 * place != points)
