@@ -360,8 +360,8 @@ def _open_session(
         text, hint = _first_line(error), ""
         if "Could not find an implementation" in text:
             hint = (
-                " It has this operator for other types only: let forward compute in float32, without torch.autocast, and "
-                "ask the trainer for mixed precision."
+                " It has this operator for other types only: let forward compute in float32, by model.float() where it "
+                "is of float64, or without torch.autocast: ask the trainer for mixed precision."
             )
         raise ExecutionError(
             f"ONNX Runtime {onnxruntime.__version__} cannot load the training graph: {text}.{hint}"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 import torch.nn.functional as F
 from fidelity import described
 from small import make
 from torch import nn
+
+from orttrainer.errors import ExecutionError
 
 FUNCTIONS = {
     "product": lambda x: x * 0.1,
@@ -49,3 +52,20 @@ def test_numbers_of_pythons_are_not_rounded_to_float32():
         torch.testing.assert_close(
             shift, -module.shifts[name].grad, rtol=1e-12, atol=1e-14, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+def test_an_operator_that_the_runtime_has_in_float32_only_is_named():
+    class Smooth(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3, dtype=torch.float64)
+
+        def forward(self, x):
+            y = F.gelu(self.linear(x))
+            return y.square().mean(), y
+
+    x = torch.ones(2, 3, dtype=torch.float64)
+    module = Smooth()
+    with pytest.raises(ExecutionError, match=r"an implementation for Erf.* by model\.float\(\) where it is of float64"):
+        make(module, loss_fn=None, desc=described([x])).train_step(x, 0.1)
+    make(module.float(), loss_fn=None, desc=described([x.float()])).train_step(x.float(), 0.1)
