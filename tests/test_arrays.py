@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from fidelity import assert_trains_as_in_pytorch
+from fidelity import Loss, assert_trains_as_in_pytorch, described
 from marks import usual
+from small import make
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from orttrainer.errors import UnsupportedModelError
 
 
 def packed(m, y, lengths):
@@ -66,3 +69,11 @@ def sequences(step: int):
 )
 def test_arrays_of_tensors_train_as_in_pytorch(name):
     assert_trains_as_in_pytorch(lambda: Arrays(FUNCTIONS[name]), sequences, evaluates=False)
+
+
+def test_an_array_of_many_numbers_is_refused_at_once():
+    """Each would be a symbol of the trace."""
+    x, lengths = torch.randn(3, 3000, 6), torch.tensor([3, 2, 1])
+    module = Loss(Arrays(lambda m, y, n: y * float(y.detach().numpy().mean())))
+    with pytest.raises(UnsupportedModelError, match=r"gives Python values of a tensor at .*test_arrays\.py.*numpy"):
+        make(module, loss_fn=None, desc=described([x, lengths])).train_step(x, lengths, 0.1)

@@ -207,7 +207,7 @@ class Group(tuple):
     """A tuple of which nobody is to ask how many it holds, as e3nn's irreps."""
 
     def __len__(self):
-        raise NotImplementedError
+        raise NotImplementedError  # what e3nn's raise when they are asked; no stub
 
 
 def test_containers_with_a_length_of_their_own_are_left_alone():

@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensor
 
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.conditions import decides
-from orttrainer.export.told import NUMBERS, UNTOLD, by_torch, place, takes
+from orttrainer.export.told import MOST_TOLD, NUMBERS, UNTOLD, by_torch, place, takes
 from orttrainer.export.untouched import written
 
 try:
@@ -74,7 +74,7 @@ class Numbers:
     """
 
     def __init__(self, wrapper: torch.nn.Module, decided: set[str]):
-        self._wrapper, self._decided = wrapper, decided
+        self._wrapper, self._decided, self._listed = wrapper, decided, FakeTensor.tolist
         self._buffers = {name: buffer for name, buffer in wrapper.named_buffers() if buffer.numel() <= _MOST}
 
     def answer(self, func: Callable, args: tuple, kwargs: dict) -> tuple[Any] | None:
@@ -151,7 +151,6 @@ class Numbers:
 
     def tolist(self) -> Callable[[FakeTensor], list]:
         """A method of the exporter's tensors that gives the numbers, where they are known."""
-        self._listed = FakeTensor.tolist
 
         def tolist(tensor: FakeTensor) -> list:
             if (answer := self.answer(torch.Tensor.tolist, (tensor,), {})) is not None:
@@ -172,10 +171,12 @@ class Numbers:
         def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> np.ndarray:
             if not torch.compiler.is_exporting():
                 return func(tensor, *args, **kwargs)
-            if (found := self._computed(torch.Tensor.numpy, (tensor,), {})) is None:
-                return np.array(self._listed(tensor), dtype=object)  # the mode that calls this takes note of them
-            self._decided.update(found[1])
-            return found[0].astype(args[0]) if args and args[0] is not None else found[0]
+            if (found := self._computed(torch.Tensor.numpy, (tensor,), {})) is not None:
+                self._decided.update(found[1])
+                return found[0]
+            if math.prod(size for size in tensor.shape if type(size) is int) > MOST_TOLD:
+                return func(tensor, *args, **kwargs)  # which torch refuses: a symbol for each would take minutes
+            return np.array(self._listed(tensor), dtype=object)  # the mode that calls this takes note of them
 
         return call
 

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 __all__ = [
     "ARRAYS",
+    "MOST_TOLD",
     "NUMBERS",
     "UNTOLD",
     "Told",
@@ -44,7 +45,7 @@ _READ = {
     torch.Tensor.unfold,
 }
 
-_MOST = 2**12  # numbers of an array: what has more is computed with, and nothing decided by it
+MOST_TOLD = 2**12  # numbers of an array that a trace has symbols for
 
 UNTOLD = "<a number that only a batch tells>"  # as text
 
@@ -131,7 +132,7 @@ def leaves(result: Any) -> Iterator:
     elif isinstance(result, (tuple, list)):
         for part in result:
             yield from leaves(part)
-    elif isinstance(result, np.ndarray) and result.size <= _MOST:
+    elif isinstance(result, np.ndarray) and result.size <= MOST_TOLD:
         yield from leaves(result.tolist())
     elif isinstance(result, (int, float, torch.SymInt, torch.SymFloat)):
         yield result

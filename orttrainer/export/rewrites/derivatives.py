@@ -51,10 +51,17 @@ def _rows_of_gradients(outputs, cotangents, inputs):
             "no form in a graph. Where each row of the outputs depends on its own row of the inputs, ask for the gradient of "
             "their sum."
         )
+    axes = [None if g is None else 0 for g in cotangents]
+    given = [torch.ones_like(y) if g is None else g for y, g in zip(outputs, cotangents)]
+    return _for_each_row(count, outputs, given, axes, inputs)
+
+
+def _for_each_row(count, outputs, cotangents, axes, inputs):
+    """The gradients for each of `count` rows of the cotangents, which lie along these axes (None: all have it), along a first one."""
     rows = [
-        _gradients(outputs, [torch.ones_like(y) if g is None else g.select(0, i) for y, g in zip(outputs, cotangents)], inputs)
+        _gradients(outputs, [g if a is None else g.select(a, i) for g, a in zip(cotangents, axes)], inputs)
         for i in range(count)
-    ]  # fmt: skip
+    ]
     return tuple(torch.stack(column) for column in zip(*rows))
 
 
@@ -115,11 +122,7 @@ def _batched(info, axes, tensors, op_type, *args, attr_ints=(), domain="", **kwa
         (tensors[part], axes[0][part]) for part in (slice(count), slice(count, 2 * count), slice(2 * count, None))
     )
     if all(axis is None for axis in (*y_axes, *x_axes)):  # a Jacobian: the same gradient for several cotangents
-        rows = [
-            _gradients(ys, [g if a is None else g.select(a, i) for g, a in zip(gs, g_axes)], xs)
-            for i in range(info.batch_size)
-        ]
-        return [torch.stack(column) for column in zip(*rows)], [0] * len(xs)
+        return list(_for_each_row(info.batch_size, ys, gs, g_axes, xs)), [0] * len(xs)
     if any(axis is None for axis in x_axes):
         raise _refused("with respect to a tensor that all samples share")
     # Each sample's outputs depend on its own inputs alone, so that the gradient of their sum has the gradient of each.
