@@ -166,7 +166,7 @@ def measure(name: str, workload, options, library: str | None) -> dict[Job, list
 
 def parsed(arguments: Sequence[str] | None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", nargs="+", metavar="NAME", help="by default all: see --list")
+    parser.add_argument("--workloads", nargs="+", metavar="NAME", help="by default all: see --list; W1 means all that start with w1-")
     parser.add_argument(
         "--engines", nargs="+", metavar="NAME", default=list(ENGINES), help="by default all: see --list"
     )
@@ -202,12 +202,14 @@ def parsed(arguments: Sequence[str] | None):
 
     from steps.workloads import WORKLOADS
 
-    options.workloads = options.workloads or list(WORKLOADS)
-    for name in options.workloads:
-        if options.sizes and name in WORKLOADS and (odd := sorted(options.sizes.keys() - WORKLOADS[name].sizes.keys())):
-            parser.error(f"{name} has no sizes {odd}; it has {sorted(WORKLOADS[name].sizes)}")
-    if unknown := [name for name in options.workloads if name not in WORKLOADS]:
+    asked = options.workloads or list(WORKLOADS)
+    meant = {name: [w for w in WORKLOADS if w == name.lower() or w.startswith(f"{name.lower()}-")] for name in asked}
+    if unknown := [name for name in asked if not meant[name]]:
         parser.error(f"there are no workloads {unknown}; those are {list(WORKLOADS)}")
+    options.workloads = list(dict.fromkeys(w for name in asked for w in meant[name]))
+    for name in options.workloads:
+        if options.sizes and (odd := sorted(options.sizes.keys() - WORKLOADS[name].sizes.keys())):
+            parser.error(f"{name} has no sizes {odd}; it has {sorted(WORKLOADS[name].sizes)}")
     if unknown := [name for name in options.engines if not is_engine(name)]:
         parser.error(f"there are no engines {unknown}; those are {list(ENGINES)} and {WITHOUT}<Pass>")
     passes = _speed_passes() if options.ablation or any(e.startswith(WITHOUT) for e in options.engines) else []

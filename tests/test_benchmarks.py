@@ -350,6 +350,11 @@ def test_a_family_has_the_losses_of_pytorch_in_its_row(tmp_path):
     assert float(row[4]) == pytest.approx(float(row[5]), rel=1e-3)
 
 
+def test_workloads_can_be_called_as_the_tables_call_them():
+    options = train_step.parsed(["--workloads", "W3", "W1", "w1-adam"])
+    assert options.workloads == ["w3-mlp", "w1-sgd", "w1-adam", "w1-lamb"]
+
+
 def test_sizes_of_a_workload_can_be_changed_and_others_are_refused(capsys):
     options = train_step.parsed(["--workloads", "w2-bert", "--sizes", "layers=3", "batch=5"])
     assert WORKLOADS["w2-bert"].with_sizes(**options.sizes).batch(0)[0].shape == (5, 128)
