@@ -166,7 +166,9 @@ def measure(name: str, workload, options, library: str | None) -> dict[Job, list
 
 def parsed(arguments: Sequence[str] | None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", nargs="+", metavar="NAME", help="by default all: see --list; W1 means all that start with w1-")
+    parser.add_argument(
+        "--workloads", nargs="+", metavar="NAME", help="by default all: see --list; W1 means all that start with w1-"
+    )
     parser.add_argument(
         "--engines", nargs="+", metavar="NAME", default=list(ENGINES), help="by default all: see --list"
     )

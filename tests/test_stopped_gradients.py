@@ -45,6 +45,15 @@ class Data(Detach):
         return (y / y.data.norm()).sum()
 
 
+class DeepCopied(Detach):
+    """Tensors of their own: of what came in, and of a parameter, which has no gradient by its copy."""
+
+    def forward(self, x):
+        scale, residual = copy.deepcopy([self.linear.weight, x])
+        residual[0] = 0
+        return (self.linear(residual) @ scale + x).square().sum()
+
+
 class Padding(nn.Module):
     def __init__(self):
         super().__init__()
@@ -132,7 +141,8 @@ class Running(Detach):
 
 
 @pytest.mark.parametrize(
-    "kind", [Detach, NoGrad, StraightThrough, Data, Padding, TrueBackward, SpectralNorm, ByItsLargest, Running]
+    "kind",
+    [Detach, NoGrad, StraightThrough, Data, DeepCopied, Padding, TrueBackward, SpectralNorm, ByItsLargest, Running],
 )
 def test_what_autograd_leaves_out_is_left_out_of_the_graph(kind):
     torch.manual_seed(0)

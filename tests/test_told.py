@@ -150,6 +150,23 @@ def tensors_that_are_read_as_numbers(m, x, label):
 
 
 @form(2)
+def tensors_that_are_read_as_sizes(m, x, label):
+    """A graph of each batch's molecules; PyTorch reads the size within the call, and the rows are counted afterwards."""
+    h, number = m.hidden(x), label.max() + 1  # 2 or 3
+    pooled = torch.zeros(number, 3).index_add(0, label, h)
+    parts = [
+        torch.full((number, 3), 2.0),
+        h.new_zeros(size=(number, 3)),
+        h[:1].expand(number, -1),
+        torch.eye(number, 3),
+    ]
+    assert all(part.shape == pooled.shape for part in parts)
+    places = torch.linspace(0, 1, number) + torch.diagonal(h @ h.T, number)[0]
+    rows = h.repeat(number, 1).unflatten(0, (number, -1))[1].square().sum() + h.chunk(number)[0].sum()
+    return (pooled.square() + sum(parts)).mean() * (3 if len(pooled) == 2 else 1) + places.mean() + rows
+
+
+@form(2)
 def equal_ones(m, x, label):
     """Of labels, of numbers that are close, and of shapes, which are never."""
     h, two = m.hidden(x), (label < 2).long()

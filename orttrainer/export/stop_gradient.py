@@ -78,6 +78,11 @@ def _detached(x):
     return torch.view_as_complex(torch.view_as_real(x).detach()) if x.is_complex() else x.detach()
 
 
+def _deep_copied(x, memo):
+    """`copy.deepcopy(x)`: a tensor of its own, to which no gradient comes."""
+    return _detached(x).clone()
+
+
 def _item(x):
     """`x.item()`: a number has no gradient, which the exporter's would have, for it is the tensor."""
     floats = x.is_floating_point() and torch.compiler.is_exporting()
@@ -85,6 +90,7 @@ def _item(x):
 
 
 REWRITES = {
+    torch.Tensor.__deepcopy__: _deep_copied,
     torch.Tensor.item: _item,
     torch.Tensor.detach: _detached,
     torch.detach: _detached,

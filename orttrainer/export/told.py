@@ -39,11 +39,18 @@ _SIZES = {
     "split_with_sizes", "unique", "unique_consecutive", "where",
 }  # fmt: skip
 
-_READ = {
-    F.one_hot,
-    *(getattr(owner, name) for owner in (torch, torch.Tensor) for name in ("roll", "topk")),
-    torch.Tensor.unfold,
+_BOTH = "chunk cumsum diagonal narrow reshape roll tile topk unflatten"
+_METHODS = "expand new_empty new_ones new_zeros repeat unfold view"
+_MAKERS = "arange empty eye linspace ones rand randn tril_indices triu_indices zeros"
+_READ = {  # which of their arguments are numbers
+    torch.full: slice(0, 1),
+    torch.Tensor.new_full: slice(1, 2),
+    F.one_hot: slice(1, None),
+    **{getattr(torch, name): slice(0, None) for name in _MAKERS.split()},
+    **{getattr(torch, name): slice(1, None) for name in _BOTH.split()},
+    **{getattr(torch.Tensor, name): slice(1, None) for name in (*_BOTH.split(), *_METHODS.split())},
 }
+_NO_NUMBERS = {"fill_value", "input"}
 
 MOST_TOLD = 2**12  # numbers of an array that a trace has symbols for
 
@@ -107,8 +114,11 @@ def with_numbers(func: Callable, args: Sequence, kwargs: dict, mode: Any) -> tup
     """The arguments of `func`, with numbers for tensors that it would read as such, out of the sight of `mode`."""
     if func not in _READ:
         return args, kwargs
+    args, numbers = list(args), _READ[func]
     with mode:
-        return (*args[:1], *pytree.tree_map(_number_of, args[1:])), pytree.tree_map(_number_of, kwargs)
+        args[numbers] = pytree.tree_map(_number_of, args[numbers])
+        kwargs = {name: x if name in _NO_NUMBERS else pytree.tree_map(_number_of, x) for name, x in kwargs.items()}
+    return tuple(args), kwargs
 
 
 def _number_of(x: Any) -> Any:
