@@ -58,7 +58,7 @@ FLOAT32 = [
     "Acos(h)", "Asin(h)", "Cosh(h)", "Exp(h)", "Log(h)", "Pow(h, two)", "Reciprocal(h)", "Div(two, h)", "Sinh(h)",
     "Softplus(h)", "Tan(h)", "Softmax(h)", "LogSoftmax(h)", "LayerNormalization(h, b)", "CumSum(h, axis)",
     "ReduceSum(h)", "ReduceMean(h)", "ReduceProd(h)", "ReduceL1(h)", "ReduceL2(h)", "ReduceLogSumExp(h)",
-    "Resize(h, none, scales)",
+    "Resize(h, none, scales)", "Mul(h, h)",  # of mse_loss
 ]  # fmt: skip
 
 

@@ -80,6 +80,7 @@ FUNCTIONS = {
     "a histogram between bounds": (lambda x: x.sum() * x.histc(3, -1, 2), DISTINCT),
     "a histogram of equal numbers": (lambda x: x.sum() * torch.histc(x * 0, 5), DISTINCT),
     "hypot": (torch.hypot, TIES, OTHER),
+    "hypot of what has no squares": (lambda x, y: torch.hypot(x, y) / y, [3e20, 1e-30, 0.0], [4e20, 2e-30, 2.0]),
     "clamp between tensors": (lambda x, y: torch.clamp(x, y - 1, y + 1), TIES, OTHER),
     "clamp to the bounds of others": (lambda x, y: x.clip(min=y) + x.clamp_min(x.detach()) + torch.clamp_max(x, y), TIES, OTHER),
     "clamp in place": (lambda x, y: (x * 1).clamp_(max=y), TIES, OTHER),

@@ -102,7 +102,10 @@ def _log_sigmoid(input):
 
 
 def _hypot(input, other):
-    return torch.sqrt(input * input + other * other)
+    """In shares of the larger, whose square there may be no number for."""
+    larger = torch.maximum(input.abs(), other.abs())
+    unit = stop_gradient(torch.where((larger > 0) & (larger < math.inf), larger, 1.0))
+    return unit * torch.sqrt((input / unit).square() + (other / unit).square())
 
 
 def _log1p(input):

@@ -123,7 +123,12 @@ class _Conversion:
                 self.floats.setdefault(node.inputs[0], node.outputs[0])
             return
         groups = self._groups(node)
-        if groups is None or operator(node) in WIDE or _divides_a_number(node, self.values):
+        if (
+            groups is None
+            or operator(node) in WIDE
+            or _divides_a_number(node, self.values)
+            or _is_square_for_sums(node)
+        ):
             self._widen(node)
         elif operator(node) in LOW:
             inputs = [x for group in groups.values() for x in group]
@@ -305,6 +310,13 @@ def _divides_a_number(node: ir.Node, constants: Mapping[ir.Value, ir.TensorProto
     """1 / x, which is on the float32 list."""
     number = constants.get(node.inputs[0]) if operator(node) == ("", "Div") else None
     return number is not None and number.size == 1
+
+
+def _is_square_for_sums(node: ir.Node) -> bool:
+    """x * x that only float32 operators read, as in mse_loss, which is on the float32 list: 256 overflows in float16."""
+    is_square = operator(node) == ("", "Mul") and node.inputs[0] is node.inputs[1]
+    readers = [operator(use.node) for use in node.outputs[0].uses()] if is_square else []
+    return bool(readers) and WIDE.issuperset(readers)
 
 
 def _replace_inside(node: ir.Node, old: ir.Value, new: ir.Value) -> None:
