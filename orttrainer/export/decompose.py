@@ -19,6 +19,8 @@ from unittest import mock
 import torch
 from torch.utils import _pytree as pytree
 
+from orttrainer.export.constants import fold, memory
+
 try:
     from torch._dispatch.python import enable_python_dispatcher
     from torch._export import utils as _utils
@@ -53,6 +55,7 @@ def node_by_node(done: list[bool]) -> Iterator[None]:
     def decompose(program, registry):
         _inline_grad_modes(program.graph_module)
         _name_outputs(program)
+        fold(program)
         try:
             expansions = _expansions(program, registry)
         except Exception as reason:  # also what cannot be traced: torch says of it what our errors repeat
@@ -177,25 +180,20 @@ def _check_changes(program, forms: dict[torch.fx.Node, _Form]) -> None:
         _NotByNodes: it is otherwise.
     """
     places = {node: place for place, node in enumerate(program.graph.nodes)}
-    last = {_memory(argument): places[node] for node, form in forms.items() for argument in form.changed}
+    last = {memory(argument): places[node] for node, form in forms.items() for argument in form.changed}
     signature, seen = program.graph_signature, set()
     state = signature.inputs_to_buffers.keys() | signature.inputs_to_parameters.keys()
     for node, place in places.items() if last else ():
-        changed = set(map(_memory, forms[node].changed)) if node in forms else ()
-        for memory in last.keys() & set(map(_memory, pytree.tree_leaves(node.meta.get("val")))):
-            if memory not in seen:
+        changed = set(map(memory, forms[node].changed)) if node in forms else ()
+        for held in last.keys() & set(map(memory, pytree.tree_leaves(node.meta.get("val")))):
+            if held not in seen:
                 allowed = node.op != "placeholder" or node.target in state
                 allowed = allowed and isinstance(node.meta["val"], torch.Tensor)
             else:
-                allowed = memory in changed or place > last[memory]
+                allowed = held in changed or place > last[held]
             if not allowed:
                 raise _NotByNodes(f"{node} shows what is changed later")
-            seen.add(memory)
-
-
-def _memory(value) -> int | None:
-    value = value.meta.get("val") if isinstance(value, torch.fx.Node) else value
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+            seen.add(held)
 
 
 # ---------------------------------------------------------------- what they become
@@ -333,7 +331,7 @@ def _inline(program, expansions: dict[torch.fx.Node, _Expansion]) -> None:
     showing = defaultdict(list)  # memory -> the nodes up to here that show it
     replaced: set[torch.fx.Node] = set()
     for node in list(graph.nodes):
-        showing[_memory(node)].append(node)
+        showing[memory(node)].append(node)
         if node not in expansions:
             node.args, node.kwargs = torch.fx.map_arg((node.args, node.kwargs), read)
             sizes.note(node)
@@ -351,7 +349,7 @@ def _inline(program, expansions: dict[torch.fx.Node, _Expansion]) -> None:
             replaced.update(node.users)
             now.update({user: here[expansion.results[user.args[1]]] for user in node.users})
         for argument, part in expansion.changed.items():
-            now.update(dict.fromkeys(showing[_memory(argument)], here[part]))
+            now.update(dict.fromkeys(showing[memory(argument)], here[part]))
     for node in [node for node in reversed(graph.nodes) if node in replaced]:
         graph.erase_node(node)
     graph.eliminate_dead_code()
