@@ -56,6 +56,7 @@ def node_by_node(done: list[bool]) -> Iterator[None]:
         _inline_grad_modes(program.graph_module)
         _name_outputs(program)
         fold(program)
+        program.graph.eliminate_dead_code()
         try:
             expansions = _expansions(program, registry)
         except Exception as reason:  # also what cannot be traced: torch says of it what our errors repeat
