@@ -10,7 +10,7 @@ from small import make
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription
-from orttrainer.export import constants
+from orttrainer.export import constants, decompose
 
 N = 6
 DESCRIBED = ModelDescription(
@@ -105,6 +105,46 @@ def test_the_numbers_are_pytorch_s(name):
     assert torch.equal(y, module(x)[1].detach())
     operators = {node.op_type for node in trainer.training_graph.graph.graph}
     assert operators.isdisjoint({"Exp", "Sin", "Cos", "HannWindow"})
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_sizes_stay_those_of_the_batch(whole, monkeypatch):
+    """FastAP: edges of a histogram, beside a matrix of as many rows and columns as the batch has samples.
+
+    Also where torch decomposes the program and traces it anew for that.
+    """
+
+    class Histogram(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x, label):
+            h, n = self.linear(x), label.size(0)
+            distances = (h[:, None] - h).square().sum(-1)
+            first, second = torch.where((label[:, None] == label) ^ torch.eye(n, dtype=torch.bool))
+            same = torch.zeros(n, n)
+            same[first, second] = 1
+            edges = torch.linspace(0.0, 4.0, steps=11).view(-1, 1, 1)
+            counts = ((1 - (distances - edges).abs() / 0.4).relu() * same).sum(2).T
+            return (counts * counts.cumsum(1)).mean() + torch.zeros_like(counts).sum()
+
+    if whole:
+        monkeypatch.setattr(decompose, "_expansions", lambda *_: 1 / 0)
+    torch.manual_seed(0)
+    module = Histogram()
+    twin = copy.deepcopy(module)
+    inputs = [IODescription("x", ["batch", 4]), IODescription("label", ["batch"], torch.int64)]
+    trainer = make(module, loss_fn=None, desc=ModelDescription(inputs, [IODescription("loss", [])]))
+    for n in (12, 7):
+        x, label = torch.randn(n, 4), torch.randint(0, 3, (n,))
+        expected = twin(x, label)
+        gradients = torch.autograd.grad(expected, list(twin.parameters()))
+        torch.testing.assert_close(trainer.train_step(x, label, RATE), expected.detach())
+        for ours, theirs, gradient in zip(module.parameters(), twin.parameters(), gradients):
+            theirs.data -= RATE * gradient
+            torch.testing.assert_close(ours, theirs)
+    assert trainer._engine._forward.exporter == "dynamo"  # the older exporter gives one size to all batches
 
 
 def test_draws_are_drawn_anew():

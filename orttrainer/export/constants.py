@@ -151,7 +151,8 @@ def _added(program: torch.export.ExportedProgram, value: torch.Tensor, name: str
     place = next((place for place, spec in enumerate(specs) if spec.kind == InputKind.USER_INPUT), len(specs))
     with graph.inserting_before([*graph.find_nodes(op="placeholder"), graph.output_node()][place]):
         node = graph.placeholder(name)
-    node.meta["val"] = detect_fake_mode([x.meta.get("val") for x in graph.nodes]).from_tensor(value)
+    mode = detect_fake_mode([x.meta.get("val") for x in graph.nodes])
+    node.meta["val"] = mode.from_tensor(value, static_shapes=True)  # else its sizes would be new symbols
     specs.insert(place, InputSpec(InputKind.CONSTANT_TENSOR, TensorArgument(name=node.name), target=name))
     program.constants[name] = value
     return node

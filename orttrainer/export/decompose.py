@@ -37,6 +37,7 @@ except (ImportError, AttributeError):  # private names: other torch versions may
 __all__ = ["node_by_node"]
 
 aten = torch.ops.aten
+_ASK_FOR_DTYPES = {aten.promote_types, aten.result_type}
 log = logging.getLogger("orttrainer")
 
 
@@ -56,7 +57,7 @@ def node_by_node(done: list[bool]) -> Iterator[None]:
         _inline_grad_modes(program.graph_module)
         _name_outputs(program)
         fold(program)
-        program.graph.eliminate_dead_code()
+        _erase_types(program.graph)
         try:
             expansions = _expansions(program, registry)
         except Exception as reason:  # also what cannot be traced: torch says of it what our errors repeat
@@ -101,6 +102,14 @@ def _inline_grad_modes(module: torch.fx.GraphModule) -> None:
         module.graph.erase_node(part)
     module.delete_all_unused_submodules()
     module.recompile()
+
+
+def _erase_types(graph: torch.fx.Graph) -> None:
+    """Remove what asks only for a dtype, which is a constant to its readers; torch traces it to nothing."""
+    for node in reversed(graph.nodes):
+        asks = node.op == "call_function" and getattr(node.target, "overloadpacket", None) in _ASK_FOR_DTYPES
+        if asks and not node.users:
+            graph.erase_node(node)
 
 
 def _taken_apart(node: torch.fx.Node) -> bool:
