@@ -170,6 +170,35 @@ LAYERS = {name: lambda change=change: Constrained(change) for name, change in CH
 LONG = {"clamped", "divided by its norm", "a column", "the diagonal"}
 
 
+def smoothed(x):
+    """By a layer that forward makes, and gives its weights."""
+    filters = nn.Conv1d(1, 1, 3, padding=1)
+    filters.weight.data.copy_(torch.tensor([[[1.0, 2.0, 1.0]]]))
+    filters.bias.data.zero_()
+    return filters(x[:, None])[:, 0]
+
+
+def shifted(x):
+    layer = nn.Linear(6, 6, bias=False)
+    layer.weight.data = torch.eye(6).roll(1, 0)
+    nn.init.kaiming_uniform_(torch.empty(3, 3)), nn.init.normal_(torch.empty(2))  # which nobody reads
+    return layer(x) + nn.init.uniform_(torch.empty(6), -1, 1) * 0
+
+
+class Making(nn.Module):
+    def __init__(self, form):
+        super().__init__()
+        self.linear, self.form = nn.Linear(6, 6), form
+
+    def forward(self, x):
+        return self.form(self.linear(x)).tanh()
+
+
+@pytest.mark.parametrize("form", [smoothed, shifted])
+def test_a_layer_that_forward_makes(form):
+    assert_trains_as_in_pytorch(lambda: Making(form), vectors, evaluates=True)
+
+
 @pytest.mark.parametrize("make_layer", [
     pytest.param(make_layer, id=name, marks=pytest.mark.slow if name in LONG else ())
     for name, make_layer in LAYERS.items()

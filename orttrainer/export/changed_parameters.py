@@ -42,10 +42,13 @@ class ChangedParameters:
         return {public: operator.attrgetter(name)(self._wrapper) for name, public in names.items()}
 
     def detached(self, func: Callable, args: tuple) -> torch.Tensor | None:
-        """What `detach` or `data` gives of one of them."""
-        if func not in _DETACHING or not any(args[0] is x for x in self._parameters().values()):
+        """What `detach` or `data` gives of one of them; of a parameter that forward has made, what shows its memory."""
+        if func not in _DETACHING or not torch.compiler.is_exporting():
             return None
-        return _apart(args[0].detach())
+        if any(args[0] is x for x in self._parameters().values()):
+            return _apart(args[0].detach())
+        made = args[0].requires_grad and args[0].is_leaf and not any(args[0] is x for x in self._wrapper.parameters())
+        return args[0].detach() if made else None
 
     def read(self, func: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The arguments of `func`: in the place of what was read apart, and is not written to, what has no gradient."""

@@ -1,7 +1,7 @@
-"""Calls inside `torch.nn.functional`, which a TorchFunctionMode does not see by itself.
+"""Calls inside `torch.nn.functional` and `torch.nn.init`, which a TorchFunctionMode does not see by itself.
 
 A mode is off while it handles a call. So the softmax, the dropout and the cross entropy that, say,
-`F.multi_head_attention_forward` or `F.linear_cross_entropy` call would pass it by.
+`F.multi_head_attention_forward` or `F.linear_cross_entropy` call would pass it by; and the draws of a layer that forward makes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+from unittest import mock
 
+import torch
 import torch.nn.functional as F
 from torch._jit_internal import boolean_dispatched
 
@@ -17,9 +19,11 @@ __all__ = ["opened"]
 
 
 def opened(func):
-    """`func` so that a mode sees the calls that it makes; None for no Python function of `torch.nn.functional`."""
+    """`func` so that a mode sees the calls that it makes; None for no Python function of those modules."""
     if not inspect.isfunction(func):
         return None
+    if func.__globals__ is vars(torch.nn.init):
+        return _initialization(func)
     chosen = boolean_dispatched[func]["if_true"] if func in boolean_dispatched else func  # of torch.unique, too
     return _opened(func) if chosen.__globals__ is vars(F) else None
 
@@ -32,6 +36,17 @@ def _opened(func):
     copy = types.FunctionType(func.__code__, within, func.__name__, func.__defaults__, cells)
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy
+
+
+@functools.cache
+def _initialization(func):
+    """Those of `torch.nn.init` ask `torch.overrides`, by that name, whether to call the mode."""
+
+    def call(*args, **kwargs):
+        with mock.patch.object(torch.overrides, "has_torch_function_variadic", _no):
+            return func(*args, **kwargs)
+
+    return call
 
 
 class _Globals(dict):
