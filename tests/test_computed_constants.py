@@ -62,9 +62,26 @@ def filters(x):
     return torch.sigmoid(bank @ torch.tensor([0.2, -0.4, 1.1])) * x + torch.outer(x, x).sum(0)
 
 
+def parts(x):
+    first, second = torch.exp(torch.arange(2 * N) / 5).chunk(2)
+    first.div_(second.sum())
+    deviation, mean = torch.std_mean(torch.sin(torch.arange(N) * 0.7))
+    return (x + first - mean) / deviation
+
+
+KEPT = torch.arange(2.0 * N) / 9
+
+
+def of_what_is_kept(x):
+    """A tensor that is no buffer, by its parts; and one that is written to."""
+    changed = torch.tensor([0.3] * N)
+    changed[1:3] = x[:2].detach()
+    return x + torch.sin(KEPT[::2]) * torch.exp(changed) + torch.cos(KEPT).view(2, N)[1]
+
+
 FORMS = {
     "a window": lambda x: x + window(), "read before and after a change": read_before_and_after, "changed by parts": of_a_part,
-    "written by the batch": written_by_the_batch, "under no_grad": under_no_grad, "filters": filters,
+    "written by the batch": written_by_the_batch, "under no_grad": under_no_grad, "filters": filters, "parts": parts, "kept": of_what_is_kept,
     "repeated": lambda x: x + window().repeat(2)[N:] + window().expand(3, N).sum(0),
 }  # fmt: skip
 
@@ -96,7 +113,7 @@ def test_trains_as_in_pytorch(name, most, monkeypatch):
         torch.testing.assert_close(module.scale, twin.scale)
 
 
-@pytest.mark.parametrize("name", ["a window", "read before and after a change", "under no_grad"])
+@pytest.mark.parametrize("name", ["a window", "read before and after a change", "under no_grad", "parts"])
 def test_the_numbers_are_pytorch_s(name):
     module = Constants(FORMS[name])
     x = torch.ones(N) if name == "under no_grad" else torch.zeros(N)

@@ -106,27 +106,29 @@ def _fits(value: torch.Tensor) -> bool:
 
 
 def _constant_nodes(graph: torch.fx.Graph, given: dict[torch.fx.Node, torch.Tensor]) -> set[torch.fx.Node]:
-    """The nodes that compute something of constants alone, to which nothing else is ever written."""
-    written = {memory(node) for node in given}  # those of the program itself nobody may change
+    """The nodes that compute something of constants alone, to which nothing else is ever written, and which are not given."""
+    kept, written = set(map(memory, given)), set()
     while True:
         found, before = set(), len(written)
         for node in graph.nodes:
+            changed = set(map(memory, _changed(node)))
             constant = _is_computed(node) and all(x in found or x in given for x in node.all_input_nodes)
-            changed = _changed(node)
-            if constant and written.isdisjoint({memory(part) for part in changed}) and memory(node) not in written:
+            if constant and changed.isdisjoint(kept) and written.isdisjoint(map(memory, [node, *node.all_input_nodes])):
                 found.add(node)
             else:
-                written.update(memory(part) for part in changed)
+                written |= changed
         if len(written) == before:
             return found
 
 
 def _is_computed(node: torch.fx.Node) -> bool:
     """Whether the node gives the same numbers each time, of which there are not too many."""
+    if node.target is operator.getitem:
+        return True
     values = pytree.tree_leaves(node.meta.get("val"))
-    if node.op != "call_function" or not all(isinstance(value, torch.Tensor) for value in values):
-        return node.op == "call_function" and node.target is operator.getitem
-    if not values or any(type(size) is not int for value in values for size in value.shape):
+    if node.op != "call_function" or not values or not all(isinstance(value, torch.Tensor) for value in values):
+        return False
+    if any(type(size) is not int for value in values for size in value.shape):
         return False
     if _is_mark(node):
         return True
