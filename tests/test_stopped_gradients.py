@@ -54,6 +54,16 @@ class DeepCopied(Detach):
         return (self.linear(residual) @ scale + x).square().sum()
 
 
+class Slope(Detach):
+    """By an input of which a copy is read beside it: the slope that forward asks for does not go through that."""
+
+    def forward(self, x):
+        x = x.requires_grad_()
+        energy = (self.linear(x).tanh() * x.detach()).sum()
+        (slope,) = torch.autograd.grad(energy, x, create_graph=True)
+        return slope.square().sum()
+
+
 class Padding(nn.Module):
     def __init__(self):
         super().__init__()
@@ -142,7 +152,19 @@ class Running(Detach):
 
 @pytest.mark.parametrize(
     "kind",
-    [Detach, NoGrad, StraightThrough, Data, DeepCopied, Padding, TrueBackward, SpectralNorm, ByItsLargest, Running],
+    [
+        Detach,
+        NoGrad,
+        StraightThrough,
+        Data,
+        DeepCopied,
+        Slope,
+        Padding,
+        TrueBackward,
+        SpectralNorm,
+        ByItsLargest,
+        Running,
+    ],
 )
 def test_what_autograd_leaves_out_is_left_out_of_the_graph(kind):
     torch.manual_seed(0)

@@ -47,7 +47,7 @@ class ChangedParameters:
             return None
         if any(args[0] is x for x in self._parameters().values()):
             return _apart(args[0].detach())
-        made = args[0].requires_grad and args[0].is_leaf and not any(args[0] is x for x in self._wrapper.parameters())
+        made = isinstance(args[0], torch.nn.Parameter) and not any(args[0] is x for x in self._wrapper.parameters())
         return args[0].detach() if made else None
 
     def read(self, func: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

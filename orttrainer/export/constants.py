@@ -29,8 +29,8 @@ _ROUNDS = {
     "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "bartlett_window", "blackman_window", "bmm", "cos", "cosh",
     "cumprod", "cumsum", "div", "dot", "einsum", "erf", "erfinv", "exp", "exp2", "expm1", "hamming_window", "hann_window",
     "kaiser_window", "lgamma", "linspace", "log", "log10", "log1p", "log2", "logspace", "matmul", "mean", "mm", "mv", "norm",
-    "pow", "prod", "reciprocal", "rsqrt", "sigmoid", "sin", "sinc", "sinh", "softmax", "sqrt", "std", "sum", "tan", "tanh",
-    "true_divide", "var",
+    "pow", "prod", "reciprocal", "rsqrt", "sigmoid", "sin", "sinc", "sinh", "softmax", "sqrt", "std", "std_mean", "sum", "tan",
+    "tanh", "true_divide", "var", "var_mean",
 }  # fmt: skip
 _REPEATS = {"expand", "expand_as", "repeat", "tile"}  # small in the graph as they are
 
@@ -166,7 +166,7 @@ def _erase_unread(graph: torch.fx.Graph, constant: set[torch.fx.Node]) -> None:
     for node in constant:
         shown[memory(node)].add(node)
     for node in reversed(list(graph.nodes)):
-        written = shown[memory(node)] if _changed(node) else ()
+        written = [part for changed in _changed(node) for part in shown[memory(changed)]]
         if node in constant and not node.users and not any(kept.intersection(part.users) for part in written):
             graph.erase_node(node)
             shown[memory(node)].remove(node)

@@ -313,7 +313,7 @@ def _divides_a_number(node: ir.Node, constants: Mapping[ir.Value, ir.TensorProto
 
 
 def _is_square_for_sums(node: ir.Node) -> bool:
-    """x * x that only float32 operators read, as in mse_loss, which is on the float32 list: 256 overflows in float16."""
+    """x * x that only float32 operators read, as in mse_loss, which is on the float32 list: float16 has no 256 * 256."""
     is_square = operator(node) == ("", "Mul") and node.inputs[0] is node.inputs[1]
     readers = [operator(use.node) for use in node.outputs[0].uses()] if is_square else []
     return bool(readers) and WIDE.issuperset(readers)
