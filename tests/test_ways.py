@@ -188,9 +188,10 @@ def of_a_draw(decide):
     ("decide", "expected"),
     [
         (lambda r: r < 0.0, False), (lambda r: r < 1, True), (lambda r: r >= 0, True), (lambda r: r <= -1e-9, False),
-        (lambda r: r > 1.0, False), (lambda r: r > -1, True), (lambda r: r >= 1, False),
+        (lambda r: r > 1.0, False), (lambda r: r > -1, True), (lambda r: r >= 1, False), (lambda r: r > 0.0, True),
+        (lambda r: r <= 0.0, False),
     ],
-    ids=["never", "always", "not below 0", "below 0", "above 1", "above -1", "not below 1"],
+    ids=["never", "always", "not below 0", "below 0", "above 1", "above -1", "not below 1", "above 0", "not above 0"],
 )  # fmt: skip
 def test_what_a_draw_cannot_change_is_decided(decide, expected):
     torch.manual_seed(0)

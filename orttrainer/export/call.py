@@ -52,6 +52,7 @@ class LossModule(nn.Module):
         names = [d.name_ for d in description.inputs_]
         self.keywords = _keywords(module, names if loss_fn is None else names[:-1])
         self.differentiates = False  # forward asks autograd for gradients
+        self.sees_gradients = False  # or asks, as `x.requires_grad` does, whether there are any
         self.followed = Followed()
         # Buffers whose new values `forward` appends to its outputs (see `export_module`).
         self.updated: tuple[str, ...] = ()
@@ -72,9 +73,9 @@ class LossModule(nn.Module):
             prediction = self._predict(inputs)
             return self._checked([self.loss_fn(prediction, label), *_described(prediction, self.output_names[1:])])
 
-    def without_gradients(self):
-        """No gradients around a call, but those that forward itself asks for."""
-        return torch.enable_grad() if self.differentiates else torch.no_grad()
+    def gradients(self, trains=True):
+        """None around a call, unless forward asks for them, or, where it `trains`, whether there are any."""
+        return torch.enable_grad() if self.differentiates or (trains and self.sees_gradients) else torch.no_grad()
 
     def _predict(self, inputs):
         if self.keywords:

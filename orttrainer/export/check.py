@@ -345,7 +345,7 @@ def _in_both_modes(wrapper, inputs):
     """The outputs in eval mode, and in train mode as `eval_step` computes them; None where the module gives none."""
     results = []
     for mode, training in ((MutedDropout(), False), (_GraphEvaluation(), True)):
-        with unchanged(wrapper, inputs), contextlib.ExitStack() as stack, wrapper.without_gradients():
+        with unchanged(wrapper, inputs), contextlib.ExitStack() as stack, wrapper.gradients(training):
             if training:
                 stack.enter_context(in_train_mode(wrapper.module))
             else:

@@ -228,7 +228,8 @@ def _in_place_dropout(dropout):
 
 _SEEN = {torch.Tensor.__iter__: lambda x: iter(x.unbind(0)), **fake_quantized.SEEN}  # in calls that the mode sees
 
-_PLUMBING = {torch.Tensor.requires_grad.__get__, torch.Tensor.grad.__get__, torch.Tensor.grad_fn.__get__}
+_OF_GRADIENTS = {torch.Tensor.requires_grad.__get__, torch.Tensor.grad_fn.__get__, torch.Tensor.is_leaf.__get__}
+_PLUMBING = {torch.Tensor.grad.__get__, *_OF_GRADIENTS}
 
 _REWRITES = {
     **REWRITES,
@@ -251,6 +252,7 @@ class MutedDropout(TorchFunctionMode):
     Attributes:
         rates: those of the dropouts that were switched off.
         differentiates: whether autograd was asked for gradients.
+        sees_gradients: whether the code, not torch's own, asked if there are any (with `watching`).
         decisions: what Python decided by the truth of tensors.
         told: numbers that it was told.
     """
@@ -258,13 +260,14 @@ class MutedDropout(TorchFunctionMode):
     def __init__(self):
         super().__init__()
         self.rates: list[float] = []
-        self.differentiates = False
+        self.differentiates = self.sees_gradients = False
         self.decisions: list[conditions.Condition] = []
         self.told: list[told.Told] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         args, kwargs = told.with_numbers(func, args, kwargs or {}, self)
         self.differentiates |= func is torch.autograd.grad
+        self.sees_gradients |= func in _OF_GRADIENTS and not told.by_torch()
         if mute := _MUTES.get(func):
             return mute(self, func, args, kwargs)
         if inner := by_value.SEEN.get(func) or opened(func):
@@ -276,6 +279,18 @@ class MutedDropout(TorchFunctionMode):
         if (known := told.told(func, args, result)) is not None:
             self.told.append(known)
         return result
+
+    @contextlib.contextmanager
+    def watching(self):
+        """This mode, which does not see `torch.is_grad_enabled` by itself."""
+        enabled = torch.is_grad_enabled
+
+        def is_grad_enabled():
+            self.sees_gradients |= not told.by_torch()
+            return enabled()
+
+        with self, mock.patch.object(torch, "is_grad_enabled", is_grad_enabled):
+            yield
 
     def note(self, rate, times=1):
         """Record `times` active dropouts of `rate`."""

@@ -117,8 +117,9 @@ class HiddenState:
 
 def changes(names: Sequence[str]) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"forward changes {_listed(names)} and computes with it in a later call, which a graph cannot repeat. Keep it in a "
-        f"buffer (register_buffer), and change that."
+        f"forward changes {_listed(names)} and computes with it in a later call, which a graph cannot repeat. If that happens "
+        f"in the first call only, as an initialization by the first batch, run one batch through the module, then make the "
+        f"trainer; else keep it in a buffer (register_buffer), and change that."
     )
 
 

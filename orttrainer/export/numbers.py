@@ -38,10 +38,10 @@ _PYTHON = {
     torch.Tensor.tolist, torch.Tensor.__format__,
 }  # fmt: skip
 _DRAWS = {torch.rand, torch.rand_like}  # of [0, 1)
-_SAYS = {  # a comparison of such a number, whichever it is; None where that matters
+_SAYS = {  # a comparison of such a number, unless it is exactly 0, as one of 2^24 is; None where the number matters
     "lt": lambda bound: False if bound <= 0 else True if bound >= 1 else None,
-    "le": lambda bound: False if bound < 0 else True if bound >= 1 else None,
-    "gt": lambda bound: False if bound >= 1 else True if bound < 0 else None,
+    "le": lambda bound: False if bound <= 0 else True if bound >= 1 else None,
+    "gt": lambda bound: False if bound >= 1 else True if bound <= 0 else None,
     "ge": lambda bound: False if bound >= 1 else True if bound <= 0 else None,
 }
 _OF_NUMBERS = {torch.Tensor.__int__: int, torch.Tensor.__float__: float, torch.Tensor.__index__: operator.index}

@@ -46,11 +46,17 @@ def observe(wrapper, inputs, hidden_state: bool = True) -> Observation:
         return _observed(wrapper, inputs, hidden_state)
     except _AsksForGradients:
         wrapper.differentiates = True
-        return _observed(wrapper, inputs, hidden_state)
+    except _SeesGradients:
+        wrapper.sees_gradients = True
+    return observe(wrapper, inputs, hidden_state)
 
 
 class _AsksForGradients(Exception):
     """Forward asks autograd for gradients, and there are none around this call."""
+
+
+class _SeesGradients(Exception):
+    """Forward asks whether there are gradients, and there are none around this call as there are when it trains."""
 
 
 def _observed(wrapper, inputs, hidden_state):
@@ -58,10 +64,12 @@ def _observed(wrapper, inputs, hidden_state):
     parameters, buffers = dict(wrapper.named_parameters()), dict(wrapper.named_buffers())
     before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
     versions = {name: parameter._version for name, parameter in parameters.items()}
-    with unchanged(wrapper, inputs) as moved, in_train_mode(wrapper.module), wrapper.without_gradients():
+    with unchanged(wrapper, inputs) as moved, in_train_mode(wrapper.module), wrapper.gradients():
         hidden = HiddenState(wrapper) if hidden_state else None
-        with mute:
+        with mute.watching():
             outputs = own(_first_outputs(wrapper, inputs), wrapper, inputs)
+        if mute.sees_gradients and not torch.is_grad_enabled():
+            raise _SeesGradients
         random = generators.used()
         frozen = {name: p for name, p in parameters.items() if moved.before(p) is not None}
         _check_own_memory(frozen, {**parameters, **buffers})
@@ -176,7 +184,7 @@ def _called(wrapper, *batches):
     with (
         unchanged(wrapper, tensors) as moved,
         in_train_mode(wrapper.module),
-        wrapper.without_gradients(),
+        wrapper.gradients(),
         MutedDropout(),
     ):
         generators = Generators(tensors)

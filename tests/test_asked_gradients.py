@@ -1,0 +1,90 @@
+"""Forwards that ask whether there are gradients: they do as in PyTorch's training, where there are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fidelity import Loss, assert_trains_as_in_pytorch, described, vectors
+from small import make
+from torch import nn
+
+from orttrainer.export.call import LossModule
+from orttrainer.export.observation import observe
+
+
+class Queue(nn.Module):
+    """Compares with what came before, as contrastive losses with a memory do; `asked(z)`: whether z is to be kept."""
+
+    def __init__(self, asked):
+        super().__init__()
+        self.linear, self.asked = nn.Linear(6, 6), asked
+        self.register_buffer("kept", torch.linspace(-1, 1, 6))
+
+    def forward(self, x):
+        z = self.linear(x).tanh()
+        compared = z * self.kept.clone()
+        if self.asked(z):
+            with torch.no_grad():
+                self.kept.mul_(0.5).add_(z.mean(0))
+        return compared
+
+
+def of_a_detached(z):
+    return not z.detach().requires_grad
+
+
+def of_one_under_no_grad(z):
+    with torch.no_grad():
+        return not (z * 2).requires_grad and not torch.is_grad_enabled()
+
+
+def by_a_leaf(z):
+    return not z.is_leaf and (z + 1).requires_grad
+
+
+ASKED = {
+    "requires_grad": lambda z: z.requires_grad,
+    "grad_fn": lambda z: z.grad_fn is not None,
+    "is_leaf": by_a_leaf,
+    "is_grad_enabled": lambda z: torch.is_grad_enabled(),
+    "a detached one": of_a_detached,
+    "under no_grad": of_one_under_no_grad,
+    "a parameter beside it": lambda z: torch.is_grad_enabled() and any(p.requires_grad for p in [torch.zeros(1), z]),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_what_forward_does_where_there_are_gradients_is_what_the_graph_does(asked):
+    assert_trains_as_in_pytorch(lambda: Queue(ASKED[asked]), vectors, evaluates=False)
+
+
+class Scales(nn.Module):
+    """Does something else without gradients, where it is no training."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.linear(x) * (2.0 if torch.is_grad_enabled() else 3.0)
+
+
+def test_what_is_computed_may_depend_on_it():
+    assert_trains_as_in_pytorch(Scales, vectors, evaluates=False)
+
+
+def test_who_evaluates_without_gradients_is_told_that_eval_step_does_something_else(caplog):
+    make(Loss(Scales()), loss_fn=None, desc=described(vectors(0))).train_step(*vectors(0), 0.1)
+    assert "does more in eval mode" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("module", "asks"),
+    [(nn.TransformerEncoderLayer(6, 2, 8, batch_first=True), False), (Queue(lambda z: z.requires_grad), True)],
+    ids=["torch", "forward"],
+)
+def test_only_where_forward_itself_asks_a_first_look_makes_what_gradients_need(module, asks):
+    """Which are all activations."""
+    wrapper = LossModule(Loss(module), None, described(vectors(0)))
+    observe(wrapper, vectors(0))
+    assert wrapper.sees_gradients == asks
