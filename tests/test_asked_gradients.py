@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import cProfile
+import pstats
+
 import pytest
 import torch
 from fidelity import Loss, assert_trains_as_in_pytorch, described, vectors
@@ -88,3 +91,10 @@ def test_only_where_forward_itself_asks_a_first_look_makes_what_gradients_need(m
     wrapper = LossModule(Loss(module), None, described(vectors(0)))
     observe(wrapper, vectors(0))
     assert wrapper.sees_gradients == asks
+
+
+def test_a_profiler_of_the_users_goes_on():
+    profiler = cProfile.Profile()
+    with profiler:
+        assert_trains_as_in_pytorch(Scales, vectors, evaluates=False)
+    assert any(function == "forward" for _, _, function in pstats.Stats(profiler).stats)

@@ -312,7 +312,7 @@ def _exported_program(wrapper, inputs, symbols, fixed):
     # flat label of length bptt * batch. Unlike AUTO it still refuses to become a constant.
     kind = torch.export.Dim.AUTO if fixed else torch.export.Dim.DYNAMIC
     dynamic = [dict.fromkeys(axes, kind) for axes in symbols]
-    with _sizes_0_and_1_may_vary():
+    with _sizes_0_and_1_may_vary(), _without_grad_modes():
         return torch.export.export(
             wrapper,
             tuple(inputs),
@@ -320,6 +320,31 @@ def _exported_program(wrapper, inputs, symbols, fixed):
             strict=False,
             prefer_deferred_runtime_asserts_over_guards=True,
         )
+
+
+@contextlib.contextmanager
+def _without_grad_modes():
+    """Let torch leave what forward computes under `no_grad` among the rest.
+
+    What that means for gradients stands in the graph by then, as nodes. It makes a graph of its own of each such part, and
+    writes all of them anew for each: half of the time to the first step where there are 160.
+    """
+
+    def dropped(module, signature):
+        for part in [part for part in module.modules() if isinstance(part, torch.fx.GraphModule)]:
+            marks = part.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
+            for mark in marks:
+                part.graph.erase_node(mark)
+            if marks:
+                part.recompile()
+        return module, signature
+
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError, AttributeError):  # private names: other torch versions may lack them
+            from torch._export.passes import replace_set_grad_with_hop_pass as grad_modes
+
+            stack.enter_context(mock.patch.object(grad_modes, "replace_set_grad_with_hop_pass", dropped))
+        yield
 
 
 def _sizes_0_and_1_may_vary():

@@ -29,8 +29,6 @@ try:
     from torch.export import exported_program
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.onnx._internal.exporter import _decomp, _fx_passes
-
-    _WITH_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
 except (ImportError, AttributeError):  # private names: other torch versions may lack them
     _fx_passes = None
 
@@ -54,7 +52,6 @@ def node_by_node(done: list[bool]) -> Iterator[None]:
     whole = _fx_passes.decompose_with_registry
 
     def decompose(program, registry):
-        _inline_grad_modes(program.graph_module)
         _name_outputs(program)
         fold(program)
         _erase_types(program.graph)
@@ -76,32 +73,6 @@ class _NotByNodes(Exception):
 
 
 # ---------------------------------------------------------------- what nodes compute
-
-
-def _inline_grad_modes(module: torch.fx.GraphModule) -> None:
-    """Put what forward computes under `no_grad` among the rest, as torch's decomposition does, too.
-
-    What that means for gradients stands in the graph by then, as nodes.
-    """
-    for node in module.graph.find_nodes(op="call_function", target=_WITH_GRAD):
-        _, part, *inputs = node.args
-        inner = getattr(module, part.target)
-        _inline_grad_modes(inner)
-        calls = [call for call in inner.graph.nodes if call.op not in ("placeholder", "output")]
-        if any(call.op != "call_function" for call in calls) or not _taken_apart(node):
-            continue  # a branch in it, which names a part of `inner`
-        here = dict(zip(inner.graph.find_nodes(op="placeholder"), inputs))
-        for call in calls:
-            with module.graph.inserting_before(node):
-                here[call] = module.graph.node_copy(call, here.__getitem__)
-        results = inner.graph.output_node().args[0]
-        for user in list(node.users):
-            user.replace_all_uses_with(here[results[user.args[1]]])
-            module.graph.erase_node(user)
-        module.graph.erase_node(node)
-        module.graph.erase_node(part)
-    module.delete_all_unused_submodules()
-    module.recompile()
 
 
 def _erase_types(graph: torch.fx.Graph) -> None:

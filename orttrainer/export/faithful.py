@@ -12,6 +12,7 @@ import contextlib
 import inspect
 import math
 import operator
+import sys
 from unittest import mock
 
 import torch
@@ -282,15 +283,23 @@ class MutedDropout(TorchFunctionMode):
 
     @contextlib.contextmanager
     def watching(self):
-        """This mode, which does not see `torch.is_grad_enabled` by itself."""
-        enabled = torch.is_grad_enabled
+        """This mode, and an eye on `torch.is_grad_enabled`: no mode is told of it, and in its place dynamo would not know it."""
 
-        def is_grad_enabled():
-            self.sees_gradients |= not told.by_torch()
-            return enabled()
+        def called(frame, event, function):
+            if event == "c_call" and function is torch.is_grad_enabled:
+                self.sees_gradients |= not told.by_torch()
 
-        with self, mock.patch.object(torch, "is_grad_enabled", is_grad_enabled):
-            yield
+        if sys.getprofile() is not None:  # somebody measures: there is one place for this
+            self.sees_gradients = True
+            with self:
+                yield
+            return
+        sys.setprofile(called)
+        try:
+            with self:
+                yield
+        finally:
+            sys.setprofile(None)
 
     def note(self, rate, times=1):
         """Record `times` active dropouts of `rate`."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import logging
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +21,8 @@ from orttrainer.export.told import Told
 from orttrainer.export.untouched import Moved, memory_of, unchanged
 
 __all__ = ["Observation", "observe", "observe_gradients", "own"]
+
+log = logging.getLogger("orttrainer")
 
 
 @dataclass
@@ -76,7 +80,6 @@ def _observed(wrapper, inputs, hidden_state):
         before |= {name: moved.before(p) for name, p in frozen.items()}
         now = {**dict(wrapper.named_buffers()), **frozen}
         after = {name: x.detach().clone() for name, x in now.items()}
-        _check_shapes(before, after)
         if trained := [name for name, p in frozen.items() if p.requires_grad]:
             with MutedDropout():
                 _first_outputs(wrapper, inputs)
@@ -92,6 +95,17 @@ def _observed(wrapper, inputs, hidden_state):
             with MutedDropout():
                 return sampled(own(_first_outputs(wrapper, batch), wrapper, batch))
 
+        scratch = _reshaped(before, after) if hidden_state else []
+        for name in scratch:
+            if not _is_scratch(wrapper, name, after[name], lambda: call(inputs), sampled(outputs)):
+                raise _changes_a_shape(name, before[name], after[name])
+            del before[name]
+        if scratch:
+            log.warning(
+                "forward leaves tensors of a batch's shape, which no later call reads, in %s; in training these stay as "
+                "they are.",
+                ", ".join(repr(name.split(".", 1)[1]) for name in scratch),
+            )
         error = later = None
         if hidden_state:
             first, others, changed = sampled(outputs), _other_values(inputs), hidden.changed()
@@ -120,14 +134,23 @@ def _changes_a_parameter(name):
     )
 
 
-def _check_shapes(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:
-    for name in after.keys() & before.keys():
-        if after[name].shape != before[name].shape:
-            raise UnsupportedModelError(
-                f"forward changes the shape of {name.split('.', 1)[1]!r} from {list(before[name].shape)} to "
-                f"{list(after[name].shape)}, and a graph has one for it. If that happens in the first call only, run one "
-                f"batch through the module, then make the trainer."
-            )
+def _reshaped(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> list[str]:
+    return sorted(name for name in after.keys() & before.keys() if after[name].shape != before[name].shape)
+
+
+def _is_scratch(wrapper, name: str, after: torch.Tensor, again: Callable, outputs: Sequence[torch.Tensor]) -> bool:
+    """Whether a call on the same batch gives and leaves the same, whatever is in the buffer."""
+    held = operator.attrgetter(name)
+    with torch.no_grad():
+        held(wrapper).copy_(~after if after.dtype == torch.bool else after + 1)
+    return alike(again(), outputs) and alike([held(wrapper)], [after])
+
+
+def _changes_a_shape(name: str, before: torch.Tensor, after: torch.Tensor) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"forward changes the shape of {name.split('.', 1)[1]!r} from {list(before.shape)} to {list(after.shape)}, and a graph "
+        f"has one for it. If that happens in the first call only, run one batch through the module, then make the trainer."
+    )
 
 
 def _check_own_memory(moved: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
@@ -199,7 +222,7 @@ def _rewind(wrapper, buffers: Mapping[str, torch.Tensor], moved: Moved, tensors:
     """Let buffers, and `tensors` that were written to, hold again what they did before a call."""
     moved.back(tensors)
     for name, buffer in wrapper.named_buffers():
-        if name in buffers:
+        if name in buffers and buffer.shape == buffers[name].shape:
             buffer.copy_(buffers[name])
 
 
