@@ -371,7 +371,7 @@ class Engine(NotCopied):
     def _compile(self, forward: Callable[[], ForwardGraph]) -> None:
         with runtime.garbage_kept(), failing_together(self.collective, "compiling the model"):
             self._forward = self.source.frozen(forward())
-            self._ways = Ways(self._forward, self.input_names)
+            self._ways = Ways(self._forward, self.input_names, self.source.modules)
             graph = self._training_graph(self._forward)
         try:
             with failing_together(self.collective, "sharing its state"):
@@ -426,7 +426,7 @@ class Engine(NotCopied):
         if graph is None:
             self._state.show(forward.model)
             graph = self._training_graph(forward)
-        check_same_counts(self.training_graph, graph)
+        check_same_counts(self.training_graph, graph, forward is self._forward or self.collective.size == 1)
         same = keep_the_same(self.training_graph, graph) and forward.decided == self._forward.decided
         state = {**self._left, **({} if same else self.state_dict())}
         self._forward = forward
@@ -439,12 +439,11 @@ class Engine(NotCopied):
         self.load_state_dict(state)
 
     def _follow(self, batch: Mapping[str, torch.Tensor], trains: bool) -> None:
-        """Change to the graph of what forward decides on this batch; make it, where there is none yet."""
-        if not self._forward.depends:
+        """Change to the graph of the module's attributes, and of what it decides on this batch; make it, if there is none yet."""
+        if self._ways.right_for_all(trains):
             return
-        whole, source = [*batch.values()], self.source
-        alone = self.collective.size == 1 and len(whole) == len(self.input_names)
-        make = (lambda: source.frozen(source.forward_graph(self.description, whole, self._schema))) if alone else None
-        if (forward := self._ways.other(batch, self._state.live, trains, make)) is not None:
+        make = functools.partial(self.source.later_graph, self.description, self._schema)
+        alone, last = self.collective.size == 1, self._last_batch
+        if (forward := self._ways.other(batch, last, self._state.live, trains, alone, make)) is not None:
             with runtime.garbage_kept():
                 self._recompile(forward)

@@ -57,13 +57,20 @@ class Source:
         return self.model if isinstance(self.model, torch.nn.Module) else None
 
     @property
+    def modules(self) -> dict[str, torch.nn.Module]:
+        """The module under "" and, as it may be one, its loss under "loss_fn"; none for an ONNX model."""
+        if self.module is None:
+            return {}
+        return {"": self.module} | ({"loss_fn": self.loss_fn} if isinstance(self.loss_fn, torch.nn.Module) else {})
+
+    @property
     def module_names(self) -> set[str] | None:
         """Paths of all modules, those of a loss behind "loss_fn"; None for an ONNX model."""
         if self.module is None:
             return None
-        loss = self.loss_fn if isinstance(self.loss_fn, torch.nn.Module) else None
-        names = {name for name, _ in self.module.named_modules()}
-        return names | {f"loss_fn.{name}".rstrip(".") for name, _ in (loss.named_modules() if loss is not None else ())}
+        return {
+            f"{root}.{name}".strip(".") for root, module in self.modules.items() for name, _ in module.named_modules()
+        }
 
     @property
     def as_declared(self) -> set[str]:
@@ -130,6 +137,12 @@ class Source:
         changed = self._postprocessed(given)
         export.check_postprocessed(given, changed, forward)
         return replace(forward, model=ir.from_proto(changed))
+
+    def later_graph(
+        self, description: ModelDescription, schema: InputSchema, batch: Mapping[str, torch.Tensor]
+    ) -> ForwardGraph:
+        """`forward_graph` of a later batch, as `frozen` leaves it."""
+        return self.frozen(self.forward_graph(description, [*batch.values()], schema))
 
     def load(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Load what of a state dict is the modules' own: they are live before there is a graph as well.

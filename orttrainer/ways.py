@@ -1,9 +1,13 @@
-"""The graphs of the ways that forward takes, where it decides by the values of tensors: each batch is asked for its own."""
+"""The graphs of the ways that forward takes, where it decides by the values of tensors: each batch is asked for its own.
+
+And those of the attributes that the module has had.
+"""
 
 from __future__ import annotations
 
 import linecache
 import logging
+import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -13,9 +17,10 @@ import onnx_ir as ir
 import torch
 
 from orttrainer import export
+from orttrainer.attributes import Attributes
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.granted import unmet
-from orttrainer.graph.subgraphs import node_inputs
+from orttrainer.graph.subgraphs import node_inputs, subgraphs
 from orttrainer.inference import inference_model
 
 if TYPE_CHECKING:
@@ -36,50 +41,88 @@ class Ways:
     Args:
         forward: the graph of the first batch.
         described: names of its inputs.
+        modules: that it was made of, as `Attributes` takes them; none for an ONNX model.
 
     Attributes:
         known: those that are kept, the one that is in use last.
     """
 
-    def __init__(self, forward: ForwardGraph, described: Sequence[str]):
+    def __init__(self, forward: ForwardGraph, described: Sequence[str], modules: Mapping[str, torch.nn.Module]):
         self.known = [forward]
+        self._attributes = Attributes(modules, forward.touched, forward.read)
+        self._values = self._attributes.values()  # that the next one is made with
+        self._made_with = {id(forward): self._values}
         self._described, self._warned = frozenset(described), False
+        self._warned_of: set[str] = set()  # attributes
         self._fitting: set[tuple] = set()  # sizes of batches that met what a graph takes for granted
         self._opened: dict[int, tuple[TrainingGraph, Runner]] = {}  # by the id of a known one, all on the same state
         self._asked: dict[tuple, tuple] = {}  # sessions that are open; what they are of, so that its id stays its own
 
+    def right_for_all(self, trains: bool) -> bool:
+        """Whether the graph in use is right for every batch."""
+        return not self.known[-1].depends and self._attributes.hold(trains)
+
     def other(
         self,
         batch: Mapping[str, torch.Tensor],
+        last: Mapping[str, torch.Tensor],
         state: Callable[[str], torch.Tensor],
         trains: bool,
-        make: Callable[[], ForwardGraph] | None,
+        alone: bool,
+        make: Callable[[Mapping[str, torch.Tensor]], ForwardGraph],
     ) -> ForwardGraph | None:
         """The graph to change to for this batch; None where the present one is right.
 
         Args:
             batch: inputs, by name.
+            last: the last whole batch.
             state: gives the state of this name, as it is now and as the model declares it.
             trains: for a step that trains, not one that evaluates.
-            make: exports forward as it goes on this batch; None where that cannot be.
+            alone: there are no other ranks, which may go another way.
+            make: exports forward as it goes on a whole batch, with the attributes that the module has.
 
         Raises:
             UnsupportedModelError: there is no graph that goes the way of this batch, and none to be made.
         """
         current, *others = reversed(self.known)
-        if self._holds(current, batch, state, trains):
+        changed = self._attributes.changes(trains)
+        if not changed and self._holds(current, batch, state, trains):
             return None
+        self._values = self._attributes.values() if changed else self._made_with[id(current)]
+        others = [forward for forward in others if self._made_with[id(forward)] == self._values]
         found = next((forward for forward in others if self._holds(forward, batch, state, trains)), None)
+        if found is None and changed:
+            return self._made_again(current, changed, lambda: make(batch if self._described == batch.keys() else last))
         if found is None:
-            if make is None:
+            if not alone or self._described != batch.keys():
                 raise self._refused(
                     batch, state, trains, "a graph of that way is made of a whole batch, and on one rank only"
                 )
-            found = make()
+            with self._attributes.in_train_mode():
+                found = make(batch)
             # Where a step that trains differs even then it is by rounding, and PyTorch has decided.
             if not trains and not self._holds(found, batch, state, trains):
                 raise self._refused(batch, state, trains, "the graph that was made for it does not go its way either")
         return found
+
+    def _made_again(self, current: ForwardGraph, changed: Sequence[str], make) -> ForwardGraph | None:
+        """The graph with these attributes; None where they make no difference."""
+        begun = time.perf_counter()
+        with self._attributes.in_train_mode():
+            found = make()
+        if same := _are_the_same(current, found):
+            self._made_with[id(current)] = self._values
+            for path in self._attributes.ignore(changed):
+                for values in self._made_with.values():
+                    values.pop(path, None)
+        if not self._warned_of.issuperset(changed):
+            self._warned_of.update(changed)
+            log.warning(
+                "%s of the module changed, so it was exported again, in %.1f s%s. What changes often is free of that in a "
+                "buffer: register_buffer, and write the new value into it (fill_, copy_).",
+                _listed(changed), time.perf_counter() - begun, ", which made no difference" if same else "",
+            )  # fmt: skip
+        return None if same else found
 
     def took(
         self, forward: ForwardGraph, graph: TrainingGraph, runner: Runner, show: Callable[[ir.Model], None]
@@ -88,6 +131,9 @@ class Ways:
         self.known = [way for way in self.known if way is not forward] + [forward]
         self._opened.pop(id(forward), None)
         self._opened[id(forward)] = graph, runner
+        self._made_with.setdefault(id(forward), self._values)
+        if self._attributes.values() == self._made_with[id(forward)]:
+            self._attributes.look()
         while len(self._opened) > OPEN:
             del self._opened[next(iter(self._opened))]
         if len(self.known) > MOST:
@@ -105,13 +151,15 @@ class Ways:
 
     def _forget(self, forward: ForwardGraph) -> None:
         self._opened.pop(id(forward), None)
+        self._made_with.pop(id(forward))
         self._fitting.clear()  # an id may become another's
         self._asked = {key: asked for key, asked in self._asked.items() if asked[1] is not forward.conditions}
         if not self._warned:
             self._warned = True
             log.warning(
-                "forward decides by values, and has done so in %s ways. Each further one is exported and compiled, too, in "
-                "the time of a first step. Where nearly every batch goes a way of its own, use torch.where or masks.",
+                "forward decides by values, or attributes of the module changed, and so there were %s graphs. Each further one "
+                "is exported and compiled, too, in the time of a first step. Where nearly every batch goes a way of its own, "
+                "use torch.where or masks; what changes often, keep in a buffer.",
                 MOST,
             )
 
@@ -153,12 +201,56 @@ class Ways:
         )
 
 
-def check_same_counts(before: TrainingGraph, after: TrainingGraph) -> None:
+def _listed(paths: Sequence[str]) -> str:
+    return ", ".join(map(repr, paths))
+
+
+def _are_the_same(a: ForwardGraph, b: ForwardGraph) -> bool:
+    """Whether two graphs compute the same of state and inputs."""
+    if a.parameters != b.parameters or a.buffers != b.buffers or a.updates != b.updates or a.granted != b.granted:
+        return False
+    if a.conditions is not None or b.conditions is not None:  # which are of a batch
+        return False
+    return _nameless(a) == _nameless(b)
+
+
+def _nameless(forward: ForwardGraph) -> tuple[bytes, list[tuple]]:
+    """The graph without the names that an export gives and without the values of its state; and its constants."""
+    graph = (model := forward.model.clone()).graph
+    of_state = {*forward.parameters, *forward.buffers}
+    constants = {value: value.const_value for name, value in graph.initializers.items() if name not in of_state}
+    named = {*graph.inputs, *graph.outputs, *(graph.initializers[name] for name in of_state)}
+    graph.initializers.clear()
+    contents = []
+    for node in graph.all_nodes():
+        node.name = ""
+        node.metadata_props.clear()
+        inside = [x for part in subgraphs(node) for x in part.inputs]
+        for value in node.outputs:
+            value.metadata_props.clear()
+        for value in [x for x in (*node.inputs, *inside, *node.outputs) if x is not None and x not in named]:
+            named.add(value)
+            value.const_value = None  # which would take the name, and which the other graph has, too
+            value.name = f"value {len(named)}"
+            if (constant := constants.get(value)) is not None:
+                contents.append((value.name, constant.dtype, tuple(constant.shape), constant.tobytes()))
+    return ir.to_proto(model).SerializeToString(deterministic=True), contents
+
+
+def check_same_counts(before: TrainingGraph, after: TrainingGraph, alone: bool) -> None:
     """Refuse to go on with other trained parameters where an optimizer counts updates, which PyTorch does for each.
 
+    Args:
+        alone: no other rank goes on with another state, which all share.
+
     Raises:
-        UnsupportedModelError: so it is.
+        UnsupportedModelError: so it is; or it is not alone, and the state is another.
     """
+    if not alone and _forms(before) != _forms(after):
+        raise UnsupportedModelError(
+            "an attribute of the module changed, or a layer's train mode, so that its training has another state, which the "
+            "ranks would have to share anew. Nothing was changed. Make a new ORTTrainer, or undo the change."
+        )
     counts = any(e.role == "optimizer" and e.parameter is None for e in before.signature.state)
     if counts and (others := sorted({*before.signature.parameters} ^ {*after.signature.parameters})):
         raise UnsupportedModelError(
@@ -170,10 +262,14 @@ def check_same_counts(before: TrainingGraph, after: TrainingGraph) -> None:
 
 def keep_the_same(before: TrainingGraph, after: TrainingGraph) -> bool:
     """Whether two graphs can work on the same state: on the same tensors in the same form, without sums of gradients."""
-    forms = [
-        {replace(entry, output=None, in_place=True) for entry in graph.signature.state} for graph in (before, after)
-    ]
-    return forms[0] == forms[1] and not any(entry.role == "accumulator" for entry in forms[0])
+    sums = (entry.role == "accumulator" for graph in (before, after) for entry in graph.signature.state)
+    return _forms(before) == _forms(after) and not any(sums)
+
+
+def _forms(graph: TrainingGraph) -> set:
+    """What state there is, in which form, but for sums of gradients."""
+    entries = (entry for entry in graph.signature.state if entry.role != "accumulator")
+    return {replace(entry, output=None, in_place=True) for entry in entries}
 
 
 def _opened(conditions: Conditions, absent: Container[str], trains: bool) -> export.Asked | None:

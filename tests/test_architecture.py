@@ -38,8 +38,9 @@ MAY_IMPORT = {
     "inference": {"graph", "runtime"},
     "arguments": {"describe", "graph"},
     "nonfinite": set(),
+    "attributes": {"export"},
     "turns": {"engine"},  # by name only
-    "ways": {"export", "graph", "inference", "run", "training_graph"},  # the last two by name only
+    "ways": {"attributes", "export", "graph", "inference", "run", "training_graph"},  # the last two by name only
     "source": {"describe", "export", "runtime", "settings", "state", "verify"},
     "profiling": {"graph", "run", "training_graph"},  # the last two by name only
     "front_end": {"engine", "profiling", "training_graph"},  # the engine by name only: it imports what refuses copies

@@ -9,7 +9,7 @@ import pytest
 import torch
 from launched import ONE_LAUNCHER, WORKERS, launch, results
 from marks import slow
-from small import batch
+from small import batch, net
 
 sys.path.insert(0, str(WORKERS))
 
@@ -106,6 +106,22 @@ def test_another_number_of_batches_on_one_rank_alone_is_an_error_on_both_until_i
         failed, *then = rank["changed"]
         assert "DistributedError: the ranks have summed the gradients of different numbers of batches" in failed
         assert then == ["fine", "fine"]
+
+
+def test_an_attribute_that_changes_on_all_ranks_is_followed_on_all(ranks):
+    module = net()
+    for step in range(3):
+        batches = [batch(step + 50 * rank) for rank in range(2)]
+        loss = sum(torch.nn.functional.cross_entropy(module(x), y) for x, y in batches) / 2
+        module.zero_grad()
+        loss.backward()
+        for parameter in module.parameters():
+            parameter.data.sub_(worker.RATE * parameter.grad)
+        if step == 0:
+            module[0].register_forward_hook(worker.double)
+    for rank in ranks:
+        for name, value in module.state_dict().items():
+            torch.testing.assert_close(rank["hooked"][name], value, rtol=1e-5, atol=1e-6)
 
 
 def test_what_fails_at_the_first_step_of_one_rank_fails_on_both_until_it_is_right_on_both(ranks):

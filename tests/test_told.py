@@ -342,7 +342,7 @@ def test_the_way_that_was_not_gone_for_longest_makes_place_for_another(monkeypat
         assert len(engine._ways.known) == min(2, 1 + turn)
     first, again, anew = runners[1]
     assert first is again is not anew and runners[2][0] is runners[2][1] is runners[2][2]
-    assert len([record for record in said.records if "in 2 ways" in record.message]) == 1
+    assert len([record for record in said.records if "there were 2 graphs" in record.message]) == 1
 
 
 class Pairs(nn.Module):

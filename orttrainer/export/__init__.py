@@ -18,6 +18,7 @@ _HOME = {
     "from_onnx": "onnx_model",
     "lacks_loss": "torch_loss",
     "named_state": "call",
+    "names_in": "hidden_state",
     "observe_gradients": "observation",
 }
 
@@ -34,6 +35,7 @@ __all__ = [
     "from_onnx",
     "lacks_loss",
     "named_state",
+    "names_in",
     "observe_gradients",
 ]
 
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from orttrainer.export.call import check_layers, count_outputs, named_state
     from orttrainer.export.conditions import Asked, Conditions
     from orttrainer.export.forward_graph import ForwardGraph
+    from orttrainer.export.hidden_state import names_in
     from orttrainer.export.initializers import as_real
     from orttrainer.export.module import export_module
     from orttrainer.export.observation import observe_gradients

@@ -13,6 +13,7 @@ import inspect
 import math
 import operator
 import sys
+from types import CodeType
 from unittest import mock
 
 import torch
@@ -24,6 +25,7 @@ from orttrainer.errors import UnsupportedModelError
 from orttrainer.export import builtin_functions, conditions, stop_gradient, told
 from orttrainer.export.call import without_checkpoints
 from orttrainer.export.changed_parameters import ChangedParameters
+from orttrainer.export.hidden_state import names_in
 from orttrainer.export.numbers import Numbers
 from orttrainer.export.opened import opened
 from orttrainer.export.rewrites import (
@@ -254,6 +256,7 @@ class MutedDropout(TorchFunctionMode):
         rates: those of the dropouts that were switched off.
         differentiates: whether autograd was asked for gradients.
         sees_gradients: whether the code, not torch's own, asked if there are any (with `watching`).
+        codes: what was run, by ids; None where that is not known.
         decisions: what Python decided by the truth of tensors.
         told: numbers that it was told.
     """
@@ -264,6 +267,7 @@ class MutedDropout(TorchFunctionMode):
         self.differentiates = self.sees_gradients = False
         self.decisions: list[conditions.Condition] = []
         self.told: list[told.Told] = []
+        self.codes: dict[int, CodeType] | None = None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         args, kwargs = told.with_numbers(func, args, kwargs or {}, self)
@@ -281,12 +285,21 @@ class MutedDropout(TorchFunctionMode):
             self.told.append(known)
         return result
 
+    def names(self) -> frozenset[str] | None:
+        """Those in the code that was run; None where that is not known."""
+        return None if self.codes is None else frozenset().union(*map(names_in, self.codes.values()))
+
     @contextlib.contextmanager
     def watching(self):
-        """This mode, and an eye on `torch.is_grad_enabled`: no mode is told of it, and in its place dynamo would not know it."""
+        """This mode, and an eye on the code that is run, and on `torch.is_grad_enabled`, of which no mode is told.
+
+        In the place of that function dynamo would not know another.
+        """
 
         def called(frame, event, function):
-            if event == "c_call" and function is torch.is_grad_enabled:
+            if event == "call":
+                self.codes[id(frame.f_code)] = frame.f_code
+            elif event == "c_call" and function is torch.is_grad_enabled:
                 self.sees_gradients |= not told.by_torch()
 
         if sys.getprofile() is not None:  # somebody measures: there is one place for this
@@ -294,6 +307,7 @@ class MutedDropout(TorchFunctionMode):
             with self:
                 yield
             return
+        self.codes = {}
         sys.setprofile(called)
         try:
             with self:

@@ -31,6 +31,8 @@ class ForwardGraph:
         conditions: what forward decided by values on the first batch; the graph is right for batches on which it decides
             the same.
         granted: what holds of the sizes of inputs that the graph is right for.
+        touched: paths of attributes of the module that forward changes itself.
+        read: names in the code that it ran; None where that is not known.
         exporter: what made the graph: "dynamo", "torchscript" or "onnx".
     """
 
@@ -43,6 +45,8 @@ class ForwardGraph:
     decided: tuple[str, ...] = ()
     conditions: Conditions | None = None
     granted: tuple[Granted, ...] = ()
+    touched: tuple[str, ...] = ()
+    read: frozenset[str] | None = None
 
     @property
     def depends(self) -> bool:

@@ -8,6 +8,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,7 @@ import torch
 
 from orttrainer.errors import UnsupportedModelError
 
-__all__ = ["Generators", "HiddenState", "alike", "changes", "sampled"]
+__all__ = ["Generators", "HiddenState", "alike", "changes", "names_in", "sampled"]
 
 log = logging.getLogger("orttrainer")
 
@@ -40,6 +41,10 @@ class HiddenState:
         """The attributes that hold something else now."""
         now = _attributes(self._module)
         return [name for name, value in self._attributes.items() if name in now and not _same(value, now[name])]
+
+    def touched(self) -> tuple[str, ...]:
+        """The attributes that hold something else now, or did not exist."""
+        return (*self.changed(), *(_attributes(self._module).keys() - self._attributes.keys()))
 
     def error(self, first: Outputs, again: Callable[[], Outputs]) -> UnsupportedModelError | None:
         """What is wrong with a forward that gives something else when it is called again, parameters and buffers being the same.
@@ -210,6 +215,15 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, list):
         return len(a) == len(b) and all(map(_same, a, b))
     return a is b or (isinstance(a, (int, float, str)) and a == b)
+
+
+def names_in(code: CodeType) -> set[str]:
+    """Names, and texts that may be names, in code and in the functions that it defines."""
+    found = {*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))}
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found |= names_in(constant)
+    return found
 
 
 # ---------------------------------------------------------------- generators

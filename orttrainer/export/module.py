@@ -76,7 +76,8 @@ def export_module(
     job = _Job(LossModule(module, loss_fn, description), description, schema, inputs, opset, check)
     with job.forked() as child:
         job.look()
-        return (child and job.exported_by(child, meanwhile)) or job.exported()
+        forward = (child and job.exported_by(child, meanwhile)) or job.exported()
+    return replace(forward, touched=job.observed.touched, read=job.observed.read)
 
 
 class _Job:

@@ -37,6 +37,8 @@ class Observation:
     differentiates: bool  # whether it asks autograd for gradients
     decisions: tuple[Condition, ...]  # by the truth of tensors
     told: tuple[Told, ...]  # numbers, by the values of tensors
+    touched: tuple[str, ...]  # paths of attributes that it changes
+    read: frozenset[str] | None  # names in the code that it runs; None: not known
 
 
 def observe(wrapper, inputs, hidden_state: bool = True) -> Observation:
@@ -74,7 +76,7 @@ def _observed(wrapper, inputs, hidden_state):
             outputs = own(_first_outputs(wrapper, inputs), wrapper, inputs)
         if mute.sees_gradients and not torch.is_grad_enabled():
             raise _SeesGradients
-        random = generators.used()
+        random, touched_attributes = generators.used(), hidden.touched() if hidden_state else ()
         frozen = {name: p for name, p in parameters.items() if moved.before(p) is not None}
         _check_own_memory(frozen, {**parameters, **buffers})
         before |= {name: moved.before(p) for name, p in frozen.items()}
@@ -121,7 +123,7 @@ def _observed(wrapper, inputs, hidden_state):
         if parameter._version != versions[name] and name not in frozen:
             raise _changes_a_parameter(name)
     updated = {n: v for n, v in after.items() if n in before and (n in touched or not _same(before[n], v))}
-    seen = mute.differentiates, tuple(mute.decisions), tuple(mute.told)
+    seen = mute.differentiates, tuple(mute.decisions), tuple(mute.told), touched_attributes, mute.names()
     return Observation(outputs, tuple(sorted(mute.rates)), random, updated, before, *seen)
 
 

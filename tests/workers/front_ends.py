@@ -39,6 +39,7 @@ def main(folder: str) -> None:
     results["failures"] = failures(rank)
     results["uneven"] = uneven(rank)
     results["changed"] = changed_on_one(rank)
+    results["hooked"] = hooked(rank)
     results["first step"] = fail_at_the_first_step(rank)
     results["midway"] = resume_midway(rank, size)
     results["not finite"] = not_finite(rank)
@@ -159,6 +160,21 @@ def changed_on_one(rank: int) -> list[str]:
     for step in range(2):
         said.append(attempt(lambda step=step: trainer.train_step(*small.batch(step), RATE)))
     return said
+
+
+def double(layer, given, output):
+    return 2 * output
+
+
+def hooked(rank: int) -> dict:
+    """The first layer gives twice as much from the second step on."""
+    module = small.net()
+    trainer = small.make(module, "SGDOptimizer")
+    for step in range(3):
+        trainer.train_step(*small.batch(step + 50 * rank), RATE)
+        if step == 0:
+            module[0].register_forward_hook(double)
+    return weights(trainer)
 
 
 def fail_at_the_first_step(rank: int) -> list[str]:

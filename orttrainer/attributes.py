@@ -1,0 +1,200 @@
+"""What layers keep beside tensors that are state. A graph has it as constants, so each step asks whether it is as it was."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import operator
+from collections.abc import Collection, Iterator, Mapping
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from orttrainer import export
+
+__all__ = ["Attributes"]
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
+_FEW = 100  # entries: what is longer is a table of the user's
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OF_TORCH = {"training", *vars(torch.nn.Module())}  # each layer's own; what is in them is asked for elsewhere
+_VERSION, _TRAINING = operator.attrgetter("_version"), operator.itemgetter("training")
+
+
+class Attributes:
+    """Numbers, flags, hooks, tensors that are no buffers, and containers and objects that hold such.
+
+    Args:
+        modules: the model under "", its loss, where that is a module, under "loss_fn"; none for an ONNX model.
+        touched: paths of those that forward changes itself. That makes no difference, as the export has seen.
+        read: names in the code that forward has run; it does not read attributes of other names. None where that is not known.
+    """
+
+    def __init__(self, modules: Mapping[str, torch.nn.Module], touched: Collection[str], read: Collection[str] | None):
+        self._layers = {
+            f"{root}.{path}".strip("."): layer
+            for root, module in modules.items()
+            for path, layer in module.named_modules()
+        }
+        self._roots, self._ignored = list(modules.values()), {*touched}
+        self._read = None if read is None else {*read, *self._names_in_classes()}
+        self._flags = {path: True for path in self._layers}
+        self.look()
+
+    def look(self) -> None:
+        """Remember them as they are now."""
+        self._seen = self.values()
+        self._dicts = [vars(layer) for layer in self._layers.values()]
+        self._lengths = [*map(len, self._dicts)]
+        self._training = [*map(_TRAINING, self._dicts)]
+        places = [(held, key) for _, held, key in self._places()]
+        for held, key in [*places]:
+            places += [(vars(held[key]), name) for name in _plain_entries(held[key], self._read)]
+        self._owners, self._keys = zip(*places) if places else ((), ())
+        self._values = [held[key] for held, key in places]
+        self._containers = [value for value in self._values if _is_container(value)]
+        hooks = [held[key] for held in self._dicts for key in _HOOKS if key in held]
+        self._registered, self._hooked = RemovableHandle.next_id, any(hooks)
+        self._containers += hooks if self._hooked else ()
+        self._contents = [value.copy() if hasattr(value, "copy") else value for value in self._containers]
+        self._tensors = [x for x in self._values if isinstance(x, torch.Tensor) and not x.is_inference()]
+        self._versions = [*map(_VERSION, self._tensors)]
+
+    def hold(self, trains: bool) -> bool:
+        """Whether they are as when `look` was called; quick, as every step asks.
+
+        Args:
+            trains: for a step that trains, where it matters which layers are in eval mode.
+        """
+        if [*map(len, self._dicts)] != self._lengths or (trains and [*map(_TRAINING, self._dicts)] != self._training):
+            return False
+        if not all(map(operator.is_, map(dict.get, self._owners, self._keys), self._values)):
+            return False
+        if self._containers != self._contents or [*map(_VERSION, self._tensors)] != self._versions:
+            return False
+        return self._hooked or RemovableHandle.next_id == self._registered  # else there is a new hook, of whomever
+
+    def changes(self, trains: bool) -> list[str]:
+        """The paths of those that are not as when `look` was called."""
+        if self.hold(trains):
+            return []
+        now, before = self.values(), self._seen
+        paths = sorted(path for path in now.keys() | before.keys() if now.get(path) != before.get(path))
+        if not paths:  # new ones that forward does not read, or other objects that say the same
+            self.look()
+        return paths if trains else [path for path in paths if not isinstance(now.get(path), _Training)]
+
+    def values(self) -> dict[str, Any]:
+        """Path -> what can be compared."""
+        if (
+            self._roots and self._roots[0].training
+        ):  # else all layers may be, to evaluate, and which are trained frozen is as it was
+            self._flags = {path: layer.training for path, layer in self._layers.items()}
+        found = {path: _comparable(held[key], self._read) for path, held, key in self._places()}
+        for path, layer in self._layers.items():
+            found[f"{path}.training".strip(".")] = _Training(self._flags[path])
+            for key in _HOOKS:
+                if hooks := vars(layer).get(key):
+                    found[f"{path}.{key}".strip(".")] = tuple(map(_Is, hooks.values()))
+        return found
+
+    def ignore(self, paths: Collection[str]) -> set[str]:
+        """Do not look any more at those of these that are no numbers, flags or texts, which may say something else later.
+
+        Returns:
+            These.
+        """
+        now = self.values()
+        ignored = {path for path in paths if isinstance(now.get(path), _Is)}
+        self._ignored |= ignored
+        self.look()
+        return ignored
+
+    @contextlib.contextmanager
+    def in_train_mode(self) -> Iterator[None]:
+        """Layers in eval mode as they were when the module was last in train mode."""
+        before = [(layer, layer.training) for layer in self._layers.values()]
+        for path, layer in self._layers.items():
+            layer.training = self._flags[path]
+        try:
+            yield
+        finally:
+            for layer, training in before:
+                layer.training = training
+
+    def _places(self) -> Iterator[tuple[str, dict, str]]:
+        """Path, dict and key of each that forward may read."""
+        for path, layer in self._layers.items():
+            own = type(layer).__module__.partition(".")[0] == "torch"
+            for key in vars(layer):
+                full = f"{path}.{key}".strip(".")
+                if key in _OF_TORCH or full in self._ignored or (own and key.startswith("_")):
+                    continue
+                if self._read is None or key in self._read:
+                    yield full, vars(layer), key
+
+    def _names_in_classes(self) -> set[str]:
+        """Names in methods of the layers' classes, but torch's: what was compiled was not run as it stands there."""
+        classes = {kind for layer in self._layers.values() for kind in type(layer).__mro__}
+        functions = [
+            value
+            for kind in classes
+            if kind.__module__.partition(".")[0] not in ("torch", "builtins")
+            for value in vars(kind).values()
+            if isinstance(value, FunctionType) and value.__name__ != "__init__"
+        ]
+        return {name for function in functions for name in export.names_in(function.__code__)}
+
+
+class _Is:
+    """Equal only to what is of the same object, and of the same version of it."""
+
+    def __init__(self, value: Any):
+        self.value = value
+        self.version = value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Is) and self.value is other.value and self.version == other.version
+
+    __hash__ = None
+
+
+class _Training:
+    """Whether a layer is in train mode."""
+
+    def __init__(self, flag: bool):
+        self.flag = flag
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Training) and self.flag == other.flag
+
+    __hash__ = None
+
+
+def _comparable(value: Any, read: Collection[str] | None) -> Any:
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if _is_container(value):
+        return type(value), list(value.items()) if isinstance(value, dict) else [*value]
+    if entries := _plain_entries(value, read):
+        return type(value), {name: _comparable(vars(value)[name], read) for name in entries}
+    return _Is(value)
+
+
+def _is_container(value: Any) -> bool:
+    """Whether it is one of a few plain things."""
+    if not isinstance(value, _CONTAINERS) or len(value) > _FEW:
+        return False
+    return all(isinstance(x, _PLAIN) for x in (value.values() if isinstance(value, dict) else value))
+
+
+def _plain_entries(value: Any, read: Collection[str] | None) -> list[str]:
+    """The names of plain attributes of an object, such as a configuration, that forward may read."""
+    if isinstance(value, (torch.Tensor, torch.nn.Module, type, FunctionType, ModuleType, *_PLAIN, *_CONTAINERS)):
+        return []
+    held = getattr(value, "__dict__", None)
+    names = held if isinstance(held, dict) else ()
+    return [key for key in names if (read is None or key in read) and isinstance(held[key], _PLAIN)]

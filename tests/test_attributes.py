@@ -1,0 +1,220 @@
+"""Attributes that are changed between two steps: numbers, flags, hooks, what is in eval mode. The steps behind it have them."""
+
+from __future__ import annotations
+
+import copy
+import types
+
+import pytest
+import torch
+from small import batch, description
+from torch import nn
+
+from orttrainer import export
+from orttrainer.engine import Engine
+from orttrainer.errors import UnsupportedModelError
+from orttrainer.settings import OptimizerChoice, Settings
+from orttrainer.ways import check_same_counts
+
+RATE = 0.05
+
+
+class Annealed(nn.Module):
+    """Reads attributes of every kind."""
+
+    power = 1.0  # of the class: an instance may have its own
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm, self.head = nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.Linear(6, 3)
+        self.beta, self.use, self.scales = 1.0, True, [1.0, 1.0]
+        self.shift, self.config = torch.zeros(6), types.SimpleNamespace(gain=1.0, name="x")
+        self.offset, self.spread = 0.0, 1.0
+        self.steps, self.kept, self.last = 0, None, None
+
+    def forward(self, x):
+        if self.kept is None:
+            self.kept = torch.ones(6)
+        y = self.norm(self.layer(x)) * self.beta * self.scales[1] + self.shift * self.kept
+        if self.use:
+            y = torch.tanh(y) ** self.power * self.config.gain
+        if not self.training:
+            self.last = y
+        return self.head(spread(self, y) + getattr(self, "offset"))  # noqa: B009
+
+
+def spread(module, y):
+    return y * module.spread
+
+
+def set_entry(module):
+    module.scales[1] = 3.0
+
+
+def freeze(module):
+    module.norm.eval()
+
+
+CHANGES = {
+    "a number": lambda m: setattr(m, "beta", 2.0),
+    "a flag": lambda m: setattr(m, "use", False),
+    "an entry of a list": set_entry,
+    "another list": lambda m: setattr(m, "scales", [1.0, 0.5]),
+    "a tensor in place": lambda m: m.shift.add_(0.5),
+    "another tensor": lambda m: setattr(m, "shift", torch.full((6,), -0.5)),
+    "an entry of a configuration": lambda m: setattr(m.config, "gain", 4.0),
+    "what the class had": lambda m: setattr(m, "power", 2.0),
+    "what another function reads": lambda m: setattr(m, "spread", 3.0),
+    "what is read by its name": lambda m: setattr(m, "offset", 1.0),
+    "a hook": lambda m: m.layer.register_forward_hook(lambda layer, given, y: 2 * y),
+    "a hook before": lambda m: m.head.register_forward_pre_hook(lambda layer, given: (given[0] + 1,)),
+    "a layer in eval mode": freeze,
+    "the momentum of a norm": lambda m: setattr(m.norm, "momentum", 0.5),
+    "forward itself": lambda m: setattr(m, "forward", lambda x: m.head(m.norm(m.layer(x)) - 1)),
+}
+
+
+@pytest.fixture
+def exports(monkeypatch):
+    """A list that grows with each export of a module."""
+    made, real = [], export.export_module
+    monkeypatch.setattr(export, "export_module", lambda *args, **kwargs: made.append(1) or real(*args, **kwargs))
+    return made
+
+
+class Pair:
+    """A module and its copy, which trains in PyTorch; steps of both are compared, with Adam and its moments."""
+
+    def __init__(self, module, loss=None, blocks: int = 1):
+        torch.manual_seed(0)
+        self.module, self.loss, self.blocks, self.count = module, loss or nn.CrossEntropyLoss(), blocks, 0
+        self.reference, self.reference_loss = copy.deepcopy(module), copy.deepcopy(self.loss)
+        self.optimizer = torch.optim.Adam(self.reference.parameters(), RATE)
+        choice = OptimizerChoice("AdamOptimizer", clip=False)
+        settings = Settings(accumulation_steps=blocks)
+        self.engine = Engine(module, self.loss, description(), choice, settings)
+
+    def steps(self, number: int) -> None:
+        for _ in range(number):
+            x, y = batch(self.count)
+            loss = self.reference_loss(self.reference(x), y)
+            (loss / self.blocks).backward()
+            self.count += 1
+            if self.count % self.blocks == 0:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            (found, _), _ = self.engine.train_step({"x": x, "label": y}, RATE)
+            torch.testing.assert_close(found, loss.detach(), rtol=1e-4, atol=1e-5)
+        state = self.module.state_dict()
+        for name, value in self.reference.state_dict().items():
+            torch.testing.assert_close(
+                state[name], value, rtol=2e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
+            )
+
+    def change(self, change) -> None:
+        change(self.module)
+        change(self.reference)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_next_step_has_what_was_changed(name):
+    pair = Pair(Annealed())
+    pair.steps(2)
+    pair.change(CHANGES[name])
+    pair.steps(3)
+
+
+def test_in_the_midst_of_a_block_of_batches_the_sums_of_gradients_stay():
+    pair = Pair(Annealed(), blocks=3)
+    pair.steps(4)
+    pair.change(CHANGES["a number"])
+    pair.steps(5)
+
+
+def test_attributes_of_a_loss_are_followed():
+    pair = Pair(Annealed(), loss=nn.CrossEntropyLoss(label_smoothing=0.1))
+    pair.steps(1)
+    pair.loss.label_smoothing = pair.reference_loss.label_smoothing = 0.5
+    pair.steps(2)
+
+
+def test_a_frozen_norm_trains_again_when_it_is_freed(exports):
+    pair = Pair(Annealed())
+    for change in (freeze, lambda m: m.train(), freeze, lambda m: m.train()):
+        pair.steps(2)
+        pair.change(change)
+    pair.steps(1)
+    assert len(exports) == 2  # a graph that was there is taken again
+
+
+def test_who_evaluates_and_goes_on_without_train_has_the_same_layers_frozen(exports):
+    """train_step trains a module in eval mode, too, as the legacy engine did."""
+    pair = Pair(Annealed())
+    pair.change(freeze)
+    pair.steps(2)
+    pair.module.eval()
+    pair.steps(2)
+    pair.change(CHANGES["a number"])  # and so a graph that is made then
+    pair.steps(2)
+    assert len(exports) == 2
+
+
+def test_what_forward_does_not_read_or_writes_itself_costs_nothing(exports):
+    pair = Pair(Annealed())
+    for step in range(3):
+        pair.steps(1)
+        pair.module.steps = step
+        pair.module.note = f"step {step}"
+        pair.module.kept = torch.ones(6)
+    assert len(exports) == 1
+
+
+def test_what_an_evaluation_leaves_is_looked_at_once(exports, caplog):
+    pair = Pair(Annealed())
+    for step in range(3):
+        pair.steps(1)
+        pair.module.eval()(batch(step)[0])
+        pair.module.train()
+    assert len(exports) == 2
+    assert "'last' of the module changed, so it was exported again" in caplog.text
+    assert "made no difference" in caplog.text
+
+
+def test_eval_step_has_what_was_changed():
+    pair = Pair(Annealed())
+    pair.steps(1)
+    pair.change(CHANGES["a number"])
+    x, y = batch(5)
+    found = pair.engine.eval_step({"x": x, "label": y})[1]
+    pair.reference.eval()
+    torch.testing.assert_close(found, pair.reference(x).detach(), rtol=1e-4, atol=1e-5)
+    found = pair.engine.eval_step({"x": x}, ["output"])[0]
+    torch.testing.assert_close(found, pair.reference(x).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_change_with_which_forward_fails_changes_nothing_and_can_be_undone():
+    pair = Pair(Annealed())
+    pair.steps(1)
+    before = copy.deepcopy(pair.module.state_dict())
+    x, y = batch(9)
+    pair.module.beta = "none"
+    for _ in range(2):
+        with pytest.raises(TypeError):
+            pair.engine.train_step({"x": x, "label": y}, RATE)
+    for name, value in pair.module.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    pair.module.beta = 1.0
+    pair.steps(2)
+
+
+def test_on_several_ranks_the_state_stays():
+    graphs = []
+    for frozen in (False, True):
+        pair = Pair(Annealed())
+        if frozen:
+            pair.module.head.bias.requires_grad_(False)
+        pair.engine.compile(dict(zip(("x", "label"), batch(0))))
+        graphs.append(pair.engine.training_graph)
+    check_same_counts(graphs[0], graphs[0], alone=False)
+    with pytest.raises(UnsupportedModelError, match="Make a new ORTTrainer, or undo the change"):
+        check_same_counts(*graphs, alone=False)
