@@ -1,12 +1,15 @@
-"""What layers keep beside tensors that are state. A graph has it as constants, so each step asks whether it is as it was."""
+"""What layers keep beside tensors that are state, and globals. A graph has it as constants; each step asks whether it changed."""
 
 from __future__ import annotations
 
+import argparse
 import collections
 import contextlib
+import dataclasses
+import functools
 import operator
-from collections.abc import Collection, Iterator, Mapping
-from types import FunctionType, ModuleType
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,22 +28,31 @@ _VERSION, _TRAINING = operator.attrgetter("_version"), operator.itemgetter("trai
 
 
 class Attributes:
-    """Numbers, flags, hooks, tensors that are no buffers, and containers and objects that hold such.
+    """Numbers, flags, hooks, tensors that are no buffers, and containers and objects that hold such; also global variables.
 
     Args:
-        modules: the model under "", its loss, where that is a module, under "loss_fn"; none for an ONNX model.
+        parts: the model under "", its loss, a module or any other callable, under "loss_fn"; none for an ONNX model.
         touched: paths of those that forward changes itself. That makes no difference, as the export has seen.
-        read: names in the code that forward has run; it does not read attributes of other names. None where that is not known.
+        read: what the code that forward has run may read; None where that is not known.
     """
 
-    def __init__(self, modules: Mapping[str, torch.nn.Module], touched: Collection[str], read: Collection[str] | None):
+    def __init__(self, parts: Mapping[str, Callable], touched: Collection[str], read: export.Read | None):
+        modules = {root: part for root, part in parts.items() if isinstance(part, torch.nn.Module)}
         self._layers = {
             f"{root}.{path}".strip("."): layer
             for root, module in modules.items()
             for path, layer in module.named_modules()
         }
         self._roots, self._ignored = list(modules.values()), {*touched}
-        self._read = None if read is None else {*read, *self._names_in_classes()}
+        self._read = None if read is None else {*read.names, *self._names_in_classes()}
+        self._variables = [
+            (f"{scope.get('__name__', '')}.{name}", scope, name)
+            for scope, name in (read.variables if read is not None else ())
+            if _is_simple(scope.get(name))
+        ]
+        self._cells: dict[str, CellType] = {}
+        for root, part in parts.items():
+            self._look_behind(root, part)
         self._flags = {path: True for path in self._layers}
         self.look()
 
@@ -55,12 +67,14 @@ class Attributes:
             places += [(vars(held[key]), name) for name in _plain_entries(held[key], self._read)]
         self._owners, self._keys = zip(*places) if places else ((), ())
         self._values = [held[key] for held, key in places]
-        self._containers = [value for value in self._values if _is_container(value)]
+        self._enclosed = [*map(_content, self._cells.values())]
+        held = [*self._values, *self._enclosed]
+        self._containers = [value for value in held if _is_container(value)]
         hooks = [held[key] for held in self._dicts for key in _HOOKS if key in held]
         self._registered, self._hooked = RemovableHandle.next_id, any(hooks)
         self._containers += hooks if self._hooked else ()
         self._contents = [value.copy() if hasattr(value, "copy") else value for value in self._containers]
-        self._tensors = [x for x in self._values if isinstance(x, torch.Tensor) and not x.is_inference()]
+        self._tensors = [x for x in held if isinstance(x, torch.Tensor) and not x.is_inference()]
         self._versions = [*map(_VERSION, self._tensors)]
 
     def hold(self, trains: bool) -> bool:
@@ -72,6 +86,8 @@ class Attributes:
         if [*map(len, self._dicts)] != self._lengths or (trains and [*map(_TRAINING, self._dicts)] != self._training):
             return False
         if not all(map(operator.is_, map(dict.get, self._owners, self._keys), self._values)):
+            return False
+        if not all(map(operator.is_, map(_content, self._cells.values()), self._enclosed)):
             return False
         if self._containers != self._contents or [*map(_VERSION, self._tensors)] != self._versions:
             return False
@@ -94,6 +110,11 @@ class Attributes:
         ):  # else all layers may be, to evaluate, and which are trained frozen is as it was
             self._flags = {path: layer.training for path, layer in self._layers.items()}
         found = {path: _comparable(held[key], self._read) for path, held, key in self._places()}
+        found |= {
+            path: _comparable(_content(cell), self._read)
+            for path, cell in self._cells.items()
+            if path not in self._ignored
+        }
         for path, layer in self._layers.items():
             found[f"{path}.training".strip(".")] = _Training(self._flags[path])
             for key in _HOOKS:
@@ -126,7 +147,8 @@ class Attributes:
                 layer.training = training
 
     def _places(self) -> Iterator[tuple[str, dict, str]]:
-        """Path, dict and key of each that forward may read."""
+        """Path, dict and key of each that forward may read, as long as they are there."""
+        yield from (place for place in self._variables if place[2] in place[1] and place[0] not in self._ignored)
         for path, layer in self._layers.items():
             own = type(layer).__module__.partition(".")[0] == "torch"
             for key in vars(layer):
@@ -135,6 +157,23 @@ class Attributes:
                     continue
                 if self._read is None or key in self._read:
                     yield full, vars(layer), key
+
+    def _look_behind(self, path: str, part: Any, depth: int = 3) -> None:
+        """Note what a callable that is no module has beside its code: variables of the function around it, an object's attributes."""
+        if isinstance(part, FunctionType):
+            for name, cell in zip(part.__code__.co_freevars, part.__closure__ or ()):
+                content, full = _content(cell), f"{path}.{name}"
+                if _is_simple(content):
+                    self._cells[full] = cell
+                elif depth > 0 and callable(content) and not isinstance(content, torch.nn.Module):
+                    self._look_behind(full, content, depth - 1)
+        elif isinstance(part, functools.partial):
+            self._variables += [(f"{path}.{name}", part.keywords, name) for name in part.keywords]
+            self._look_behind(path, part.func, depth - 1)
+        elif isinstance(part, MethodType):
+            self._look_behind(path, part.__self__, depth - 1)
+        elif not isinstance(part, (type, torch.nn.Module)):
+            self._variables += [(f"{path}.{name}", vars(part), name) for name in _plain_entries(part, self._read)]
 
     def _names_in_classes(self) -> set[str]:
         """Names in methods of the layers' classes, but torch's: what was compiled was not run as it stands there."""
@@ -174,6 +213,13 @@ class _Training:
     __hash__ = None
 
 
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable without a value
+        return None
+
+
 def _comparable(value: Any, read: Collection[str] | None) -> Any:
     if isinstance(value, _PLAIN):
         return type(value), value
@@ -189,6 +235,13 @@ def _is_container(value: Any) -> bool:
     if not isinstance(value, _CONTAINERS) or len(value) > _FEW:
         return False
     return all(isinstance(x, _PLAIN) for x in (value.values() if isinstance(value, dict) else value))
+
+
+def _is_simple(value: Any) -> bool:
+    """Whether a global variable is one to look at: no module, function or class, nor what a program does its work with."""
+    if dataclasses.is_dataclass(value) or isinstance(value, (argparse.Namespace, SimpleNamespace, torch.Tensor)):
+        return not isinstance(value, type)
+    return isinstance(value, _PLAIN) or _is_container(value)
 
 
 def _plain_entries(value: Any, read: Collection[str] | None) -> list[str]:

@@ -371,7 +371,7 @@ class Engine(NotCopied):
     def _compile(self, forward: Callable[[], ForwardGraph]) -> None:
         with runtime.garbage_kept(), failing_together(self.collective, "compiling the model"):
             self._forward = self.source.frozen(forward())
-            self._ways = Ways(self._forward, self.input_names, self.source.modules)
+            self._ways = Ways(self._forward, self.input_names, self.source.parts)
             graph = self._training_graph(self._forward)
         try:
             with failing_together(self.collective, "sharing its state"):

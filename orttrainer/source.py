@@ -57,11 +57,11 @@ class Source:
         return self.model if isinstance(self.model, torch.nn.Module) else None
 
     @property
-    def modules(self) -> dict[str, torch.nn.Module]:
-        """The module under "" and, as it may be one, its loss under "loss_fn"; none for an ONNX model."""
+    def parts(self) -> dict[str, Callable]:
+        """The module under "" and its loss, a module or another callable, under "loss_fn"; none for an ONNX model."""
         if self.module is None:
             return {}
-        return {"": self.module} | ({"loss_fn": self.loss_fn} if isinstance(self.loss_fn, torch.nn.Module) else {})
+        return {"": self.module} | ({} if self.loss_fn is None else {"loss_fn": self.loss_fn})
 
     @property
     def module_names(self) -> set[str] | None:
@@ -69,7 +69,10 @@ class Source:
         if self.module is None:
             return None
         return {
-            f"{root}.{name}".strip(".") for root, module in self.modules.items() for name, _ in module.named_modules()
+            f"{root}.{name}".strip(".")
+            for root, part in self.parts.items()
+            if isinstance(part, torch.nn.Module)
+            for name, _ in part.named_modules()
         }
 
     @property

@@ -41,15 +41,15 @@ class Ways:
     Args:
         forward: the graph of the first batch.
         described: names of its inputs.
-        modules: that it was made of, as `Attributes` takes them; none for an ONNX model.
+        parts: that it was made of, as `Attributes` takes them.
 
     Attributes:
         known: those that are kept, the one that is in use last.
     """
 
-    def __init__(self, forward: ForwardGraph, described: Sequence[str], modules: Mapping[str, torch.nn.Module]):
+    def __init__(self, forward: ForwardGraph, described: Sequence[str], parts: Mapping[str, Callable]):
         self.known = [forward]
-        self._attributes = Attributes(modules, forward.touched, forward.read)
+        self._attributes = Attributes(parts, forward.touched, forward.read)
         self._values = self._attributes.values()  # that the next one is made with
         self._made_with = {id(forward): self._values}
         self._described, self._warned = frozenset(described), False
@@ -118,8 +118,8 @@ class Ways:
         if not self._warned_of.issuperset(changed):
             self._warned_of.update(changed)
             log.warning(
-                "%s of the module changed, so it was exported again, in %.1f s%s. What changes often is free of that in a "
-                "buffer: register_buffer, and write the new value into it (fill_, copy_).",
+                "%s changed, which forward reads, so the module was exported again, in %.1f s%s. What changes often is free of "
+                "that in a buffer: register_buffer, and write the new value into it (fill_, copy_).",
                 _listed(changed), time.perf_counter() - begun, ", which made no difference" if same else "",
             )  # fmt: skip
         return None if same else found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
+import functools
 import types
 
 import pytest
@@ -17,6 +19,8 @@ from orttrainer.settings import OptimizerChoice, Settings
 from orttrainer.ways import check_same_counts
 
 RATE = 0.05
+GLOBAL = 1.0
+options = argparse.Namespace(gain=1.0, other=0)
 
 
 class Annealed(nn.Module):
@@ -44,7 +48,7 @@ class Annealed(nn.Module):
 
 
 def spread(module, y):
-    return y * module.spread
+    return y * module.spread * GLOBAL * options.gain
 
 
 def set_entry(module):
@@ -116,6 +120,85 @@ class Pair:
         change(self.reference)
 
 
+@pytest.mark.parametrize(("owner", "name"), [("test_attributes", "GLOBAL"), ("test_attributes.options", "gain")])
+def test_global_variables_are_followed(owner, name, monkeypatch, exports):
+    pair = Pair(Annealed())
+    pair.steps(2)
+    monkeypatch.setattr(f"{owner}.{name}", 3.0)
+    pair.steps(2)
+    monkeypatch.setattr("test_attributes.options.other", 1)  # which nothing reads
+    pair.steps(1)
+    assert len(exports) == 2
+
+
+def test_a_global_that_a_loss_reads_is_followed(monkeypatch):
+    pair = Pair(Annealed(), loss=lambda scores, label: GLOBAL * nn.functional.cross_entropy(scores, label))
+    pair.steps(2)
+    monkeypatch.setattr("test_attributes.GLOBAL", 0.5)
+    pair.steps(2)
+
+
+class Focal:
+    """A loss that is no module."""
+
+    def __init__(self):
+        self.gamma, self.calls = 1.0, 0
+
+    def __call__(self, scores, label):
+        return self.compute(scores, label)
+
+    def compute(self, scores, label):
+        found = nn.functional.cross_entropy(scores, label, reduction="none")
+        return (found * (1 - torch.exp(-found)) ** self.gamma).mean()
+
+
+def scaled(scores, label, scale):
+    return scale * nn.functional.cross_entropy(scores, label)
+
+
+def in_closures():
+    """A loss, and what sets the variable that it reads."""
+    weight = 1.0
+
+    def inner(scores, label):
+        return weight * nn.functional.cross_entropy(scores, label)
+
+    def loss(scores, label):
+        return inner(scores, label) + 1
+
+    def change():
+        nonlocal weight
+        weight = 4.0
+
+    return loss, change
+
+
+def of_an_object():
+    loss = Focal()
+    return loss, lambda: setattr(loss, "gamma", 3.0)
+
+
+def of_a_method():
+    loss = Focal()
+    return loss.compute, lambda: setattr(loss, "gamma", 3.0)
+
+
+def partial():
+    loss = functools.partial(scaled, scale=1.0)
+    return loss, lambda: loss.keywords.update(scale=2.0)
+
+
+@pytest.mark.parametrize("made", [in_closures, of_an_object, of_a_method, partial])
+def test_what_a_loss_that_is_no_module_has_is_followed(made, exports):
+    loss, change = made()
+    pair = Pair(Annealed(), loss=loss)
+    pair.reference_loss = loss  # not a copy
+    pair.steps(2)
+    change()
+    pair.steps(2)
+    assert len(exports) == 2
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_the_next_step_has_what_was_changed(name):
     pair = Pair(Annealed())
@@ -176,7 +259,7 @@ def test_what_an_evaluation_leaves_is_looked_at_once(exports, caplog):
         pair.module.eval()(batch(step)[0])
         pair.module.train()
     assert len(exports) == 2
-    assert "'last' of the module changed, so it was exported again" in caplog.text
+    assert "'last' changed, which forward reads, so the module was exported again" in caplog.text
     assert "made no difference" in caplog.text
 
 

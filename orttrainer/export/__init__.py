@@ -9,6 +9,7 @@ _HOME = {
     "Asked": "conditions",
     "Conditions": "conditions",
     "ForwardGraph": "forward_graph",
+    "Read": "run_code",
     "as_real": "initializers",
     "attach_loss": "torch_loss",
     "check_layers": "call",
@@ -18,7 +19,7 @@ _HOME = {
     "from_onnx": "onnx_model",
     "lacks_loss": "torch_loss",
     "named_state": "call",
-    "names_in": "hidden_state",
+    "names_in": "run_code",
     "observe_gradients": "observation",
 }
 
@@ -26,6 +27,7 @@ __all__ = [
     "Asked",
     "Conditions",
     "ForwardGraph",
+    "Read",
     "as_real",
     "attach_loss",
     "check_layers",
@@ -43,12 +45,12 @@ if TYPE_CHECKING:
     from orttrainer.export.call import check_layers, count_outputs, named_state
     from orttrainer.export.conditions import Asked, Conditions
     from orttrainer.export.forward_graph import ForwardGraph
-    from orttrainer.export.hidden_state import names_in
     from orttrainer.export.initializers import as_real
     from orttrainer.export.module import export_module
     from orttrainer.export.observation import observe_gradients
     from orttrainer.export.onnx_model import from_onnx
     from orttrainer.export.postprocess import check_postprocessed
+    from orttrainer.export.run_code import Read, names_in
     from orttrainer.export.torch_loss import attach_loss, lacks_loss
 
 

@@ -12,8 +12,6 @@ import contextlib
 import inspect
 import math
 import operator
-import sys
-from types import CodeType
 from unittest import mock
 
 import torch
@@ -25,7 +23,6 @@ from orttrainer.errors import UnsupportedModelError
 from orttrainer.export import builtin_functions, conditions, stop_gradient, told
 from orttrainer.export.call import without_checkpoints
 from orttrainer.export.changed_parameters import ChangedParameters
-from orttrainer.export.hidden_state import names_in
 from orttrainer.export.numbers import Numbers
 from orttrainer.export.opened import opened
 from orttrainer.export.rewrites import (
@@ -42,6 +39,7 @@ from orttrainer.export.rewrites import (
     normalization,
     packed,
 )
+from orttrainer.export.run_code import Read, RunCode, read_by, watched
 from orttrainer.export.untouched import memory_of
 
 __all__ = ["MutedDropout", "faithful"]
@@ -256,7 +254,6 @@ class MutedDropout(TorchFunctionMode):
         rates: those of the dropouts that were switched off.
         differentiates: whether autograd was asked for gradients.
         sees_gradients: whether the code, not torch's own, asked if there are any (with `watching`).
-        codes: what was run, by ids; None where that is not known.
         decisions: what Python decided by the truth of tensors.
         told: numbers that it was told.
     """
@@ -267,7 +264,7 @@ class MutedDropout(TorchFunctionMode):
         self.differentiates = self.sees_gradients = False
         self.decisions: list[conditions.Condition] = []
         self.told: list[told.Told] = []
-        self.codes: dict[int, CodeType] | None = None
+        self._run: RunCode | None = None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         args, kwargs = told.with_numbers(func, args, kwargs or {}, self)
@@ -285,35 +282,24 @@ class MutedDropout(TorchFunctionMode):
             self.told.append(known)
         return result
 
-    def names(self) -> frozenset[str] | None:
-        """Those in the code that was run; None where that is not known."""
-        return None if self.codes is None else frozenset().union(*map(names_in, self.codes.values()))
+    @property
+    def read(self) -> Read | None:
+        """What the code that was run (with `watching`) may read; None where that is not known."""
+        return None if self._run is None else read_by(self._run, told.PASSED)
 
     @contextlib.contextmanager
     def watching(self):
-        """This mode, and an eye on the code that is run, and on `torch.is_grad_enabled`, of which no mode is told.
+        """This mode, and an eye on the code that is run and on `torch.is_grad_enabled`, of which no mode is told.
 
         In the place of that function dynamo would not know another.
         """
 
-        def called(frame, event, function):
-            if event == "call":
-                self.codes[id(frame.f_code)] = frame.f_code
-            elif event == "c_call" and function is torch.is_grad_enabled:
-                self.sees_gradients |= not told.by_torch()
+        def asked():
+            self.sees_gradients |= not told.by_torch()
 
-        if sys.getprofile() is not None:  # somebody measures: there is one place for this
-            self.sees_gradients = True
-            with self:
-                yield
-            return
-        self.codes = {}
-        sys.setprofile(called)
-        try:
-            with self:
-                yield
-        finally:
-            sys.setprofile(None)
+        with watched({torch.is_grad_enabled: asked}) as self._run, self:
+            self.sees_gradients = self._run is None
+            yield
 
     def note(self, rate, times=1):
         """Record `times` active dropouts of `rate`."""

@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from orttrainer.export.conditions import Conditions
 from orttrainer.export.granted import Granted
+from orttrainer.export.run_code import Read
 
 __all__ = ["MAX_OPSET", "MIN_OPSET", "ForwardGraph"]
 
@@ -32,7 +33,7 @@ class ForwardGraph:
             the same.
         granted: what holds of the sizes of inputs that the graph is right for.
         touched: paths of attributes of the module that forward changes itself.
-        read: names in the code that it ran; None where that is not known.
+        read: what the code that it ran may read; None where that is not known.
         exporter: what made the graph: "dynamo", "torchscript" or "onnx".
     """
 
@@ -46,7 +47,7 @@ class ForwardGraph:
     conditions: Conditions | None = None
     granted: tuple[Granted, ...] = ()
     touched: tuple[str, ...] = ()
-    read: frozenset[str] | None = None
+    read: Read | None = None
 
     @property
     def depends(self) -> bool:

@@ -8,7 +8,6 @@ import logging
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import CodeType
 from typing import Any
 from unittest import mock
 
@@ -17,7 +16,7 @@ import torch
 
 from orttrainer.errors import UnsupportedModelError
 
-__all__ = ["Generators", "HiddenState", "alike", "changes", "names_in", "sampled"]
+__all__ = ["Generators", "HiddenState", "alike", "changes", "sampled"]
 
 log = logging.getLogger("orttrainer")
 
@@ -215,15 +214,6 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, list):
         return len(a) == len(b) and all(map(_same, a, b))
     return a is b or (isinstance(a, (int, float, str)) and a == b)
-
-
-def names_in(code: CodeType) -> set[str]:
-    """Names, and texts that may be names, in code and in the functions that it defines."""
-    found = {*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))}
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            found |= names_in(constant)
-    return found
 
 
 # ---------------------------------------------------------------- generators

@@ -17,6 +17,7 @@ from orttrainer.export.conditions import Condition
 from orttrainer.export.faithful import MutedDropout
 from orttrainer.export.hidden_state import Generators, HiddenState, alike, changes, sampled
 from orttrainer.export.initializers import as_real
+from orttrainer.export.run_code import Read
 from orttrainer.export.told import Told
 from orttrainer.export.untouched import Moved, memory_of, unchanged
 
@@ -38,7 +39,7 @@ class Observation:
     decisions: tuple[Condition, ...]  # by the truth of tensors
     told: tuple[Told, ...]  # numbers, by the values of tensors
     touched: tuple[str, ...]  # paths of attributes that it changes
-    read: frozenset[str] | None  # names in the code that it runs; None: not known
+    read: Read | None  # what the code that it runs may read; None: not known
 
 
 def observe(wrapper, inputs, hidden_state: bool = True) -> Observation:
@@ -123,7 +124,7 @@ def _observed(wrapper, inputs, hidden_state):
         if parameter._version != versions[name] and name not in frozen:
             raise _changes_a_parameter(name)
     updated = {n: v for n, v in after.items() if n in before and (n in touched or not _same(before[n], v))}
-    seen = mute.differentiates, tuple(mute.decisions), tuple(mute.told), touched_attributes, mute.names()
+    seen = mute.differentiates, tuple(mute.decisions), tuple(mute.told), touched_attributes, mute.read
     return Observation(outputs, tuple(sorted(mute.rates)), random, updated, before, *seen)
 
 

@@ -58,7 +58,7 @@ UNTOLD = "<a number that only a batch tells>"  # as text
 
 _NUMBER = "a number"
 _TAKEN = {_NUMBER, *(func.__name__ for func in ARRAYS)}
-_PASSED = tuple(os.path.join(os.path.dirname(path), "") for path in (os.path.dirname(__file__), torch.__file__))
+PASSED = tuple(os.path.join(os.path.dirname(path), "") for path in (os.path.dirname(__file__), torch.__file__))
 
 
 class Told(NamedTuple):
@@ -82,12 +82,12 @@ class Told(NamedTuple):
 
 def place() -> tuple[str, int]:
     """File and line that called, of the nearest that are neither ours nor torch's."""
-    return _caller(_PASSED)
+    return _caller(PASSED)
 
 
 def by_torch() -> bool:
     """Whether a function of torch's called, and not forward itself."""
-    return _caller(_PASSED[:1])[0].startswith(_PASSED[1])
+    return _caller(PASSED[:1])[0].startswith(PASSED[1])
 
 
 def _caller(passed: Sequence[str]) -> tuple[str, int]:
