@@ -43,18 +43,33 @@ class Attributes:
             for root, module in modules.items()
             for path, layer in module.named_modules()
         }
-        self._roots, self._ignored = list(modules.values()), {*touched}
-        self._read = None if read is None else {*read.names, *self._names_in_classes()}
-        self._variables = [
-            (f"{scope.get('__name__', '')}.{name}", scope, name)
-            for scope, name in (read.variables if read is not None else ())
-            if _is_simple(scope.get(name))
-        ]
-        self._cells: dict[str, CellType] = {}
-        for root, part in parts.items():
-            self._look_behind(root, part)
+        self._parts, self._roots = dict(parts), list(modules.values())
         self._flags = {path: True for path in self._layers}
+        self._ignored, self._known = {*touched}, read is not None
+        self._names: set[str] = set()  # of attributes that are read
+        self._names_of_torch: set[str] = set()  # and where torch's own code reads, too
+        self._variables: dict[str, tuple[dict, str]] = {}
+        self._cells: dict[str, CellType] = {}
+        self.also(read)
+
+    def also(self, read: export.Read | None) -> dict[str, Any]:
+        """Look at what this code reads, too, which another way of forward has run.
+
+        Returns:
+            The values of what was not looked at before.
+        """
+        before, self._known = self.values(), self._known and read is not None
+        stored = frozenset() if read is None else read.stored
+        if read is not None:
+            self._names |= read.names | (self._names_in_classes() if read.compiled else set())
+            self._names_of_torch |= self._names | read.names_of_torch
+            for scope, name in read.variables:
+                if name not in stored and _is_simple(scope[name]):
+                    self._variables[f"{scope.get('__name__', '')}.{name}"] = scope, name
+        for root, part in self._parts.items():
+            self._look_behind(root, part, stored)
         self.look()
+        return {path: value for path, value in self._seen.items() if path not in before}
 
     def look(self) -> None:
         """Remember them as they are now."""
@@ -64,7 +79,7 @@ class Attributes:
         self._training = [*map(_TRAINING, self._dicts)]
         places = [(held, key) for _, held, key in self._places()]
         for held, key in [*places]:
-            places += [(vars(held[key]), name) for name in _plain_entries(held[key], self._read)]
+            places += [(vars(held[key]), name) for name in self._plain_entries(held[key])]
         self._owners, self._keys = zip(*places) if places else ((), ())
         self._values = [held[key] for held, key in places]
         self._enclosed = [*map(_content, self._cells.values())]
@@ -107,13 +122,11 @@ class Attributes:
         """Path -> what can be compared."""
         if (
             self._roots and self._roots[0].training
-        ):  # else all layers may be, to evaluate, and which are trained frozen is as it was
+        ):  # else all are in eval mode, and those that train frozen are as they were
             self._flags = {path: layer.training for path, layer in self._layers.items()}
-        found = {path: _comparable(held[key], self._read) for path, held, key in self._places()}
+        found = {path: self._comparable(held[key]) for path, held, key in self._places()}
         found |= {
-            path: _comparable(_content(cell), self._read)
-            for path, cell in self._cells.items()
-            if path not in self._ignored
+            path: self._comparable(_content(cell)) for path, cell in self._cells.items() if path not in self._ignored
         }
         for path, layer in self._layers.items():
             found[f"{path}.training".strip(".")] = _Training(self._flags[path])
@@ -148,44 +161,70 @@ class Attributes:
 
     def _places(self) -> Iterator[tuple[str, dict, str]]:
         """Path, dict and key of each that forward may read, as long as they are there."""
-        yield from (place for place in self._variables if place[2] in place[1] and place[0] not in self._ignored)
+        for path, (scope, name) in self._variables.items():
+            if name in scope and path not in self._ignored:
+                yield path, scope, name
         for path, layer in self._layers.items():
-            own = type(layer).__module__.partition(".")[0] == "torch"
+            own = _is_of_torch(type(layer))
+            inherits = any(_is_of_torch(kind) for kind in type(layer).__mro__ if kind is not torch.nn.Module)
+            read = self._names_of_torch if inherits else self._names
             for key in vars(layer):
                 full = f"{path}.{key}".strip(".")
                 if key in _OF_TORCH or full in self._ignored or (own and key.startswith("_")):
                     continue
-                if self._read is None or key in self._read:
+                if not self._known or key in read or key == "forward":
                     yield full, vars(layer), key
 
-    def _look_behind(self, path: str, part: Any, depth: int = 3) -> None:
+    def _look_behind(self, path: str, part: Any, stored: Collection[str], depth: int = 3) -> None:
         """Note what a callable that is no module has beside its code: variables of the function around it, an object's attributes."""
         if isinstance(part, FunctionType):
             for name, cell in zip(part.__code__.co_freevars, part.__closure__ or ()):
                 content, full = _content(cell), f"{path}.{name}"
-                if _is_simple(content):
+                if name not in stored and _is_simple(content):
                     self._cells[full] = cell
                 elif depth > 0 and callable(content) and not isinstance(content, torch.nn.Module):
-                    self._look_behind(full, content, depth - 1)
+                    self._look_behind(full, content, stored, depth - 1)
         elif isinstance(part, functools.partial):
-            self._variables += [(f"{path}.{name}", part.keywords, name) for name in part.keywords]
-            self._look_behind(path, part.func, depth - 1)
+            self._variables |= {f"{path}.{name}": (part.keywords, name) for name in part.keywords}
+            self._look_behind(path, part.func, stored, depth - 1)
         elif isinstance(part, MethodType):
-            self._look_behind(path, part.__self__, depth - 1)
+            self._look_behind(path, part.__self__, stored, depth - 1)
         elif not isinstance(part, (type, torch.nn.Module)):
-            self._variables += [(f"{path}.{name}", vars(part), name) for name in _plain_entries(part, self._read)]
+            for name in set(self._plain_entries(part)).difference(stored):
+                self._variables[f"{path}.{name}"] = vars(part), name
+
+    def _comparable(self, value: Any) -> Any:
+        if isinstance(value, _PLAIN):
+            return type(value), value
+        if _is_container(value):
+            return type(value), list(value.items()) if isinstance(value, dict) else [*value]
+        if entries := self._plain_entries(value):
+            return type(value), {name: self._comparable(vars(value)[name]) for name in entries}
+        return _Is(value)
+
+    def _plain_entries(self, value: Any) -> list[str]:
+        """The names of plain attributes of an object, such as a configuration, that forward may read."""
+        if isinstance(value, (torch.Tensor, torch.nn.Module, type, FunctionType, ModuleType, *_PLAIN, *_CONTAINERS)):
+            return []
+        held = getattr(value, "__dict__", None)
+        names = held if isinstance(held, dict) else ()
+        return [key for key in names if (not self._known or key in self._names) and isinstance(held[key], _PLAIN)]
 
     def _names_in_classes(self) -> set[str]:
-        """Names in methods of the layers' classes, but torch's: what was compiled was not run as it stands there."""
+        """Names in methods of the layers' classes, but torch's."""
         classes = {kind for layer in self._layers.values() for kind in type(layer).__mro__}
         functions = [
             value
             for kind in classes
-            if kind.__module__.partition(".")[0] not in ("torch", "builtins")
+            if not _is_of_torch(kind)
             for value in vars(kind).values()
             if isinstance(value, FunctionType) and value.__name__ != "__init__"
         ]
         return {name for function in functions for name in export.names_in(function.__code__)}
+
+
+def _is_of_torch(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "torch"
 
 
 class _Is:
@@ -220,16 +259,6 @@ def _content(cell: CellType) -> Any:
         return None
 
 
-def _comparable(value: Any, read: Collection[str] | None) -> Any:
-    if isinstance(value, _PLAIN):
-        return type(value), value
-    if _is_container(value):
-        return type(value), list(value.items()) if isinstance(value, dict) else [*value]
-    if entries := _plain_entries(value, read):
-        return type(value), {name: _comparable(vars(value)[name], read) for name in entries}
-    return _Is(value)
-
-
 def _is_container(value: Any) -> bool:
     """Whether it is one of a few plain things."""
     if not isinstance(value, _CONTAINERS) or len(value) > _FEW:
@@ -242,12 +271,3 @@ def _is_simple(value: Any) -> bool:
     if dataclasses.is_dataclass(value) or isinstance(value, (argparse.Namespace, SimpleNamespace, torch.Tensor)):
         return not isinstance(value, type)
     return isinstance(value, _PLAIN) or _is_container(value)
-
-
-def _plain_entries(value: Any, read: Collection[str] | None) -> list[str]:
-    """The names of plain attributes of an object, such as a configuration, that forward may read."""
-    if isinstance(value, (torch.Tensor, torch.nn.Module, type, FunctionType, ModuleType, *_PLAIN, *_CONTAINERS)):
-        return []
-    held = getattr(value, "__dict__", None)
-    names = held if isinstance(held, dict) else ()
-    return [key for key in names if (read is None or key in read) and isinstance(held[key], _PLAIN)]

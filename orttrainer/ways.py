@@ -131,7 +131,11 @@ class Ways:
         self.known = [way for way in self.known if way is not forward] + [forward]
         self._opened.pop(id(forward), None)
         self._opened[id(forward)] = graph, runner
-        self._made_with.setdefault(id(forward), self._values)
+        if id(forward) not in self._made_with:  # a new one, which may have read more
+            self._made_with[id(forward)] = self._values
+            for path, value in self._attributes.also(forward.read).items():
+                for values in self._made_with.values():
+                    values.setdefault(path, value)
         if self._attributes.values() == self._made_with[id(forward)]:
             self._attributes.look()
         while len(self._opened) > OPEN:

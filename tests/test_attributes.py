@@ -21,6 +21,7 @@ from orttrainer.ways import check_same_counts
 RATE = 0.05
 GLOBAL = 1.0
 options = argparse.Namespace(gain=1.0, other=0)
+mean = torch.zeros(())
 
 
 class Annealed(nn.Module):
@@ -34,12 +35,12 @@ class Annealed(nn.Module):
         self.beta, self.use, self.scales = 1.0, True, [1.0, 1.0]
         self.shift, self.config = torch.zeros(6), types.SimpleNamespace(gain=1.0, name="x")
         self.offset, self.spread = 0.0, 1.0
-        self.steps, self.kept, self.last = 0, None, None
+        self.steps, self.step, self.kept, self.last = 0, 0, None, None
 
     def forward(self, x):
         if self.kept is None:
             self.kept = torch.ones(6)
-        y = self.norm(self.layer(x)) * self.beta * self.scales[1] + self.shift * self.kept
+        y = self.norm(self.layer(x) - x.mean()) * self.beta * self.scales[1] + self.shift * self.kept
         if self.use:
             y = torch.tanh(y) ** self.power * self.config.gain
         if not self.training:
@@ -127,6 +128,7 @@ def test_global_variables_are_followed(owner, name, monkeypatch, exports):
     monkeypatch.setattr(f"{owner}.{name}", 3.0)
     pair.steps(2)
     monkeypatch.setattr("test_attributes.options.other", 1)  # which nothing reads
+    monkeypatch.setattr("test_attributes.mean", torch.ones(()))  # a global of a name that an attribute has in forward
     pair.steps(1)
     assert len(exports) == 2
 
@@ -148,6 +150,7 @@ class Focal:
         return self.compute(scores, label)
 
     def compute(self, scores, label):
+        self.calls += 1
         found = nn.functional.cross_entropy(scores, label, reduction="none")
         return (found * (1 - torch.exp(-found)) ** self.gamma).mean()
 
@@ -214,6 +217,35 @@ def test_in_the_midst_of_a_block_of_batches_the_sums_of_gradients_stay():
     pair.steps(5)
 
 
+class TwoWays(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head, self.first, self.second = nn.Linear(4, 3), 1.0, 1.0
+
+    def forward(self, x):
+        return one_way(self, x) if x.sum() > 0 else other_way(self, x)
+
+
+def one_way(module, x):
+    return module.head(x) * module.first
+
+
+def other_way(module, x):
+    return module.head(x + module.second)
+
+
+def test_what_another_way_reads_is_followed_and_ways_in_turns_are_kept(exports):
+    pair = Pair(TwoWays())
+    positive = [bool(batch(step)[0].sum() > 0) for step in range(12)]
+    assert True in positive[:4] and False in positive[:4] and True in positive[4:] and False in positive[4:]
+    pair.steps(4)
+    assert len(exports) == 2
+    pair.change(lambda m: setattr(m, "second", 2.0))
+    pair.change(lambda m: setattr(m, "first", 3.0))
+    pair.steps(8)
+    assert len(exports) == 4
+
+
 def test_attributes_of_a_loss_are_followed():
     pair = Pair(Annealed(), loss=nn.CrossEntropyLoss(label_smoothing=0.1))
     pair.steps(1)
@@ -247,6 +279,7 @@ def test_what_forward_does_not_read_or_writes_itself_costs_nothing(exports):
     for step in range(3):
         pair.steps(1)
         pair.module.steps = step
+        pair.module.step = step  # torch's own code knows such a name
         pair.module.note = f"step {step}"
         pair.module.kept = torch.ones(6)
     assert len(exports) == 1

@@ -285,7 +285,7 @@ class MutedDropout(TorchFunctionMode):
     @property
     def read(self) -> Read | None:
         """What the code that was run (with `watching`) may read; None where that is not known."""
-        return None if self._run is None else read_by(self._run, told.PASSED)
+        return None if self._run is None else read_by(self._run, *told.PASSED)
 
     @contextlib.contextmanager
     def watching(self):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dis
+import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import CodeType
 from typing import NamedTuple
 
 __all__ = ["Read", "names_in", "read_by", "watched"]
+
+_LOAD, _STORE = ("LOAD_GLOBAL", "LOAD_NAME"), ("STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR")
 
 RunCode = dict[int, tuple[CodeType, dict]]  # id -> code, and its globals
 
@@ -17,34 +21,48 @@ class Read(NamedTuple):
     """What code may read.
 
     Attributes:
-        names: of attributes, among others.
-        variables: globals of modules that are neither ours nor torch's, and a name among them.
+        names: of attributes, among others, in code that is neither ours nor torch's.
+        names_of_torch: in torch's own.
+        variables: globals of the former, and a name among them.
+        stored: names of variables and attributes that the former sets.
+        compiled: some of it may have been compiled, and was not run as it stands.
     """
 
     names: frozenset[str]
+    names_of_torch: frozenset[str]
     variables: tuple[tuple[dict, str], ...]
+    stored: frozenset[str]
+    compiled: bool
 
 
 def names_in(code: CodeType) -> set[str]:
     """Names, and texts that may be names, in code and in the functions that it defines."""
     found = {*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))}
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            found |= names_in(constant)
-    return found
+    return found.union(*map(names_in, _functions(code)))
 
 
-def read_by(run: RunCode, passed: tuple[str, ...]) -> Read:
-    """What code may read; the globals but of files below the folders `passed`."""
-    names, variables = set(), {}
+def _names_with(steps: Collection[str], code: CodeType) -> set[str]:
+    """What these instructions name, in code and in the functions that it defines."""
+    found = {step.argval for step in dis.get_instructions(code) if step.opname in steps}
+    return found.union(*(_names_with(steps, inner) for inner in _functions(code)))
+
+
+def _functions(code: CodeType) -> list[CodeType]:
+    return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+
+
+def read_by(run: RunCode, ours: str, torchs: str) -> Read:
+    """What code may read; `ours`, `torchs`: the folders that those files are in."""
+    names, of_torch, variables, stored, compiled = set(), set(), {}, set(), False
     for code, scope in run.values():
-        found = names_in(code)
-        names |= found
-        if not code.co_filename.startswith(passed):
-            variables |= {
-                (id(scope), name): (scope, name) for name in found & scope.keys() if not name.startswith("__")
-            }
-    return Read(frozenset(names), tuple(variables.values()))
+        if code.co_filename.startswith(torchs):
+            of_torch |= names_in(code)
+            compiled |= os.path.join("_dynamo", "") in code.co_filename
+        elif not code.co_filename.startswith(ours):
+            names |= names_in(code)
+            stored |= _names_with(_STORE, code)
+            variables |= {(id(scope), name): (scope, name) for name in _names_with(_LOAD, code) & scope.keys()}
+    return Read(frozenset(names), frozenset(of_torch), tuple(variables.values()), frozenset(stored), compiled)
 
 
 @contextlib.contextmanager
