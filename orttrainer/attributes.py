@@ -44,7 +44,10 @@ class Attributes:
             for path, layer in module.named_modules()
         }
         self._parts, self._roots = dict(parts), list(modules.values())
-        self._flags = {path: True for path in self._layers}
+        self._flags: dict[str, bool] = {}  # as they are when the model trains
+        for root in self._roots[:1]:
+            with export.in_train_mode(root):
+                self._flags = self._read_flags()
         self._ignored, self._known = {*touched}, read is not None
         self._names: set[str] = set()  # of attributes that are read
         self._names_of_torch: set[str] = set()  # and where torch's own code reads, too
@@ -120,10 +123,8 @@ class Attributes:
 
     def values(self) -> dict[str, Any]:
         """Path -> what can be compared."""
-        if (
-            self._roots and self._roots[0].training
-        ):  # else all are in eval mode, and those that train frozen are as they were
-            self._flags = {path: layer.training for path, layer in self._layers.items()}
+        if self._roots and self._roots[0].training:  # else all may be in eval mode, also those that train
+            self._flags = self._read_flags()
         found = {path: self._comparable(held[key]) for path, held, key in self._places()}
         found |= {
             path: self._comparable(_content(cell)) for path, cell in self._cells.items() if path not in self._ignored
@@ -149,7 +150,7 @@ class Attributes:
 
     @contextlib.contextmanager
     def in_train_mode(self) -> Iterator[None]:
-        """Layers in eval mode as they were when the module was last in train mode."""
+        """Layers in eval mode as they were when the model was last in train mode."""
         before = [(layer, layer.training) for layer in self._layers.values()]
         for path, layer in self._layers.items():
             layer.training = self._flags[path]
@@ -158,6 +159,9 @@ class Attributes:
         finally:
             for layer, training in before:
                 layer.training = training
+
+    def _read_flags(self) -> dict[str, bool]:
+        return {path: layer.training for path, layer in self._layers.items()}
 
     def _places(self) -> Iterator[tuple[str, dict, str]]:
         """Path, dict and key of each that forward may read, as long as they are there."""

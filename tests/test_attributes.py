@@ -274,6 +274,27 @@ def test_who_evaluates_and_goes_on_without_train_has_the_same_layers_frozen(expo
     assert len(exports) == 2
 
 
+class KeepsFrozen(Annealed):
+    """Its norm is never in train mode, as detectors have it."""
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+
+def test_a_train_of_the_modules_own_holds(exports):
+    pair = Pair(KeepsFrozen().eval())
+    pair.reference.train()
+    pair.steps(2)
+    pair.module.train()
+    pair.steps(1)
+    pair.module.eval()
+    pair.change(CHANGES["a number"])
+    pair.steps(2)
+    assert len(exports) == 2
+
+
 def test_what_forward_does_not_read_or_writes_itself_costs_nothing(exports):
     pair = Pair(Annealed())
     for step in range(3):

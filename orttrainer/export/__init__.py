@@ -17,6 +17,7 @@ _HOME = {
     "count_outputs": "call",
     "export_module": "module",
     "from_onnx": "onnx_model",
+    "in_train_mode": "call",
     "lacks_loss": "torch_loss",
     "named_state": "call",
     "names_in": "run_code",
@@ -35,6 +36,7 @@ __all__ = [
     "count_outputs",
     "export_module",
     "from_onnx",
+    "in_train_mode",
     "lacks_loss",
     "named_state",
     "names_in",
@@ -42,7 +44,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from orttrainer.export.call import check_layers, count_outputs, named_state
+    from orttrainer.export.call import check_layers, count_outputs, in_train_mode, named_state
     from orttrainer.export.conditions import Asked, Conditions
     from orttrainer.export.forward_graph import ForwardGraph
     from orttrainer.export.initializers import as_real
