@@ -258,9 +258,9 @@ def check_same_counts(before: TrainingGraph, after: TrainingGraph, alone: bool) 
     counts = any(e.role == "optimizer" and e.parameter is None for e in before.signature.state)
     if counts and (others := sorted({*before.signature.parameters} ^ {*after.signature.parameters})):
         raise UnsupportedModelError(
-            f"forward decides by values, and on this batch {others} are trained where they were not, or the other way round: "
-            "the graph has one count of updates for all parameters. Nothing was changed. Use torch.where instead, so that all "
-            "have a gradient, or SGD, which does not count."
+            f"forward decides by values, or by attributes that changed, and on this batch {others} are trained where they were "
+            "not, or the other way round: the graph has one count of updates for all parameters. Nothing was changed. Use "
+            "torch.where instead, so that all have a gradient, or SGD, which does not count."
         )
 
 

@@ -64,6 +64,7 @@ CHANGES = {
     "a number": lambda m: setattr(m, "beta", 2.0),
     "a flag": lambda m: setattr(m, "use", False),
     "an entry of a list": set_entry,
+    "a tensor in a list": lambda m: m.scales.__setitem__(1, torch.tensor([1.0, 2, 3, 4, 5, 6])),
     "another list": lambda m: setattr(m, "scales", [1.0, 0.5]),
     "a tensor in place": lambda m: m.shift.add_(0.5),
     "another tensor": lambda m: setattr(m, "shift", torch.full((6,), -0.5)),
