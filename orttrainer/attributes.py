@@ -67,7 +67,7 @@ class Attributes:
             self._names |= read.names | (self._names_in_classes() if read.compiled else set())
             self._names_of_torch |= self._names | read.names_of_torch
             for scope, name in read.variables:
-                if name not in stored and _is_simple(scope[name]):
+                if ("GLOBAL", name) not in stored and _is_simple(scope[name]):
                     self._variables[f"{scope.get('__name__', '')}.{name}"] = scope, name
         for root, part in self._parts.items():
             self._look_behind(root, part, stored)
@@ -191,7 +191,7 @@ class Attributes:
         if isinstance(part, FunctionType):
             for name, cell in zip(part.__code__.co_freevars, part.__closure__ or ()):
                 content, full = _content(cell), f"{path}.{name}"
-                if name not in stored and _is_simple(content):
+                if ("DEREF", name) not in stored and _is_simple(content):
                     self._cells[full] = cell
                 elif depth > 0 and callable(content) and not isinstance(content, torch.nn.Module):
                     self._look_behind(full, content, stored, depth - 1)
@@ -201,8 +201,9 @@ class Attributes:
         elif isinstance(part, MethodType):
             self._look_behind(path, part.__self__, stored, depth - 1)
         elif not isinstance(part, (type, torch.nn.Module)):
-            for name in set(self._plain_entries(part)).difference(stored):
-                self._variables[f"{path}.{name}"] = vars(part), name
+            for name in self._plain_entries(part):
+                if ("ATTR", name) not in stored:
+                    self._variables[f"{path}.{name}"] = vars(part), name
 
     def _comparable(self, value: Any) -> Any:
         if isinstance(value, _PLAIN):

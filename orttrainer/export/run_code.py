@@ -6,13 +6,14 @@ import contextlib
 import dis
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType
 from typing import NamedTuple
 
 __all__ = ["Read", "names_in", "read_by", "watched"]
 
-_LOAD, _STORE = ("LOAD_GLOBAL", "LOAD_NAME"), ("STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR")
+_READS = {dis.opmap[name] for name in ("LOAD_GLOBAL", "LOAD_NAME")}
+_SETS = {dis.opmap[f"STORE_{kind}"]: kind for kind in ("GLOBAL", "DEREF", "ATTR")}
 
 RunCode = dict[int, tuple[CodeType, dict]]  # id -> code, and its globals
 
@@ -24,14 +25,14 @@ class Read(NamedTuple):
         names: of attributes, among others, in code that is neither ours nor torch's.
         names_of_torch: in torch's own.
         variables: globals of the former, and a name among them.
-        stored: names of variables and attributes that the former sets.
+        stored: "GLOBAL", "DEREF" (of a function around it) or "ATTR", and a name that the former sets so.
         compiled: some of it may have been compiled, and was not run as it stands.
     """
 
     names: frozenset[str]
     names_of_torch: frozenset[str]
     variables: tuple[tuple[dict, str], ...]
-    stored: frozenset[str]
+    stored: frozenset[tuple[str, str]]
     compiled: bool
 
 
@@ -41,10 +42,13 @@ def names_in(code: CodeType) -> set[str]:
     return found.union(*map(names_in, _functions(code)))
 
 
-def _names_with(steps: Collection[str], code: CodeType) -> set[str]:
-    """What these instructions name, in code and in the functions that it defines."""
-    found = {step.argval for step in dis.get_instructions(code) if step.opname in steps}
-    return found.union(*(_names_with(steps, inner) for inner in _functions(code)))
+def _steps(code: CodeType) -> Iterator[tuple[int, str]]:
+    """Instructions that read a global or set something, and its name, in code and in the functions that it defines."""
+    for step in dis.get_instructions(code):
+        if step.opcode in _READS or step.opcode in _SETS:
+            yield step.opcode, step.argval
+    for inner in _functions(code):
+        yield from _steps(inner)
 
 
 def _functions(code: CodeType) -> list[CodeType]:
@@ -60,8 +64,11 @@ def read_by(run: RunCode, ours: str, torchs: str) -> Read:
             compiled |= os.path.join("_dynamo", "") in code.co_filename
         elif not code.co_filename.startswith(ours):
             names |= names_in(code)
-            stored |= _names_with(_STORE, code)
-            variables |= {(id(scope), name): (scope, name) for name in _names_with(_LOAD, code) & scope.keys()}
+            for step, name in _steps(code):
+                if step in _SETS:
+                    stored.add((_SETS[step], name))
+                elif name in scope:
+                    variables[id(scope), name] = scope, name
     return Read(frozenset(names), frozenset(of_torch), tuple(variables.values()), frozenset(stored), compiled)
 
 
