@@ -40,7 +40,14 @@ def zero(self, x):
     self.charge = torch.zeros_like(x)
 
 
-@pytest.mark.parametrize("begin", [empty, zero], ids=["made in the call", "given the batch's shape"])
+def repeated(self, x):
+    """One number in the memory of all."""
+    self.charge = torch.zeros(1, 1).expand_as(x)
+
+
+@pytest.mark.parametrize(
+    "begin", [empty, zero, repeated], ids=["made in the call", "given the batch's shape", "repeated"]
+)
 def test_what_no_later_call_reads_is_not_kept(begin, caplog):
     torch.manual_seed(0)
     module = Loss(Spiking(begin))
