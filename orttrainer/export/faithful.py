@@ -297,9 +297,10 @@ class MutedDropout(TorchFunctionMode):
         def asked():
             self.sees_gradients |= not told.by_torch()
 
-        with watched({torch.is_grad_enabled: asked}) as self._run, self:
-            self.sees_gradients = self._run is None
+        with watched({torch.is_grad_enabled: asked}) as run, self:
+            self.sees_gradients = run is None
             yield
+        self._run = run  # not before: dynamo, which may trace a part, goes through what a mode holds while that grows
 
     def note(self, rate, times=1):
         """Record `times` active dropouts of `rate`."""

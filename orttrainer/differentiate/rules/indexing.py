@@ -50,9 +50,10 @@ def _slab(op, node: ir.Node, dy: ir.Value, axis: int, index_rank: int) -> ir.Val
         return op.Unsqueeze(dy, [axis])
     count = op.Reshape(op.size(indices), [1])
     sizes = [op.dim(x, k) if k != axis else count for k in range(rank(node, x))]
-    unknown = [k for k, size in enumerate(sizes) if constant(size) is None]
-    if len(unknown) == 1:  # then no Shape node is needed
-        sizes[unknown[0]] = -1
+    known = {k: constant(size) for k, size in enumerate(sizes)}
+    unknown = [k for k, size in known.items() if size is None]
+    if len(unknown) == 1 and all(size is None or size.all() for size in known.values()):
+        sizes[unknown[0]] = -1  # then no Shape node is needed; beside a size of 0 it says nothing
     return op.Reshape(dy, join(op, *sizes))
 
 
