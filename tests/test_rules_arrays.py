@@ -206,8 +206,8 @@ def test_gather_of_no_rows_gives_zeros():
 
 def test_gather_from_no_rows_whose_last_size_is_not_known():
     infos = {"x": (FLOAT, (0, 5, "n"))}
-    indices = numpy_helper.from_array(np.array([[0, 1], [1, 4]]), "ids")
-    model = model_of([("Gather", ["x", "ids"], ["y"], {"axis": 1})], infos, {"y": (FLOAT, None)}, [indices])
+    indices = {"ids": np.array([[0, 1], [1, 4]])}
+    model = model_of([("Gather", ["x", "ids"], ["y"], {"axis": 1})], infos, {"y": (FLOAT, None)}, indices)
     gradient = build_gradient(model, wrt="x")
     feeds = {"x": np.empty((0, 5, 3), np.float32), "y_cotangent": np.empty((0, 2, 2, 3), np.float32)}
     assert run(gradient, feeds)["x_grad"].shape == (0, 5, 3)
