@@ -204,12 +204,12 @@ def test_gather_of_no_rows_gives_zeros():
     assert not run(gradient, feeds)["table_grad"].any()
 
 
-def test_gather_from_no_rows_whose_last_size_is_not_known():
-    infos = {"x": (FLOAT, (0, 5, "n"))}
-    indices = {"ids": np.array([[0, 1], [1, 4]])}
-    model = model_of([("Gather", ["x", "ids"], ["y"], {"axis": 1})], infos, {"y": (FLOAT, None)}, indices)
+def test_gather_from_no_rows_by_indices_of_any_number():
+    infos = {"x": (FLOAT, (0, 5, 3)), "ids": (INT64, ("n", "m"))}
+    model = model_of([("Gather", ["x", "ids"], ["y"], {"axis": 1})], infos, {"y": (FLOAT, None)})
     gradient = build_gradient(model, wrt="x")
-    feeds = {"x": np.empty((0, 5, 3), np.float32), "y_cotangent": np.empty((0, 2, 2, 3), np.float32)}
+    cotangent = np.empty((0, 2, 2, 3), np.float32)
+    feeds = {"x": np.empty((0, 5, 3), np.float32), "ids": np.array([[0, 1], [1, 4]]), "y_cotangent": cotangent}
     assert run(gradient, feeds)["x_grad"].shape == (0, 5, 3)
 
 

@@ -20,6 +20,7 @@ from orttrainer.differentiate.rules.tools import (
     scatter_along,
     shaped,
     widened,
+    zeros,
 )
 
 non_differentiable("ArgMax", "ArgMin", "NonZero")
@@ -30,6 +31,8 @@ def gather(op, node, dy):
     """Y = X[..., indices, ...]  ->  dX = zeros, dY added at the indices; a Pad for one known index."""
     x, indices = node.inputs
     axis = axis_of(node, x, 0)
+    if 0 in x.shape:  # of which no shape with another size that is open could be inferred
+        return zeros(op, op.shape(x), x.dtype)
     size = op.dim(x, axis)
     known, length = constant(indices), constant(size)
     if known is not None and known.size == 1 and length is not None:
@@ -50,10 +53,9 @@ def _slab(op, node: ir.Node, dy: ir.Value, axis: int, index_rank: int) -> ir.Val
         return op.Unsqueeze(dy, [axis])
     count = op.Reshape(op.size(indices), [1])
     sizes = [op.dim(x, k) if k != axis else count for k in range(rank(node, x))]
-    known = {k: constant(size) for k, size in enumerate(sizes)}
-    unknown = [k for k, size in known.items() if size is None]
-    if len(unknown) == 1 and all(size is None or size.all() for size in known.values()):
-        sizes[unknown[0]] = -1  # then no Shape node is needed; beside a size of 0 it says nothing
+    unknown = [k for k, size in enumerate(sizes) if constant(size) is None]
+    if len(unknown) == 1:  # then no Shape node is needed
+        sizes[unknown[0]] = -1
     return op.Reshape(dy, join(op, *sizes))
 
 
