@@ -24,7 +24,7 @@ _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _FEW = 100  # entries: what is longer is a table of the user's
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_TORCH = {"training", *vars(torch.nn.Module())}  # each layer's own; what is in them is asked for elsewhere
-_VERSION, _TRAINING = operator.attrgetter("_version"), operator.itemgetter("training")
+_VERSION, _TRAINING = operator.attrgetter("_version"), operator.attrgetter("training")
 
 
 class Attributes:
@@ -79,7 +79,7 @@ class Attributes:
         self._seen = self.values()
         self._dicts = [vars(layer) for layer in self._layers.values()]
         self._lengths = [*map(len, self._dicts)]
-        self._training = [*map(_TRAINING, self._dicts)]
+        self._training = [*map(_TRAINING, self._layers.values())]
         places = [(held, key) for _, held, key in self._places()]
         for held, key in [*places]:
             places += [(vars(held[key]), name) for name in self._plain_entries(held[key])]
@@ -103,7 +103,9 @@ class Attributes:
         Args:
             trains: for a step that trains, where it matters which layers are in eval mode.
         """
-        if [*map(len, self._dicts)] != self._lengths or (trains and [*map(_TRAINING, self._dicts)] != self._training):
+        if [*map(len, self._dicts)] != self._lengths or (
+            trains and [*map(_TRAINING, self._layers.values())] != self._training
+        ):
             return False
         if not all(map(operator.is_, map(dict.get, self._owners, self._keys), self._values)):
             return False

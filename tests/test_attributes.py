@@ -284,6 +284,18 @@ class KeepsFrozen(Annealed):
         return self
 
 
+def test_a_module_that_is_to_be_compiled_is_followed():
+    """`torch.compile` has layers whose mode is a property, and code that is not run as it stands."""
+    pair = Pair(Annealed())
+    pair.engine = Engine(
+        torch.compile(pair.module), pair.loss, description(), OptimizerChoice("AdamOptimizer", clip=False), Settings()
+    )
+    pair.steps(2)
+    for name in ("a number", "what another function reads", "a layer in eval mode"):
+        pair.change(CHANGES[name])
+        pair.steps(2)
+
+
 def test_a_train_of_the_modules_own_holds(exports):
     pair = Pair(KeepsFrozen().eval())
     pair.reference.train()
