@@ -7,6 +7,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -24,7 +25,7 @@ _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _FEW = 100  # entries: what is longer is a table of the user's
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_TORCH = {"training", *vars(torch.nn.Module())}  # each layer's own; what is in them is asked for elsewhere
-_VERSION, _TRAINING = operator.attrgetter("_version"), operator.attrgetter("training")
+_VERSION, _TRAINING = operator.attrgetter("_version"), itertools.repeat("training")
 
 
 class Attributes:
@@ -79,7 +80,9 @@ class Attributes:
         self._seen = self.values()
         self._dicts = [vars(layer) for layer in self._layers.values()]
         self._lengths = [*map(len, self._dicts)]
-        self._training = [*map(_TRAINING, self._layers.values())]
+        self._training = [
+            *map(dict.get, self._dicts, _TRAINING)
+        ]  # None where it is a property, of what wraps another layer
         places = [(held, key) for _, held, key in self._places()]
         for held, key in [*places]:
             places += [(vars(held[key]), name) for name in self._plain_entries(held[key])]
@@ -90,9 +93,10 @@ class Attributes:
         self._containers = [
             value for value in held if _is_container(value) and not isinstance(value, (tuple, frozenset))
         ]
-        hooks = [held[key] for held in self._dicts for key in _HOOKS if key in held]
-        self._registered, self._hooked = RemovableHandle.next_id, any(hooks)
-        self._containers += hooks if self._hooked else ()
+        self._hooks = [held[key] for held in self._dicts for key in _HOOKS if key in held]
+        self._registered, self._hooked = RemovableHandle.next_id, any(self._hooks)
+        self._containers += self._hooks if self._hooked else ()
+        self._held = bool(held or self._containers)
         self._contents = [value.copy() for value in self._containers]
         self._tensors = [x for x in held if isinstance(x, torch.Tensor) and not x.is_inference()]
         self._versions = [*map(_VERSION, self._tensors)]
@@ -103,10 +107,18 @@ class Attributes:
         Args:
             trains: for a step that trains, where it matters which layers are in eval mode.
         """
-        if [*map(len, self._dicts)] != self._lengths or (
-            trains and [*map(_TRAINING, self._layers.values())] != self._training
-        ):
+        if [*map(len, self._dicts)] != self._lengths:
             return False
+        if trains and [*map(dict.get, self._dicts, _TRAINING)] != self._training:
+            return False
+        if RemovableHandle.next_id != self._registered:  # there are new hooks, of whomever
+            if not self._hooked and any(self._hooks):
+                return False
+            self._registered = RemovableHandle.next_id
+        return not self._held or self._are_held()
+
+    def _are_held(self) -> bool:
+        """Whether the same objects are held, in the same versions, and containers hold the same."""
         if not all(map(operator.is_, map(dict.get, self._owners, self._keys), self._values)):
             return False
         if not all(map(operator.is_, map(_content, self._cells.values()), self._enclosed)):
@@ -116,9 +128,7 @@ class Attributes:
                 return False
         except Exception:  # of whatever class: one holds a tensor now, which is compared element by element
             return False
-        if [*map(_VERSION, self._tensors)] != self._versions:
-            return False
-        return self._hooked or RemovableHandle.next_id == self._registered  # else there is a new hook, of whomever
+        return [*map(_VERSION, self._tensors)] == self._versions
 
     def changes(self, trains: bool) -> list[str]:
         """The paths of those that are not as when `look` was called."""
