@@ -11,7 +11,7 @@ import itertools
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -264,16 +264,10 @@ class _Is:
     __hash__ = None
 
 
-class _Training:
+class _Training(NamedTuple):
     """Whether a layer is in train mode."""
 
-    def __init__(self, flag: bool):
-        self.flag = flag
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Training) and self.flag == other.flag
-
-    __hash__ = None
+    flag: bool
 
 
 def _content(cell: CellType) -> Any:

@@ -45,7 +45,7 @@ from orttrainer.source import Source
 from orttrainer.state import TrainedState
 from orttrainer.training_graph import TrainingGraph
 from orttrainer.turns import PreparingAStep, one_at_a_time
-from orttrainer.ways import Ways, check_same_counts, keep_the_same
+from orttrainer.ways import Ways, check_can_go_on, keep_the_same
 
 if TYPE_CHECKING:
     from orttrainer.export import ForwardGraph
@@ -426,7 +426,7 @@ class Engine(NotCopied):
         if graph is None:
             self._state.show(forward.model)
             graph = self._training_graph(forward)
-        check_same_counts(self.training_graph, graph, forward is self._forward or self.collective.size == 1)
+        check_can_go_on(self.training_graph, graph, forward is self._forward or self.collective.size == 1)
         same = keep_the_same(self.training_graph, graph) and forward.decided == self._forward.decided
         state = {**self._left, **({} if same else self.state_dict())}
         self._forward = forward

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import onnx
 import onnx_ir as ir
 import torch
+from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
 from orttrainer import export
 from orttrainer.attributes import Attributes
@@ -226,9 +227,9 @@ def _nameless(forward: ForwardGraph) -> tuple[bytes, list[tuple]]:
     named = {*graph.inputs, *graph.outputs, *(graph.initializers[name] for name in of_state)}
     graph.initializers.clear()
     contents = []
+    ClearMetadataAndDocStringPass()(model)
     for node in graph.all_nodes():
         node.name = ""
-        node.metadata_props.clear()
         inside = [x for part in subgraphs(node) for x in part.inputs]
         for value in node.outputs:
             value.metadata_props.clear()
@@ -241,14 +242,15 @@ def _nameless(forward: ForwardGraph) -> tuple[bytes, list[tuple]]:
     return ir.to_proto(model).SerializeToString(deterministic=True), contents
 
 
-def check_same_counts(before: TrainingGraph, after: TrainingGraph, alone: bool) -> None:
-    """Refuse to go on with other trained parameters where an optimizer counts updates, which PyTorch does for each.
+def check_can_go_on(before: TrainingGraph, after: TrainingGraph, alone: bool) -> None:
+    """Refuse a graph with which training cannot go on on the present state.
 
     Args:
         alone: no other rank goes on with another state, which all share.
 
     Raises:
-        UnsupportedModelError: so it is; or it is not alone, and the state is another.
+        UnsupportedModelError: it trains other parameters, and an optimizer counts updates, which PyTorch does for each; or it is
+            not alone, and the state is another.
     """
     if not alone and _forms(before) != _forms(after):
         raise UnsupportedModelError(

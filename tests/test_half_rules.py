@@ -100,11 +100,10 @@ def test_gradients_are_right_where_float16_meets_float32(case):
     check(case, FLOAT16, 1, 2e-2)
 
 
+# Rounding would take values over the edge of a clip; float16, which has three more bits, tests these.
 @SLOW
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if "clip" not in str(case)], ids=str)
 def test_gradients_are_right_where_all_activations_are_bfloat16(case):
-    if "clip" in str(case):
-        pytest.skip("rounding takes values over the edge of the clip")  # float16, with three more bits, tests it
     moves = not case.domain and case.op_type not in NEEDS_OPSET_18 and "opset" not in case.name
     if moves and 18 <= case.opset < 22:  # 22 gave bfloat16 to many operators
         case = Case(
