@@ -1,4 +1,4 @@
-"""What layers keep beside tensors that are state, and globals. A graph has it as constants; each step asks whether it changed."""
+"""What layers keep beside tensors that are state, and globals. A graph is made for what they are; each step asks whether it changed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from torch.utils.hooks import RemovableHandle
 
 from orttrainer import export
 
-__all__ = ["Attributes"]
+__all__ = ["OF_GRADIENTS", "Attributes"]
 
+OF_GRADIENTS = ".requires_grad"  # behind the path of a parameter
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _FEW = 100  # entries: what is longer is a table of the user's
@@ -46,6 +47,7 @@ class Attributes:
         }
         self._parts, self._roots = dict(parts), list(modules.values())
         self._flags: dict[str, bool] = {}  # as they are when the model trains
+        self._trained = self._read_trained()  # as the last step that trains had it
         for root in self._roots[:1]:
             with export.in_train_mode(root):
                 self._flags = self._read_flags()
@@ -100,13 +102,20 @@ class Attributes:
         self._contents = [value.copy() for value in self._containers]
         self._tensors = [x for x in held if isinstance(x, torch.Tensor) and not x.is_inference()]
         self._versions = [*map(_VERSION, self._tensors)]
+        self.look_at_parameters()
+
+    def look_at_parameters(self) -> None:
+        """Note whether `requires_grad` of any is another; who watches the parameters calls this where something happened to one."""
+        self._train_others = self._read_trained() != self._trained
 
     def hold(self, trains: bool) -> bool:
         """Whether they are as when `look` was called; quick, as every step asks.
 
         Args:
-            trains: for a step that trains, where it matters which layers are in eval mode.
+            trains: for a step that trains, where it matters which layers are in eval mode, and which parameters are frozen.
         """
+        if trains and self._train_others:
+            return False
         if [*map(len, self._dicts)] != self._lengths:
             return False
         if trains and [*map(dict.get, self._dicts, _TRAINING)] != self._training:
@@ -134,6 +143,8 @@ class Attributes:
         """The paths of those that are not as when `look` was called."""
         if self.hold(trains):
             return []
+        if trains:
+            self._trained = self._read_trained()
         now, before = self.values(), self._seen
         paths = sorted(path for path in now.keys() | before.keys() if now.get(path) != before.get(path))
         if not paths:  # new ones that forward does not read, or other objects that say the same
@@ -153,7 +164,7 @@ class Attributes:
             for key in _HOOKS:
                 if hooks := vars(layer).get(key):
                     found[f"{path}.{key}".strip(".")] = tuple(map(_Is, hooks.values()))
-        return found
+        return found | {f"{path}{OF_GRADIENTS}": _Training(flag) for path, flag in self._trained.items()}
 
     def ignore(self, paths: Collection[str]) -> set[str]:
         """Do not look any more at those of these that are no numbers, flags or texts, which may say something else later.
@@ -169,18 +180,34 @@ class Attributes:
 
     @contextlib.contextmanager
     def in_train_mode(self) -> Iterator[None]:
-        """Layers in eval mode as they were when the model was last in train mode."""
+        """Layers in eval mode as they were when the model was last in train mode, parameters frozen as in the last step."""
         before = [(layer, layer.training) for layer in self._layers.values()]
+        trained, parameters = self._read_trained(), self._parameters()
         for path, layer in self._layers.items():
             layer.training = self._flags[path]
+        for path, parameter in parameters.items():
+            parameter.requires_grad_(self._trained.get(path, trained[path]))
         try:
             yield
         finally:
             for layer, training in before:
                 layer.training = training
+            for path, parameter in parameters.items():
+                parameter.requires_grad_(trained[path])
 
     def _read_flags(self) -> dict[str, bool]:
         return {path: layer.training for path, layer in self._layers.items()}
+
+    def _read_trained(self) -> dict[str, bool]:
+        return {path: parameter.requires_grad for path, parameter in self._parameters().items()}
+
+    def _parameters(self) -> dict[str, torch.nn.Parameter]:
+        return {
+            f"{path}.{key}".strip("."): parameter
+            for path, layer in self._layers.items()
+            for key, parameter in layer._parameters.items()
+            if parameter is not None
+        }
 
     def _places(self) -> Iterator[tuple[str, dict, str]]:
         """Path, dict and key of each that forward may read, as long as they are there."""
@@ -265,7 +292,7 @@ class _Is:
 
 
 class _Training(NamedTuple):
-    """Whether a layer is in train mode."""
+    """Whether a layer is in train mode, or a parameter is trained."""
 
     flag: bool
 

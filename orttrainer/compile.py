@@ -10,6 +10,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
@@ -32,11 +33,10 @@ from orttrainer.graph.recompute import Recompute
 from orttrainer.graph.subgraphs import node_inputs
 from orttrainer.optim import Optimizer, global_norm
 from orttrainer.pipeline import after_update, before_gradients, check_disabled_passes, rewritten
-from orttrainer.training_graph import SEED, Signature, StateEntry, TrainingGraph
+from orttrainer.training_graph import SEED, STEP, Signature, StateEntry, TrainingGraph
 
 IR_VERSION = 10  # the newest that ONNX Runtime 1.19 loads
 TRAINING_MODE = "training_mode"
-STEP = "Training_Step"
 NORM = "global_gradient_norm"
 FINITE = "all_gradients_finite"
 LOSS_SCALE = "loss_scale"
@@ -101,13 +101,15 @@ def compile_training_graph(
     build.update(optimizer, gradients, groups or {})
     names = {name: value.name for name, value in gradients.items()}  # a pass that replaces one keeps its name
     build.lower(primitives, recompute is None, names.values())
-    return build.finish(names, groups or {})
+    return build.finish(names, groups or {}, optimizer)
 
 
 def _updated_alike(one: str, other: str, optimizer: Optimizer, groups: Mapping[str, int]) -> bool:
     """Whether one tensor may hold two parameters: each element is updated by itself, in the same way."""
-    attributes = optimizer.attributes
-    return optimizer.elementwise and attributes[one] == attributes[other] and groups.get(one) == groups.get(other)
+    attributes, counter_of = optimizer.attributes, optimizer.counter_of
+    if not optimizer.elementwise or counter_of(one) != counter_of(other):
+        return False
+    return attributes[one] == attributes[other] and groups.get(one) == groups.get(other)
 
 
 class _Build:
@@ -334,7 +336,7 @@ class _Build:
     def _rewritten(self, model: ir.Model, *passes: ir.passes.PassBase) -> ir.Model:
         return rewritten(model, passes, self.disabled)
 
-    def finish(self, gradients: dict[str, str], groups: Mapping[str, int]) -> TrainingGraph:
+    def finish(self, gradients: dict[str, str], groups: Mapping[str, int], optimizer: Optimizer) -> TrainingGraph:
         """Prove or repair the order of reads and writes, and write the signature down."""
         graph, shared = self.model.graph, set()
         outputs = {value.name: value for value in graph.outputs}
@@ -358,7 +360,9 @@ class _Build:
             {name: groups.get(name, 0) for name in gradients}, self.loss_scale,
             None if self.finite is None else FINITE, None if self.batches is None else BATCHES,
         )  # fmt: skip
-        return TrainingGraph(self.model, signature, self.tensors)
+        counters = {name: optimizer.counter_of(name) for name in signature.parameters}
+        counters = {name: counter for name, counter in counters.items() if counter is not None}
+        return TrainingGraph(self.model, replace(signature, counters=counters), self.tensors)
 
     def _entry(self, name: str, in_place: bool) -> StateEntry:
         output = f"{name}_new" if name in self.new else None

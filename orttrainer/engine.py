@@ -33,9 +33,10 @@ from orttrainer.graph.passes.constants import InitializersToConstantsPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.places import Places
 from orttrainer.inference import export_inference
+from orttrainer.kept_state import KeptState
 from orttrainer.native.toolchain import is_wanted
 from orttrainer.nonfinite import LossWatch
-from orttrainer.optim import make_optimizer
+from orttrainer.optim import OPTIMIZERS, make_optimizer
 from orttrainer.pipeline import check_disabled_passes
 from orttrainer.profiling import Profile, check_updates, places_of, profiled, watching
 from orttrainer.run import Runner
@@ -45,7 +46,8 @@ from orttrainer.source import Source
 from orttrainer.state import TrainedState
 from orttrainer.training_graph import TrainingGraph
 from orttrainer.turns import PreparingAStep, one_at_a_time
-from orttrainer.ways import Ways, check_can_go_on, keep_the_same
+from orttrainer.update_counts import counters_fit, counts_in, numbered
+from orttrainer.ways import Ways, check_can_go_on
 
 if TYPE_CHECKING:
     from orttrainer.export import ForwardGraph
@@ -98,6 +100,7 @@ class Engine(NotCopied):
             self.settings = settings = replace(settings, providers=chosen)
         runtime.choose_providers(self.device, settings.providers)  # an unknown provider is an error now
         make_optimizer(optimizer.name, [], optimizer.attributes, optimizer.clip)  # so is an unknown optimizer
+        self._kept = KeptState(OPTIMIZERS[optimizer.name].slot_names, OPTIMIZERS[optimizer.name].count)
         self.description: ModelDescription | None = None
         if description is not None:
             self.describe(description)
@@ -105,13 +108,13 @@ class Engine(NotCopied):
         self.source = Source(model, loss_fn, self.device, settings)
         self._scale = torch.ones(1)
         self._rate, self._rates_given = 0.0, None  # of the last step: what it was given, and what `_rates` holds
+        self._groups = 1  # of parameters with a learning rate of their own, in the graph
         self._pending_state: tuple[dict, bool] = ({}, False)
         self._runner: Runner | None = None
         self._schema: InputSchema | None = None
         self._last_batch: dict[str, torch.Tensor] | None = None
         self._sizes: dict[str, int] = {}  # of the symbolic dimensions, in the first batch
         self._state: TrainedState | None = None
-        self._left: dict[str, torch.Tensor] = {}  # the state of graphs before this one, such as moments that it has not
         if not self.source.needs_batch(description):
             self._compile(self._of_onnx_model)
 
@@ -150,10 +153,10 @@ class Engine(NotCopied):
         """
         with self.preparing_a_step():
             batch = self._checked_batch(given)
-            rates = self._rates_at(rate)
             scale = None if self.precision is None else self._scale.fill_(checked_loss_scale(loss_scale))
-            self._state.follow_module(trains=True)
+            self._follow_module()
             self._follow(batch, trains=True)
+            rates = self._rates_at(rate)
         runner, last = self._runner, self._is_last
         with watching(runner, self._places):
             outputs, finite = runner.train_step(batch, rates, scale, update=last)
@@ -162,7 +165,8 @@ class Engine(NotCopied):
 
     def _rates_at(self, rate: float) -> torch.Tensor:
         """The learning rate of each group: float32 [groups], the same tensor as long as they stay the same."""
-        rates = [rate] if self._optimizer.rates is None else list(self._optimizer.rates(rate))
+        # A later graph may train parameters of further groups.
+        rates = [rate] if self._optimizer.rates is None else self._optimizer.rates(rate)[: self._groups]
         if rates != self._rates_given:
             self._rates, self._rates_given = torch.tensor(rates, dtype=torch.float32), rates
         self._rate = rate
@@ -192,7 +196,7 @@ class Engine(NotCopied):
             fetches: names of described outputs, all by default.
         """
         batch = self._checked_batch(given)
-        self._state.follow_module(trains=False)
+        self._follow_module()
         self._follow(batch, trains=False)
         return self._runner.eval_step(batch, fetches or self.output_names)
 
@@ -232,6 +236,11 @@ class Engine(NotCopied):
             self._recompile(self._forward)
 
     @property
+    def slot_names(self) -> tuple[str, ...]:
+        """What the optimizer calls its state of a parameter, without the parameter's name behind it."""
+        return self._kept.slot_names
+
+    @property
     def accumulated(self) -> int:
         """Batches since the last update."""
         return 0 if self._runner is None else self._runner.accumulated
@@ -255,7 +264,7 @@ class Engine(NotCopied):
             self._last_batch = last
         elif (given := self._last_batch) is None or len(given) < len(self.input_names):
             raise StateError("there is no step yet whose batch profile could use: give it a batch=[...], or run a step")
-        self._state.follow_module(trains=False)
+        self._follow_module()
         twin = self._runner.twin()
         rates, scale = self._rates_at(self._rate), None if self.precision is None else self._scale
 
@@ -293,9 +302,11 @@ class Engine(NotCopied):
             given = state_dict if strict else self._pending_state[0] | self.source.load(state_dict)
             self._pending_state = (dict(given), strict)
             return
-        loaded = self._state.load(state_dict, strict, self._runner.named_accumulators())
-        self._runner.drop_accumulated(loaded)
-        self._left = self._state.missing(state_dict)
+        self._state.check(state_dict, strict, self._runner.named_accumulators())
+        counts = self._state.counts_in(state_dict)
+        if not counters_fit(self.training_graph.signature.counters, self._state.counts() | counts):
+            self._recompile(self._forward, counts)
+        self._runner.drop_accumulated(self._state.load(state_dict, self._runner.named_accumulators()))
 
     @one_at_a_time
     def compile(self, given: Mapping[str, torch.Tensor]) -> None:
@@ -338,7 +349,7 @@ class Engine(NotCopied):
 
     def _trained_forward(self) -> ir.Model:
         """A copy of the forward graph, whose initializers show the state of the moment."""
-        self._state.follow_module(trains=False)
+        self._follow_module()
         model = self._forward.model.clone()
         self._state.show(model)
         return model
@@ -372,7 +383,8 @@ class Engine(NotCopied):
         with runtime.garbage_kept(), failing_together(self.collective, "compiling the model"):
             self._forward = self.source.frozen(forward())
             self._ways = Ways(self._forward, self.input_names, self.source.parts)
-            graph = self._training_graph(self._forward)
+            counts = counts_in(self._pending_state[0], self._kept.count, self._forward.parameters)
+            graph = self._training_graph(self._forward, counts)
         try:
             with failing_together(self.collective, "sharing its state"):
                 self._open_on_state(graph)
@@ -380,29 +392,48 @@ class Engine(NotCopied):
             self.training_graph = self._runner = None  # not to train on without what was to be loaded
             raise
 
-    def _trained_state(self, graph: TrainingGraph, share: bool = True) -> TrainedState:
-        source, decided = self.source, self._forward.decided
-        return TrainedState(graph, source.module, source.loss_fn, self.device, self.collective, decided, share)
-
     def _open_on_state(self, graph: TrainingGraph) -> None:
-        self._state = self._trained_state(graph)
-        self._open(graph)
-        self._ways.took(self._forward, graph, self._runner, self._state.show)
+        state = self._trained_state(graph, self._forward, share=True)
+        self._go_on(self._forward, graph, state, self._opened(graph, state))
         self.load_state_dict(*self._pending_state)
         self._pending_state = ({}, False)
 
-    def _training_graph(self, forward: ForwardGraph) -> TrainingGraph:
-        """The graph that trains. On the CPU the state holds wide weights transposed, as the step uses them."""
+    def _trained_state(self, graph: TrainingGraph, forward: ForwardGraph, share: bool) -> TrainedState:
+        source = self.source
+        return TrainedState(
+            graph, source.module, source.loss_fn, self.device, self.collective, forward.decided, self._kept, share
+        )
+
+    def _opened(self, graph: TrainingGraph, state: TrainedState) -> Runner:
+        accept = (lambda outputs: self._watch.refuse(outputs[0], self.accumulated)) if self._watch.refuses else None
+        return Runner(
+            graph, state.stored, self.device, self.settings.providers, self.collective, self.settings.session_options,
+            accept=accept, disabled_passes=self.settings.disabled_passes, native_kernels=self._native,
+        )  # fmt: skip
+
+    def _go_on(self, forward: ForwardGraph, graph: TrainingGraph, state: TrainedState, runner: Runner) -> None:
+        state.take_over()
+        self._forward, self.training_graph, self._state, self._runner = forward, graph, state, runner
+        self._groups = 1 + max(graph.signature.groups.values())
+        self._ways.took(forward, graph, state, runner)
+
+    def _training_graph(self, forward: ForwardGraph, counts: Mapping[str, int]) -> TrainingGraph:
+        """The graph that trains. On the CPU the state holds wide weights transposed, as the step uses them.
+
+        Args:
+            counts: of the updates of parameters.
+        """
         layouts = self.device.type == "cpu" and self.precision is None
-        graph = self._compiled(forward, layouts)
+        counted_with = numbered(counts, forward.parameters)
+        graph = self._compiled(forward, layouts, counted_with)
         if any(entry.transposed for entry in graph.signature.state):
-            graph.compile_plain = functools.partial(self._compiled, forward, False)
+            graph.compile_plain = functools.partial(self._compiled, forward, False, counted_with)
         return graph
 
-    def _compiled(self, forward: ForwardGraph, layouts: bool) -> TrainingGraph:
+    def _compiled(self, forward: ForwardGraph, layouts: bool, counted_with: Mapping[str, int]) -> TrainingGraph:
         choice = self._optimizer
         forward = replace(forward, model=forward.model.clone())
-        optimizer = make_optimizer(choice.name, forward.parameters, choice.attributes, choice.clip)
+        optimizer = make_optimizer(choice.name, forward.parameters, choice.attributes, choice.clip, counted_with)
         groups = None if choice.group is None else {name: choice.group(name) for name in forward.parameters}
         return compile_training_graph(
             forward, optimizer, learning_rate=self.settings.learning_rate, groups=groups,
@@ -412,31 +443,31 @@ class Engine(NotCopied):
             as_declared=self.source.as_declared, disabled_passes=self.settings.disabled_passes,
         )  # fmt: skip
 
-    def _open(self, graph: TrainingGraph, runner: Runner | None = None) -> None:
-        accept = (lambda outputs: self._watch.refuse(outputs[0], self.accumulated)) if self._watch.refuses else None
-        self._runner = runner or Runner(
-            graph, self._state.stored, self.device, self.settings.providers, self.collective, self.settings.session_options,
-            accept=accept, disabled_passes=self.settings.disabled_passes, native_kernels=self._native,
-        )  # fmt: skip
-        self.training_graph = graph
+    def _recompile(self, forward: ForwardGraph, counts: Mapping[str, int] = {}) -> None:
+        """Go on with the graph of other settings, or of another way, on the present state.
 
-    def _recompile(self, forward: ForwardGraph) -> None:
-        """Go on with the graph of other settings, or of another way, on the present state."""
-        graph, runner = self._ways.opened(forward)
-        if graph is None:
+        Args:
+            forward: that of the graph.
+            counts: of updates of parameters that are about to be loaded.
+        """
+        graph, state, runner = self._ways.opened(forward)
+        self._kept.counts = self._state.counts()
+        counts = {**self._kept.counts, **counts}
+        if graph is None or not counters_fit(graph.signature.counters, counts):
             self._state.show(forward.model)
-            graph = self._training_graph(forward)
-        check_can_go_on(self.training_graph, graph, forward is self._forward or self.collective.size == 1)
-        same = keep_the_same(self.training_graph, graph) and forward.decided == self._forward.decided
-        state = {**self._left, **({} if same else self.state_dict())}
-        self._forward = forward
-        if not same:
-            self._ways.close()
-            self._state = self._trained_state(graph, share=False)
-        self._state.serve(graph)
-        self._open(graph, runner)
-        self._ways.took(forward, graph, self._runner, self._state.show)
-        self.load_state_dict(state)
+            graph = self._training_graph(forward, counts)
+            state = runner = None
+        alone = forward is self._forward or self.collective.size == 1
+        check_can_go_on(self.training_graph, graph, alone, self.accumulated)
+        sums = self.state_dict() if self.accumulated else {}  # of gradients, which are a runner's own
+        state = state or self._trained_state(graph, forward, share=False)
+        self._go_on(forward, graph, state, runner or self._opened(graph, state))
+        self.load_state_dict(sums)
+
+    def _follow_module(self) -> None:
+        """Follow what was done to the tensors of the module."""
+        if self._state.follow_module():
+            self._ways.look_at_parameters()
 
     def _follow(self, batch: Mapping[str, torch.Tensor], trains: bool) -> None:
         """Change to the graph of the module's attributes, and of what it decides on this batch; make it, if there is none yet."""

@@ -200,7 +200,7 @@ class Trainer(FrontEnd):
         if not engine.is_compiled:
             engine.compile(given)
         if self._has_news:
-            if moments := self._groups.moments(engine.training_graph.signature.parameters):
+            if moments := self._groups.moments():
                 engine.load_state_dict(moments)
             self._has_news = False
         return given
@@ -334,26 +334,21 @@ class _Groups:
     def has_moments(self) -> bool:
         return self.kind != "SGDOptimizer" or any(numbers["momentum"] for numbers in self._numbers)
 
-    def moments(self, trained: Sequence[str]) -> dict[str, torch.Tensor]:
-        """The state that the optimizer has of its own for these parameters, under the engine's names."""
-        found, without = {}, []
-        for name in trained:
-            state = self.optimizer.state.get(self._parameters[name]) or {}
+    def moments(self) -> dict[str, torch.Tensor]:
+        """The state that the optimizer has of its own, under the engine's names; {} if it has none."""
+        found, has_any = {}, False
+        for name, parameter in self._parameters.items():
+            state, zeros = self.optimizer.state.get(parameter) or {}, torch.zeros_like(parameter)
             if self.kind == "SGDOptimizer":
-                if state.get("momentum_buffer") is not None:
-                    found[f"Momentum_{name}"] = state["momentum_buffer"].detach()
-            elif "step" in state:
-                found[f"Moment_1_{name}"] = state["exp_avg"].detach()
-                found[f"Moment_2_{name}"] = state["exp_avg_sq"].detach()
-                found[f"Update_Count_{name}"] = torch.tensor([int(state["step"]) + 1])
+                momentum = state.get("momentum_buffer")
+                found[f"Momentum_{name}"] = zeros if momentum is None else momentum.detach()
+                has_any |= momentum is not None
             else:
-                without.append(name)
-        if found and without:
-            raise StateError(
-                f"the optimizer has moments for some parameters, but none for {without}, and the trainer keeps one count "
-                "of updates for all. Begin with a new optimizer, or leave those parameters out of this one."
-            )
-        return found
+                found[f"Moment_1_{name}"] = state.get("exp_avg", zeros).detach()
+                found[f"Moment_2_{name}"] = state.get("exp_avg_sq", zeros).detach()
+                found[f"Update_Count_{name}"] = torch.tensor([int(state.get("step", 0)) + 1])
+                has_any |= "step" in state
+        return found if has_any else {}
 
     def _present(self, group: Mapping[str, Any]) -> dict[str, Any]:
         return {key: group[key] for key in self._NUMBERS[self.kind]}

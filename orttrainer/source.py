@@ -24,7 +24,7 @@ from orttrainer.errors import (
     UnsupportedFeatureError,
 )
 from orttrainer.settings import Settings
-from orttrainer.state import check_fits
+from orttrainer.state_dict import check_fits
 from orttrainer.verify import check_gradients
 
 if TYPE_CHECKING:

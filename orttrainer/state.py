@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import logging
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,14 +15,14 @@ from onnx_ir.tensor_adapters import TorchTensor
 from orttrainer import export
 from orttrainer.distributed import Collective, check_ranks_agree
 from orttrainer.errors import StateError
+from orttrainer.kept_state import KeptState
 from orttrainer.seed import seed_of_rank, seed_of_run
-from orttrainer.training_graph import SEED, TrainingGraph
+from orttrainer.state_dict import ACCUMULATED, ACCUMULATED_BY, check_fits, checked_accumulated
+from orttrainer.training_graph import SEED, StateEntry, TrainingGraph
+from orttrainer.update_counts import SHARED_COUNT, counts_in
 
 _DATA_PTR = torch.Tensor.data_ptr
 log = logging.getLogger("orttrainer")
-
-ACCUMULATED = "Accumulated_Batches"
-ACCUMULATED_BY = "Accumulated_By"  # rank and world size, where there are several ranks: each has sums of its own
 
 
 class TrainedState:
@@ -33,6 +34,7 @@ class TrainedState:
         device: where new tensors are made.
         collective: the ranks of the run; rank 0's values are taken by all.
         decided: names of buffers of the module that have to keep their values.
+        kept: what it shares with the states of other graphs on the same module.
         share: False where the ranks have equal values already, and one may make this while another does not.
 
     Attributes:
@@ -49,12 +51,15 @@ class TrainedState:
         device: torch.device,
         collective: Collective,
         decided: Sequence[str] = (),
+        kept: KeptState | None = None,
         share: bool = True,
     ):
-        self._collective = collective
+        self._collective, self._kept = collective, kept or KeptState(())
         self._modules = [m for m in (module, loss_fn) if isinstance(m, torch.nn.Module)] if module is not None else []
         own = export.named_state(module, loss_fn) if module is not None else {}
         self._own_names, self._named = {name for name in own}, (module, loss_fn)
+        real = {n: export.as_real(x.detach()) for n, x in own.items() if isinstance(x, torch.nn.Parameter)}
+        self._parameters = {name: torch.empty(x.shape, device="meta") for name, x in real.items()}
         self.tensors: dict[str, torch.Tensor] = {}
         self.stored: dict[str, torch.Tensor] = {}
         entries = [entry for entry in graph.signature.state if entry.role != "accumulator"]  # those are the runner's
@@ -63,11 +68,10 @@ class TrainedState:
             if shared is not None and not shared.is_contiguous():  # as a former graph had it transposed
                 shared.data = shared.data.contiguous()
             if shared is None:
-                array = graph.tensors[entry.name].numpy()
-                if entry.role in ("parameter", "buffer"):  # the caller's, whose model is not to be trained in place
-                    array = array.copy()
-                shared = torch.from_numpy(array).to(device)
-            self.stored[entry.name] = export.as_real(shared.detach())
+                shared = self._kept.stored(entry, functools.partial(_initial, graph, entry, device))
+                self.stored[entry.name] = shared
+            else:
+                self.stored[entry.name] = export.as_real(shared.detach())
             for name, view in entry.views(self.stored[entry.name]).items():
                 view = shared.detach() if shared.is_complex() else view
                 view = self.tensors[name] = view if entry.last_row is None else _apart(view)
@@ -83,9 +87,8 @@ class TrainedState:
         for entry in entries if share else ():
             if entry.role != "random":
                 collective.broadcast_(self.stored[entry.name])
-        self.serve(graph)
+        self._graph, self.signature = graph, graph.signature
         self._places = self._shared_places(own)
-        self._needed = [(owner, key, name, owner[key].requires_grad) for owner, key, name, _ in self._places]
         self._layers = [(module._modules, dict(module._modules)) for m in self._modules for module in m.modules()]
         self._absent = [
             (module._parameters, key, f"{path}.{key}".lstrip("."))
@@ -102,13 +105,16 @@ class TrainedState:
             for key, buffer in layer._buffers.items()
             if id(buffer) in kept
         ]
-        self._look()
-        self._may_train = True
 
-    def serve(self, graph: TrainingGraph) -> None:
-        """Be the state of a graph that keeps the same in the same form: its `tensors` show this one from now on."""
-        self.signature = graph.signature
-        graph.tensors.update({name: ir_view(name, tensor) for name, tensor in self.tensors.items()})
+    def take_over(self) -> None:
+        """Have the values of the moment, after another graph has trained on: the `tensors` of this one's show them from now on."""
+        self._keep_sharing()
+        self._look()
+        counters = {*self.signature.counters.values()}
+        self._kept.take_over({n: x for n, x in self.tensors.items() if n not in self._own_names and n not in counters})
+        for parameter, counter in self.signature.counters.items():
+            self.tensors[counter].fill_(self._kept.counts.get(parameter, 1))
+        self._graph.tensors.update({name: ir_view(name, tensor) for name, tensor in self.tensors.items()})
 
     def show(self, model: ir.Model) -> None:
         """Let the initializers of a forward graph show the state of the moment."""
@@ -116,14 +122,14 @@ class TrainedState:
             if name in self.tensors:
                 value.const_value = ir_view(name, self.tensors[name])
 
-    def follow_module(self, trains: bool) -> None:
+    def follow_module(self) -> bool:
         """Follow what was done to the module since the last step; quick where that is nothing, as every step asks.
 
-        Args:
-            trains: for a step that trains: `requires_grad` has to be as it was, too.
+        Returns:
+            Whether something was.
 
         Raises:
-            StateError: layers, tensors, `requires_grad` or values that the graph cannot follow.
+            StateError: layers, tensors or values that the graph cannot follow.
         """
         for owner, key, name, value in self._decided:
             now = owner.get(key)
@@ -133,13 +139,11 @@ class TrainedState:
                     f"forward decides by the value of the buffer {name!r}, which {was} when the graph was made. "
                     "Make a new ORTTrainer for a changed module, or restore it."
                 )
-        if (self._may_train or not trains) and self._seen.holds():
-            return
-        if trains:
-            self._check_trained()
+        if self._seen.holds():
+            return False
         self._keep_sharing()
         self._look()
-        self._may_train = trains  # else `requires_grad` was not checked: the next step that trains has to
+        return True
 
     def _look(self) -> None:
         """Remember what the modules hold now."""
@@ -196,20 +200,6 @@ class TrainedState:
                 "for a changed module, or restore it."
             )
 
-    def _check_trained(self) -> None:
-        """Refuse to train on after a `requires_grad` that the graph cannot follow.
-
-        Raises:
-            StateError: a parameter was frozen, or set free, since the graph was compiled.
-        """
-        for owner, key, name, needed in self._needed:
-            tensor = owner.get(key)
-            if tensor is not None and tensor.requires_grad != needed:
-                raise StateError(
-                    f"requires_grad of {name!r} is {tensor.requires_grad} now, but was {needed} when the graph was compiled. "
-                    "Make a new ORTTrainer, which leaves out what needs no gradient, or restore it."
-                )
-
     def copies(
         self, include_optimizer_state: bool, sums: Mapping[str, torch.Tensor] | None = None, accumulated: int = 0
     ) -> dict[str, torch.Tensor]:
@@ -220,6 +210,8 @@ class TrainedState:
             accumulated: the number of batches in them.
         """
         copied = {name: cpu_copy(tensor) for name, tensor in self._live(include_optimizer_state).items()}
+        if include_optimizer_state:
+            copied |= {name: cpu_copy(tensor) for name, tensor in self._of_others().items()}
         rank, size = self._collective.rank, self._collective.size
         if SEED in copied:
             copied[SEED].fill_(seed_of_run(rank, copied[SEED].item()))
@@ -230,33 +222,55 @@ class TrainedState:
                 copied[ACCUMULATED_BY] = torch.tensor([rank, size])
         return copied
 
-    def load(
-        self, given: Mapping[str, torch.Tensor], strict: bool, sums: Mapping[str, torch.Tensor] | None = None
-    ) -> int:
-        """Overwrite the state in place with the entries of `given` that it has.
+    def load(self, given: Mapping[str, torch.Tensor], sums: Mapping[str, torch.Tensor]) -> int:
+        """Overwrite the state in place with the entries of `given` that it has, which `check` has seen.
+
+        Of parameters that are not trained now, the optimizer's is kept until they are.
 
         Args:
-            strict: other names are an error.
             sums: of gradients, by name; overwritten too where `given` is from the midst of a block of batches.
 
         Returns:
             The number of batches in the sums that were loaded; 0 where none were.
-
-        Raises:
-            StateError: an entry does not fit, or, if `strict`, the names differ. Nothing is loaded.
         """
-        own, accumulated = self._live(True), 0
-        if sums and ACCUMULATED in given:
-            accumulated = _checked_accumulated(given, sums, self._collective)
-            own |= sums
-            given = {name: value for name, value in given.items() if name not in (ACCUMULATED, ACCUMULATED_BY)}
-        check_fits(own, given, strict)
-        for name, tensor in own.items():
-            if name in given:
-                tensor.copy_(torch.as_tensor(given[name]).detach())
+        accumulates = bool(sums) and ACCUMULATED in given
+        own = self._live(True) | (sums if accumulates else {})
+        for name in own.keys() & given.keys() - {SHARED_COUNT, *self.signature.counted}:
+            own[name].copy_(torch.as_tensor(given[name]).detach())
+        for parameter, count in self.counts_in(given).items():
+            self.tensors[self.signature.counters[parameter]].fill_(count)
         if SEED in own and SEED in given:
             own[SEED].fill_(seed_of_rank(self._collective.rank, own[SEED].item()))
-        return accumulated
+        untrained = self._untrained()
+        self._kept.counts |= counts_in(given, self._kept.count, untrained)
+        others = self._kept.of(untrained, counts=False).keys() - own.keys()
+        self._kept.latest |= {n: cpu_copy(torch.as_tensor(given[n])) for n in others if n in given}
+        return checked_accumulated(given, sums, self._collective) if accumulates else 0
+
+    def check(self, given: Mapping[str, torch.Tensor], strict: bool, sums: Mapping[str, torch.Tensor]) -> None:
+        """Raise a StateError where `load` cannot load this.
+
+        Args:
+            given, sums: as `load` takes them.
+            strict: other names are an error, but those of what another graph of this trainer has for state.
+        """
+        own = self._live(True)
+        if sums and ACCUMULATED in given:
+            checked_accumulated(given, sums, self._collective)
+            own |= sums
+            given = {name: value for name, value in given.items() if name not in (ACCUMULATED, ACCUMULATED_BY)}
+        free = self._kept.of(self._untrained())
+        if self._kept.count == SHARED_COUNT:  # there is one, or one for each parameter
+            counts = {SHARED_COUNT, *self.signature.counted}
+            free |= dict.fromkeys(counts, torch.zeros(1))
+            own = {name: tensor for name, tensor in own.items() if name not in counts}
+            own |= {} if counts & given.keys() else {SHARED_COUNT: torch.zeros(1)}
+        check_fits(own, given, strict, free)
+        for name, count in self.counts_in(given).items():
+            if count < 0:
+                raise StateError(
+                    f"the updates of {name!r} are counted as {count}; a count is at least 0. Nothing was loaded"
+                )
 
     def live(self, name: str) -> torch.Tensor:
         """The tensor of this name as the model declares it, also one that the graph has no use for."""
@@ -264,11 +278,25 @@ class TrainedState:
             return self.tensors[name]
         return export.named_state(*self._named)[name]
 
-    def missing(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Those of `given`, from another graph, that this one has not; no sums of gradients."""
-        own = self._live(True)
-        sums = ACCUMULATED, ACCUMULATED_BY, "_grad_accumulator"
-        return {name: x for name, x in given.items() if name not in own and not name.endswith(sums)}
+    def counts(self) -> dict[str, int]:
+        """How often parameters were updated, plus 1."""
+        numbers = {counter: int(self.tensors[counter]) for counter in {*self.signature.counters.values()}}
+        return self._kept.counts | {name: numbers[counter] for name, counter in self.signature.counters.items()}
+
+    def counts_in(self, given: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        """What a state dict says of the trained parameters."""
+        return counts_in(given, self._kept.count, self.signature.counters)
+
+    def _untrained(self) -> dict[str, torch.Tensor]:
+        """Tensors of the shapes of those parameters of the module that are not trained."""
+        trained = {*self.signature.parameters}
+        return {name: like for name, like in self._parameters.items() if name not in trained}
+
+    def _of_others(self) -> dict[str, torch.Tensor]:
+        """The optimizer's state that this graph has not, as far as there is any."""
+        untrained = self._untrained()
+        found = {f"{self._kept.count}_{n}": torch.tensor([i]) for n, i in self._kept.counts.items() if n in untrained}
+        return found | {name: x for name, x in self._kept.latest.items() if name not in self.tensors}
 
     def _live(self, include_optimizer_state: bool) -> dict[str, torch.Tensor]:
         """The tensors behind `state_dict`, under its names."""
@@ -284,12 +312,14 @@ class TrainedState:
             found = {name: t for name, t in self.tensors.items() if entries[name].role in ("parameter", "buffer")}
         if not include_optimizer_state:
             return found
+        counters = {*self.signature.counters.values()}
         for name, tensor in self.tensors.items():
-            if name == "Update_Count":  # one count in the graph, one per weight in a legacy state dict
-                found |= {f"Update_Count_{parameter}": tensor for parameter in self.signature.parameters}
-            elif entries[name].role in ("optimizer", "random"):
+            if entries[name].role in ("optimizer", "random") and name not in counters:
                 found[name] = tensor
-        return found
+        if counters == {SHARED_COUNT}:
+            return found | {SHARED_COUNT: self.tensors[SHARED_COUNT]}
+        # Of one count in the graph there is one per parameter in a state dict of legacy's Adam.
+        return found | {name: self.tensors[counter] for name, counter in self.signature.counted.items()}
 
     def _shared_places(self, own: Mapping[str, torch.Tensor]) -> list[tuple[dict, str, str, int]]:
         """Where the modules keep what is shared: (dict, key, name, address), a tied tensor several times."""
@@ -342,6 +372,13 @@ def _apart(view: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(view.numpy())
 
 
+def _initial(graph: TrainingGraph, entry: StateEntry, device: torch.device) -> torch.Tensor:
+    array = graph.tensors[entry.name].numpy()
+    if entry.role in ("parameter", "buffer"):  # the caller's, whose model is not to be trained in place
+        array = array.copy()
+    return export.as_real(torch.from_numpy(array).to(device))
+
+
 def _form(tensor: torch.Tensor) -> tuple:
     """What the graph leans on beside the address."""
     return tensor.dtype, tensor.shape, tensor.stride()
@@ -380,52 +417,3 @@ def ir_view(name: str, tensor: torch.Tensor) -> ir.TensorProtocol:
         return TorchTensor(tensor.detach().cpu().contiguous(), name=name)
 
     return ir.LazyTensor(read, dtype=dtype, shape=ir.Shape(tensor.shape), name=name, cache=False)
-
-
-def _checked_accumulated(state_dict: Mapping[str, torch.Tensor], sums: Iterable[str], collective: Collective) -> int:
-    """The number of batches in a state from the midst of a block, which has to have their gradients too."""
-    if missing := [name for name in sums if name not in state_dict]:
-        raise StateError(
-            f"the state dict has {ACCUMULATED!r}, but lacks the sums of gradients {missing}. Nothing was loaded"
-        )
-    own = [collective.rank, collective.size]
-    if (by := _listed(state_dict.get(ACCUMULATED_BY, [0, 1]))) != own:
-        raise StateError(
-            f"the state is from the midst of a block of batches, with the sums of gradients of rank and world size {by}; "
-            f"this is {own}. Load on each rank what it saved itself, or leave {ACCUMULATED!r} out to begin the block anew. "
-            "Nothing was loaded"
-        )
-    value = state_dict[ACCUMULATED]
-    try:
-        number = torch.as_tensor(value)
-        if number.numel() == 1 and int(number) == number and number >= 0:
-            return int(number)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        pass
-    raise StateError(f"{ACCUMULATED!r} must be a whole number >= 0, got {value!r}. Nothing was loaded")
-
-
-def _listed(value) -> object:
-    try:
-        return torch.as_tensor(value).tolist()
-    except (TypeError, ValueError, RuntimeError):
-        return value
-
-
-def check_fits(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor], strict: bool) -> None:
-    """Raise a StateError unless each tensor of `given` has the shape of that in `own`, and, if `strict`, all have one."""
-    missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys(), key=str)
-    if strict and (missing or unexpected):
-        raise StateError(f"the state dict does not fit: missing {missing}, unexpected {unexpected}. Nothing was loaded")
-    for name in (name for name in own if name in given):
-        try:
-            shape = torch.as_tensor(given[name]).shape
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise StateError(f"{name!r} is a {type(given[name]).__name__}, not a tensor. Nothing was loaded") from error
-        if shape != own[name].shape:
-            raise StateError(f"{name!r} has shape {list(shape)}, expected {list(own[name].shape)}. Nothing was loaded")
-    counts = {int(given[name]) for name in own.keys() & given.keys() if name.startswith("Update_Count_")}
-    if len(counts) > 1:
-        raise StateError(
-            f"the weights have different update counts, {sorted(counts)}; this engine keeps one. Nothing was loaded"
-        )

@@ -6,7 +6,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import onnx
@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from orttrainer.graph.write import write_model
 
-SEED = "Random_Seed"
+SEED, STEP = "Random_Seed", "Training_Step"  # what dropout masks are made from
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class StateEntry:
         role: "parameter" (trained), "optimizer" (moments and update counts), "accumulator" (the sum of
             the gradients since the last update), "buffer" (running statistics, frozen weights, the
             model's other tensors) or "random" (step and seed that dropout masks are made from).
-        parameter: the parameter that an "optimizer" or "accumulator" entry belongs to; None if it is shared.
+        parameter: the parameter that an "optimizer" or "accumulator" entry belongs to; None if several share it.
         in_place: whether input and output may share memory. False if a node may read the old
             value after the new one is written.
         transposed: the tensor is what `name` says, a matrix, transposed.
@@ -84,6 +84,7 @@ class Signature:
             without mixed precision.
         all_finite: output, bool [1], whether the norm of all gradients is finite. Where it is False,
             keep the old state instead of the new one. None without mixed precision.
+        counters: for each trained parameter the state that counts its updates, from 1 on; none where nothing does.
         accumulated_batches: input, float32 [1], how many batches the accumulators will hold with this
             one. None without accumulation. To accumulate, feed the new accumulators back and
             nothing else of the optimizer's; after an update, feed zeros.
@@ -101,11 +102,17 @@ class Signature:
     loss_scale: str | None = None
     all_finite: str | None = None
     accumulated_batches: str | None = None
+    counters: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def plain_state(self) -> tuple[StateEntry, ...]:
         """All state, with each parameter as the model declares it."""
         return tuple(plain for entry in self.state for plain in entry.plain)
+
+    @property
+    def counted(self) -> dict[str, str]:
+        """The counters by the names that they have for each parameter: `Update_Count_<parameter>` -> "Update_Count.1"."""
+        return {f"{counter.partition('.')[0]}_{name}": counter for name, counter in self.counters.items()}
 
     @property
     def parameters(self) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """The graphs of the ways that forward takes, where it decides by the values of tensors: each batch is asked for its own.
 
-And those of the attributes that the module has had.
+And those of the attributes that the module has had, and of the parameters that were trained.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
 from orttrainer import export
-from orttrainer.attributes import Attributes
+from orttrainer.attributes import OF_GRADIENTS, Attributes
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.granted import unmet
 from orttrainer.graph.subgraphs import node_inputs, subgraphs
@@ -27,6 +27,7 @@ from orttrainer.inference import inference_model
 if TYPE_CHECKING:
     from orttrainer.export import Conditions, ForwardGraph
     from orttrainer.run import Runner
+    from orttrainer.state import TrainedState
     from orttrainer.training_graph import TrainingGraph
 
 MOST = 16  # whose graphs are kept: each was exported
@@ -56,8 +57,12 @@ class Ways:
         self._described, self._warned = frozenset(described), False
         self._warned_of: set[str] = set()  # attributes
         self._fitting: set[tuple] = set()  # sizes of batches that met what a graph takes for granted
-        self._opened: dict[int, tuple[TrainingGraph, Runner]] = {}  # by the id of a known one, all on the same state
+        self._opened: dict[int, tuple[TrainingGraph, TrainedState, Runner]] = {}  # by the id of a known one
         self._asked: dict[tuple, tuple] = {}  # sessions that are open; what they are of, so that its id stays its own
+
+    def look_at_parameters(self) -> None:
+        """Something happened to parameters or buffers: ask whether others are trained."""
+        self._attributes.look_at_parameters()
 
     def right_for_all(self, trains: bool) -> bool:
         """Whether the graph in use is right for every batch."""
@@ -116,22 +121,25 @@ class Ways:
             for path in self._attributes.ignore(changed):
                 for values in self._made_with.values():
                     values.pop(path, None)
-        if not self._warned_of.issuperset(changed):
-            self._warned_of.update(changed)
+        seconds, difference = time.perf_counter() - begun, ", which made no difference" if same else ""
+        read = [path for path in changed if not path.endswith(OF_GRADIENTS)]
+        if not self._warned_of.issuperset(read):
+            self._warned_of.update(read)
             log.warning(
                 "%s changed, which forward reads, so the module was exported again, in %.1f s%s. What changes often is free of "
                 "that in a buffer: register_buffer, and write the new value into it (fill_, copy_).",
-                _listed(changed), time.perf_counter() - begun, ", which made no difference" if same else "",
+                _listed(read), seconds, difference,
             )  # fmt: skip
+        elif not read:
+            frozen = [path.removesuffix(OF_GRADIENTS) for path in changed]
+            log.info("requires_grad of %s changed: exported again, in %.1f s%s", _listed(frozen), seconds, difference)
         return None if same else found
 
-    def took(
-        self, forward: ForwardGraph, graph: TrainingGraph, runner: Runner, show: Callable[[ir.Model], None]
-    ) -> None:
-        """`forward` is in use from now on, by this runner; `show` lets a model have the state of the moment, in all."""
+    def took(self, forward: ForwardGraph, graph: TrainingGraph, state: TrainedState, runner: Runner) -> None:
+        """`forward` is in use from now on, by this runner on this state, whose values all have."""
         self.known = [way for way in self.known if way is not forward] + [forward]
         self._opened.pop(id(forward), None)
-        self._opened[id(forward)] = graph, runner
+        self._opened[id(forward)] = graph, state, runner
         if id(forward) not in self._made_with:  # a new one, which may have read more
             self._made_with[id(forward)] = self._values
             for path, value in self._attributes.also(forward.read).items():
@@ -144,14 +152,14 @@ class Ways:
         if len(self.known) > MOST:
             self._forget(self.known.pop(0))
         for way in self.known:  # which else would keep the state that was
-            show(way.model)
+            state.show(way.model)
 
-    def opened(self, forward: ForwardGraph) -> tuple[TrainingGraph, Runner] | tuple[None, None]:
-        """The graph that trains this way, and its runner, if they are there still."""
-        return self._opened.get(id(forward), (None, None))
+    def opened(self, forward: ForwardGraph) -> tuple[TrainingGraph, TrainedState, Runner] | tuple[None, None, None]:
+        """The graph that trains this way, its state and its runner, if they are there still."""
+        return self._opened.get(id(forward), (None, None, None))
 
     def close(self) -> None:
-        """Forget all runners: the state has another place."""
+        """Forget all runners: graphs are made otherwise from now on."""
         self._opened.clear()
 
     def _forget(self, forward: ForwardGraph) -> None:
@@ -242,40 +250,35 @@ def _nameless(forward: ForwardGraph) -> tuple[bytes, list[tuple]]:
     return ir.to_proto(model).SerializeToString(deterministic=True), contents
 
 
-def check_can_go_on(before: TrainingGraph, after: TrainingGraph, alone: bool) -> None:
+def check_can_go_on(before: TrainingGraph, after: TrainingGraph, alone: bool, accumulated: int) -> None:
     """Refuse a graph with which training cannot go on on the present state.
 
     Args:
         alone: no other rank goes on with another state, which all share.
+        accumulated: batches since the last update.
 
     Raises:
-        UnsupportedModelError: it trains other parameters, and an optimizer counts updates, which PyTorch does for each; or it is
-            not alone, and the state is another.
+        UnsupportedModelError: the state is another, and it is not alone; or it trains other parameters within a block of
+            batches, where PyTorch would update all that any of these has a gradient for.
     """
     if not alone and _forms(before) != _forms(after):
         raise UnsupportedModelError(
-            "an attribute of the module changed, or a layer's train mode, so that its training has another state, which the "
-            "ranks would have to share anew. Nothing was changed. Make a new ORTTrainer, or undo the change."
+            "requires_grad of a parameter, an attribute of the module or a layer's train mode changed, so that its training has "
+            "another state, which the ranks would have to share anew. Nothing was changed. Make a new ORTTrainer, or undo the "
+            "change."
         )
-    counts = any(e.role == "optimizer" and e.parameter is None for e in before.signature.state)
-    if counts and (others := sorted({*before.signature.parameters} ^ {*after.signature.parameters})):
+    if accumulated and (others := sorted({*before.signature.parameters} ^ {*after.signature.parameters})):
         raise UnsupportedModelError(
-            f"forward decides by values, or by attributes that changed, and on this batch {others} are trained where they were "
-            "not, or the other way round: the graph has one count of updates for all parameters. Nothing was changed. Use "
-            "torch.where instead, so that all have a gradient, or SGD, which does not count."
+            f"{others} are trained by this batch where they were not, or the other way round, and {accumulated} batches are "
+            "accumulated whose gradients are of other parameters. Nothing was changed. Change requires_grad and attributes "
+            "behind an update; where forward decides by values, use torch.where, so that all parameters have a gradient."
         )
-
-
-def keep_the_same(before: TrainingGraph, after: TrainingGraph) -> bool:
-    """Whether two graphs can work on the same state: on the same tensors in the same form, without sums of gradients."""
-    sums = (entry.role == "accumulator" for graph in (before, after) for entry in graph.signature.state)
-    return _forms(before) == _forms(after) and not any(sums)
 
 
 def _forms(graph: TrainingGraph) -> set:
-    """What state there is, in which form, but for sums of gradients."""
+    """What state there is, in which form, but for sums of gradients; and what counts whose updates."""
     entries = (entry for entry in graph.signature.state if entry.role != "accumulator")
-    return {replace(entry, output=None, in_place=True) for entry in entries}
+    return {replace(entry, output=None, in_place=True) for entry in entries}.union(graph.signature.counters.items())
 
 
 def _opened(conditions: Conditions, absent: Container[str], trains: bool) -> export.Asked | None:

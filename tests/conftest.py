@@ -12,6 +12,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import forms
 from fast_export import share_operator_table
 
+from orttrainer import export
 from orttrainer.export import child
 
 share_operator_table()
@@ -67,3 +68,11 @@ def _kernel_cache(tmp_path_factory):
 def own_kernel_cache(_kernel_cache, monkeypatch):
     """Kernels in C are compiled in this run, once."""
     monkeypatch.setenv("ORTTRAINER_CACHE", str(_kernel_cache))
+
+
+@pytest.fixture
+def exports(monkeypatch):
+    """A list that grows with each export of a module."""
+    made, real = [], export.export_module
+    monkeypatch.setattr(export, "export_module", lambda *args, **kwargs: made.append(1) or real(*args, **kwargs))
+    return made

@@ -34,14 +34,25 @@ MAY_IMPORT = {
     "phase": {"blocked", "gated", "graph", "native", "runtime", "scattered", "training_graph"},
     "run": {"distributed", "graph", "phase", "runtime", "training_graph"},
     "verify": {"differentiate", "export", "graph", "runtime"},
-    "state": {"distributed", "export", "seed", "training_graph"},
+    "update_counts": set(),
+    "state_dict": {"distributed"},
+    "kept_state": {"training_graph"},
+    "state": {"distributed", "export", "kept_state", "seed", "state_dict", "training_graph", "update_counts"},
     "inference": {"graph", "runtime"},
     "arguments": {"describe", "graph"},
     "nonfinite": set(),
     "attributes": {"export"},
     "turns": {"engine"},  # by name only
-    "ways": {"attributes", "export", "graph", "inference", "run", "training_graph"},  # the last two by name only
-    "source": {"describe", "export", "runtime", "settings", "state", "verify"},
+    "ways": {
+        "attributes",
+        "export",
+        "graph",
+        "inference",
+        "run",
+        "state",
+        "training_graph",
+    },  # the last three by name only
+    "source": {"describe", "export", "runtime", "settings", "state_dict", "verify"},
     "profiling": {"graph", "run", "training_graph"},  # the last two by name only
     "front_end": {"engine", "profiling", "training_graph"},  # the engine by name only: it imports what refuses copies
     "engine": {
@@ -53,6 +64,7 @@ MAY_IMPORT = {
         "front_end",
         "graph",
         "inference",
+        "kept_state",
         "native",
         "nonfinite",
         "optim",
@@ -66,6 +78,7 @@ MAY_IMPORT = {
         "state",
         "training_graph",
         "turns",
+        "update_counts",
         "ways",
     },
     "loss_scaler": set(),
@@ -83,8 +96,9 @@ MAY_IMPORT = {
         "loss_scaler",
         "schedules",
         "settings",
-        "state",
+        "state_dict",
         "training_graph",
+        "update_counts",
     },
     "sketch": {"arguments", "describe", "engine", "export", "front_end", "loss_scaler", "settings"},
     "compat": {

@@ -9,16 +9,15 @@ import types
 
 import pytest
 import torch
+from pairs import RATE, Pair
 from small import batch, description
 from torch import nn
 
-from orttrainer import export
 from orttrainer.engine import Engine
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.settings import OptimizerChoice, Settings
 from orttrainer.ways import check_can_go_on
 
-RATE = 0.05
 GLOBAL = 1.0
 options = argparse.Namespace(gain=1.0, other=0)
 mean = torch.zeros(())
@@ -78,48 +77,6 @@ CHANGES = {
     "the momentum of a norm": lambda m: setattr(m.norm, "momentum", 0.5),
     "forward itself": lambda m: setattr(m, "forward", lambda x: m.head(m.norm(m.layer(x)) - 1)),
 }
-
-
-@pytest.fixture
-def exports(monkeypatch):
-    """A list that grows with each export of a module."""
-    made, real = [], export.export_module
-    monkeypatch.setattr(export, "export_module", lambda *args, **kwargs: made.append(1) or real(*args, **kwargs))
-    return made
-
-
-class Pair:
-    """A module and its copy, which trains in PyTorch; steps of both are compared, with Adam and its moments."""
-
-    def __init__(self, module, loss=None, blocks: int = 1):
-        torch.manual_seed(0)
-        self.module, self.loss, self.blocks, self.count = module, loss or nn.CrossEntropyLoss(), blocks, 0
-        self.reference, self.reference_loss = copy.deepcopy(module), copy.deepcopy(self.loss)
-        self.optimizer = torch.optim.Adam(self.reference.parameters(), RATE)
-        choice = OptimizerChoice("AdamOptimizer", clip=False)
-        settings = Settings(accumulation_steps=blocks)
-        self.engine = Engine(module, self.loss, description(), choice, settings)
-
-    def steps(self, number: int) -> None:
-        for _ in range(number):
-            x, y = batch(self.count)
-            loss = self.reference_loss(self.reference(x), y)
-            (loss / self.blocks).backward()
-            self.count += 1
-            if self.count % self.blocks == 0:
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-            (found, _), _ = self.engine.train_step({"x": x, "label": y}, RATE)
-            torch.testing.assert_close(found, loss.detach(), rtol=1e-4, atol=1e-5)
-        state = self.module.state_dict()
-        for name, value in self.reference.state_dict().items():
-            torch.testing.assert_close(
-                state[name], value, rtol=2e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
-            )
-
-    def change(self, change) -> None:
-        change(self.module)
-        change(self.reference)
 
 
 @pytest.mark.parametrize(("owner", "name"), [("test_attributes", "GLOBAL"), ("test_attributes.options", "gain")])
@@ -374,6 +331,6 @@ def test_on_several_ranks_the_state_stays():
             pair.module.head.bias.requires_grad_(False)
         pair.engine.compile(dict(zip(("x", "label"), batch(0))))
         graphs.append(pair.engine.training_graph)
-    check_can_go_on(graphs[0], graphs[0], alone=False)
+    check_can_go_on(graphs[0], graphs[0], alone=False, accumulated=0)
     with pytest.raises(UnsupportedModelError, match="Make a new ORTTrainer, or undo the change"):
-        check_can_go_on(*graphs, alone=False)
+        check_can_go_on(*graphs, alone=False, accumulated=0)

@@ -97,11 +97,6 @@ REFUSED = {
         lambda m: setattr(m.second, "bias", nn.Parameter(torch.ones(4))), r"were None .*: \['second.bias'\]",
     ),
     "weights tied": (lambda m: setattr(m.second, "weight", m.first.weight), r"tied or untied .*: \['first.weight', 'second.weight'\]"),
-    "a frozen parameter": (lambda m: m.scale.requires_grad_(False), "requires_grad of 'scale' is False now"),
-    "a frozen new parameter of the same memory": (
-        lambda m: setattr(m, "scale", nn.Parameter(m.scale.data, requires_grad=False)),
-        "requires_grad of 'scale' is False now",
-    ),
 }  # fmt: skip
 
 
@@ -155,16 +150,3 @@ def test_a_frozen_parameter_is_seen_in_every_mode(mode):
         assert seen.holds()
         module.scale.requires_grad_(False)
         assert not seen.holds()
-
-
-def test_what_is_frozen_for_evaluation_alone_is_evaluated_and_trained_after_that():
-    module = Layers()
-    reference = copy.deepcopy(module)
-    trainer = make(module, check_export=False)
-    for step in range(2):
-        torch.testing.assert_close(trainer.train_step(*batch(step), LR)[0], torch_step(reference, *batch(step)))
-        module.requires_grad_(False)
-        trainer.eval_step(*batch(step))
-        with pytest.raises(StateError, match=r"requires_grad of 'scale' is False now"):
-            trainer.train_step(*batch(step), LR)
-        module.requires_grad_(True)

@@ -22,7 +22,7 @@ from small import OPTIMIZERS, RATE, batch, make, net, torch_step
 from torch import nn
 
 from orttrainer import load_checkpoint
-from orttrainer.errors import NonFiniteLossError, SchemaError, StateError, UnsupportedFeatureError
+from orttrainer.errors import NonFiniteLossError, SchemaError, UnsupportedFeatureError
 
 sys.path.insert(0, str(WORKERS))
 
@@ -253,24 +253,6 @@ def test_gradients_that_the_module_has_of_its_own_are_left_alone():
     before = [parameter.grad.clone() for parameter in module.parameters()]
     make(module, check_export=False).train_step(*batch(), RATE)
     assert all(torch.equal(p.grad, grad) for p, grad in zip(module.parameters(), before))
-
-
-def test_a_parameter_that_is_frozen_or_set_free_after_compiling_is_refused():
-    module = net()
-    module[3].bias.requires_grad_(False)
-    trainer = make(module, check_export=False)
-    trainer.train_step(*batch(), RATE)
-    for parameter, name, now in ((module[0].weight, "0.weight", False), (module[3].bias, "3.bias", True)):
-        parameter.requires_grad_(now)
-        before = parameter.clone()
-        with pytest.raises(
-            StateError, match=f"requires_grad of '{name}' is {now} now, but was {not now} when the graph"
-        ):
-            trainer.train_step(*batch(), RATE)
-        assert torch.equal(parameter, before)
-        trainer.eval_step(*batch())
-        parameter.requires_grad_(not now)
-    trainer.train_step(*batch(), RATE)
 
 
 @pytest.mark.parametrize("optimizer", usual(OPTIMIZERS, "LambOptimizer"))

@@ -12,7 +12,7 @@ from test_sketch import assert_parameters_close, sgd, torch_step
 from torch import nn
 
 import orttrainer
-from orttrainer.errors import InvalidArgumentError, OptimizerError, StateError, UnsupportedFeatureError
+from orttrainer.errors import InvalidArgumentError, OptimizerError, UnsupportedFeatureError
 
 
 def make(module, optimizer):
@@ -295,15 +295,20 @@ def test_moments_of_a_loaded_state_dict_win_over_the_optimizers_earlier_ones():
     assert_same(trainer.state_dict(), source.state_dict())
 
 
-def test_moments_for_some_parameters_only_are_refused():
+def test_moments_for_some_parameters_only_are_taken_over():
     module = net()
-    optimizer = torch.optim.Adam(module.parameters())
-    nn.functional.cross_entropy(module(batch()[0]), batch()[1]).backward()
-    module[0].weight.grad = None
-    optimizer.step()
-    optimizer.zero_grad()
-    with pytest.raises(StateError, match=r"moments for some parameters, but none for \['0.weight'\]"):
-        make(module, optimizer).step(*batch())
+    reference = copy.deepcopy(module)
+    optimizers = [torch.optim.Adam(m.parameters(), 0.01) for m in (module, reference)]
+    for m, optimizer in zip((module, reference), optimizers):
+        nn.functional.cross_entropy(m(batch()[0]), batch()[1]).backward()
+        m[0].weight.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+    trainer = make(module, optimizers[0])
+    for step in range(3):
+        expected = torch_step(reference, optimizers[1], *batch(step))
+        torch.testing.assert_close(trainer.step(*batch(step))[0], expected, rtol=1e-5, atol=1e-5)
+    assert_parameters_close(module, reference)
 
 
 def test_the_optimizers_state_dict_says_that_it_lacks_the_moments():

@@ -99,6 +99,7 @@ def scripted(m, x, h):
     [
         (scripted, "SGDOptimizer", 2),
         (one_or_other, "SGDOptimizer", 2),
+        (one_or_other, "AdamOptimizer", 2),  # which counts the updates of each parameter
         (squeezed, "SGDOptimizer", 2),
         slow(both, "AdamOptimizer", 2),
         slow(halved, "AdamOptimizer", 2),
@@ -143,17 +144,20 @@ def test_what_forward_asserts_of_a_batch_fails_there_and_changes_nothing(decide,
 
 
 @pytest.mark.filterwarnings("ignore::orttrainer.errors.NoGradientWarning")
-def test_other_parameters_with_an_optimizer_that_counts_are_refused():
-    """PyTorch counts the updates of each parameter, the graph those of all."""
+@pytest.mark.parametrize("optimizer", ["SGDOptimizer", "AdamOptimizer"])
+def test_batches_of_one_block_that_train_other_parameters_are_refused(optimizer):
+    """PyTorch updates all that one of these has a gradient for."""
     torch.manual_seed(0)
-    engine = engine_of(Decides(one_or_other), "AdamOptimizer")
-    engine.train_step({"x": batch(1)}, RATE)
+    engine = engine_of(Decides(one_or_other), optimizer, accumulation_steps=2)
+    for step in (1, 2, 4):
+        engine.train_step({"x": batch(step)}, RATE)
     before = engine.state_dict()
-    with pytest.raises(UnsupportedModelError, match=r"\['one\.bias', 'one\.weight', .*are trained where they were not"):
+    with pytest.raises(UnsupportedModelError, match=r"\['one\.bias', 'one\.weight', .*are trained by this batch where"):
         engine.train_step({"x": batch(3)}, RATE)
     after = engine.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    engine.train_step({"x": batch(2)}, RATE)
+    engine.train_step({"x": batch(5)}, RATE)
+    engine.train_step({"x": batch(3)}, RATE)
 
 
 def test_gradients_of_a_block_go_along_to_another_way():

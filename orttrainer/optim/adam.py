@@ -27,7 +27,7 @@ class AdamUpdate(moments.MomentOptimizer):
     g is scaled by max_norm_clip / norm where the global norm is above max_norm_clip.
     """
 
-    count = "Update_Count"
+    slot_names, count = ("Moment_1", "Moment_2", "Update_Count"), "Update_Count"
 
     def step(self, op, scalars, values, rate, x, m, v):
         a, b = moments.corrections(scalars, values)

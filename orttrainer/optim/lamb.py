@@ -29,7 +29,7 @@ class Lamb(moments.MomentOptimizer):
     """
 
     name = "LambOptimizer"
-    count = "Step"
+    slot_names, count = ("Moment_1", "Moment_2", "Step"), "Step"
     elementwise = False
     known: ClassVar = {
         **moments.attributes(epsilon=1e-6, do_bias_correction=0, shared=True),

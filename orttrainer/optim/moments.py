@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Iterable, Mapping
 
 import onnx_ir as ir
 
@@ -75,9 +74,10 @@ def direction(op: Builder, scalars: Scalars, m: ir.Value, v: ir.Value, epsilon: 
 
 
 class MomentOptimizer(Optimizer):
-    """What Adam and LAMB share: both moments of every parameter, one count, and their update; not the step itself."""
+    """What Adam and LAMB share: both moments of every parameter, a count, and their update; not the step itself.
 
-    count: ClassVar[str]  # name of the shared counter
+    There is one counter for all parameters that were updated equally often: PyTorch's Adam counts the updates of each.
+    """
 
     def slots(self, name, shape, dtype):
         self._check_dtype(name, dtype)
@@ -85,14 +85,21 @@ class MomentOptimizer(Optimizer):
 
     @property
     def shared_slots(self):
-        return (counter(self.count),)
+        return tuple(map(counter, self._counters(self.attributes)))
+
+    def counter_of(self, parameter):
+        number = self._counted_with.get(parameter, 0)
+        return f"{self.count}.{number}" if number else self.count
+
+    def _counters(self, parameters: Iterable[str]) -> list[str]:
+        return sorted({self.counter_of(parameter) for parameter in parameters})
 
     def update(self, op, learning_rates, gradient_norm, gradient_scale, parameters, gradients, state):
-        count = op.Add(state[self.count], 1)
-        scalars = Scalars(op, learning_rates, gradient_norm if self.clip else None, gradient_scale, count)
-        updated = {self.count: count}
+        norm = gradient_norm if self.clip else None
+        updated = {name: op.Add(state[name], 1) for name in self._counters(parameters)}
+        scalars_of = {n: Scalars(op, learning_rates, norm, gradient_scale, count) for n, count in updated.items()}
         for name in sorted(parameters):
-            x, values = parameters[name], self.attributes[name]
+            x, values, scalars = parameters[name], self.attributes[name], scalars_of[self.counter_of(name)]
             m, v = (state[f"Moment_{i}_{name}"] for i in (1, 2))
             m, v = new_moments(op, scalars, values, gradients[name], x, m, v)
             updated[name] = self.step(op, scalars, values, scalars.learning_rate(name), x, m, v)

@@ -24,7 +24,7 @@ class Slot:
         name: key in a state dict, e.g. "Moment_1_encoder.weight" or "Step".
         shape, dtype: of the tensor.
         initial: what every element starts from.
-        parameter: the parameter that it belongs to; None where all parameters share it.
+        parameter: the parameter that it belongs to; None where several share it.
     """
 
     name: str
@@ -65,6 +65,8 @@ class Optimizer(abc.ABC):
         attributes: for every parameter to train, the attributes that the user gave for it.
         clip: whether gradients are scaled down to a global norm of `max_norm_clip`
             (an optimizer without that attribute never clips).
+        counted_with: parameter -> the number of the counter of its updates, where these are several; 0 for those that
+            are not in it.
 
     Raises:
         OptimizerError: an attribute that the optimizer does not have, or that has a value it
@@ -77,10 +79,19 @@ class Optimizer(abc.ABC):
 
     name: ClassVar[str]
     known: ClassVar[Mapping[str, Attribute]] = {}
+    slot_names: ClassVar[tuple[str, ...]] = ()  # in a state dict each has its parameter behind it
+    count: ClassVar[str | None] = (
+        None  # the one of them that counts updates; of further counters it has a number behind it
+    )
     elementwise: ClassVar[bool] = True  # each element of a parameter is updated by itself, but for the clipping
 
-    def __init__(self, attributes: Mapping[str, Mapping[str, float | int]], clip: bool = True):
-        self.clip = clip
+    def __init__(
+        self,
+        attributes: Mapping[str, Mapping[str, float | int]],
+        clip: bool = True,
+        counted_with: Mapping[str, int] | None = None,
+    ):
+        self.clip, self._counted_with = clip, dict(counted_with or {})
         self.attributes = {parameter: self._complete(parameter, given) for parameter, given in attributes.items()}
         self._check_shared()
 
@@ -91,8 +102,12 @@ class Optimizer(abc.ABC):
 
     @property
     def shared_slots(self) -> tuple[Slot, ...]:
-        """The state that all parameters share; by default none."""
+        """The state that parameters share; by default none."""
         return ()
+
+    def counter_of(self, parameter: str) -> str | None:
+        """The name of the slot that counts this one's updates; None, by default, where nothing does."""
+        return None
 
     @abc.abstractmethod
     def update(

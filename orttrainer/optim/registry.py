@@ -18,6 +18,7 @@ def make_optimizer(
     parameter_names: Iterable[str],
     map_attributes: Callable[[str], Mapping[str, float | int]] | None = None,
     clip: bool = True,
+    counted_with: Mapping[str, int] | None = None,
 ) -> Optimizer:
     """Make the optimizer that a legacy script names.
 
@@ -27,6 +28,7 @@ def make_optimizer(
         map_attributes: called once with each parameter's name; returns a dict of the attributes
             that differ from the optimizer's defaults. None: defaults for all.
         clip: whether gradients are clipped to the attribute `max_norm_clip`.
+        counted_with: as `Optimizer` takes it.
 
     Raises:
         OptimizerError: an unknown name, or attributes that the optimizer cannot use.
@@ -49,4 +51,4 @@ def make_optimizer(
                 f"attributes, {{}} for the defaults."
             )
         attributes[parameter] = given
-    return OPTIMIZERS[name](attributes, clip)
+    return OPTIMIZERS[name](attributes, clip, counted_with)

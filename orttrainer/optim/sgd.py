@@ -24,6 +24,7 @@ class SGD(Optimizer):
     """
 
     name = "SGDOptimizer"
+    slot_names = ("Momentum",)
     known: ClassVar = {
         "momentum": Attribute(0.0, *NON_NEGATIVE),
         "nesterov": Attribute(0, *ZERO_OR_ONE),

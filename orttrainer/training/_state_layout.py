@@ -2,6 +2,7 @@
 
     model:           {full_precision: {weight: array}}               weights, frozen weights and buffers
     optimizer:       {weight: {Moment_1, Moment_2, Update_Count, Momentum}, shared_optimizer_state: {Step}}
+                     Beyond legacy: {weight: {Step}}, where some were frozen for a while, which were updated less often
     trainer_options, train_step_info: plain numbers and strings
     random:          {Training_Step, Random_Seed}                    beyond legacy: what dropout masks are made of
     accumulated:     {batches, gradients: {weight: array}, by}       beyond legacy: in the midst of a block of batches;
@@ -13,50 +14,42 @@ Legacy readers pass over the sections that they do not know.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from orttrainer.errors import StateError
-from orttrainer.state import ACCUMULATED, ACCUMULATED_BY
-from orttrainer.training_graph import Signature
+from orttrainer.state_dict import ACCUMULATED, ACCUMULATED_BY
+from orttrainer.training_graph import SEED, STEP
+from orttrainer.update_counts import SHARED_COUNT
 
 FULL_PRECISION, SHARED = "full_precision", "shared_optimizer_state"
 SECTIONS = ("model", "optimizer", "train_step_info")
 _SUM = "_grad_accumulator"
 
 
-def nested(flat: Mapping[str, torch.Tensor], weights: Mapping[str, Any], signature: Signature) -> dict[str, Any]:
+def nested(flat: Mapping[str, torch.Tensor], weights: Mapping[str, Any], slot_names: Sequence[str]) -> dict[str, Any]:
     """The sections model, optimizer, random and accumulated.
 
     Args:
         flat: the engine's whole state.
         weights: its entries that are weights and buffers.
-        signature: of the training graph.
+        slot_names: what the optimizer calls its state of a weight.
     """
     state: dict[str, Any] = {"model": {FULL_PRECISION: {name: as_array(flat[name]) for name in weights}}}
-    optimizer: dict[str, dict[str, np.ndarray]] = {}
-    random: dict[str, np.ndarray] = {}
-    for entry in signature.plain_state:
-        if entry.role == "random":
-            random[entry.name] = as_array(flat[entry.name])
-        elif entry.role != "optimizer":
-            continue
-        elif entry.parameter is not None:
-            slot = entry.name.removesuffix(f"_{entry.parameter}")
-            optimizer.setdefault(entry.parameter, {})[slot] = as_array(flat[entry.name])
-        elif entry.name in flat:
-            optimizer.setdefault(SHARED, {})[entry.name] = as_array(flat[entry.name])
-        else:  # one count in the graph, one for each weight in a state dict
-            for parameter in signature.parameters:
-                optimizer.setdefault(parameter, {})[entry.name] = as_array(flat[f"{entry.name}_{parameter}"])
-    state["optimizer"] = optimizer
-    if random:
+    of_weights = {
+        weight: {slot: as_array(flat[f"{slot}_{weight}"]) for slot in slot_names if f"{slot}_{weight}" in flat}
+        for weight in weights
+    }
+    state["optimizer"] = {weight: slots for weight, slots in of_weights.items() if slots}
+    if SHARED_COUNT in flat:
+        state["optimizer"][SHARED] = {SHARED_COUNT: as_array(flat[SHARED_COUNT])}
+    if random := {name: as_array(flat[name]) for name in (STEP, SEED) if name in flat}:
         state["random"] = random
     if ACCUMULATED in flat:
-        gradients = {p: as_array(flat[f"{p}{_SUM}"]) for p in signature.parameters if f"{p}{_SUM}" in flat}
+        gradients = {weight: as_array(flat[f"{weight}{_SUM}"]) for weight in weights if f"{weight}{_SUM}" in flat}
         state["accumulated"] = {"batches": int(flat[ACCUMULATED]), "gradients": gradients}
         if ACCUMULATED_BY in flat:
             state["accumulated"]["by"] = as_array(flat[ACCUMULATED_BY])
@@ -121,7 +114,21 @@ def check_keys(current: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """
     for name in SECTIONS:
         if name in given:
-            _compare(current[name], section(given, name), f"state_dict[{name}]")
+            own, other = current[name], section(given, name)
+            if name == "optimizer":
+                untrained = section(current, "model")[FULL_PRECISION].keys() - own.keys()
+                own, other = _with_one_count(own), _with_one_count(other)
+                other = {weight: slots for weight, slots in other.items() if weight not in untrained}
+            _compare(own, other, f"state_dict[{name}]")
+
+
+def _with_one_count(optimizer: Mapping[str, Mapping]) -> dict[str, Mapping]:
+    """LAMB's section with one count for all weights, also where there is one for each."""
+    steps = {weight: slots[SHARED_COUNT] for weight, slots in optimizer.items() if SHARED_COUNT in slots}
+    if not steps.keys() - {SHARED}:
+        return dict(optimizer)
+    without = {weight: {k: v for k, v in slots.items() if k != SHARED_COUNT} for weight, slots in optimizer.items()}
+    return {**without, SHARED: {SHARED_COUNT: next(iter(steps.values()))}}
 
 
 def _compare(current: Mapping, given: Mapping, place: str) -> None:

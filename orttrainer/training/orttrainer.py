@@ -207,7 +207,7 @@ class ORTTrainer(FrontEnd):
         weights = engine.state_dict(include_optimizer_state=False)
         if pytorch_format:
             return weights
-        state = _state_layout.nested(engine.state_dict(), weights, engine.training_graph.signature)
+        state = _state_layout.nested(engine.state_dict(), weights, engine.slot_names)
         state["trainer_options"] = {
             "mixed_precision": self.options.mixed_precision.enabled,
             "zero_stage": 0,
@@ -363,7 +363,7 @@ class ORTTrainer(FrontEnd):
         if strict:
             info = self._train_step_info
             weights = self._engine.state_dict(include_optimizer_state=False)
-            current = _state_layout.nested(self._engine.state_dict(), weights, self._engine.training_graph.signature)
+            current = _state_layout.nested(self._engine.state_dict(), weights, self._engine.slot_names)
             current["train_step_info"] = {"optimization_step": info.optimization_step, "step": info.step}
             _state_layout.check_keys(current, given)
         info, counts = self._train_step_info, _state_layout.section(given, "train_step_info")

@@ -1,0 +1,66 @@
+"""What a state dict says beside the values of the state, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from orttrainer.distributed import Collective
+from orttrainer.errors import StateError
+
+ACCUMULATED = "Accumulated_Batches"
+ACCUMULATED_BY = "Accumulated_By"  # rank and world size, where there are several ranks: each has sums of its own
+
+
+def checked_accumulated(state_dict: Mapping[str, torch.Tensor], sums: Iterable[str], collective: Collective) -> int:
+    """The number of batches in a state from the midst of a block, which has to have their gradients too."""
+    if missing := [name for name in sums if name not in state_dict]:
+        raise StateError(
+            f"the state dict has {ACCUMULATED!r}, but lacks the sums of gradients {missing}. Nothing was loaded"
+        )
+    own = [collective.rank, collective.size]
+    if (by := _listed(state_dict.get(ACCUMULATED_BY, [0, 1]))) != own:
+        raise StateError(
+            f"the state is from the midst of a block of batches, with the sums of gradients of rank and world size {by}; "
+            f"this is {own}. Load on each rank what it saved itself, or leave {ACCUMULATED!r} out to begin the block anew. "
+            "Nothing was loaded"
+        )
+    value = state_dict[ACCUMULATED]
+    try:
+        number = torch.as_tensor(value)
+        if number.numel() == 1 and int(number) == number and number >= 0:
+            return int(number)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        pass
+    raise StateError(f"{ACCUMULATED!r} must be a whole number >= 0, got {value!r}. Nothing was loaded")
+
+
+def _listed(value) -> object:
+    try:
+        return torch.as_tensor(value).tolist()
+    except (TypeError, ValueError, RuntimeError):
+        return value
+
+
+def check_fits(
+    own: Mapping[str, torch.Tensor],
+    given: Mapping[str, torch.Tensor],
+    strict: bool,
+    free: Mapping[str, torch.Tensor] = {},
+) -> None:
+    """Raise a StateError unless each tensor of `given` has the shape of that in `own`, and, if `strict`, all have one.
+
+    Others may be there if `free` has them, in its shape.
+    """
+    missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - {**own, **free}.keys(), key=str)
+    own = {**free, **own}
+    if strict and (missing or unexpected):
+        raise StateError(f"the state dict does not fit: missing {missing}, unexpected {unexpected}. Nothing was loaded")
+    for name in (name for name in own if name in given):
+        try:
+            shape = torch.as_tensor(given[name]).shape
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise StateError(f"{name!r} is a {type(given[name]).__name__}, not a tensor. Nothing was loaded") from error
+        if shape != own[name].shape:
+            raise StateError(f"{name!r} has shape {list(shape)}, expected {list(own[name].shape)}. Nothing was loaded")

@@ -1,0 +1,55 @@
+"""How often parameters were updated: PyTorch's optimizers count for each, a graph for all that were updated equally often."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["counters_fit", "counts_in", "numbered"]
+
+SHARED_COUNT = "Step"  # LAMB's, of which a state dict has one, while there is one
+Counts = Mapping[str, int]  # of parameters: their updates, plus 1, as legacy counts
+
+
+def counts_in(state: Mapping[str, Any], counter: str | None, parameters: Collection[str]) -> dict[str, int]:
+    """What a state dict says of the updates of parameters; of those that it does not know nothing.
+
+    Args:
+        state: with an entry `<counter>_<parameter>` for each; or one `<counter>`, as legacy's LAMB has it, for all whose
+            moments are there, too, if any are.
+        counter: "Update_Count" or "Step"; None for an optimizer that does not count.
+        parameters: those to be looked for.
+    """
+    if counter is None:
+        return {}
+    some_moments = any(isinstance(name, str) and name.startswith("Moment_1_") for name in state)
+    found = {}
+    for parameter in parameters:
+        shared = counter if not some_moments or f"Moment_1_{parameter}" in state else None
+        number = _number(state.get(f"{counter}_{parameter}", state.get(shared)))
+        if number is not None:
+            found[parameter] = number
+    return found
+
+
+def numbered(counts: Counts, parameters: Collection[str]) -> dict[str, int]:
+    """Parameter -> the number of its counter: one for all with the same count, 0 for the highest."""
+    own = {parameter: counts.get(parameter, 1) for parameter in parameters}
+    numbers = sorted({*own.values()}, reverse=True)
+    return {parameter: numbers.index(count) for parameter, count in own.items()}
+
+
+def counters_fit(counters: Mapping[str, str], counts: Counts) -> bool:
+    """Whether parameters with one counter, by `Signature.counters`, have one count; 1 where it is not known."""
+    pairs = {(counter, counts.get(parameter, 1)) for parameter, counter in counters.items()}
+    return len(pairs) == len({counter for counter, _ in pairs})
+
+
+def _number(value: Any) -> int | None:
+    try:
+        number = torch.as_tensor(value)
+        return int(number) if number.numel() == 1 else None
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # the load says what is wrong with it
+        return None
