@@ -36,9 +36,16 @@ class Attributes:
         parts: the model under "", its loss, a module or any other callable, under "loss_fn"; none for an ONNX model.
         touched: paths of those that forward changes itself. That makes no difference, as the export has seen.
         read: what the code that forward has run may read; None where that is not known.
+        frozen: gives the names of parameters that are not to be trained, whether they need a gradient or not.
     """
 
-    def __init__(self, parts: Mapping[str, Callable], touched: Collection[str], read: export.Read | None):
+    def __init__(
+        self,
+        parts: Mapping[str, Callable],
+        touched: Collection[str],
+        read: export.Read | None,
+        frozen: Callable[[], Collection[str]] = tuple,
+    ):
         modules = {root: part for root, part in parts.items() if isinstance(part, torch.nn.Module)}
         self._layers = {
             f"{root}.{path}".strip("."): layer
@@ -47,6 +54,7 @@ class Attributes:
         }
         self._parts, self._roots = dict(parts), list(modules.values())
         self._flags: dict[str, bool] = {}  # as they are when the model trains
+        self._frozen = frozen
         self._trained = self._read_trained()  # as the last step that trains had it
         for root in self._roots[:1]:
             with export.in_train_mode(root):
@@ -182,24 +190,27 @@ class Attributes:
     def in_train_mode(self) -> Iterator[None]:
         """Layers in eval mode as they were when the model was last in train mode, parameters frozen as in the last step."""
         before = [(layer, layer.training) for layer in self._layers.values()]
-        trained, parameters = self._read_trained(), self._parameters()
+        parameters = self._parameters()
+        needed = {path: parameter.requires_grad for path, parameter in parameters.items()}
         for path, layer in self._layers.items():
             layer.training = self._flags[path]
         for path, parameter in parameters.items():
-            parameter.requires_grad_(self._trained.get(path, trained[path]))
+            if path not in self._frozen():  # which are exported as those that are trained, as ever
+                parameter.requires_grad_(self._trained.get(path, needed[path]))
         try:
             yield
         finally:
             for layer, training in before:
                 layer.training = training
             for path, parameter in parameters.items():
-                parameter.requires_grad_(trained[path])
+                parameter.requires_grad_(needed[path])
 
     def _read_flags(self) -> dict[str, bool]:
         return {path: layer.training for path, layer in self._layers.items()}
 
     def _read_trained(self) -> dict[str, bool]:
-        return {path: parameter.requires_grad for path, parameter in self._parameters().items()}
+        flags = {path: parameter.requires_grad for path, parameter in self._parameters().items()}
+        return flags | dict.fromkeys(self._frozen(), False)
 
     def _parameters(self) -> dict[str, torch.nn.Parameter]:
         return {

@@ -64,7 +64,8 @@ def compile_training_graph(
         forward: a `ForwardGraph`; its model is used up.
         optimizer: emits the update of `forward.parameters`.
         learning_rate: name of the learning rate's input.
-        groups: for each parameter the index of its learning rate, from 0; None: one rate for all.
+        groups: for each parameter the index of its learning rate, from 0; None: one rate for all. What else of the
+            optimizer is `Fed` has its place among them.
         seed: what dropout masks start from.
         primitives: write batch normalization in elementary operators; CUDA has no kernel for
             the training form of the operator.
@@ -85,7 +86,7 @@ def compile_training_graph(
         NoGradientWarning: a parameter has no path to the loss; it keeps its value.
     """
     check_disabled_passes(disabled_passes)
-    rates = 1 + max((groups or {}).values(), default=0)
+    rates = 1 + max([*(groups or {}).values(), *(fed.place for fed in optimizer.fed)], default=0)
     layout = None
     if layouts:
         free = [name for name in forward.parameters if name not in as_declared]
@@ -293,6 +294,7 @@ class _Build:
         with self.op.scope("update"):
             rates = self._rates()
             by_name = {name: rates[groups.get(name, 0)] for name in gradients}
+            optimizer = optimizer.fed_with({fed: self._double(rates[fed.place]) for fed in optimizer.fed})
             self.new.update(optimizer.update(self.op, by_name, self.norm, self.scale, parameters, gradients, state))
 
     def _as_forward_left_them(self, names: Collection[str]) -> dict[str, ir.Value]:
@@ -318,6 +320,9 @@ class _Build:
         """The learning rate of each group, of shape [1]."""
         count = self.rate.shape[0]
         return [self.rate] if count == 1 else [self.op.Slice(self.rate, [i], [i + 1]) for i in range(count)]
+
+    def _double(self, rate: ir.Value) -> ir.Value:
+        return self.op.Squeeze(self.op.Cast(rate, to=int(ir.DataType.DOUBLE)), [0])
 
     def lower(self, primitives: bool, keep: bool, gradients: Collection[str]) -> None:
         """Replace operators whose kernels are slow or absent, now that their gradients are taken."""

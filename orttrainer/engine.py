@@ -108,7 +108,7 @@ class Engine(NotCopied):
         self.source = Source(model, loss_fn, self.device, settings)
         self._scale = torch.ones(1)
         self._rate, self._rates_given = 0.0, None  # of the last step: what it was given, and what `_rates` holds
-        self._groups = 1  # of parameters with a learning rate of their own, in the graph
+        self._rates_fed = 1  # that the graph takes
         self._pending_state: tuple[dict, bool] = ({}, False)
         self._runner: Runner | None = None
         self._schema: InputSchema | None = None
@@ -166,7 +166,7 @@ class Engine(NotCopied):
     def _rates_at(self, rate: float) -> torch.Tensor:
         """The learning rate of each group: float32 [groups], the same tensor as long as they stay the same."""
         # A later graph may train parameters of further groups.
-        rates = [rate] if self._optimizer.rates is None else self._optimizer.rates(rate)[: self._groups]
+        rates = [rate] if self._optimizer.rates is None else self._optimizer.rates(rate)[: self._rates_fed]
         if rates != self._rates_given:
             self._rates, self._rates_given = torch.tensor(rates, dtype=torch.float32), rates
         self._rate = rate
@@ -232,8 +232,21 @@ class Engine(NotCopied):
         grows = self._runner is not None and steps > 1 and not self._runner.accumulators
         self._accumulation_steps = steps
         if grows:
+            self.renew_update()
+
+    @one_at_a_time
+    def renew_update(self) -> None:
+        """Compile again where what the update is made from has changed; on the present state."""
+        if self._runner is not None:
             self._ways.close()
             self._recompile(self._forward)
+
+    @one_at_a_time
+    def freeze(self, names: Sequence[str]) -> None:
+        """Train all parameters but these, and those that need no gradient, from the next step on."""
+        self.settings = self.source.settings = replace(self.settings, frozen=tuple(names))
+        if self._runner is not None:
+            self._ways.look_at_parameters()
 
     @property
     def slot_names(self) -> tuple[str, ...]:
@@ -382,7 +395,7 @@ class Engine(NotCopied):
     def _compile(self, forward: Callable[[], ForwardGraph]) -> None:
         with runtime.garbage_kept(), failing_together(self.collective, "compiling the model"):
             self._forward = self.source.frozen(forward())
-            self._ways = Ways(self._forward, self.input_names, self.source.parts)
+            self._ways = Ways(self._forward, self.input_names, self.source)
             counts = counts_in(self._pending_state[0], self._kept.count, self._forward.parameters)
             graph = self._training_graph(self._forward, counts)
         try:
@@ -414,7 +427,8 @@ class Engine(NotCopied):
     def _go_on(self, forward: ForwardGraph, graph: TrainingGraph, state: TrainedState, runner: Runner) -> None:
         state.take_over()
         self._forward, self.training_graph, self._state, self._runner = forward, graph, state, runner
-        self._groups = 1 + max(graph.signature.groups.values())
+        inputs = {x.name: x for x in graph.graph.graph.inputs}
+        self._rates_fed = inputs[graph.signature.learning_rate].shape[0]
         self._ways.took(forward, graph, state, runner)
 
     def _training_graph(self, forward: ForwardGraph, counts: Mapping[str, int]) -> TrainingGraph:

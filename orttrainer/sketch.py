@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import collections
 import inspect
-import math
 import numbers
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from orttrainer import export
-from orttrainer.arguments import check_module, check_scaler, checked_rate, inputs_by_name
+from orttrainer.arguments import check_module, check_scaler, inputs_by_name
 from orttrainer.describe import IODescription, ModelDescription
 from orttrainer.engine import Engine
-from orttrainer.errors import InvalidArgumentError, SchemaError, StateError, UnsupportedFeatureError
+from orttrainer.errors import InvalidArgumentError, SchemaError
 from orttrainer.front_end import FrontEnd
 from orttrainer.loss_scaler import LossScaler
 from orttrainer.settings import OptimizerChoice, Settings
+from orttrainer.torch_groups import Groups
 
 __all__ = ["Trainer", "trainer"]
 
@@ -49,8 +49,9 @@ def trainer(
         optimizer: a `torch.optim.SGD`, `Adam` or `AdamW`, whose groups hold the parameters to train. Its
             numbers are taken, its `step()` is not run: the moments are the trainer's, `optimizer.state`
             stays as it is. Moments that it has already are taken over at the first step. Learning
-            rates are read from its groups at every step, so that `torch.optim.lr_scheduler`s work;
-            everything else must stay as it is.
+            rates are read from its groups at every step, so that `torch.optim.lr_scheduler`s work, and so are
+            momentum, betas, eps and weight decay, once one has changed, which compiles again (OneCycleLR);
+            groups may be added (`add_param_group`); everything else must stay as it is.
         model_desc: inputs (the label last) and outputs (the loss first). None: those of the first
             batch, whose axis 0 may vary, together in all inputs that have its size there. Where other
             axes vary as well, describe them here, with a name for each size that does.
@@ -90,7 +91,7 @@ def trainer(
         check_scaler(loss_scaler)
     elif str(mixed_precision).removeprefix("torch.") == "float16":
         loss_scaler = LossScaler("loss_scale", True)
-    groups = _Groups(optimizer, _names(model, criterion), max_grad_norm)
+    groups = Groups(optimizer, _names(model, criterion), max_grad_norm)
     if device is None:
         device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
     choice = OptimizerChoice(groups.kind, groups.attributes, True, groups.group, groups.rates)
@@ -109,10 +110,11 @@ class Trainer(FrontEnd):
         model, optimizer: as given.
     """
 
-    def __init__(self, engine: Engine, criterion: Callable | None, groups: _Groups, loss_scaler):
+    def __init__(self, engine: Engine, criterion: Callable | None, groups: Groups, loss_scaler):
         self.model, self.optimizer = engine.model, groups.optimizer
         self._engine, self._criterion, self._groups, self._loss_scaler = engine, criterion, groups, loss_scaler
         self._describes = engine.description is None
+        self._fed: set[tuple[int, str]] = set()  # as `Groups` had it when the graph was made
         self._has_news = True  # whether moments of the optimizer are still to be taken over
         self.optimizer.register_step_pre_hook(_warn_of_a_second_update)
         self.optimizer.register_state_dict_pre_hook(self._warn_of_missing_moments)
@@ -136,7 +138,7 @@ class Trainer(FrontEnd):
             ExecutionError: ONNX Runtime failed; the state is as before.
         """
         with self._engine.preparing_a_step():
-            self._groups.check()
+            self._follow_groups()
             given = self._checked(batch, "step")
         scale = 1.0 if self._loss_scaler is None else self._loss_scaler.loss_scale_
         outputs, finite = self._run(self._engine.train_step, given, 0.0, scale)
@@ -205,6 +207,17 @@ class Trainer(FrontEnd):
             self._has_news = False
         return given
 
+    def _follow_groups(self) -> None:
+        """Let the next step have what the optimizer's groups are now."""
+        groups, engine = self._groups, self._engine
+        groups.check()
+        if groups.grow():
+            engine.freeze(groups.frozen)
+        groups.take_numbers(engine.is_compiled)
+        if groups.fed != self._fed:
+            engine.renew_update()
+            self._fed = {*groups.fed}
+
     def _run(self, call: Callable, *arguments):
         """Call the compiled engine; say how sizes are described where the first batch did that."""
         try:
@@ -227,143 +240,6 @@ class Trainer(FrontEnd):
                 "save trainer.state_dict() as well",
                 stacklevel=3,
             )
-
-
-class _Groups:
-    """The parameter groups of a torch optimizer, as the engine asks for them.
-
-    Args:
-        optimizer: a torch optimizer.
-        names: the names of all parameters there are, by the parameter's id.
-        max_grad_norm: global norm to clip to; None: not at all.
-
-    Attributes:
-        kind: the engine's optimizer.
-        frozen: names of the parameters that are in no group.
-    """
-
-    _KINDS: ClassVar = {
-        torch.optim.SGD: "SGDOptimizer",
-        torch.optim.Adam: "AdamOptimizer",
-        torch.optim.AdamW: "AdamOptimizer",
-    }
-    _NUMBERS: ClassVar = {
-        "SGDOptimizer": ("momentum", "weight_decay", "nesterov", "dampening", "maximize", "differentiable"),
-        "AdamOptimizer": (
-            "betas", "eps", "weight_decay", "amsgrad", "decoupled_weight_decay", "maximize", "differentiable",
-        ),
-    }  # fmt: skip
-
-    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], max_grad_norm: float | None):
-        if type(optimizer) not in self._KINDS:
-            kind = optimizer if isinstance(optimizer, type) else type(optimizer)
-            raise UnsupportedFeatureError(
-                f"optimizer is {'the class' if kind is optimizer else 'a'} {kind.__module__}.{kind.__qualname__}; this front "
-                "end takes objects of torch.optim.SGD, Adam and AdamW. LAMB is there in orttrainer.ORTTrainer."
-            )
-        self.optimizer, self.kind = optimizer, self._KINDS[type(optimizer)]
-        self._max_norm = math.inf if max_grad_norm is None else float(max_grad_norm)
-        self._group_of: dict[str, int] = {}
-        self._parameters: dict[str, torch.nn.Parameter] = {}
-        for index, group in enumerate(optimizer.param_groups):
-            self._refuse_unsupported(index, group)
-            for parameter in group["params"]:
-                if id(parameter) not in names:
-                    raise InvalidArgumentError(
-                        f"param_groups[{index}] of the optimizer has a parameter of shape {list(parameter.shape)} that is "
-                        "in neither model nor criterion. Make the optimizer with the parameters of this model."
-                    )
-                self._group_of[names[id(parameter)]] = index
-                self._parameters[names[id(parameter)]] = parameter
-        self.frozen = tuple(name for name in names.values() if name not in self._group_of)
-        self._numbers = [self._present(group) for group in optimizer.param_groups]
-        self._ids = [_ids(group) for group in optimizer.param_groups]
-        self._position: dict[int, int] = {}  # group -> place of its learning rate; groups that train nothing have none
-
-    def attributes(self, name: str) -> dict[str, float | int]:
-        """The attributes of the engine's optimizer for one parameter."""
-        if name not in self._group_of:
-            raise StateError(
-                f"parameter {name!r} came into the model after the trainer was made, and its optimizer does not have it. Make "
-                "optimizer and trainer when the model is complete."
-            )
-        numbers = self._numbers[self._group_of[name]]
-        decay, common = float(numbers["weight_decay"]), {"max_norm_clip": self._max_norm}
-        if self.kind == "SGDOptimizer":
-            nesterov = int(numbers["nesterov"])
-            return {"momentum": float(numbers["momentum"]), "nesterov": nesterov, "weight_decay": decay, **common}
-        alpha, beta = map(float, numbers["betas"])
-        kind_of_decay = "lambda" if numbers["decoupled_weight_decay"] else "weight_decay"
-        return {"alpha": alpha, "beta": beta, "epsilon": float(numbers["eps"]), kind_of_decay: decay, **common}
-
-    def group(self, name: str) -> int:
-        """The index of one parameter's learning rate."""
-        return self._position.setdefault(self._group_of[name], len(self._position))
-
-    def rates(self, _: float) -> list[float]:
-        """The learning rates of this step."""
-        groups = self.optimizer.param_groups
-        return [checked_rate(groups[index]["lr"]) for index in self._position]
-
-    def check(self) -> None:
-        """Refuse what the compiled graph cannot follow."""
-        groups = self.optimizer.param_groups
-        if len(groups) != len(self._numbers):
-            raise InvalidArgumentError(
-                f"the optimizer has {len(groups)} parameter groups now, but had {len(self._numbers)} when the trainer "
-                "was made. Make a new trainer; nothing was updated."
-            )
-        for index, (group, compiled) in enumerate(zip(groups, self._numbers)):
-            if _ids(group) != self._ids[index]:
-                raise InvalidArgumentError(
-                    f"param_groups[{index}] of the optimizer has other parameters than when the trainer was made. Make a "
-                    "new trainer; nothing was updated."
-                )
-            for key, value in compiled.items():
-                now = tuple(group[key]) if isinstance(group[key], list) else group[key]
-                if now != (tuple(value) if isinstance(value, list) else value):
-                    cycled = key in ("momentum", "betas")
-                    hint = " A scheduler that cycles it is told not to: cycle_momentum=False." if cycled else ""
-                    raise InvalidArgumentError(
-                        f"param_groups[{index}][{key!r}] of the optimizer is {group[key]!r} now, but was {value!r} when "
-                        "the trainer was made. Only the learning rate may change from step to step; the others are "
-                        f"part of the graph.{hint} For another value make a new trainer; nothing was updated."
-                    )
-
-    @property
-    def has_moments(self) -> bool:
-        return self.kind != "SGDOptimizer" or any(numbers["momentum"] for numbers in self._numbers)
-
-    def moments(self) -> dict[str, torch.Tensor]:
-        """The state that the optimizer has of its own, under the engine's names; {} if it has none."""
-        found, has_any = {}, False
-        for name, parameter in self._parameters.items():
-            state, zeros = self.optimizer.state.get(parameter) or {}, torch.zeros_like(parameter)
-            if self.kind == "SGDOptimizer":
-                momentum = state.get("momentum_buffer")
-                found[f"Momentum_{name}"] = zeros if momentum is None else momentum.detach()
-                has_any |= momentum is not None
-            else:
-                found[f"Moment_1_{name}"] = state.get("exp_avg", zeros).detach()
-                found[f"Moment_2_{name}"] = state.get("exp_avg_sq", zeros).detach()
-                found[f"Update_Count_{name}"] = torch.tensor([int(state.get("step", 0)) + 1])
-                has_any |= "step" in state
-        return found if has_any else {}
-
-    def _present(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: group[key] for key in self._NUMBERS[self.kind]}
-
-    def _refuse_unsupported(self, index: int, group: Mapping[str, Any]) -> None:
-        for key in ("amsgrad", "maximize", "differentiable", "dampening"):
-            if group.get(key) and (key != "dampening" or group["momentum"]):
-                raise UnsupportedFeatureError(
-                    f"param_groups[{index}] of the optimizer has {key}={group[key]!r}, for which the training graph has "
-                    "no update. Leave it out."
-                )
-
-
-def _ids(group: Mapping[str, Any]) -> list[int]:
-    return [id(parameter) for parameter in group["params"]]
 
 
 def _names(model: torch.nn.Module, criterion) -> dict[int, str]:

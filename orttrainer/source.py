@@ -44,7 +44,7 @@ class Source:
     """
 
     def __init__(self, model, loss_fn: Callable | None, device: torch.device, settings: Settings):
-        self.model, self.loss_fn, self._device, self._settings = model, loss_fn, device, settings
+        self.model, self.loss_fn, self._device, self.settings = model, loss_fn, device, settings
         self._bring_modules()
 
     def _bring_modules(self) -> None:
@@ -105,7 +105,7 @@ class Source:
         """The forward graph of an ONNX model with its loss, and what it takes."""
         forward = export.from_onnx(self._postprocessed(self.model), description)
         specs = _input_specs(forward.model)
-        return forward, InputSchema.of_model(specs, description.inputs_, strict=self._settings.strict)
+        return forward, InputSchema.of_model(specs, description.inputs_, strict=self.settings.strict)
 
     def first_graph(
         self, description: ModelDescription, batch: Sequence[torch.Tensor], schema: InputSchema
@@ -118,7 +118,7 @@ class Source:
         self, description: ModelDescription, batch: Sequence[torch.Tensor], schema: InputSchema
     ) -> ForwardGraph:
         """The forward graph of what is in torch, checked on the first batch."""
-        settings = self._settings
+        settings = self.settings
         if self.onnx_model is not None:
             return export.attach_loss(
                 self._postprocessed(self.model), self.loss_fn, description, batch,
@@ -171,7 +171,7 @@ class Source:
     def frozen(self, forward: ForwardGraph) -> ForwardGraph:
         """`forward` without the parameters that the user froze."""
         state = () if self.module is None else export.named_state(self.module, self.loss_fn)
-        return _freeze(forward, self._settings.frozen, state)
+        return _freeze(forward, self.settings.frozen, state)
 
     def _attaches_loss(self, description: ModelDescription) -> bool:
         """Whether the model is in ONNX, without a loss, and the loss in torch."""
@@ -179,11 +179,11 @@ class Source:
 
     def _postprocessed(self, model: onnx.ModelProto) -> onnx.ModelProto:
         """What the user's function makes of a copy of the model."""
-        if self._settings.postprocess is None:
+        if self.settings.postprocess is None:
             return model
         changed = onnx.ModelProto()
         changed.CopyFrom(model)
-        returned = self._settings.postprocess(changed)
+        returned = self.settings.postprocess(changed)
         if returned is not None and not isinstance(returned, onnx.ModelProto):
             raise InvalidArgumentError(
                 f"the postprocess function returned a {type(returned).__name__}; it must return the "

@@ -27,6 +27,7 @@ from orttrainer.inference import inference_model
 if TYPE_CHECKING:
     from orttrainer.export import Conditions, ForwardGraph
     from orttrainer.run import Runner
+    from orttrainer.source import Source
     from orttrainer.state import TrainedState
     from orttrainer.training_graph import TrainingGraph
 
@@ -43,15 +44,16 @@ class Ways:
     Args:
         forward: the graph of the first batch.
         described: names of its inputs.
-        parts: that it was made of, as `Attributes` takes them.
+        source: what it was made of.
 
     Attributes:
         known: those that are kept, the one that is in use last.
     """
 
-    def __init__(self, forward: ForwardGraph, described: Sequence[str], parts: Mapping[str, Callable]):
+    def __init__(self, forward: ForwardGraph, described: Sequence[str], source: Source):
         self.known = [forward]
-        self._attributes = Attributes(parts, forward.touched, forward.read)
+        frozen = lambda: source.settings.frozen  # noqa: E731
+        self._attributes = Attributes(source.parts, forward.touched, forward.read, frozen)
         self._values = self._attributes.values()  # that the next one is made with
         self._made_with = {id(forward): self._values}
         self._described, self._warned = frozenset(described), False

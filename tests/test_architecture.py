@@ -48,10 +48,11 @@ MAY_IMPORT = {
         "export",
         "graph",
         "inference",
-        "run",
+        "run",  # this and the next three by name only
+        "source",
         "state",
         "training_graph",
-    },  # the last three by name only
+    },
     "source": {"describe", "export", "runtime", "settings", "state_dict", "verify"},
     "profiling": {"graph", "run", "training_graph"},  # the last two by name only
     "front_end": {"engine", "profiling", "training_graph"},  # the engine by name only: it imports what refuses copies
@@ -100,7 +101,8 @@ MAY_IMPORT = {
         "training_graph",
         "update_counts",
     },
-    "sketch": {"arguments", "describe", "engine", "export", "front_end", "loss_scaler", "settings"},
+    "torch_groups": {"arguments", "optim"},
+    "sketch": {"arguments", "describe", "engine", "export", "front_end", "loss_scaler", "settings", "torch_groups"},
     "compat": {
         "checkpoint",
         "describe",

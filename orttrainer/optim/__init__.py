@@ -3,7 +3,7 @@
 from orttrainer.optim.adam import Adam, AdamW
 from orttrainer.optim.clip import global_norm
 from orttrainer.optim.lamb import Lamb
-from orttrainer.optim.optimizer import Attribute, Optimizer, Slot
+from orttrainer.optim.optimizer import Attribute, Fed, Optimizer, Slot
 from orttrainer.optim.registry import OPTIMIZERS, make_optimizer
 from orttrainer.optim.sgd import SGD
 
@@ -13,6 +13,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "Attribute",
+    "Fed",
     "Lamb",
     "Optimizer",
     "Slot",

@@ -53,8 +53,8 @@ def new_moments(
     alpha, beta, s = values["alpha"], values["beta"], scalars.gradient(values["max_norm_clip"])
     if values.get("weight_decay"):
         g = op.Add(g, op.Mul(x, scalars.like(x, scalars.quotient(values["weight_decay"], scalars.positive(s)))))
-    m_share = scalars.like(g, scalars.product(s, 1.0 - alpha))
-    v_share = scalars.like(g, scalars.product(s, s, 1.0 - beta))
+    m_share = scalars.like(g, scalars.product(s, scalars.complement(alpha)))
+    v_share = scalars.like(g, scalars.product(s, s, scalars.complement(beta)))
     m = op.Add(op.Mul(m, scalars.like(m, alpha)), op.Mul(g, m_share))
     v = op.Add(op.Mul(v, scalars.like(v, beta)), op.Mul(op.Mul(g, g), v_share))
     return m, v

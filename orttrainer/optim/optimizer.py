@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -51,6 +52,19 @@ class Attribute:
     shared: bool = False
 
 
+@dataclass(frozen=True)
+class Fed:
+    """A number that each step feeds, as it does the learning rates.
+
+    Args:
+        value: what it is at the moment.
+        place: its index in what is fed.
+    """
+
+    value: float
+    place: int
+
+
 NON_NEGATIVE = ("finite and not negative", lambda x: 0.0 <= x < math.inf)
 DECAY_RATE = ("between 0 and 1", lambda x: 0.0 <= x <= 1.0)
 CLIP = ("above 0 (inf: do not clip)", lambda x: x > 0.0)
@@ -72,7 +86,8 @@ class Optimizer(abc.ABC):
         OptimizerError: an attribute that the optimizer does not have, or that has a value it
             cannot use.
 
-    `self.attributes` holds the complete attributes of each parameter. What `update` emits may
+    `self.attributes` holds the complete attributes of each parameter, each a number, a `Fed` one, or, by `fed_with`, a value
+    of the graph. What `update` emits may
     be run in place, with each state tensor read from and written to one buffer: every node that
     reads an old value is the node that makes the new one, or comes before it on the way there.
     """
@@ -108,6 +123,20 @@ class Optimizer(abc.ABC):
     def counter_of(self, parameter: str) -> str | None:
         """The name of the slot that counts this one's updates; None, by default, where nothing does."""
         return None
+
+    @property
+    def fed(self) -> set[Fed]:
+        """The attributes that each step feeds."""
+        return {value for values in self.attributes.values() for value in values.values() if isinstance(value, Fed)}
+
+    def fed_with(self, scalars: Mapping[Fed, ir.Value]) -> Optimizer:
+        """This one with values of a graph, 0-d float64, for what each step feeds."""
+        other = copy.copy(self)
+        other.attributes = {
+            parameter: {key: scalars[value] if isinstance(value, Fed) else value for key, value in values.items()}
+            for parameter, values in self.attributes.items()
+        }
+        return other
 
     @abc.abstractmethod
     def update(
@@ -147,10 +176,10 @@ class Optimizer(abc.ABC):
                 raise OptimizerError(
                     f"{self.name} has no attribute {key!r} (given for parameter {parameter!r}); it has: {known}."
                 )
-            self._check(parameter, key, value)
+            self._check(parameter, key, value.value if isinstance(value, Fed) else value)
         values = {key: attribute.default for key, attribute in self.known.items()}
         for key, value in given.items():
-            values[key] = type(values[key])(value)
+            values[key] = value if isinstance(value, Fed) else type(values[key])(value)
         self._check_together(parameter, values)
         return values
 

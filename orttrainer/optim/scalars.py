@@ -68,11 +68,12 @@ class Scalars:
         above = self.op.Greater(self._norm, max_norm)
         return self.op.Where(above, self.op.Div(self.op.scalar(max_norm, self._norm), self._norm), self._one)
 
-    def bias_correction(self, decay: float, enabled: bool) -> Scalar:
+    def bias_correction(self, decay: Scalar, enabled: bool) -> Scalar:
         """1 - decay ** step where step > 0, else 1. In float64: float32 loses half the digits for decay near 1."""
         if not enabled:
             return 1.0
-        corrected = self.op.Sub(self._one, self.op.Pow(self.op.const(decay, DOUBLE), self.step))
+        decay = decay if isinstance(decay, ir.Value) else self.op.const(decay, DOUBLE)
+        corrected = self.op.Sub(self._one, self.op.Pow(decay, self.step))
         return self.op.Where(self._started, corrected, self._one)
 
     def product(self, *factors: Scalar) -> Scalar:

@@ -1,0 +1,210 @@
+"""The parameter groups of an optimizer of torch's: what of them a step follows."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from orttrainer.arguments import checked_rate
+from orttrainer.errors import InvalidArgumentError, StateError, UnsupportedFeatureError
+from orttrainer.optim import OPTIMIZERS, Fed
+
+__all__ = ["Groups"]
+
+
+class Groups:
+    """The parameter groups of a torch optimizer, as the engine asks for them.
+
+    Args:
+        optimizer: a torch optimizer.
+        names: the names of all parameters there are, by the parameter's id.
+        max_grad_norm: global norm to clip to; None: not at all.
+
+    Attributes:
+        kind: the engine's optimizer.
+        frozen: names of the parameters that are in no group.
+        fed: groups and keys whose numbers each step feeds, since they have changed.
+    """
+
+    _FED: ClassVar = {  # numbers that may change
+        "SGDOptimizer": ("momentum", "weight_decay"),
+        "AdamOptimizer": ("betas", "eps", "weight_decay"),
+    }
+
+    _KINDS: ClassVar = {
+        torch.optim.SGD: "SGDOptimizer",
+        torch.optim.Adam: "AdamOptimizer",
+        torch.optim.AdamW: "AdamOptimizer",
+    }
+    _NUMBERS: ClassVar = {
+        "SGDOptimizer": ("momentum", "weight_decay", "nesterov", "dampening", "maximize", "differentiable"),
+        "AdamOptimizer": (
+            "betas", "eps", "weight_decay", "amsgrad", "decoupled_weight_decay", "maximize", "differentiable",
+        ),
+    }  # fmt: skip
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], max_grad_norm: float | None):
+        if type(optimizer) not in self._KINDS:
+            kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+            raise UnsupportedFeatureError(
+                f"optimizer is {'the class' if kind is optimizer else 'a'} {kind.__module__}.{kind.__qualname__}; this front "
+                "end takes objects of torch.optim.SGD, Adam and AdamW. LAMB is there in orttrainer.ORTTrainer."
+            )
+        self.optimizer, self.kind = optimizer, self._KINDS[type(optimizer)]
+        self._max_norm = math.inf if max_grad_norm is None else float(max_grad_norm)
+        self._names = dict(names)
+        self._group_of: dict[str, int] = {}
+        self._parameters: dict[str, torch.nn.Parameter] = {}
+        self._numbers: list[dict[str, Any]] = []  # of each group
+        self._ids: list[list[int]] = []
+        self.fed: set[tuple[int, str]] = set()
+        self._places: dict[tuple[int, str, int], int] = {}  # group, key, which of its numbers -> place in `rates`
+        self._check_added()
+        self.grow()
+
+    def grow(self) -> bool:
+        """Take groups that were added, which `check` has seen; whether there were any."""
+        added = [*enumerate(self.optimizer.param_groups)][len(self._numbers) :]
+        for index, group in added:
+            for parameter in group["params"]:
+                name = self._names[id(parameter)]
+                self._group_of[name], self._parameters[name] = index, parameter
+            self._numbers.append(self._present(group))
+            self._ids.append(_ids(group))
+        self.frozen = tuple(name for name in self._names.values() if name not in self._group_of)
+        return bool(added)
+
+    def take_numbers(self, compiled: bool) -> None:
+        """Take those that have changed, which `check` has seen; of which a graph has the old ones, each step feeds from now on."""
+        for index, (group, before) in enumerate(zip(self.optimizer.param_groups, self._numbers)):
+            if before != (now := self._present(group)):
+                self._numbers[index] = now
+                self.fed |= {(index, key) for key in now if now[key] != before[key] and compiled}
+
+    def attributes(self, name: str) -> dict[str, float | int]:
+        """The attributes of the engine's optimizer for one parameter."""
+        if name not in self._group_of:
+            raise StateError(
+                f"parameter {name!r} came into the model after the trainer was made, and its optimizer does not have it. Make "
+                "optimizer and trainer when the model is complete."
+            )
+        index = self._group_of[name]
+        numbers = self._numbers[index]
+        found = {"max_norm_clip": self._max_norm}
+        for key in self._FED[self.kind]:
+            for which, attribute in enumerate(self._attributes_of(key, numbers)):
+                value = float(_listed(numbers[key])[which])
+                found[attribute] = Fed(value, self._place(index, key, which)) if (index, key) in self.fed else value
+        return found | ({"nesterov": int(numbers["nesterov"])} if self.kind == "SGDOptimizer" else {})
+
+    @staticmethod
+    def _attributes_of(key: str, numbers: Mapping[str, Any]) -> tuple[str, ...]:
+        """What the engine calls the numbers of this key."""
+        decay = "lambda" if numbers.get("decoupled_weight_decay") else "weight_decay"
+        return {"betas": ("alpha", "beta"), "eps": ("epsilon",), "weight_decay": (decay,)}.get(key, (key,))
+
+    def group(self, name: str) -> int:
+        """The place of one parameter's learning rate in `rates`."""
+        return self._place(self._group_of[name], "lr", 0)
+
+    def _place(self, *number) -> int:
+        return self._places.setdefault(number, len(self._places))
+
+    def rates(self, _: float) -> list[float]:
+        """The learning rates of this step, and what else changes; of groups that train nothing none."""
+        groups = self.optimizer.param_groups
+        return [
+            checked_rate(groups[index][key]) if key == "lr" else float(_listed(groups[index][key])[which])
+            for index, key, which in self._places
+        ]
+
+    def check(self) -> None:
+        """Refuse what no step can follow; of the rest nothing is taken before that."""
+        groups = self.optimizer.param_groups
+        if len(groups) < len(self._numbers):
+            raise InvalidArgumentError(
+                f"the optimizer has {len(groups)} parameter groups now, but had {len(self._numbers)} before. Make a new "
+                "trainer; nothing was updated."
+            )
+        self._check_added()
+        for index, (group, compiled) in enumerate(zip(groups, self._numbers)):
+            if _ids(group) != self._ids[index]:
+                raise InvalidArgumentError(
+                    f"param_groups[{index}] of the optimizer has other parameters than when the trainer was made. Make a "
+                    "new trainer; nothing was updated."
+                )
+            for key, value in compiled.items():
+                if group[key] is not value and self._present(group)[key] != value:
+                    self._check_number(index, key, group[key], compiled)
+                    self._refuse_unsupported(index, group)
+
+    def _check_added(self) -> None:
+        for index, group in [*enumerate(self.optimizer.param_groups)][len(self._numbers) :]:
+            self._refuse_unsupported(index, group)
+            for parameter in group["params"]:
+                if id(parameter) not in self._names:
+                    raise InvalidArgumentError(
+                        f"param_groups[{index}] of the optimizer has a parameter of shape {list(parameter.shape)} that is "
+                        "in neither model nor criterion. Make the optimizer with the parameters of this model."
+                    )
+
+    def _check_number(self, index: int, key: str, now: Any, compiled: Mapping[str, Any]) -> None:
+        where = f"param_groups[{index}][{key!r}] of the optimizer is {now!r} now, but was {compiled[key]!r} before"
+        if key not in self._FED[self.kind]:
+            raise InvalidArgumentError(
+                f"{where}. It is part of the graph. For another value make a new trainer; nothing was updated."
+            )
+        names, values = self._attributes_of(key, compiled), _listed(now)
+        if len(values) != len(names) or not all(isinstance(x, numbers.Real) for x in values):
+            what = "a number" if len(names) == 1 else f"{len(names)} numbers"
+            raise InvalidArgumentError(f"{where}; it must be {what}. Nothing was updated.")
+        for name, value in zip(names, values):
+            attribute = OPTIMIZERS[self.kind].known[name]
+            if not attribute.allows(float(value)):
+                raise InvalidArgumentError(f"{where}; it must be {attribute.rule}. Nothing was updated.")
+        if (key == "betas" and max(values) == 1) or (key == "momentum" and values[0] == 0):
+            rule = "below 1" if key == "betas" else "above 0: without momentum PyTorch leaves its buffers as they are"
+            raise InvalidArgumentError(f"{where}; it must be {rule}. Nothing was updated.")
+
+    @property
+    def has_moments(self) -> bool:
+        return self.kind != "SGDOptimizer" or any(numbers["momentum"] for numbers in self._numbers)
+
+    def moments(self) -> dict[str, torch.Tensor]:
+        """The state that the optimizer has of its own, under the engine's names; {} if it has none."""
+        found, has_any = {}, False
+        for name, parameter in self._parameters.items():
+            state, zeros = self.optimizer.state.get(parameter) or {}, torch.zeros_like(parameter)
+            if self.kind == "SGDOptimizer":
+                momentum = state.get("momentum_buffer")
+                found[f"Momentum_{name}"] = zeros if momentum is None else momentum.detach()
+                has_any |= momentum is not None
+            else:
+                found[f"Moment_1_{name}"] = state.get("exp_avg", zeros).detach()
+                found[f"Moment_2_{name}"] = state.get("exp_avg_sq", zeros).detach()
+                found[f"Update_Count_{name}"] = torch.tensor([int(state.get("step", 0)) + 1])
+                has_any |= "step" in state
+        return found if has_any else {}
+
+    def _present(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: tuple(x) if isinstance(x := group[key], list) else x for key in self._NUMBERS[self.kind]}
+
+    def _refuse_unsupported(self, index: int, group: Mapping[str, Any]) -> None:
+        for key in ("amsgrad", "maximize", "differentiable", "dampening"):
+            if group.get(key) and (key != "dampening" or group["momentum"]):
+                raise UnsupportedFeatureError(
+                    f"param_groups[{index}] of the optimizer has {key}={group[key]!r}, for which the training graph has "
+                    "no update. Leave it out."
+                )
+
+
+def _listed(value: Any) -> tuple:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def _ids(group: Mapping[str, Any]) -> list[int]:
+    return [id(parameter) for parameter in group["params"]]
