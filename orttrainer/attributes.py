@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import dataclasses
 import functools
 import itertools
 import operator
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import CellType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from orttrainer import export
+from orttrainer.holdings import CONTAINERS, DEPTH, PLAIN, Holdings, comparable, has_objects, is_container
 
 __all__ = ["OF_GRADIENTS", "Attributes"]
 
 OF_GRADIENTS = ".requires_grad"  # behind the path of a parameter
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
-_FEW = 100  # entries: what is longer is a table of the user's
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_TORCH = {"training", *vars(torch.nn.Module())}  # each layer's own; what is in them is asked for elsewhere
-_VERSION, _TRAINING = operator.attrgetter("_version"), itertools.repeat("training")
+_TRAINING = itertools.repeat("training")
 
 
 class Attributes:
@@ -62,6 +61,7 @@ class Attributes:
         self._ignored, self._known = {*touched}, read is not None
         self._names: set[str] = set()  # of attributes that are read
         self._names_of_torch: set[str] = set()  # and where torch's own code reads, too
+        self._stored: set[tuple[str, str]] = set()
         self._variables: dict[str, tuple[dict, str]] = {}
         self._cells: dict[str, CellType] = {}
         self.also(read)
@@ -74,6 +74,7 @@ class Attributes:
         """
         before, self._known = self.values(), self._known and read is not None
         stored = frozenset() if read is None else read.stored
+        self._stored |= stored
         if read is not None:
             self._names |= read.names | (self._names_in_classes() if read.compiled else set())
             self._names_of_torch |= self._names | read.names_of_torch
@@ -93,23 +94,11 @@ class Attributes:
         self._training = [
             *map(dict.get, self._dicts, _TRAINING)
         ]  # None where it is a property, of what wraps another layer
-        places = [(held, key) for _, held, key in self._places()]
-        for held, key in [*places]:
-            places += [(vars(held[key]), name) for name in self._plain_entries(held[key])]
-        self._owners, self._keys = zip(*places) if places else ((), ())
-        self._values = [held[key] for held, key in places]
         self._enclosed = [*map(_content, self._cells.values())]
-        held = [*self._values, *self._enclosed]
-        self._containers = [
-            value for value in held if _is_container(value) and not isinstance(value, (tuple, frozenset))
-        ]
         self._hooks = [held[key] for held in self._dicts for key in _HOOKS if key in held]
         self._registered, self._hooked = RemovableHandle.next_id, any(self._hooks)
-        self._containers += self._hooks if self._hooked else ()
-        self._held = bool(held or self._containers)
-        self._contents = [value.copy() for value in self._containers]
-        self._tensors = [x for x in held if isinstance(x, torch.Tensor) and not x.is_inference()]
-        self._versions = [*map(_VERSION, self._tensors)]
+        places = [(held, key) for _, held, key in self._places()]
+        self._held = Holdings(places, [*self._enclosed, *(self._hooks if self._hooked else ())], self._entries)
         self.look_at_parameters()
 
     def look_at_parameters(self) -> None:
@@ -132,20 +121,9 @@ class Attributes:
             if not self._hooked and any(self._hooks):
                 return False
             self._registered = RemovableHandle.next_id
-        return not self._held or self._are_held()
-
-    def _are_held(self) -> bool:
-        """Whether the same objects are held, in the same versions, and containers hold the same."""
-        if not all(map(operator.is_, map(dict.get, self._owners, self._keys), self._values)):
+        if self._cells and not all(map(operator.is_, map(_content, self._cells.values()), self._enclosed)):
             return False
-        if not all(map(operator.is_, map(_content, self._cells.values()), self._enclosed)):
-            return False
-        try:
-            if self._containers != self._contents:
-                return False
-        except Exception:  # of whatever class: one holds a tensor now, which is compared element by element
-            return False
-        return [*map(_VERSION, self._tensors)] == self._versions
+        return self._held.are_the_same()
 
     def changes(self, trains: bool) -> list[str]:
         """The paths of those that are not as when `look` was called."""
@@ -163,15 +141,14 @@ class Attributes:
         """Path -> what can be compared."""
         if self._roots and self._roots[0].training:  # else all may be in eval mode, also those that train
             self._flags = self._read_flags()
-        found = {path: self._comparable(held[key]) for path, held, key in self._places()}
-        found |= {
-            path: self._comparable(_content(cell)) for path, cell in self._cells.items() if path not in self._ignored
-        }
+        found = {path: held[key] for path, held, key in self._places()}
+        found |= {path: _content(cell) for path, cell in self._cells.items() if path not in self._ignored}
+        found = {path: comparable(value, self._entries) for path, value in found.items()}
         for path, layer in self._layers.items():
             found[f"{path}.training".strip(".")] = _Training(self._flags[path])
             for key in _HOOKS:
                 if hooks := vars(layer).get(key):
-                    found[f"{path}.{key}".strip(".")] = tuple(map(_Is, hooks.values()))
+                    found[f"{path}.{key}".strip(".")] = comparable(list(hooks.values()), self._nothing)
         return found | {f"{path}{OF_GRADIENTS}": _Training(flag) for path, flag in self._trained.items()}
 
     def ignore(self, paths: Collection[str]) -> set[str]:
@@ -181,7 +158,7 @@ class Attributes:
             These.
         """
         now = self.values()
-        ignored = {path for path in paths if isinstance(now.get(path), _Is)}
+        ignored = {path for path in paths if has_objects(now.get(path))}
         self._ignored |= ignored
         self.look()
         return ignored
@@ -220,7 +197,7 @@ class Attributes:
             if parameter is not None
         }
 
-    def _places(self) -> Iterator[tuple[str, dict, str]]:
+    def _places(self) -> Iterator[tuple[str, Mapping, str]]:
         """Path, dict and key of each that forward may read, as long as they are there."""
         for path, (scope, name) in self._variables.items():
             if name in scope and path not in self._ignored:
@@ -235,6 +212,20 @@ class Attributes:
                     continue
                 if not self._known or key in read or key == "forward":
                     yield full, vars(layer), key
+            for kind, key in self._of_classes(type(layer)):
+                full = f"{path}.{key}".strip(".")
+                if key not in vars(layer) and full not in self._ignored:
+                    yield full, vars(kind), key
+
+    def _of_classes(self, kind: type) -> Iterator[tuple[type, str]]:
+        """What may be read of the classes that are not torch's: the class that has it, and its name."""
+        seen = set()
+        for owner in kind.__mro__ if self._known else ():
+            for key, value in vars(owner).items() if not _is_of_torch(owner) else ():
+                read = key in self._names and ("ATTR", key) not in self._stored and not key.startswith("__")
+                if read and key not in seen and _is_simple(value):
+                    yield owner, key
+                seen.add(key)
 
     def _look_behind(self, path: str, part: Any, stored: Collection[str], depth: int = 3) -> None:
         """Note what a callable that is no module has beside its code: variables of the function around it, an object's attributes."""
@@ -251,26 +242,25 @@ class Attributes:
         elif isinstance(part, MethodType):
             self._look_behind(path, part.__self__, stored, depth - 1)
         elif not isinstance(part, (type, torch.nn.Module)):
-            for name in self._plain_entries(part):
+            for name in self._entries(part):
                 if ("ATTR", name) not in stored:
                     self._variables[f"{path}.{name}"] = vars(part), name
 
-    def _comparable(self, value: Any) -> Any:
-        if isinstance(value, _PLAIN):
-            return type(value), value
-        if _is_container(value):
-            return type(value), list(value.items()) if isinstance(value, dict) else [*value]
-        if entries := self._plain_entries(value):
-            return type(value), {name: self._comparable(vars(value)[name]) for name in entries}
-        return _Is(value)
-
-    def _plain_entries(self, value: Any) -> list[str]:
-        """The names of plain attributes of an object, such as a configuration, that forward may read."""
-        if isinstance(value, (torch.Tensor, torch.nn.Module, type, FunctionType, ModuleType, *_PLAIN, *_CONTAINERS)):
-            return []
+    def _entries(self, value: Any) -> dict[str, Any]:
+        """Attributes of an object, such as a configuration, a class or a module of Python's, that forward may read."""
+        if isinstance(value, (torch.Tensor, torch.nn.Module, FunctionType, *PLAIN, *CONTAINERS)):
+            return {}
         held = getattr(value, "__dict__", None)
-        names = held if isinstance(held, dict) else ()
-        return [key for key in names if (not self._known or key in self._names) and isinstance(held[key], _PLAIN)]
+        if not isinstance(held, (dict, MappingProxyType)):
+            return {}
+        if not self._known:
+            return {key: x for key, x in held.items() if isinstance(x, PLAIN)}
+        read = {key: x for key, x in held.items() if key in self._names and not key.startswith("__")}
+        return {key: x for key, x in read.items() if _is_simple(x) or _is_record(x)}
+
+    @staticmethod
+    def _nothing(value: Any) -> dict[str, Any]:
+        return {}
 
     def _names_in_classes(self) -> set[str]:
         """Names in methods of the layers' classes, but torch's."""
@@ -289,19 +279,6 @@ def _is_of_torch(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == "torch"
 
 
-class _Is:
-    """Equal only to what is of the same object, and of the same version of it."""
-
-    def __init__(self, value: Any):
-        self.value = value
-        self.version = value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Is) and self.value is other.value and self.version == other.version
-
-    __hash__ = None
-
-
 class _Training(NamedTuple):
     """Whether a layer is in train mode, or a parameter is trained."""
 
@@ -315,15 +292,31 @@ def _content(cell: CellType) -> Any:
         return None
 
 
-def _is_container(value: Any) -> bool:
-    """Whether it is one of a few plain things."""
-    if not isinstance(value, _CONTAINERS) or len(value) > _FEW:
-        return False
-    return all(isinstance(x, _PLAIN) for x in (value.values() if isinstance(value, dict) else value))
+def _is_record(value: Any) -> bool:
+    """Whether it is an object with attributes that does nothing itself, such as a configuration inside another."""
+    return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, (torch.Tensor, ModuleType))
 
 
-def _is_simple(value: Any) -> bool:
-    """Whether a global variable is one to look at: no module, function or class, nor what a program does its work with."""
-    if dataclasses.is_dataclass(value) or isinstance(value, (argparse.Namespace, SimpleNamespace, torch.Tensor)):
-        return not isinstance(value, type)
-    return isinstance(value, _PLAIN) or _is_container(value)
+def _is_simple(value: Any, depth: int = DEPTH) -> bool:
+    """Whether a variable is one to look at: no function, nor what a program does its work with."""
+    if isinstance(value, (*PLAIN, argparse.Namespace, SimpleNamespace, torch.Tensor, np.ndarray)):
+        return True
+    if isinstance(value, type):  # a class in the place of a configuration
+        return not _is_installed(value.__module__)
+    if isinstance(value, ModuleType):
+        return not _is_installed(value.__name__)
+    if is_container(value, depth):
+        return all(_is_simple(x, depth - 1) for x in (value.values() if isinstance(value, dict) else value))
+    return dataclasses.is_dataclass(value)
+
+
+@functools.cache
+def _is_installed(module: str) -> bool:
+    """Whether a module of Python's is of a library, not of the program."""
+    root = module.partition(".")[0]
+    if root == "orttrainer" or root in sys.stdlib_module_names or root in sys.builtin_module_names:
+        return True
+    places = getattr(sys.modules.get(root), "__path__", None) or [
+        getattr(sys.modules.get(root), "__file__", None) or ""
+    ]
+    return any("site-packages" in place or "dist-packages" in place for place in places)

@@ -154,7 +154,6 @@ class Engine(NotCopied):
         with self.preparing_a_step():
             batch = self._checked_batch(given)
             scale = None if self.precision is None else self._scale.fill_(checked_loss_scale(loss_scale))
-            self._follow_module()
             self._follow(batch, trains=True)
             rates = self._rates_at(rate)
         runner, last = self._runner, self._is_last
@@ -196,7 +195,6 @@ class Engine(NotCopied):
             fetches: names of described outputs, all by default.
         """
         batch = self._checked_batch(given)
-        self._follow_module()
         self._follow(batch, trains=False)
         return self._runner.eval_step(batch, fetches or self.output_names)
 
@@ -484,7 +482,8 @@ class Engine(NotCopied):
             self._ways.look_at_parameters()
 
     def _follow(self, batch: Mapping[str, torch.Tensor], trains: bool) -> None:
-        """Change to the graph of the module's attributes, and of what it decides on this batch; make it, if there is none yet."""
+        """Change to the graph of what the module is now, and of what it decides on this batch; make it, if there is none yet."""
+        self._follow_module()
         if self._ways.right_for_all(trains):
             return
         make = functools.partial(self.source.later_graph, self.description, self._schema)

@@ -12,6 +12,7 @@ from orttrainer.engine import Engine
 from orttrainer.settings import OptimizerChoice, Settings
 
 RATE = 0.05
+FACTOR = 1.0  # which a module of the tests reads
 
 # With a trust ratio of 1 LAMB is Adam.
 LAMB_AS_ADAM = {"ratio_min": 1.0, "ratio_max": 1.0, "do_bias_correction": 1, "epsilon": 1e-8}

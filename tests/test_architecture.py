@@ -41,7 +41,8 @@ MAY_IMPORT = {
     "inference": {"graph", "runtime"},
     "arguments": {"describe", "graph"},
     "nonfinite": set(),
-    "attributes": {"export"},
+    "holdings": set(),
+    "attributes": {"export", "holdings"},
     "turns": {"engine"},  # by name only
     "ways": {
         "attributes",

@@ -7,6 +7,8 @@ import copy
 import functools
 import types
 
+import numpy as np
+import pairs
 import pytest
 import torch
 from pairs import RATE, Pair
@@ -77,6 +79,64 @@ CHANGES = {
     "the momentum of a norm": lambda m: setattr(m.norm, "momentum", 0.5),
     "forward itself": lambda m: setattr(m, "forward", lambda x: m.head(m.norm(m.layer(x)) - 1)),
 }
+
+
+class Mixed(nn.Module):
+    """Reads what lies deeper than its own attributes."""
+
+    temperature, offsets = 1.0, [0.0, 0.0]
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.config = types.SimpleNamespace(inner=types.SimpleNamespace(gain=1.0), table={"a": [1.0, 2.0]})
+        self.own = Record()
+        self.scale, self.parts = np.ones(6, np.float32), [torch.ones(6), torch.zeros(6)]
+
+    def forward(self, x):
+        y = self.layer(x) * self.config.inner.gain * self.config.table["a"][1] / self.temperature + self.offsets[0]
+        y = torch.tanh(y) * torch.from_numpy(self.scale) * self.parts[0] + self.parts[1] + Constants.shift
+        return self.head(y * self.own.inner.power * pairs.FACTOR)
+
+
+class Record:
+    """An object within another, of a class of the user's."""
+
+    def __init__(self):
+        self.inner = types.SimpleNamespace(power=1.0)
+
+
+class Constants:
+    shift, other = 0.5, 1.0
+
+
+DEEPER = {
+    "an attribute of the class": lambda m: setattr(Mixed, "temperature", 2.0),
+    "a list of the class": lambda m: Mixed.offsets.__setitem__(0, 0.5),
+    "a configuration in another": lambda m: setattr(m.config.inner, "gain", 3.0),
+    "another configuration": lambda m: setattr(m.config, "inner", types.SimpleNamespace(gain=0.5)),
+    "a list in a dict": lambda m: m.config.table["a"].__setitem__(1, 3.0),
+    "an object in an object": lambda m: setattr(m.own.inner, "power", 2.0),
+    "an array in place": lambda m: m.scale.__setitem__(2, 4.0),
+    "a tensor in a list": lambda m: m.parts.__setitem__(0, torch.full((6,), 2.0)),
+    "a tensor in a list in place": lambda m: m.parts[1].add_(0.5),
+    "a global class": lambda m: setattr(Constants, "shift", -1.0),
+    "a variable of another module": lambda m: setattr(pairs, "FACTOR", 2.0),
+}
+
+
+@pytest.mark.parametrize("change", DEEPER)
+def test_what_lies_deeper_is_followed(change, exports, monkeypatch):
+    for owner, name, value in ((Mixed, "temperature", 1.0), (Constants, "shift", 0.5), (pairs, "FACTOR", 1.0)):
+        monkeypatch.setattr(owner, name, value, raising=False)  # which is undone behind the test
+    monkeypatch.setattr(Mixed, "offsets", [0.0, 0.0])
+    pair = Pair(Mixed(), optimizer="SGD with momentum")
+    pair.steps(2)
+    pair.change(DEEPER[change])
+    pair.steps(2)
+    Constants.other = exports  # which nothing reads
+    pair.steps(1)
+    assert len(exports) == 2
 
 
 @pytest.mark.parametrize(("owner", "name"), [("test_attributes", "GLOBAL"), ("test_attributes.options", "gain")])

@@ -8,7 +8,15 @@ import onnx_ir as ir
 import torch
 from onnx_ir.tensor_adapters import TorchTensor
 
-__all__ = ["add_initializer", "as_real", "constant_of", "inputs_as_state", "state_as_inputs", "state_tensor"]
+__all__ = [
+    "add_initializer",
+    "as_real",
+    "constant_of",
+    "copy_constants",
+    "inputs_as_state",
+    "state_as_inputs",
+    "state_tensor",
+]
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
@@ -25,6 +33,18 @@ def constant_of(value):
     """The numpy value of a constant or an initializer, else None."""
     tensor = None if value is None else ir.convenience.get_const_tensor(value)
     return None if tensor is None else tensor.numpy()
+
+
+def copy_constants(graph, state) -> None:
+    """Give constants memory of their own: a tensor that is no buffer may be written to later.
+
+    Args:
+        state: names of the initializers that are none.
+    """
+    for name, value in graph.initializers.items():
+        shared = getattr(value.const_value, "raw", None)
+        if name not in state and isinstance(shared, torch.Tensor):
+            value.const_value = TorchTensor(shared.detach().clone(), name=name)
 
 
 def add_initializer(graph, tensor) -> ir.Value:

@@ -22,6 +22,7 @@ from orttrainer.export.check import check_dropouts, check_values, compare_evalua
 from orttrainer.export.child import Child, may_fork
 from orttrainer.export.forward_graph import MAX_OPSET, MIN_OPSET, ForwardGraph
 from orttrainer.export.granted import unmet
+from orttrainer.export.initializers import copy_constants
 from orttrainer.export.observation import observe
 from orttrainer.export.parcel import packed, unpacked
 from orttrainer.export.sizes import without_ones
@@ -148,6 +149,7 @@ class _Job:
             else:
                 if self.check:
                     warn_of_evaluation(self._evaluated())
+                copy_constants(forward.model.graph, {*forward.parameters, *forward.buffers})
                 return forward
         raise _failure(module, failures)
 

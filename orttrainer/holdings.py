@@ -1,0 +1,149 @@
+"""What containers and objects hold: in a form that can be compared, and as a quick question whether they hold it still."""
+
+from __future__ import annotations
+
+import collections
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["CONTAINERS", "DEPTH", "PLAIN", "Holdings", "comparable", "has_objects", "is_container"]
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device)
+CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
+DEPTH = 3  # of containers and objects in each other
+_MOST = (20, 20, 100)  # entries by the depth that is left: what is longer is a table of the user's
+_LARGEST = 4096  # elements of an array
+_VERSION = operator.attrgetter("_version")
+
+Entries = Callable[[Any], Mapping[str, Any]]  # those attributes of an object that matter
+
+
+class Holdings:
+    """Places, and what is in them.
+
+    Args:
+        places: dictionaries, of an object, a class or a scope, and keys.
+        values: what is elsewhere.
+        entries: of objects among what is found.
+    """
+
+    def __init__(self, places: Iterable[tuple[Mapping, str]], values: Iterable[Any], entries: Entries):
+        self._dicts: list[tuple[dict, str, Any]] = []
+        self._of_classes: list[tuple[MappingProxyType, str, Any]] = []
+        self._containers, self._tensors, self._arrays = [], [], []
+        self._met: set = set()  # what many layers have, such as a configuration, once
+        for owner, key in places:
+            self._gather_from(owner, key, entries, DEPTH)
+        for value in values:
+            self._gather(value, entries, DEPTH)
+        self._owners, self._keys, self._values = zip(*self._dicts) if self._dicts else ((), (), ())
+        self._contents = [*map(_copy, self._containers)]
+        self._versions = [*map(_VERSION, self._tensors)]
+        self._bytes = [*map(np.ndarray.tobytes, self._arrays)]
+        found = self._dicts, self._of_classes, self._containers, self._tensors, self._arrays
+        self._nothing, self._rare = not any(found), any(found[1:])
+
+    def are_the_same(self) -> bool:
+        """Whether the same objects are held, in the same versions, and containers hold the same; quick where there is nothing."""
+        if self._nothing:
+            return True
+        if not all(map(operator.is_, map(dict.get, self._owners, self._keys), self._values)):
+            return False
+        if not self._rare:
+            return True
+        if any(owner.get(key) is not value for owner, key, value in self._of_classes):
+            return False
+        try:
+            if self._containers != self._contents:
+                return False
+        except Exception:  # of whatever class: one holds another tensor now, which is compared element by element
+            return False
+        if self._arrays and [*map(np.ndarray.tobytes, self._arrays)] != self._bytes:
+            return False
+        return [*map(_VERSION, self._tensors)] == self._versions
+
+    def _gather_from(self, owner: Mapping, key: str, entries: Entries, depth: int) -> None:
+        value, place = owner[key], (id(owner), key, depth)
+        if isinstance(owner, dict):  # the view of a class is another each time
+            if place in self._met:
+                return
+            self._met.add(place)
+        (self._dicts if isinstance(owner, dict) else self._of_classes).append((owner, key, value))
+        self._gather(value, entries, depth)
+
+    def _gather(self, value: Any, entries: Entries, depth: int) -> None:
+        if isinstance(value, torch.Tensor):
+            if not value.is_inference():
+                self._tensors.append(value)
+        elif is_array(value):
+            self._arrays.append(value)
+        elif is_container(value, depth):
+            if not isinstance(value, (tuple, frozenset)):
+                self._containers.append(value)
+            for x in value.values() if isinstance(value, dict) else value:
+                self._gather(x, entries, depth - 1)
+        elif depth and not isinstance(value, PLAIN):
+            for key in entries(value):
+                self._gather_from(vars(value), key, entries, depth - 1)
+
+
+def comparable(value: Any, entries: Entries, depth: int = DEPTH) -> Any:
+    """What is equal to that of another value if both hold the same: numbers, texts and arrays by what they are, other objects themselves."""
+    if isinstance(value, PLAIN):
+        return type(value), value
+    if is_array(value):
+        return np.ndarray, value.shape, value.dtype.str, value.tobytes()
+    if is_container(value, depth):
+        if isinstance(value, (set, frozenset)):
+            return type(value), frozenset(value)
+        inside = [*(value.values() if isinstance(value, dict) else value)]
+        keys = [*value] if isinstance(value, dict) else None
+        return type(value), keys, [comparable(x, entries, depth - 1) for x in inside]
+    if depth and not isinstance(value, torch.Tensor) and (found := entries(value)):
+        return type(value), [*found], [comparable(x, entries, depth - 1) for x in found.values()]
+    return _Is(value)
+
+
+def has_objects(found: Any) -> bool:
+    """Whether what `comparable` gave has anything in it that is compared as an object."""
+    if isinstance(found, (tuple, list)):
+        return any(map(has_objects, found))
+    return isinstance(found, _Is)
+
+
+def is_array(value: Any) -> bool:
+    """Whether it is a small array of numbers."""
+    return isinstance(value, np.ndarray) and value.size <= _LARGEST and not value.dtype.hasobject
+
+
+def is_container(value: Any, depth: int = DEPTH) -> bool:
+    """Whether it is a container of a few things."""
+    if depth <= 0 or not isinstance(value, CONTAINERS):
+        return False
+    try:
+        return len(value) <= _MOST[depth - 1]
+    except Exception:  # of whatever class: it has a length of its own, which is none
+        return False
+
+
+def _copy(container: Any) -> Any:
+    """What is equal to it as long as it holds the same; of one with methods of its own, too."""
+    return next(kind(container) for kind in (dict, list, set, collections.deque) if isinstance(container, kind))
+
+
+class _Is:
+    """Equal only to what is of the same object, and of the same version of it."""
+
+    def __init__(self, value: Any):
+        self.value = value
+        self.version = value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Is) and self.value is other.value and self.version == other.version
+
+    __hash__ = None
