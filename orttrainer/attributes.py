@@ -9,7 +9,7 @@ import functools
 import itertools
 import operator
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import CellType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -20,8 +20,9 @@ from torch.utils.hooks import RemovableHandle
 from orttrainer import export
 from orttrainer.holdings import CONTAINERS, DEPTH, PLAIN, Holdings, comparable, has_objects, is_container
 
-__all__ = ["OF_GRADIENTS", "Attributes"]
+__all__ = ["OF_GRADIENTS", "OUTSIDE", "Attributes"]
 
+OUTSIDE = "outside"  # the root of what is no part of the model
 OF_GRADIENTS = ".requires_grad"  # behind the path of a parameter
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_TORCH = {"training", *vars(torch.nn.Module())}  # each layer's own; what is in them is asked for elsewhere
@@ -46,11 +47,7 @@ class Attributes:
         frozen: Callable[[], Collection[str]] = tuple,
     ):
         modules = {root: part for root, part in parts.items() if isinstance(part, torch.nn.Module)}
-        self._layers = {
-            f"{root}.{path}".strip("."): layer
-            for root, module in modules.items()
-            for path, layer in module.named_modules()
-        }
+        self._own_layers = self._layers = _layers_of(modules)
         self._parts, self._roots = dict(parts), list(modules.values())
         self._flags: dict[str, bool] = {}  # as they are when the model trains
         self._frozen = frozen
@@ -65,6 +62,12 @@ class Attributes:
         self._variables: dict[str, tuple[dict, str]] = {}
         self._cells: dict[str, CellType] = {}
         self.also(read)
+
+    def turn_to(self, outside: Sequence[torch.nn.Module]) -> None:
+        """Look at these modules, too, which are no part of the model, in the place of others, under "outside.0" and so on."""
+        roots = {f"{OUTSIDE}.{index}": module for index, module in enumerate(outside)}
+        self._layers = self._own_layers | _layers_of(roots)
+        self._flags = self._read_flags() | {path: self._flags[path] for path in self._own_layers}
 
     def also(self, read: export.Read | None) -> dict[str, Any]:
         """Look at what this code reads, too, which another way of forward has run.
@@ -192,7 +195,7 @@ class Attributes:
     def _parameters(self) -> dict[str, torch.nn.Parameter]:
         return {
             f"{path}.{key}".strip("."): parameter
-            for path, layer in self._layers.items()
+            for path, layer in self._own_layers.items()
             for key, parameter in layer._parameters.items()
             if parameter is not None
         }
@@ -275,6 +278,12 @@ class Attributes:
         return {name for function in functions for name in export.names_in(function.__code__)}
 
 
+def _layers_of(roots: Mapping[str, torch.nn.Module]) -> dict[str, torch.nn.Module]:
+    return {
+        f"{root}.{path}".strip("."): layer for root, module in roots.items() for path, layer in module.named_modules()
+    }
+
+
 def _is_of_torch(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == "torch"
 
@@ -299,7 +308,7 @@ def _is_record(value: Any) -> bool:
 
 def _is_simple(value: Any, depth: int = DEPTH) -> bool:
     """Whether a variable is one to look at: no function, nor what a program does its work with."""
-    if isinstance(value, (*PLAIN, argparse.Namespace, SimpleNamespace, torch.Tensor, np.ndarray)):
+    if isinstance(value, (*PLAIN, argparse.Namespace, SimpleNamespace, torch.Tensor, torch.nn.Module, np.ndarray)):
         return True
     if isinstance(value, type):  # a class in the place of a configuration
         return not _is_installed(value.__module__)

@@ -412,8 +412,9 @@ class Engine(NotCopied):
     def _trained_state(self, graph: TrainingGraph, forward: ForwardGraph, share: bool) -> TrainedState:
         source = self.source
         return TrainedState(
-            graph, source.module, source.loss_fn, self.device, self.collective, forward.decided, self._kept, share
-        )
+            graph, source.module, source.loss_fn, self.device, self.collective, forward.decided, self._kept,
+            forward.outside, share,
+        )  # fmt: skip
 
     def _opened(self, graph: TrainingGraph, state: TrainedState) -> Runner:
         accept = (lambda outputs: self._watch.refuse(outputs[0], self.accumulated)) if self._watch.refuses else None

@@ -44,6 +44,8 @@ class Holdings:
         self._owners, self._keys, self._values = zip(*self._dicts) if self._dicts else ((), (), ())
         self._contents = [*map(_copy, self._containers)]
         self._versions = [*map(_VERSION, self._tensors)]
+        self._small = [x for x in self._tensors if is_small(x)]  # also what is written to by way of `data` is seen
+        self._copies = [x.detach().clone() for x in self._small]
         self._bytes = [*map(np.ndarray.tobytes, self._arrays)]
         found = self._dicts, self._of_classes, self._containers, self._tensors, self._arrays
         self._nothing, self._rare = not any(found), any(found[1:])
@@ -65,7 +67,7 @@ class Holdings:
             return False
         if self._arrays and [*map(np.ndarray.tobytes, self._arrays)] != self._bytes:
             return False
-        return [*map(_VERSION, self._tensors)] == self._versions
+        return [*map(_VERSION, self._tensors)] == self._versions and all(map(torch.equal, self._small, self._copies))
 
     def _gather_from(self, owner: Mapping, key: str, entries: Entries, depth: int) -> None:
         value, place = owner[key], (id(owner), key, depth)
@@ -136,14 +138,25 @@ def _copy(container: Any) -> Any:
     return next(kind(container) for kind in (dict, list, set, collections.deque) if isinstance(container, kind))
 
 
+def is_small(tensor: torch.Tensor) -> bool:
+    """Whether all of it may be compared."""
+    return tensor.numel() <= _LARGEST and tensor.device.type == "cpu" and tensor.layout == torch.strided
+
+
 class _Is:
-    """Equal only to what is of the same object, and of the same version of it."""
+    """Equal only to what is of the same object, and of the same version of it; of a small tensor, to what has its elements."""
 
     def __init__(self, value: Any):
-        self.value = value
+        self.value, self.copy = value, None
+        if isinstance(value, torch.Tensor) and is_small(value):
+            self.copy = value.detach().clone()
         self.version = value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Is) and self.value is other.value and self.version == other.version
+        if not isinstance(other, _Is):
+            return False
+        if self.copy is not None and other.copy is not None:
+            return self.copy.dtype == other.copy.dtype and torch.equal(self.copy, other.copy)
+        return self.value is other.value and self.version == other.version
 
     __hash__ = None

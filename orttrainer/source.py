@@ -124,14 +124,15 @@ class Source:
                 self._postprocessed(self.model), self.loss_fn, description, batch,
                 opset=settings.opset, check=settings.check_export,
             )  # fmt: skip
-        gradients = functools.cache(lambda: export.observe_gradients(self.model, self.loss_fn, description, batch))
+        observed = functools.partial(export.observe_gradients, self.model, self.loss_fn, description, batch)
+        gradients = functools.cache(observed)
         forward = export.export_module(
             self.model, self.loss_fn, description, batch, schema=schema, opset=settings.opset,
             check=settings.check_export, meanwhile=gradients if settings.check_export else None,
         )  # fmt: skip
         if settings.check_export:
             runtime.give_back_memory()
-            check_gradients(forward, self.model, self.loss_fn, description, batch, gradients())
+            check_gradients(forward, self.model, self.loss_fn, description, batch, gradients(forward.outside))
             gradients.cache_clear()
             runtime.give_back_memory()
         if settings.postprocess is None:

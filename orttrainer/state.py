@@ -35,6 +35,7 @@ class TrainedState:
         collective: the ranks of the run; rank 0's values are taken by all.
         decided: names of buffers of the module that have to keep their values.
         kept: what it shares with the states of other graphs on the same module.
+        outside: modules that are no part of these, whose tensors the graph reads.
         share: False where the ranks have equal values already, and one may make this while another does not.
 
     Attributes:
@@ -52,14 +53,19 @@ class TrainedState:
         collective: Collective,
         decided: Sequence[str] = (),
         kept: KeptState | None = None,
+        outside: Sequence[torch.nn.Module] = (),
         share: bool = True,
     ):
         self._collective, self._kept = collective, kept or KeptState(())
         self._modules = [m for m in (module, loss_fn) if isinstance(m, torch.nn.Module)] if module is not None else []
         own = export.named_state(module, loss_fn) if module is not None else {}
-        self._own_names, self._named = {name for name in own}, (module, loss_fn)
+        self._own_names, self._named = {*own}, (module, loss_fn, outside)
         real = {n: export.as_real(x.detach()) for n, x in own.items() if isinstance(x, torch.nn.Parameter)}
         self._parameters = {name: torch.empty(x.shape, device="meta") for name, x in real.items()}
+        if outside and module is not None:
+            self._modules += outside
+            own = export.named_state(*self._named)
+        self._shared = {*own}
         self.tensors: dict[str, torch.Tensor] = {}
         self.stored: dict[str, torch.Tensor] = {}
         entries = [entry for entry in graph.signature.state if entry.role != "accumulator"]  # those are the runner's
@@ -111,7 +117,7 @@ class TrainedState:
         self._keep_sharing()
         self._look()
         counters = {*self.signature.counters.values()}
-        self._kept.take_over({n: x for n, x in self.tensors.items() if n not in self._own_names and n not in counters})
+        self._kept.take_over({n: x for n, x in self.tensors.items() if n not in self._shared and n not in counters})
         for parameter, counter in self.signature.counters.items():
             self.tensors[counter].fill_(self._kept.counts.get(parameter, 1))
         self._graph.tensors.update({name: ir_view(name, tensor) for name, tensor in self.tensors.items()})
@@ -119,7 +125,7 @@ class TrainedState:
     def show(self, model: ir.Model) -> None:
         """Let the initializers of a forward graph show the state of the moment."""
         for name, value in model.graph.initializers.items():
-            if name in self.tensors:
+            if name in self.tensors and (name in self._own_names or name not in self._shared):
                 value.const_value = ir_view(name, self.tensors[name])
 
     def follow_module(self) -> bool:

@@ -18,7 +18,7 @@ import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
 from orttrainer import export
-from orttrainer.attributes import OF_GRADIENTS, Attributes
+from orttrainer.attributes import OF_GRADIENTS, OUTSIDE, Attributes
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.granted import unmet
 from orttrainer.graph.subgraphs import node_inputs, subgraphs
@@ -54,6 +54,8 @@ class Ways:
         self.known = [forward]
         frozen = lambda: source.settings.frozen  # noqa: E731
         self._attributes = Attributes(source.parts, forward.touched, forward.read, frozen)
+        self._attributes.turn_to(forward.outside)
+        self._attributes.look()
         self._values = self._attributes.values()  # that the next one is made with
         self._made_with = {id(forward): self._values}
         self._described, self._warned = frozenset(described), False
@@ -142,8 +144,10 @@ class Ways:
         self.known = [way for way in self.known if way is not forward] + [forward]
         self._opened.pop(id(forward), None)
         self._opened[id(forward)] = graph, state, runner
+        self._attributes.turn_to(forward.outside)
         if id(forward) not in self._made_with:  # a new one, which may have read more
-            self._made_with[id(forward)] = self._values
+            outside = {path: x for path, x in self._attributes.values().items() if path.startswith(f"{OUTSIDE}.")}
+            self._made_with[id(forward)] = self._values | outside
             for path, value in self._attributes.also(forward.read).items():
                 for values in self._made_with.values():
                     values.setdefault(path, value)
@@ -224,7 +228,7 @@ def _are_the_same(a: ForwardGraph, b: ForwardGraph) -> bool:
     """Whether two graphs compute the same of state and inputs."""
     if a.parameters != b.parameters or a.buffers != b.buffers or a.updates != b.updates or a.granted != b.granted:
         return False
-    if a.conditions is not None or b.conditions is not None:  # which are of a batch
+    if a.outside != b.outside or a.conditions is not None or b.conditions is not None:  # which are of a batch
         return False
     return _nameless(a) == _nameless(b)
 

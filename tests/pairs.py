@@ -72,3 +72,11 @@ class Pair:
         state = self.engine.state_dict()
         self.module, self.engine = module, self._engine_of(module)
         self.engine.load_state_dict(state, strict)
+
+
+def second_of(module, loss, reference, reference_loss) -> Pair:
+    """A pair of modules that were made apart, since what they call is no part of them, and not copied with them."""
+    pair = Pair(module, loss, optimizer="SGD with momentum")
+    pair.reference, pair.reference_loss = reference, reference_loss or nn.CrossEntropyLoss()
+    pair.optimizer = OPTIMIZERS["SGD with momentum"][2](reference.parameters())
+    return pair

@@ -288,7 +288,8 @@ def test_what_is_done_meanwhile_is_done_once_and_its_errors_come_later(free):
     """Autograd's gradients are taken while the child exports; an error of theirs is raised behind those of the export."""
     calls = []
 
-    def meanwhile():
+    def meanwhile(outside):
+        assert outside == ()
         calls.append(1)
         raise ValueError("later")
 

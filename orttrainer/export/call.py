@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import itertools
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from unittest import mock
 
 import torch
@@ -19,6 +19,7 @@ from orttrainer.export.conditions import Followed
 from orttrainer.export.untouched import unchanged
 
 __all__ = [
+    "OUTSIDE",
     "LossModule",
     "asks_for_gradients",
     "check_layers",
@@ -29,6 +30,7 @@ __all__ = [
     "without_checkpoints",
 ]
 
+OUTSIDE = "outside"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -57,6 +59,15 @@ class LossModule(nn.Module):
         # Buffers whose new values `forward` appends to its outputs (see `export_module`).
         self.updated: tuple[str, ...] = ()
         self.changed: dict[str, str] = {}  # those that are trained parameters, and their public names
+
+    def take_in(self, modules: Sequence[nn.Module]) -> None:
+        """Have modules beside the user's that forward calls, so that their tensors are state, too."""
+        if modules:
+            self.add_module(OUTSIDE, nn.ModuleList(modules))
+
+    @property
+    def taken_in(self) -> tuple[nn.Module, ...]:
+        return tuple(self._modules.get(OUTSIDE, ()))
 
     def forward(self, *inputs):
         self.followed.begin()
@@ -106,27 +117,30 @@ def state_names(wrapper: LossModule) -> dict[str, str]:
     """Map every qualified state name inside `wrapper` to its public name.
 
     Parameters keep their `named_parameters()` name; a tied tensor has one name, the first.
-    State of a loss module gets the prefix `loss_fn.`.
+    State of a loss module gets the prefix `loss_fn.`, that of modules which are no part of either `outside.`.
     """
     taken = {name.split(".")[0] for name in _state(wrapper.module)}
-    loss_prefix = "loss_fn"
-    while loss_prefix in taken:  # the module has a child of that name
-        loss_prefix = "_" + loss_prefix
+    prefixes = {"loss_fn": "loss_fn", OUTSIDE: OUTSIDE}
+    for root in prefixes:
+        while prefixes[root] in taken:  # the module has a child of that name
+            prefixes[root] = "_" + prefixes[root]
     public: dict[str, str] = {}
     first: dict[int, str] = {}
     for name, tensor in _state(wrapper).items():
         root, rest = name.split(".", 1)
-        name_here = rest if root == "module" else f"{loss_prefix}.{rest}"
+        name_here = rest if root == "module" else f"{prefixes[root]}.{rest}"
         public[name] = first.setdefault(id(tensor), name_here)
     return public
 
 
-def named_state(module: nn.Module, loss_fn) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer of a module and of its loss, by the public name, tied ones once."""
+def named_state(module: nn.Module, loss_fn, outside: Sequence[nn.Module] = ()) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer of a module and of its loss, by the public name, tied ones once; and of modules outside both."""
     holder = nn.Module()
     holder.module = module
     if isinstance(loss_fn, nn.Module):
         holder.loss_fn = loss_fn
+    if outside:
+        holder.add_module(OUTSIDE, nn.ModuleList(outside))
     public, tensors = state_names(holder), {}
     for name, tensor in _state(holder).items():
         tensors.setdefault(public[name], tensor)

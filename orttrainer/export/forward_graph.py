@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
+from torch import nn
 
 from orttrainer.export.conditions import Conditions
 from orttrainer.export.granted import Granted
@@ -34,6 +35,7 @@ class ForwardGraph:
         granted: what holds of the sizes of inputs that the graph is right for.
         touched: paths of attributes of the module that forward changes itself.
         read: what the code that it ran may read; None where that is not known.
+        outside: modules that forward calls and that are no part of the module; their tensors are buffers.
         exporter: what made the graph: "dynamo", "torchscript" or "onnx".
     """
 
@@ -48,6 +50,7 @@ class ForwardGraph:
     granted: tuple[Granted, ...] = ()
     touched: tuple[str, ...] = ()
     read: Read | None = None
+    outside: tuple[nn.Module, ...] = ()
 
     @property
     def depends(self) -> bool:

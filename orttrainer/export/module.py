@@ -17,13 +17,14 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from orttrainer.describe import InputSchema, ModelDescription
 from orttrainer.errors import ExportError, InvalidArgumentError, RuntimeNotFoundError, UnsupportedModelError
-from orttrainer.export.call import LossModule, check_layers, state_names
+from orttrainer.export.call import OUTSIDE, LossModule, check_layers, state_names
 from orttrainer.export.check import check_dropouts, check_values, compare_evaluation, warn_of_evaluation
 from orttrainer.export.child import Child, may_fork
 from orttrainer.export.forward_graph import MAX_OPSET, MIN_OPSET, ForwardGraph
 from orttrainer.export.granted import unmet
 from orttrainer.export.initializers import copy_constants
 from orttrainer.export.observation import observe
+from orttrainer.export.outside import modules_of
 from orttrainer.export.parcel import packed, unpacked
 from orttrainer.export.sizes import without_ones
 from orttrainer.export.told import UNTOLD
@@ -42,7 +43,7 @@ def export_module(
     schema: InputSchema | None = None,
     opset: int = 18,
     check: bool = True,
-    meanwhile: Callable[[], object] | None = None,
+    meanwhile: Callable[[Sequence[torch.nn.Module]], object] | None = None,
 ) -> ForwardGraph:
     """Export `module` and its loss as they train.
 
@@ -57,8 +58,8 @@ def export_module(
             Its symbolic axes are dynamic in the graph.
         opset: 18 to 21; lower ones are raised to 18.
         check: run the graph on the first batch and compare it with the module.
-        meanwhile: called while a child process exports, where there is one, as the caller would have to wait; what it
-            raises is dropped.
+        meanwhile: called while a child process exports, where there is one, as the caller would have to wait, with the
+            modules outside of this one that forward calls; what it raises is dropped.
 
     Returns:
         A `ForwardGraph`. Parameters share memory with the module's.
@@ -78,7 +79,7 @@ def export_module(
     with job.forked() as child:
         job.look()
         forward = (child and job.exported_by(child, meanwhile)) or job.exported()
-    return replace(forward, touched=job.observed.touched, read=job.observed.read)
+    return replace(forward, touched=job.observed.touched, read=job.observed.read, outside=job.wrapper.taken_in)
 
 
 class _Job:
@@ -91,16 +92,21 @@ class _Job:
         self.symbols = [
             {axis: dim for axis, dim in enumerate(spec.shape) if isinstance(dim, str)} for spec in schema.specs
         ]
-        self.public = state_names(wrapper)
+        self._take_state()
         self.by_nodes = []  # True for each graph that was decomposed so
         self.fixes_sizes = False  # axes may become constants
-        self.tensors = {}
-        for name, tensor in [*wrapper.named_parameters(), *wrapper.named_buffers()]:
-            self.tensors.setdefault(self.public[name], tensor)
+
+    def _take_state(self):
+        """Names and tensors of all state; of modules outside without their parameters' flags, since they are not trained here."""
+        self.public, self.tensors = state_names(self.wrapper), {}
+        for name, tensor in [*self.wrapper.named_parameters(), *self.wrapper.named_buffers()]:
+            outside = name.startswith(f"{OUTSIDE}.")
+            self.tensors.setdefault(self.public[name], tensor.detach() if outside else tensor)
 
     def look(self):
         """See what forward does with the first batch."""
         self.observed = observe(self.wrapper, self.inputs)
+        self._take_state()
         self.wrapper.differentiates |= self.observed.differentiates
         self.wrapper.followed.observed, self.wrapper.followed.told = self.observed.decisions, self.observed.told
         self.example = without_ones(self.inputs, self.symbols, self._accepts)
@@ -216,11 +222,12 @@ class _Job:
         longer = None if self.example is self.inputs else self.example
         wrapper = self.wrapper
         seen = wrapper.followed.observed, wrapper.followed.told
-        child.send((longer, self.updated, self.counted, self.rates, wrapper.differentiates, seen))
+        outside = [*map(id, wrapper.taken_in)]
+        child.send((longer, self.updated, self.counted, self.rates, wrapper.differentiates, outside, seen))
         evaluated = self._evaluated() if self.check else None
         if meanwhile is not None:
             with contextlib.suppress(Exception):
-                meanwhile()
+                meanwhile(wrapper.taken_in)
         answer = child.result()
         if answer is None:
             return None
@@ -239,7 +246,9 @@ class _Job:
         """What the child does: the first graph that an exporter makes; the parent compares its values."""
         _exporters().load_exporter()
         wrapper = self.wrapper
-        longer, self.updated, self.counted, self.rates, wrapper.differentiates, seen = receive()
+        longer, self.updated, self.counted, self.rates, wrapper.differentiates, outside, seen = receive()
+        wrapper.take_in(modules_of(outside))
+        self._take_state()
         wrapper.followed.observed, wrapper.followed.told = seen
         self.example = self.inputs if longer is None else longer
         self.check = False

@@ -12,11 +12,19 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from orttrainer.errors import OrtTrainerError, UnsupportedModelError
-from orttrainer.export.call import LossModule, asks_for_gradients, in_train_mode, state_names, without_checkpoints
+from orttrainer.export.call import (
+    OUTSIDE,
+    LossModule,
+    asks_for_gradients,
+    in_train_mode,
+    state_names,
+    without_checkpoints,
+)
 from orttrainer.export.conditions import Condition
 from orttrainer.export.faithful import MutedDropout
 from orttrainer.export.hidden_state import Generators, HiddenState, alike, changes, sampled
 from orttrainer.export.initializers import as_real
+from orttrainer.export.outside import noticed
 from orttrainer.export.run_code import Read
 from orttrainer.export.told import Told
 from orttrainer.export.untouched import Moved, memory_of, unchanged
@@ -55,6 +63,8 @@ def observe(wrapper, inputs, hidden_state: bool = True) -> Observation:
         wrapper.differentiates = True
     except _SeesGradients:
         wrapper.sees_gradients = True
+    except _CallsOthers as error:
+        wrapper.take_in(error.modules)
     return observe(wrapper, inputs, hidden_state)
 
 
@@ -66,6 +76,13 @@ class _SeesGradients(Exception):
     """Forward asks whether there are gradients, and there are none around this call as there are when it trains."""
 
 
+class _CallsOthers(Exception):
+    """Forward calls modules that are no part of the wrapper."""
+
+    def __init__(self, modules):
+        self.modules = modules
+
+
 def _observed(wrapper, inputs, hidden_state):
     mute, generators = MutedDropout(), Generators(inputs)
     parameters, buffers = dict(wrapper.named_parameters()), dict(wrapper.named_buffers())
@@ -73,8 +90,10 @@ def _observed(wrapper, inputs, hidden_state):
     versions = {name: parameter._version for name, parameter in parameters.items()}
     with unchanged(wrapper, inputs) as moved, in_train_mode(wrapper.module), wrapper.gradients():
         hidden = HiddenState(wrapper) if hidden_state else None
-        with mute.watching():
+        with noticed(wrapper) as others, mute.watching():
             outputs = own(_first_outputs(wrapper, inputs), wrapper, inputs)
+        if others.modules and not wrapper.taken_in:
+            raise _CallsOthers(others.modules)
         if mute.sees_gradients and not torch.is_grad_enabled():
             raise _SeesGradients
         random, touched_attributes = generators.used(), hidden.touched() if hidden_state else ()
@@ -244,13 +263,17 @@ def _same(a, b):
 # ---------------------------------------------------------------- what autograd gives
 
 
-def observe_gradients(module, loss_fn, description, inputs) -> dict[str, torch.Tensor] | None:
+def observe_gradients(module, loss_fn, description, inputs, outside=()) -> dict[str, torch.Tensor] | None:
     """The gradient of the loss for each parameter, by public name, from autograd: train mode, dropout off; as graphs have it.
 
     A parameter that the loss does not depend on is left out. The module is left as it was. None where forward draws
     random numbers that cannot be muted.
+
+    Args:
+        outside: modules that forward calls and that are no part of it.
     """
     wrapper = LossModule(module, loss_fn, description)
+    wrapper.take_in(outside)
     try:
         return _gradients_of_autograd(wrapper, inputs)
     except RuntimeError as error:
@@ -262,7 +285,8 @@ def observe_gradients(module, loss_fn, description, inputs) -> dict[str, torch.T
 
 def _gradients_of_autograd(wrapper, inputs):
     public = state_names(wrapper)
-    parameters = {public[n]: p for n, p in wrapper.named_parameters() if p.requires_grad}
+    own_ones = [(n, p) for n, p in wrapper.named_parameters() if not n.startswith(f"{OUTSIDE}.")]
+    parameters = {public[n]: p for n, p in own_ones if p.requires_grad}
     with unchanged(wrapper, inputs), in_train_mode(wrapper.module), torch.enable_grad():
         generators = Generators(inputs)
         with _ContiguousGradients(), without_checkpoints():

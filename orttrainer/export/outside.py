@@ -1,0 +1,109 @@
+"""Modules that forward calls and that are no part of the module: a teacher in a list, a network in a loss's closure.
+
+Their tensors would be constants of the graph. As state they share memory, so that a moving average, or a target network
+that is loaded now and then, is what the next step computes with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["Noticed", "modules_of", "noticed"]
+
+
+class Noticed(TorchFunctionMode):
+    """What was called within a block, with its buffers before that, and whose parameters were computed with.
+
+    Args:
+        wrapper: what is not meant.
+    """
+
+    def __init__(self, wrapper: nn.Module):
+        super().__init__()
+        self._own = {id(module) for module in wrapper.modules()}
+        self._own_parameters = {id(parameter) for parameter in wrapper.parameters()}
+        self._found: dict[int, nn.Module] = {}
+        self._read: dict[int, nn.Parameter] = {}
+        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        for found in (*args, *(kwargs or {}).values()):
+            for x in found if isinstance(found, (list, tuple)) else (found,):
+                if isinstance(x, nn.Parameter) and id(x) not in self._own_parameters:
+                    self._read[id(x)] = x
+        return func(*args, **(kwargs or {}))
+
+    def look(self, module: nn.Module, args: tuple) -> None:
+        """As a hook before each call of a module."""
+        if id(module) in self._own or id(module) in self._found:
+            return
+        if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
+            self._found[id(module)] = module
+            self._before += [(x, x.detach().clone()) for x in module.buffers()]
+
+    def back(self) -> None:
+        with torch.no_grad():
+            for buffer, value in self._before:
+                buffer.copy_(value)
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """Those that have state and are in no other of them, in the order of their calls."""
+        inside = {id(part) for module in self._found.values() for part in module.modules() if part is not module}
+        called = [module for key, module in self._found.items() if key not in inside]
+        of_called = {id(parameter) for module in called for parameter in module.parameters()}
+        return (*called, *_owners([key for key in self._read if key not in of_called]))
+
+
+@contextlib.contextmanager
+def noticed(wrapper: nn.Module) -> Iterator[Noticed]:
+    """Notice modules that are called within the block and are not in `wrapper`; their buffers are restored at its end."""
+    found = Noticed(wrapper)
+    handle = register_module_forward_pre_hook(found.look)
+    try:
+        with _without_its_warning() if _has_compiled(wrapper) else contextlib.nullcontext(), found:
+            yield found
+    finally:
+        handle.remove()
+        found.back()
+
+
+def _owners(parameters: Sequence[int]) -> list[nn.Module]:
+    """The modules that have these parameters themselves, as a distance to the weights of another model reads them."""
+    owners = {
+        id(parameter): module
+        for module in (_modules() if parameters else ())
+        for parameter in vars(module).get("_parameters", {}).values()
+    }
+    return [*{id(owners[key]): owners[key] for key in parameters if key in owners}.values()]
+
+
+def _modules() -> Iterator[nn.Module]:
+    """All that there are. By their types: what an object says of its class may be a program of its own."""
+    return (x for x in gc.get_objects() if issubclass(type(x), nn.Module))
+
+
+def _has_compiled(wrapper: nn.Module) -> bool:
+    return any(type(module).__name__ == "OptimizedModule" for module in wrapper.modules())
+
+
+@contextlib.contextmanager
+def _without_its_warning() -> Iterator[None]:
+    """Of a module that `torch.compile` made, which has a call of its own, and so is called twice."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*global hooks on modules")
+        yield
+
+
+def modules_of(ids: Collection[int]) -> tuple[nn.Module, ...]:
+    """In a forked child the modules that have these ids in the parent, as far as they were there when it forked."""
+    found = {id(module): module for module in _modules() if id(module) in ids} if ids else {}
+    return tuple(found[key] for key in ids if key in found)

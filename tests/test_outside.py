@@ -1,0 +1,171 @@
+"""Modules that forward or the loss calls and that are no part of the model: each step computes with what they are then."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from pairs import Pair, second_of
+from small import batch
+from torch import nn
+
+from orttrainer.export import child
+
+STEPS = 4
+TEACHERS: dict[str, nn.Module] = {}  # which a loss finds among the globals
+
+
+def net(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+
+
+class Student(nn.Module):
+    """With a teacher that is no part of it; its loss is a distance to that one's scores."""
+
+    def __init__(self, teacher: nn.Module):
+        super().__init__()
+        self.net, self.hidden = net(0), [teacher]
+
+    def forward(self, x):
+        return self.net(x) + 0.1 * self.hidden[0](x)
+
+
+class Distance:
+    """A loss that is no module, with a network."""
+
+    def __init__(self, teacher: nn.Module):
+        self.teacher = teacher
+
+    def __call__(self, scores, label):
+        return distance(self.teacher, scores, label)
+
+
+def distance(teacher, scores, label):
+    with torch.no_grad():
+        wanted = teacher(torch.linspace(-1, 1, 24).reshape(6, 4))
+    return nn.functional.cross_entropy(scores, label) + (scores - wanted).square().mean()
+
+
+def in_a_list(teacher):
+    return Student(teacher), None
+
+
+def in_a_closure(teacher):
+    return net(0), lambda scores, label: distance(teacher, scores, label)
+
+
+def in_an_object(teacher):
+    return net(0), Distance(teacher)
+
+
+def by_its_method(teacher):
+    return net(0), Distance(teacher).__call__
+
+
+def near_weights(teacher):
+    """A loss that is a distance to weights, as of federated learning; it calls nothing."""
+    module = net(0)
+
+    def loss(scores, label):
+        far = sum(
+            (mine - other.detach()).square().sum() for mine, other in zip(module.parameters(), teacher.parameters())
+        )
+        return nn.functional.cross_entropy(scores, label) + 0.1 * far
+
+    return module, loss
+
+
+def global_one(teacher):
+    TEACHERS["one"] = teacher
+    return net(0), lambda scores, label: distance(TEACHERS["one"], scores, label)
+
+
+def averaged(teacher, student):
+    """A momentum encoder, written to by way of `data`, of which no tensor has a new version."""
+    for mine, other in zip(teacher.parameters(), student.parameters()):
+        mine.data.mul_(0.5).add_(other.data, alpha=0.5)
+
+
+def loaded(teacher, student):
+    """A target network."""
+    teacher.load_state_dict(student.state_dict())
+
+
+def assigned(teacher, student):
+    teacher.load_state_dict(copy.deepcopy(student.state_dict()), assign=True)
+
+
+def frozen(teacher, student):
+    """A teacher that stays."""
+
+
+def net_of(module: nn.Module) -> nn.Module:
+    return getattr(module, "net", module)
+
+
+@pytest.mark.parametrize(
+    "where, update",
+    [(in_a_list, averaged), (in_a_closure, loaded), (in_an_object, averaged), (by_its_method, assigned),
+     (near_weights, averaged), (near_weights, assigned), (global_one, loaded), (in_a_closure, frozen)],
+    ids=lambda value: value.__name__,
+)  # fmt: skip
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_a_teacher_is_what_it_is_at_the_step(where, update, mode, exports):
+    one, other = (getattr(net(1), mode)() for _ in range(2))
+    (module, loss), (reference, reference_loss) = where(one), where(other) if where is not global_one else where(one)
+    if where is global_one:  # each has its own
+        reference_loss = lambda scores, label: distance(other, scores, label)  # noqa: E731
+    pair = second_of(module, loss, reference, reference_loss)
+    for _ in range(STEPS):
+        pair.steps(1)
+        update(one, net_of(module))
+        update(other, net_of(reference))
+    for name, value in other.state_dict().items():
+        torch.testing.assert_close(one.state_dict()[name], value, rtol=1e-4, atol=1e-5)
+    assert len(exports) == 1
+    assert not any(name.startswith("outside") for name in pair.engine.state_dict())
+
+
+def test_a_teacher_in_a_child(monkeypatch):
+    monkeypatch.setattr(child, "_CHILDREN", 1)
+    one, other = net(1), net(1)
+    pair = second_of(Student(one), None, Student(other), None)
+    for _ in range(STEPS):
+        pair.steps(1)
+        averaged(one, pair.module.net)
+        averaged(other, pair.reference.net)
+
+
+def test_another_teacher_takes_its_place(exports):
+    one, other = net(1), net(1)
+    pair = second_of(Student(one), None, Student(other), None)
+    pair.steps(2)
+    pair.change(lambda student: student.hidden.__setitem__(0, net(2).eval()))
+    pair.steps(2)
+    pair.change(lambda student: student.hidden[0].train())
+    pair.steps(1)
+    assert len(exports) == 3
+
+
+def test_weights_of_a_loss_that_a_closure_has(exports):
+    weights, pairs_of = [torch.tensor([1.0, 2.0, 3.0]) for _ in range(2)], []
+    for weight in weights:
+        criterion = nn.CrossEntropyLoss(weight=weight)
+        pairs_of.append((net(0), lambda scores, label, criterion=criterion: criterion(scores, label)))
+    pair = second_of(*pairs_of[0], *pairs_of[1])
+    for _ in range(3):
+        pair.steps(1)
+        for weight in weights:
+            weight[0] += 1
+    assert len(exports) == 1
+
+
+def test_what_the_export_runs_leaves_statistics_outside_alone():
+    teacher = net(1)
+    before = copy.deepcopy(teacher.state_dict())
+    pair = Pair(Student(teacher))
+    pair.engine.compile(dict(zip(("x", "label"), batch())))
+    for name, value in teacher.state_dict().items():
+        assert torch.equal(value, before[name]), name
