@@ -137,3 +137,30 @@ def test_a_list_of_sequences():
 
     torch.manual_seed(0)
     train(Listed(), [(torch.randn(5, STEPS, FEATURES), torch.tensor(n)) for n in ([3, 7, 2, 4, 5], [3, 6, 2, 1, 1])])
+
+
+class Checks(nn.GRU):
+    """Asks torch whether sizes fit, by keyword, as layers written in Python do."""
+
+    def forward(self, x):
+        state = x.new_zeros(1, len(x), HIDDEN)
+        self.check_forward_args(x, state, batch_sizes=None)
+        return super().forward(x, state)[0].square().mean()
+
+
+def test_a_layer_that_checks_sizes_itself_trains():
+    torch.manual_seed(0)
+    module = Checks(FEATURES, HIDDEN, batch_first=True)
+    reference, (x,) = copy.deepcopy(module), [torch.randn(3, STEPS, FEATURES)]
+    described = ModelDescription([IODescription("x", ["n", STEPS, FEATURES])], [IODescription("loss", [])])
+    engine = Engine(module, None, described, OptimizerChoice("SGDOptimizer"), Settings())
+    optimizer = torch.optim.SGD(reference.parameters(), RATE)
+    for _ in range(2):
+        (found,), _ = engine.train_step({"x": x}, RATE)
+        loss = reference(x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(found, loss.detach())
+    for name, value in reference.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name], value)
