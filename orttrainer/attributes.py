@@ -10,7 +10,7 @@ import itertools
 import operator
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import CellType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
+from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,17 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from orttrainer import export
-from orttrainer.holdings import CONTAINERS, DEPTH, PLAIN, Holdings, comparable, has_objects, is_container
+from orttrainer.holdings import (
+    CONTAINERS,
+    DEPTH,
+    PLAIN,
+    Holdings,
+    attributes_of,
+    comparable,
+    content_of,
+    has_objects,
+    is_container,
+)
 
 __all__ = ["OF_GRADIENTS", "OUTSIDE", "Attributes"]
 
@@ -83,7 +93,10 @@ class Attributes:
             self._names_of_torch |= self._names | read.names_of_torch
             for scope, name in read.variables:
                 if ("GLOBAL", name) not in stored and _is_simple(scope[name]):
-                    self._variables[f"{scope.get('__name__', '')}.{name}"] = scope, name
+                    path = f"{scope.get('__name__', '')}.{name}"
+                    self._variables[path] = scope, name
+                    if isinstance(scope[name], FunctionType):
+                        self._look_behind(path, scope[name], stored)
         for root, part in self._parts.items():
             self._look_behind(root, part, stored)
         self.look()
@@ -97,7 +110,7 @@ class Attributes:
         self._training = [
             *map(dict.get, self._dicts, _TRAINING)
         ]  # None where it is a property, of what wraps another layer
-        self._enclosed = [*map(_content, self._cells.values())]
+        self._enclosed = [*map(content_of, self._cells.values())]
         self._hooks = [held[key] for held in self._dicts for key in _HOOKS if key in held]
         self._registered, self._hooked = RemovableHandle.next_id, any(self._hooks)
         places = [(held, key) for _, held, key in self._places()]
@@ -124,7 +137,7 @@ class Attributes:
             if not self._hooked and any(self._hooks):
                 return False
             self._registered = RemovableHandle.next_id
-        if self._cells and not all(map(operator.is_, map(_content, self._cells.values()), self._enclosed)):
+        if self._cells and not all(map(operator.is_, map(content_of, self._cells.values()), self._enclosed)):
             return False
         return self._held.are_the_same()
 
@@ -145,7 +158,7 @@ class Attributes:
         if self._roots and self._roots[0].training:  # else all may be in eval mode, also those that train
             self._flags = self._read_flags()
         found = {path: held[key] for path, held, key in self._places()}
-        found |= {path: _content(cell) for path, cell in self._cells.items() if path not in self._ignored}
+        found |= {path: content_of(cell) for path, cell in self._cells.items() if path not in self._ignored}
         found = {path: comparable(value, self._entries) for path, value in found.items()}
         for path, layer in self._layers.items():
             found[f"{path}.training".strip(".")] = _Training(self._flags[path])
@@ -234,11 +247,14 @@ class Attributes:
         """Note what a callable that is no module has beside its code: variables of the function around it, an object's attributes."""
         if isinstance(part, FunctionType):
             for name, cell in zip(part.__code__.co_freevars, part.__closure__ or ()):
-                content, full = _content(cell), f"{path}.{name}"
+                content, full = content_of(cell), f"{path}.{name}"
                 if ("DEREF", name) not in stored and _is_simple(content):
                     self._cells[full] = cell
-                elif depth > 0 and callable(content) and not isinstance(content, torch.nn.Module):
+                if depth > 0 and content is not part and callable(content) and not isinstance(content, torch.nn.Module):
                     self._look_behind(full, content, stored, depth - 1)
+            defaults = {"__defaults__": part.__defaults__, "__kwdefaults__": part.__kwdefaults__}
+            self._variables |= {f"{path}.{name}": (defaults, name) for name in defaults if defaults[name]}
+            self._variables |= {f"{path}.{name}": (vars(part), name) for name in vars(part) if name in self._names}
         elif isinstance(part, functools.partial):
             self._variables |= {f"{path}.{name}": (part.keywords, name) for name in part.keywords}
             self._look_behind(path, part.func, stored, depth - 1)
@@ -247,14 +263,14 @@ class Attributes:
         elif not isinstance(part, (type, torch.nn.Module)):
             for name in self._entries(part):
                 if ("ATTR", name) not in stored:
-                    self._variables[f"{path}.{name}"] = vars(part), name
+                    self._variables[f"{path}.{name}"] = attributes_of(part), name
 
     def _entries(self, value: Any) -> dict[str, Any]:
         """Attributes of an object, such as a configuration, a class or a module of Python's, that forward may read."""
         if isinstance(value, (torch.Tensor, torch.nn.Module, FunctionType, *PLAIN, *CONTAINERS)):
             return {}
-        held = getattr(value, "__dict__", None)
-        if not isinstance(held, (dict, MappingProxyType)):
+        held = attributes_of(value)
+        if held is None:
             return {}
         if not self._known:
             return {key: x for key, x in held.items() if isinstance(x, PLAIN)}
@@ -294,28 +310,25 @@ class _Training(NamedTuple):
     flag: bool
 
 
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a variable without a value
-        return None
-
-
 def _is_record(value: Any) -> bool:
     """Whether it is an object with attributes that does nothing itself, such as a configuration inside another."""
-    return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, (torch.Tensor, ModuleType))
+    return (
+        not callable(value) and not isinstance(value, (torch.Tensor, ModuleType)) and attributes_of(value) is not None
+    )
 
 
 def _is_simple(value: Any, depth: int = DEPTH) -> bool:
-    """Whether a variable is one to look at: no function, nor what a program does its work with."""
+    """Whether a variable is one to look at: not what a program does its work with, nor a part of a library."""
     if isinstance(value, (*PLAIN, argparse.Namespace, SimpleNamespace, torch.Tensor, torch.nn.Module, np.ndarray)):
         return True
-    if isinstance(value, type):  # a class in the place of a configuration
-        return not _is_installed(value.__module__)
+    if isinstance(value, (type, FunctionType)):  # a class may be in the place of a configuration
+        return not _is_installed(value.__module__ or "")
     if isinstance(value, ModuleType):
         return not _is_installed(value.__name__)
     if is_container(value, depth):
-        return all(_is_simple(x, depth - 1) for x in (value.values() if isinstance(value, dict) else value))
+        return all(
+            _is_simple(x, depth - 1) or callable(x) for x in (value.values() if isinstance(value, dict) else value)
+        )
     return dataclasses.is_dataclass(value)
 
 

@@ -5,13 +5,23 @@ from __future__ import annotations
 import collections
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
+from types import CellType, FunctionType, MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["CONTAINERS", "DEPTH", "PLAIN", "Holdings", "comparable", "has_objects", "is_container"]
+__all__ = [
+    "CONTAINERS",
+    "DEPTH",
+    "PLAIN",
+    "Holdings",
+    "attributes_of",
+    "comparable",
+    "content_of",
+    "has_objects",
+    "is_container",
+]
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device)
 CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
@@ -34,7 +44,7 @@ class Holdings:
 
     def __init__(self, places: Iterable[tuple[Mapping, str]], values: Iterable[Any], entries: Entries):
         self._dicts: list[tuple[dict, str, Any]] = []
-        self._of_classes: list[tuple[MappingProxyType, str, Any]] = []
+        self._elsewhere: list[tuple[Mapping, str, Any]] = []  # in classes and in slots
         self._containers, self._tensors, self._arrays = [], [], []
         self._met: set = set()  # what many layers have, such as a configuration, once
         for owner, key in places:
@@ -47,7 +57,7 @@ class Holdings:
         self._small = [x for x in self._tensors if is_small(x)]  # also what is written to by way of `data` is seen
         self._copies = [x.detach().clone() for x in self._small]
         self._bytes = [*map(np.ndarray.tobytes, self._arrays)]
-        found = self._dicts, self._of_classes, self._containers, self._tensors, self._arrays
+        found = self._dicts, self._elsewhere, self._containers, self._tensors, self._arrays
         self._nothing, self._rare = not any(found), any(found[1:])
 
     def are_the_same(self) -> bool:
@@ -58,7 +68,7 @@ class Holdings:
             return False
         if not self._rare:
             return True
-        if any(owner.get(key) is not value for owner, key, value in self._of_classes):
+        if any(owner.get(key) is not value for owner, key, value in self._elsewhere):
             return False
         try:
             if self._containers != self._contents:
@@ -75,7 +85,7 @@ class Holdings:
             if place in self._met:
                 return
             self._met.add(place)
-        (self._dicts if isinstance(owner, dict) else self._of_classes).append((owner, key, value))
+        (self._dicts if isinstance(owner, dict) else self._elsewhere).append((owner, key, value))
         self._gather(value, entries, depth)
 
     def _gather(self, value: Any, entries: Entries, depth: int) -> None:
@@ -91,7 +101,7 @@ class Holdings:
                 self._gather(x, entries, depth - 1)
         elif depth and not isinstance(value, PLAIN):
             for key in entries(value):
-                self._gather_from(vars(value), key, entries, depth - 1)
+                self._gather_from(attributes_of(value), key, entries, depth - 1)
 
 
 def comparable(value: Any, entries: Entries, depth: int = DEPTH) -> Any:
@@ -106,6 +116,9 @@ def comparable(value: Any, entries: Entries, depth: int = DEPTH) -> Any:
         inside = [*(value.values() if isinstance(value, dict) else value)]
         keys = [*value] if isinstance(value, dict) else None
         return type(value), keys, [comparable(x, entries, depth - 1) for x in inside]
+    if depth and isinstance(value, FunctionType):  # made anew from the same text it is the same
+        around = [value.__defaults__, value.__kwdefaults__, *map(content_of, value.__closure__ or ())]
+        return FunctionType, value.__code__, [comparable(x, entries, depth - 1) for x in around]
     if depth and not isinstance(value, torch.Tensor) and (found := entries(value)):
         return type(value), [*found], [comparable(x, entries, depth - 1) for x in found.values()]
     return _Is(value)
@@ -116,6 +129,46 @@ def has_objects(found: Any) -> bool:
     if isinstance(found, (tuple, list)):
         return any(map(has_objects, found))
     return isinstance(found, _Is)
+
+
+def attributes_of(value: Any) -> Mapping[str, Any] | None:
+    """Those of an object, a class or a module of Python's, as they are at any time; None where there are none."""
+    held = getattr(value, "__dict__", None)
+    if isinstance(held, (dict, MappingProxyType)):
+        return held
+    names = [name for kind in type(value).__mro__ for name in _texts(vars(kind).get("__slots__", ()))]
+    return _Slots(value, names) if names else None
+
+
+class _Slots(Mapping):
+    """The attributes of an object that has no dictionary."""
+
+    def __init__(self, owner: Any, names: Iterable[str]):
+        self._owner, self._names = owner, names
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self._owner, name)
+        except AttributeError:  # one that is not set
+            raise KeyError(name) from None
+
+    def __iter__(self):
+        return (name for name in self._names if hasattr(self._owner, name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _texts(names: Any) -> Iterable[str]:
+    return [names] if isinstance(names, str) else names
+
+
+def content_of(cell: CellType) -> Any:
+    """What a variable of the function around another one holds."""
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing yet
+        return None
 
 
 def is_array(value: Any) -> bool:

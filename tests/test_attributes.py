@@ -90,12 +90,16 @@ class Mixed(nn.Module):
         super().__init__()
         self.layer, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
         self.config = types.SimpleNamespace(inner=types.SimpleNamespace(gain=1.0), table={"a": [1.0, 2.0]})
-        self.own = Record()
+        self.own, self.slotted = Record(), Slotted()
         self.scale, self.parts = np.ones(6, np.float32), [torch.ones(6), torch.zeros(6)]
 
     def forward(self, x):
         y = self.layer(x) * self.config.inner.gain * self.config.table["a"][1] / self.temperature + self.offsets[0]
-        y = torch.tanh(y) * torch.from_numpy(self.scale) * self.parts[0] + self.parts[1] + Constants.shift
+        y = (
+            squashed(y) ** self.slotted.power * torch.from_numpy(self.scale) * self.parts[0]
+            + self.parts[1]
+            + Constants.shift
+        )
         return self.head(y * self.own.inner.power * pairs.FACTOR)
 
 
@@ -110,6 +114,17 @@ class Constants:
     shift, other = 0.5, 1.0
 
 
+class Slotted:
+    __slots__ = ("power",)
+
+    def __init__(self):
+        self.power = 1.0
+
+
+def squashed(y):
+    return torch.tanh(y)
+
+
 DEEPER = {
     "an attribute of the class": lambda m: setattr(Mixed, "temperature", 2.0),
     "a list of the class": lambda m: Mixed.offsets.__setitem__(0, 0.5),
@@ -121,6 +136,8 @@ DEEPER = {
     "a tensor in a list": lambda m: m.parts.__setitem__(0, torch.full((6,), 2.0)),
     "a tensor in a list in place": lambda m: m.parts[1].add_(0.5),
     "a global class": lambda m: setattr(Constants, "shift", -1.0),
+    "an object without a dictionary": lambda m: setattr(m.slotted, "power", 2.0),
+    "a function": lambda m: globals().update(squashed=lambda y: torch.relu(y)),
     "a variable of another module": lambda m: setattr(pairs, "FACTOR", 2.0),
 }
 
@@ -130,11 +147,14 @@ def test_what_lies_deeper_is_followed(change, exports, monkeypatch):
     for owner, name, value in ((Mixed, "temperature", 1.0), (Constants, "shift", 0.5), (pairs, "FACTOR", 1.0)):
         monkeypatch.setattr(owner, name, value, raising=False)  # which is undone behind the test
     monkeypatch.setattr(Mixed, "offsets", [0.0, 0.0])
+    monkeypatch.setitem(globals(), "squashed", lambda y: torch.tanh(y))
     pair = Pair(Mixed(), optimizer="SGD with momentum")
     pair.steps(2)
     pair.change(DEEPER[change])
     pair.steps(2)
     Constants.other = exports  # which nothing reads
+    again = types.FunctionType(squashed.__code__, globals())  # as where the cell of a notebook is run once more
+    monkeypatch.setitem(globals(), "squashed", again)
     pair.steps(1)
     assert len(exports) == 2
 
@@ -209,7 +229,30 @@ def partial():
     return loss, lambda: loss.keywords.update(scale=2.0)
 
 
-@pytest.mark.parametrize("made", [in_closures, of_an_object, of_a_method, partial])
+def of_defaults():
+    def loss(scores, label, weights=[1.0]):  # noqa: B006
+        return weights[0] * nn.functional.cross_entropy(scores, label)
+
+    return loss, lambda: loss.__defaults__[0].__setitem__(0, 2.0)
+
+
+def of_a_function():
+    def loss(scores, label):
+        return loss.weight * nn.functional.cross_entropy(scores, label)
+
+    loss.weight = 1.0
+    return loss, lambda: setattr(loss, "weight", 3.0)
+
+
+def of_functions():
+    chosen = {"squash": torch.tanh}
+    loss = lambda scores, label: nn.functional.cross_entropy(chosen["squash"](scores), label)  # noqa: E731
+    return loss, lambda: chosen.update(squash=torch.sigmoid)
+
+
+@pytest.mark.parametrize(
+    "made", [in_closures, of_an_object, of_a_method, partial, of_defaults, of_a_function, of_functions]
+)
 def test_what_a_loss_that_is_no_module_has_is_followed(made, exports):
     loss, change = made()
     pair = Pair(Annealed(), loss=loss)
