@@ -228,9 +228,15 @@ def _are_the_same(a: ForwardGraph, b: ForwardGraph) -> bool:
     """Whether two graphs compute the same of state and inputs."""
     if a.parameters != b.parameters or a.buffers != b.buffers or a.updates != b.updates or a.granted != b.granted:
         return False
-    if a.outside != b.outside or a.conditions is not None or b.conditions is not None:  # which are of a batch
+    if a.conditions is not None or b.conditions is not None:  # which are of a batch
         return False
-    return _nameless(a) == _nameless(b)
+    return _read_outside(a) == _read_outside(b) and _nameless(a) == _nameless(b)
+
+
+def _read_outside(forward: ForwardGraph) -> dict[int, torch.nn.Module]:
+    """The modules outside whose tensors the graph reads; not those that forward makes anew in each call."""
+    used = "".join(forward.buffers)
+    return {index: module for index, module in enumerate(forward.outside) if f"{OUTSIDE}.{index}." in used}
 
 
 def _nameless(forward: ForwardGraph) -> tuple[bytes, list[tuple]]:

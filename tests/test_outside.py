@@ -169,3 +169,28 @@ def test_what_the_export_runs_leaves_statistics_outside_alone():
     pair.engine.compile(dict(zip(("x", "label"), batch())))
     for name, value in teacher.state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+def test_a_loss_that_is_made_in_each_call_makes_no_difference(exports):
+    """Beside what an evaluation leaves behind, for which the module is exported once more."""
+
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.last = net(0), torch.zeros(())
+
+        def forward(self, x):
+            y = self.net(x) + 0 * self.last.mean()
+            if not self.training:
+                self.last = y.detach()
+            return y
+
+    def loss(scores, label):
+        return nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))(scores, label)
+
+    pair = second_of(module := Keeps(), loss, Keeps(), loss)
+    for step in range(4):
+        pair.steps(1)
+        module.eval()(batch(step)[0])
+        module.train()
+    assert len(exports) == 2
