@@ -10,7 +10,7 @@ import second_generation
 import torch
 from marks import slow
 from pairs import OPTIMIZERS, RATE, Pair
-from small import batch
+from small import LR, batch, make
 from torch import nn
 
 from orttrainer import trainer
@@ -214,3 +214,28 @@ def test_the_second_generation_has_the_state_of_frozen_weights_too(name, tmp_pat
     slots = one.state_dict()["optimizer"]
     assert slots["head.bias"].keys() == slots["body.0.weight"].keys()
     second_generation.assert_equal_trees(other.state_dict()["optimizer"], slots)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"use_mixed_precision": True}, slow({"use_mixed_precision": True, "mixed_precision_dtype": "bfloat16"}),
+     {"gradient_accumulation_steps": 2}],
+    ids=lambda options: ", ".join(map(str, options.values())),
+)  # fmt: skip
+def test_in_mixed_precision_and_with_accumulation_what_is_free_moves_and_a_resumed_run_is_the_same(options):
+    scale = [torch.tensor([128.0])] if options == {"use_mixed_precision": True} else []
+    module = stack()
+    one = make(module, "AdamOptimizer", **options)
+    for parts in (("head",), ALL, ("body", "head.weight")):
+        only(*parts)(module)
+        before = {name: parameter.clone() for name, parameter in module.named_parameters()}
+        for step in range(2):
+            one.train_step(*batch(step), LR, *scale)
+        moved = {name for name, parameter in module.named_parameters() if not torch.equal(parameter, before[name])}
+        assert moved == {name for name in before if name.startswith(parts)}
+    only(*ALL)(module)
+    other = make(stack(), "AdamOptimizer", **options)
+    other.load_state_dict(one.state_dict())
+    for step in range(4):
+        found = [trainer.train_step(*batch(step), LR, *scale)[0] for trainer in (one, other)]
+        assert torch.equal(*found)
