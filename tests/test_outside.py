@@ -162,6 +162,11 @@ def test_weights_of_a_loss_that_a_closure_has(exports):
     assert len(exports) == 1
 
 
+def test_a_teacher_that_was_traced_is_a_constant():
+    traced = [torch.jit.trace(net(1).eval(), torch.ones(6, 4)) for _ in range(2)]
+    second_of(Student(traced[0]), None, Student(traced[1]), None).steps(3)
+
+
 def test_what_the_export_runs_leaves_statistics_outside_alone():
     teacher = net(1)
     before = copy.deepcopy(teacher.state_dict())

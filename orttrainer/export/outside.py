@@ -45,6 +45,8 @@ class Noticed(TorchFunctionMode):
         """As a hook before each call of a module."""
         if id(module) in self._own or id(module) in self._found:
             return
+        if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):  # whose weights are constants
+            return
         if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
             self._found[id(module)] = module
             self._before += [(x, x.detach().clone()) for x in module.buffers()]
@@ -88,7 +90,8 @@ def _owners(parameters: Sequence[int]) -> list[nn.Module]:
 
 def _modules() -> Iterator[nn.Module]:
     """All that there are. By their types: what an object says of its class may be a program of its own."""
-    return (x for x in gc.get_objects() if issubclass(type(x), nn.Module))
+    kinds = ((x, type(x)) for x in gc.get_objects())
+    return (x for x, kind in kinds if issubclass(kind, nn.Module) and not issubclass(kind, torch.jit.ScriptModule))
 
 
 def _has_compiled(wrapper: nn.Module) -> bool:
