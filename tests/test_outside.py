@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -136,6 +137,21 @@ def test_a_teacher_in_a_child(monkeypatch):
         pair.steps(1)
         averaged(one, pair.module.net)
         averaged(other, pair.reference.net)
+
+
+def test_a_teacher_that_a_child_does_not_find(monkeypatch):
+    """As the garbage collector shows none that are frozen: the export is made here."""
+    monkeypatch.setattr(child, "_CHILDREN", 1)
+    teachers = [net(1) for _ in range(2)]
+    gc.freeze()
+    try:
+        pair = second_of(Student(teachers[0]), None, Student(teachers[1]), None)
+        for _ in range(STEPS):
+            pair.steps(1)
+            for teacher, student in zip(teachers, (pair.module, pair.reference)):
+                averaged(teacher, student.net)
+    finally:
+        gc.unfreeze()
 
 
 def test_another_teacher_takes_its_place(exports):

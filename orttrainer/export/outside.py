@@ -107,6 +107,12 @@ def _without_its_warning() -> Iterator[None]:
 
 
 def modules_of(ids: Collection[int]) -> tuple[nn.Module, ...]:
-    """In a forked child the modules that have these ids in the parent, as far as they were there when it forked."""
+    """In a forked child the modules that have these ids in the parent.
+
+    Raises:
+        LookupError: one was made since it forked, or the garbage collector does not show it (`gc.freeze`).
+    """
     found = {id(module): module for module in _modules() if id(module) in ids} if ids else {}
-    return tuple(found[key] for key in ids if key in found)
+    if missing := len(ids) - len(found):
+        raise LookupError(f"{missing} modules outside are not in this process")
+    return tuple(found[key] for key in ids)
