@@ -193,7 +193,8 @@ def _copy(container: Any) -> Any:
 
 def is_small(tensor: torch.Tensor) -> bool:
     """Whether all of it may be compared."""
-    return tensor.numel() <= _LARGEST and tensor.device.type == "cpu" and tensor.layout == torch.strided
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    return plain and tensor.device.type == "cpu" and tensor.numel() <= _LARGEST
 
 
 class _Is:

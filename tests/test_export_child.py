@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -139,10 +140,10 @@ def test_an_export_goes_on_in_this_process_where_the_system_gives_no_other(free)
         raise BlockingIOError("no process")
 
     free.setattr(child, "_fork", refuse)
-    open_files = len(os.listdir("/proc/self/fd"))
+    before = open_pipes()
     with pytest.raises(BlockingIOError):
         child.Child(lambda receive: None)
-    assert len(os.listdir("/proc/self/fd")) == open_files
+    assert open_pipes() == before
     assert export_module(nn.Linear(6, 6), nn.MSELoss(), XY, [X, Y]).exporter == "dynamo"
 
 
@@ -156,15 +157,24 @@ def test_a_child_gets_what_is_sent_and_gives_what_it_made_of_it():
         assert made.result() == list(range(0, 2 * 10**5, 2))
 
 
+def open_pipes() -> set[str]:
+    """What a child is spoken to by. Of files a library may open some at any time, in a thread of its own."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that by which they are listed
+            found.add(os.readlink(f"/proc/self/fd/{name}"))
+    return {target for target in found if target.startswith(("pipe:", "socket:"))}
+
+
 @linux
-def test_a_child_leaves_no_process_and_no_open_file():
-    open_files = len(os.listdir("/proc/self/fd"))
+def test_a_child_leaves_no_process_and_no_open_pipe():
+    before = open_pipes()
     for work in (lambda receive: 1, lambda receive: receive(), lambda receive: time.sleep(60)):
         with child.Child(work) as made:
             pass
         with pytest.raises(ProcessLookupError):
             os.kill(made.pid, 0)
-    assert len(os.listdir("/proc/self/fd")) == open_files
+    assert open_pipes() == before
 
 
 @linux
