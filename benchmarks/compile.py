@@ -89,8 +89,8 @@ def worker(layers: int, threads: int) -> None:
     started, meter = time.perf_counter(), Meter()
 
     import orttrainer.compile
-    import orttrainer.engine
     import orttrainer.export.module
+    import orttrainer.in_use
     import orttrainer.phase
     import orttrainer.run
     import orttrainer.source
@@ -99,7 +99,7 @@ def worker(layers: int, threads: int) -> None:
     meter.measure(export, "export_module", "export")
     meter.measure(orttrainer.export.module, "check_values", "checks")
     meter.measure(orttrainer.source, "check_gradients", "checks")
-    meter.measure(orttrainer.engine, "compile_training_graph", "passes")
+    meter.measure(orttrainer.in_use, "compile_training_graph", "passes")
     meter.measure(orttrainer.compile, "differentiate", "differentiate")
     meter.measure(orttrainer.run.Runner, "_make_step", "session")
     meter.measure(orttrainer.phase.Phase, "run", "first step")

@@ -33,7 +33,7 @@ from orttrainer.graph.recompute import Recompute
 from orttrainer.graph.subgraphs import node_inputs
 from orttrainer.optim import Optimizer, global_norm
 from orttrainer.pipeline import after_update, before_gradients, check_disabled_passes, rewritten
-from orttrainer.training_graph import SEED, STEP, Signature, StateEntry, TrainingGraph
+from orttrainer.training_graph import SEED, STEP, Signature, StateEntry, TrainingGraph, transposed_tensor
 
 IR_VERSION = 10  # the newest that ONNX Runtime 1.19 loads
 TRAINING_MODE = "training_mode"
@@ -389,7 +389,7 @@ class _Build:
         """Hold these weights transposed, with these biases as their last rows."""
         for weight, bias in stored.items():
             parts = [self.tensors[weight], *([self.tensors.pop(bias)] if bias else [])]
-            self.tensors[weight] = _transposed(weight, parts)
+            self.tensors[weight] = transposed_tensor(weight, parts)
             self.last_rows[weight] = (bias, None)
             if bias:
                 del self.roles[bias]
@@ -440,14 +440,3 @@ class _Build:
                 f"the name {name!r} is needed for the training graph but the model uses it; rename it there{other}"
             )
         return name
-
-
-def _transposed(name: str, parts: Sequence[ir.TensorProtocol]) -> ir.TensorProtocol:
-    """A matrix transposed, and below it a vector; computed where it is read."""
-
-    def stored() -> ir.TensorProtocol:
-        weight, *bias = (part.numpy() for part in parts)
-        return ir.tensor(np.concatenate([weight.T, *(b[None] for b in bias)]), name=name)
-
-    outputs, inputs = parts[0].shape.numpy()
-    return ir.LazyTensor(stored, dtype=parts[0].dtype, shape=ir.Shape([inputs + len(parts) - 1, outputs]), name=name)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 
@@ -62,6 +63,17 @@ class StateEntry:
         if self.last_row is None:
             return {self.name: stored.T}
         return {self.name: stored[:-1].T, self.last_row: stored[-1]}
+
+
+def transposed_tensor(name: str, parts: Sequence[ir.TensorProtocol]) -> ir.TensorProtocol:
+    """What `StateEntry.views` takes apart: a matrix transposed, and below it a vector; computed where it is read."""
+
+    def stored() -> ir.TensorProtocol:
+        weight, *bias = (part.numpy() for part in parts)
+        return ir.tensor(np.concatenate([weight.T, *(b[None] for b in bias)]), name=name)
+
+    outputs, inputs = parts[0].shape.numpy()
+    return ir.LazyTensor(stored, dtype=parts[0].dtype, shape=ir.Shape([inputs + len(parts) - 1, outputs]), name=name)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from small import LR, RATE, assert_same, batch, description, forward_model, make, net, snapshot, torch_step
 from torch import nn
 
-from orttrainer import IODescription, ModelDescription, ORTTrainer, engine, phase
+from orttrainer import IODescription, ModelDescription, ORTTrainer, in_use, phase
 from orttrainer.errors import (
     DescriptionMismatchWarning,
     SchemaError,
@@ -252,8 +252,8 @@ def counted(monkeypatch):
 
         return wrapped
 
-    compile_ = engine.compile_training_graph
-    monkeypatch.setattr(engine, "compile_training_graph", counting("compile", compile_))
+    compile_ = in_use.compile_training_graph
+    monkeypatch.setattr(in_use, "compile_training_graph", counting("compile", compile_))
     monkeypatch.setattr(phase, "_open_session", counting("session", phase._open_session))
     return counts
 

@@ -1,0 +1,261 @@
+"""`InUse`: the graph that trains a model at the moment, on its state, and how another takes its place."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import onnx
+import onnx_ir as ir
+import torch
+
+from orttrainer import runtime
+from orttrainer.compile import compile_training_graph
+from orttrainer.describe import InputSchema, ModelDescription
+from orttrainer.distributed import Collective, device_of_rank, failing_together, find_collective
+from orttrainer.errors import StateError
+from orttrainer.front_end import NotCopied
+from orttrainer.kept_state import KeptState
+from orttrainer.native.toolchain import is_wanted
+from orttrainer.nonfinite import LossWatch
+from orttrainer.optim import OPTIMIZERS, make_optimizer
+from orttrainer.run import Runner
+from orttrainer.seed import seed_of_rank
+from orttrainer.settings import OptimizerChoice, Settings
+from orttrainer.source import Source
+from orttrainer.state import TrainedState
+from orttrainer.training_graph import TrainingGraph
+from orttrainer.turns import one_at_a_time
+from orttrainer.update_counts import counters_fit, counts_in, numbered
+from orttrainer.ways import Ways, check_can_go_on
+
+if TYPE_CHECKING:
+    from orttrainer.export import ForwardGraph
+
+
+class InUse(NotCopied):
+    """A model with its forward graph, its training graph, the state that this works on, and the runner; what an `Engine` steps with.
+
+    Args:
+        model, loss_fn, description, optimizer, settings: as an `Engine` takes them, which has checked the numbers.
+
+    Attributes: see `Engine`.
+    """
+
+    precision: ir.DataType | None
+    _accumulation_steps: int
+    _watch: LossWatch
+
+    def __init__(
+        self,
+        model: torch.nn.Module | onnx.ModelProto,
+        loss_fn: Callable | None,
+        description: ModelDescription | None,
+        optimizer: OptimizerChoice,
+        settings: Settings,
+    ):
+        self._lock = threading.RLock()
+        self._optimizer = optimizer
+        kind = runtime.parse_device(settings.device).type
+        self.collective: Collective = find_collective(settings.world_rank, settings.world_size, kind)
+        self.device = runtime.parse_device(device_of_rank(torch.device(settings.device), self.collective))
+        runtime.check_device(self.device)
+        self._native = is_wanted(settings.native_kernels, self.device.type, settings.providers)
+        if settings.provider_options:
+            chosen = runtime.choose_providers(self.device, settings.providers)
+            settings = replace(settings, providers=runtime.with_provider_options(chosen, settings.provider_options))
+        runtime.choose_providers(self.device, settings.providers)  # an unknown provider is an error now
+        make_optimizer(optimizer.name, [], optimizer.attributes, optimizer.clip)  # so is an unknown optimizer
+        self._kept = KeptState(OPTIMIZERS[optimizer.name].slot_names, OPTIMIZERS[optimizer.name].count)
+        self.settings = settings
+        self.description: ModelDescription | None = None
+        if description is not None:
+            self.describe(description)
+        self.training_graph: TrainingGraph | None = None
+        self.source = Source(model, loss_fn, self.device, settings)
+        self._rates_fed = 1  # that the graph takes
+        self._pending_state: tuple[dict, bool] = ({}, False)
+        self._runner: Runner | None = None
+        self._schema: InputSchema | None = None
+        self._last_batch: dict[str, torch.Tensor] | None = None
+        self._sizes: dict[str, int] = {}  # of the symbolic dimensions, in the first batch
+        self._state: TrainedState | None = None
+
+    @property
+    def model(self) -> torch.nn.Module | onnx.ModelProto:
+        """As given; a module is on the engine's device."""
+        return self.source.model
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether there is a graph: an ONNX model has one from the start, a torch module from its first step."""
+        return self._runner is not None
+
+    @property
+    def accumulated(self) -> int:
+        """Batches since the last update."""
+        return 0 if self._runner is None else self._runner.accumulated
+
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        """What the optimizer calls its state of a parameter, without the parameter's name behind it."""
+        return self._kept.slot_names
+
+    def describe(self, description: ModelDescription) -> None:
+        """Say what the inputs and outputs of a model are that is not compiled yet."""
+        self.description = description
+        self.input_names = [described.name_ for described in description.inputs_]
+        self.output_names = [described.name_ for described in description.outputs_]
+
+    # -- state ----------------------------------------------------------------------------
+
+    @one_at_a_time
+    def state_dict(self, include_optimizer_state: bool = True) -> dict[str, torch.Tensor]:
+        """Name -> CPU tensor (a copy); empty before the model is compiled.
+
+        In the midst of a block of batches with the sums of their gradients, so that training goes on from there.
+        """
+        if self._runner is None:
+            return {}
+        return self._state.copies(include_optimizer_state, self._runner.named_accumulators(), self.accumulated)
+
+    @one_at_a_time
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = False) -> None:
+        """Load what `state_dict` gave; before the model is compiled only the modules' values, if not `strict`, the rest then.
+
+        Raises:
+            StateError: a tensor of another shape, or, if `strict`, other names. Nothing is loaded.
+        """
+        if not isinstance(state_dict, Mapping):
+            raise StateError(f"load_state_dict takes a dict of name -> tensor, got {type(state_dict).__name__}")
+        if self._runner is None:
+            given = state_dict if strict else self._pending_state[0] | self.source.load(state_dict)
+            self._pending_state = (dict(given), strict)
+            return
+        self._state.check(state_dict, strict, self._runner.named_accumulators())
+        counts = self._state.counts_in(state_dict)
+        if not counters_fit(self.training_graph.signature.counters, self._state.counts() | counts):
+            self._recompile(self._forward, counts)
+        self._runner.drop_accumulated(self._state.load(state_dict, self._runner.named_accumulators()))
+
+    @one_at_a_time
+    def renew_update(self) -> None:
+        """Compile again where what the update is made from has changed; on the present state."""
+        if self._runner is not None:
+            self._ways.close()
+            self._recompile(self._forward)
+
+    @one_at_a_time
+    def freeze(self, names: Sequence[str]) -> None:
+        """Train all parameters but these, and those that need no gradient, from the next step on."""
+        self.settings = self.source.settings = replace(self.settings, frozen=tuple(names))
+        if self._runner is not None:
+            self._ways.look_at_parameters()
+
+    # -- compile, and change ---------------------------------------------------------------
+
+    def _compile(self, forward: Callable[[], ForwardGraph]) -> None:
+        with runtime.garbage_kept(), failing_together(self.collective, "compiling the model"):
+            self._forward = self.source.frozen(forward())
+            self._ways = Ways(self._forward, self.input_names, self.source)
+            counts = counts_in(self._pending_state[0], self._kept.count, self._forward.parameters)
+            graph = self._training_graph(self._forward, counts)
+        try:
+            with failing_together(self.collective, "sharing its state"):
+                self._open_on_state(graph)
+        except Exception:
+            self.training_graph = self._runner = None  # not to train on without what was to be loaded
+            raise
+
+    def _open_on_state(self, graph: TrainingGraph) -> None:
+        state = self._trained_state(graph, self._forward, share=True)
+        self._go_on(self._forward, graph, state, self._opened(graph, state))
+        self.load_state_dict(*self._pending_state)
+        self._pending_state = ({}, False)
+
+    def _trained_state(self, graph: TrainingGraph, forward: ForwardGraph, share: bool) -> TrainedState:
+        source = self.source
+        return TrainedState(
+            graph, source.module, source.loss_fn, self.device, self.collective, forward.decided, self._kept,
+            forward.outside, share,
+        )  # fmt: skip
+
+    def _opened(self, graph: TrainingGraph, state: TrainedState) -> Runner:
+        accept = (lambda outputs: self._watch.refuse(outputs[0], self.accumulated)) if self._watch.refuses else None
+        return Runner(
+            graph, state.stored, self.device, self.settings.providers, self.collective, self.settings.session_options,
+            accept=accept, disabled_passes=self.settings.disabled_passes, native_kernels=self._native,
+        )  # fmt: skip
+
+    def _go_on(self, forward: ForwardGraph, graph: TrainingGraph, state: TrainedState, runner: Runner) -> None:
+        state.take_over()
+        self._forward, self.training_graph, self._state, self._runner = forward, graph, state, runner
+        inputs = {x.name: x for x in graph.graph.graph.inputs}
+        self._rates_fed = inputs[graph.signature.learning_rate].shape[0]
+        self._ways.took(forward, graph, state, runner)
+
+    def _training_graph(self, forward: ForwardGraph, counts: Mapping[str, int]) -> TrainingGraph:
+        """The graph that trains. On the CPU the state holds wide weights transposed, as the step uses them.
+
+        Args:
+            counts: of the updates of parameters.
+        """
+        layouts = self.device.type == "cpu" and self.precision is None
+        counted_with = numbered(counts, forward.parameters)
+        graph = self._compiled(forward, layouts, counted_with)
+        if any(entry.transposed for entry in graph.signature.state):
+            graph.compile_plain = functools.partial(self._compiled, forward, False, counted_with)
+        return graph
+
+    def _compiled(self, forward: ForwardGraph, layouts: bool, counted_with: Mapping[str, int]) -> TrainingGraph:
+        choice = self._optimizer
+        forward = replace(forward, model=forward.model.clone())
+        optimizer = make_optimizer(choice.name, forward.parameters, choice.attributes, choice.clip, counted_with)
+        groups = None if choice.group is None else {name: choice.group(name) for name in forward.parameters}
+        return compile_training_graph(
+            forward, optimizer, learning_rate=self.settings.learning_rate, groups=groups,
+            seed=seed_of_rank(self.collective.rank), primitives=self.device.type == "cuda",
+            accumulate=self._accumulation_steps > 1, precision=self.precision,
+            recompute=self.settings.recompute and self.settings.recompute.with_sizes(self._sizes), layouts=layouts,
+            as_declared=self.source.as_declared, disabled_passes=self.settings.disabled_passes,
+        )  # fmt: skip
+
+    def _recompile(self, forward: ForwardGraph, counts: Mapping[str, int] = {}) -> None:
+        """Go on with the graph of other settings, or of another way, on the present state.
+
+        Args:
+            forward: that of the graph.
+            counts: of updates of parameters that are about to be loaded.
+        """
+        graph, state, runner = self._ways.opened(forward)
+        self._kept.counts = self._state.counts()
+        counts = {**self._kept.counts, **counts}
+        if graph is None or not counters_fit(graph.signature.counters, counts):
+            self._state.show(forward.model)
+            graph = self._training_graph(forward, counts)
+            state = runner = None
+        alone = forward is self._forward or self.collective.size == 1
+        check_can_go_on(self.training_graph, graph, alone, self.accumulated)
+        sums = self.state_dict() if self.accumulated else {}  # of gradients, which are a runner's own
+        state = state or self._trained_state(graph, forward, share=False)
+        self._go_on(forward, graph, state, runner or self._opened(graph, state))
+        self.load_state_dict(sums)
+
+    def _follow_module(self) -> None:
+        """Follow what was done to the tensors of the module."""
+        if self._state.follow_module():
+            self._ways.look_at_parameters()
+
+    def _follow(self, batch: Mapping[str, torch.Tensor], trains: bool) -> None:
+        """Change to the graph of what the module is now, and of what it decides on this batch; make it, if there is none yet."""
+        self._follow_module()
+        if self._ways.right_for_all(trains):
+            return
+        make = functools.partial(self.source.later_graph, self.description, self._schema)
+        alone, last = self.collective.size == 1, self._last_batch
+        if (forward := self._ways.other(batch, last, self._state.live, trains, alone, make)) is not None:
+            with runtime.garbage_kept():
+                self._recompile(forward)
