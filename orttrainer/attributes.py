@@ -30,9 +30,8 @@ from orttrainer.holdings import (
     is_container,
 )
 
-__all__ = ["OF_GRADIENTS", "OUTSIDE", "Attributes"]
+__all__ = ["OF_GRADIENTS", "Attributes"]
 
-OUTSIDE = "outside"  # the root of what is no part of the model
 OF_GRADIENTS = ".requires_grad"  # behind the path of a parameter
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_TORCH = {"training", *vars(torch.nn.Module())}  # each layer's own; what is in them is asked for elsewhere
@@ -75,7 +74,7 @@ class Attributes:
 
     def turn_to(self, outside: Sequence[torch.nn.Module]) -> None:
         """Look at these modules, too, which are no part of the model, in the place of others, under "outside.0" and so on."""
-        roots = {f"{OUTSIDE}.{index}": module for index, module in enumerate(outside)}
+        roots = {f"{export.OUTSIDE}.{index}": module for index, module in enumerate(outside)}
         self._layers = self._own_layers | _layers_of(roots)
         self._flags = self._read_flags() | {path: self._flags[path] for path in self._own_layers}
 

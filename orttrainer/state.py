@@ -272,10 +272,12 @@ class TrainedState:
             own = {name: tensor for name, tensor in own.items() if name not in counts}
             own |= {} if counts & given.keys() else {SHARED_COUNT: torch.zeros(1)}
         check_fits(own, given, strict, free)
-        for name, count in self.counts_in(given).items():
-            if count < 0:
+        counts = self.counts_in(given)
+        for name in self.signature.counters:
+            count = counts.get(name, given.get(f"{self._kept.count}_{name}", 1))  # the second where it is no number
+            if not isinstance(count, int) or count < 0:
                 raise StateError(
-                    f"the updates of {name!r} are counted as {count}; a count is at least 0. Nothing was loaded"
+                    f"the updates of {name!r} are counted as {count}; a count is a whole number of at least 0. Nothing was loaded"
                 )
 
     def live(self, name: str) -> torch.Tensor:

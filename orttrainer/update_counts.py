@@ -50,6 +50,6 @@ def counters_fit(counters: Mapping[str, str], counts: Counts) -> bool:
 def _number(value: Any) -> int | None:
     try:
         number = torch.as_tensor(value)
-        return int(number) if number.numel() == 1 else None
+        return int(number) if number.numel() == 1 and int(number) == number else None
     except (TypeError, ValueError, RuntimeError, OverflowError):  # the load says what is wrong with it
         return None

@@ -18,7 +18,7 @@ import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
 from orttrainer import export
-from orttrainer.attributes import OF_GRADIENTS, OUTSIDE, Attributes
+from orttrainer.attributes import OF_GRADIENTS, Attributes
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.granted import unmet
 from orttrainer.graph.subgraphs import node_inputs, subgraphs
@@ -146,7 +146,9 @@ class Ways:
         self._opened[id(forward)] = graph, state, runner
         self._attributes.turn_to(forward.outside)
         if id(forward) not in self._made_with:  # a new one, which may have read more
-            outside = {path: x for path, x in self._attributes.values().items() if path.startswith(f"{OUTSIDE}.")}
+            outside = {
+                path: x for path, x in self._attributes.values().items() if path.startswith(f"{export.OUTSIDE}.")
+            }
             self._made_with[id(forward)] = self._values | outside
             for path, value in self._attributes.also(forward.read).items():
                 for values in self._made_with.values():
@@ -236,7 +238,7 @@ def _are_the_same(a: ForwardGraph, b: ForwardGraph) -> bool:
 def _read_outside(forward: ForwardGraph) -> dict[int, torch.nn.Module]:
     """The modules outside whose tensors the graph reads; not those that forward makes anew in each call."""
     used = "".join(forward.buffers)
-    return {index: module for index, module in enumerate(forward.outside) if f"{OUTSIDE}.{index}." in used}
+    return {index: module for index, module in enumerate(forward.outside) if f"{export.OUTSIDE}.{index}." in used}
 
 
 def _nameless(forward: ForwardGraph) -> tuple[bytes, list[tuple]]:

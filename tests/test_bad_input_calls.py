@@ -66,7 +66,13 @@ CALLS = {
         lambda t: t.load_state_dict(t.state_dict() | {"head": x, 7: x}, strict=True), StateError, "missing [], unexpected [7, 'head']. Nothing was loaded",
     ),
     "a count below 0": (
-        lambda t: t.load_state_dict(t.state_dict() | {"Update_Count_0.bias": torch.tensor([-9])}), StateError, "updates of '0.bias' are counted as -9; a count is at least 0. Nothing was loaded",
+        lambda t: t.load_state_dict(t.state_dict() | {"Update_Count_0.bias": torch.tensor([-9])}), StateError, "updates of '0.bias' are counted as -9; a count is a whole number of at least 0. Nothing was loaded",
+    ),
+    "a count that is no number": (
+        lambda t: t.load_state_dict(t.state_dict() | {"Update_Count_0.bias": torch.tensor([float("nan")])}), StateError, "updates of '0.bias' are counted as tensor([nan]); a count is a whole number",
+    ),
+    "a count of a half": (
+        lambda t: t.load_state_dict(t.state_dict() | {"Update_Count_0.bias": torch.tensor([1.5])}), StateError, "updates of '0.bias' are counted as tensor([1.5000]); a count is a whole number",
     ),
     "saving into a folder that is not there": (lambda t: t.save_as_onnx("no/such/folder/m.onnx"), FileNotFoundError, "no/such/folder/m.onnx"),
     "saving to an int": (lambda t: t.save_as_onnx(3), TypeError, "expected str, bytes or os.PathLike object, not int"),

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 _HOME = {
+    "OUTSIDE": "call",
     "Asked": "conditions",
     "Conditions": "conditions",
     "ForwardGraph": "forward_graph",
@@ -25,6 +26,7 @@ _HOME = {
 }
 
 __all__ = [
+    "OUTSIDE",
     "Asked",
     "Conditions",
     "ForwardGraph",
@@ -44,7 +46,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from orttrainer.export.call import check_layers, count_outputs, in_train_mode, named_state
+    from orttrainer.export.call import OUTSIDE, check_layers, count_outputs, in_train_mode, named_state
     from orttrainer.export.conditions import Asked, Conditions
     from orttrainer.export.forward_graph import ForwardGraph
     from orttrainer.export.initializers import as_real
