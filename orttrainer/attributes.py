@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import itertools
 import operator
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -321,23 +320,11 @@ def _is_simple(value: Any, depth: int = DEPTH) -> bool:
     if isinstance(value, (*PLAIN, argparse.Namespace, SimpleNamespace, torch.Tensor, torch.nn.Module, np.ndarray)):
         return True
     if isinstance(value, (type, FunctionType)):  # a class may be in the place of a configuration
-        return not _is_installed(value.__module__ or "")
+        return not export.is_installed(value.__module__ or "")
     if isinstance(value, ModuleType):
-        return not _is_installed(value.__name__)
+        return not export.is_installed(value.__name__)
     if is_container(value, depth):
         return all(
             _is_simple(x, depth - 1) or callable(x) for x in (value.values() if isinstance(value, dict) else value)
         )
     return dataclasses.is_dataclass(value)
-
-
-@functools.cache
-def _is_installed(module: str) -> bool:
-    """Whether a module of Python's is of a library, not of the program."""
-    root = module.partition(".")[0]
-    if root == "orttrainer" or root in sys.stdlib_module_names or root in sys.builtin_module_names:
-        return True
-    places = getattr(sys.modules.get(root), "__path__", None) or [
-        getattr(sys.modules.get(root), "__file__", None) or ""
-    ]
-    return any("site-packages" in place or "dist-packages" in place for place in places)

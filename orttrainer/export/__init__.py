@@ -19,6 +19,7 @@ _HOME = {
     "export_module": "module",
     "from_onnx": "onnx_model",
     "in_train_mode": "call",
+    "is_installed": "run_code",
     "lacks_loss": "torch_loss",
     "named_state": "call",
     "names_in": "run_code",
@@ -39,6 +40,7 @@ __all__ = [
     "export_module",
     "from_onnx",
     "in_train_mode",
+    "is_installed",
     "lacks_loss",
     "named_state",
     "names_in",
@@ -54,7 +56,7 @@ if TYPE_CHECKING:
     from orttrainer.export.observation import observe_gradients
     from orttrainer.export.onnx_model import from_onnx
     from orttrainer.export.postprocess import check_postprocessed
-    from orttrainer.export.run_code import Read, names_in
+    from orttrainer.export.run_code import Read, is_installed, names_in
     from orttrainer.export.torch_loss import attach_loss, lacks_loss
 
 

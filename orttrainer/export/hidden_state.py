@@ -15,6 +15,8 @@ import numpy as np
 import torch
 
 from orttrainer.errors import UnsupportedModelError
+from orttrainer.export.counters import Counters
+from orttrainer.export.run_code import Read
 
 __all__ = ["Generators", "HiddenState", "alike", "changes", "sampled"]
 
@@ -24,7 +26,6 @@ Outputs = Sequence[torch.Tensor]
 
 _MORE_CALLS = 10  # of a forward that decides by random numbers, which are often on the same side
 _ELEMENTS = 2**16  # of an output that are compared
-_LATER = 10, 1000, 10**6  # calls, after which a forward that counts them may do something else
 
 
 class HiddenState:
@@ -45,24 +46,30 @@ class HiddenState:
         """The attributes that hold something else now, or did not exist."""
         return (*self.changed(), *(_attributes(self._module).keys() - self._attributes.keys()))
 
-    def error(self, first: Outputs, again: Callable[[], Outputs]) -> UnsupportedModelError | None:
+    def error(self, first: Outputs, again: Callable[[], Outputs], read: Read | None) -> UnsupportedModelError | None:
         """What is wrong with a forward that gives something else when it is called again, parameters and buffers being the same.
 
         Args:
             first: what its first call gave, of which this module is as that left it.
             again: calls it, on the same batch.
+            read: what its code may read; None where that is not known.
 
         Raises:
             UnsupportedModelError: it would give something else after many calls, or with other random numbers.
         """
         drew = _foreign_generators() != self._foreign
         changed, registered = self.changed(), self._newly_registered()
-        counts = self._counts()
+        counters = Counters(self._module, read)
+        outputs = again()
+        moved = counters.moved()
+        names = [*changed, *(path for path in moved if not path.startswith(tuple(changed)))]
         # What is in plain sight may move slowly; else two calls may differ by the order of sums.
-        tolerance = 1e-5 if changed or registered else 1e-3
-        calls = 1 + drew * _MORE_CALLS
-        if all(alike(again(), first, tolerance) for _ in range(calls)):
-            self._check_later(self._counters(counts, calls), first, again)
+        tolerance = 1e-5 if names or registered else 1e-3
+        if alike(outputs, first, tolerance) and all(
+            alike(again(), first, tolerance) for _ in range(drew * _MORE_CALLS)
+        ):
+            if moved:
+                self._check_later(counters, counters.steady(moved, again), first, again)
             if drew:
                 for number in (0.0, math.nextafter(1.0, 0.0)):
                     with _drawing(number):
@@ -71,7 +78,7 @@ class HiddenState:
                 log.warning(
                     "forward draws random numbers of Python's or NumPy's. They made no difference in %s calls; where "
                     "they do, a graph repeats those of the first batch for ever. Draw them with torch.",
-                    calls + 1,
+                    2 + _MORE_CALLS,
                 )
             return None
         if registered:
@@ -81,8 +88,8 @@ class HiddenState:
                 f"make the trainer; else let it be a buffer, or a parameter after requires_grad_(False), and write the new "
                 f"values into it (copy_)."
             )
-        if changed:
-            return changes(changed)
+        if names:
+            return changes(names)
         if drew:
             raise _draws()
         return UnsupportedModelError(
@@ -91,28 +98,19 @@ class HiddenState:
             "class or of another object, or the time. Keep it in a buffer (register_buffer), and change that."
         )
 
-    def _counts(self) -> dict[str, int]:
-        """How much each number that is an attribute was changed by, if it was."""
-        now = _attributes(self._module)
-        numbers = {name: value for name, value in self._attributes.items() if type(value) is type(now.get(name)) is int}
-        return {name: now[name] - value for name, value in numbers.items() if now[name] != value}
-
-    def _counters(self, counts: Mapping[str, int], calls: int) -> list[str]:
-        """Those of the first call's `counts` that each of more `calls` changed by as much."""
-        now = self._counts()
-        return [name for name, count in counts.items() if now.get(name) == count * (1 + calls)]
-
-    def _check_later(self, counters: Sequence[str], first: Outputs, again: Callable[[], Outputs]) -> None:
+    @staticmethod
+    def _check_later(
+        counters: Counters, steps: Mapping[str, float], first: Outputs, again: Callable[[], Outputs]
+    ) -> None:
         """Raise if it gives something else when counters are further on, as those of a warm-up."""
-        layers = dict(self._module.named_modules())
-        places = [
-            (vars(layer), key) for name, layer in layers.items() for key in vars(layer) if _path(name, key) in counters
-        ]
-        for calls in _LATER if counters else ():
-            for attributes, key in places:
-                attributes[key] += calls
-            if not alike(again(), first):
-                raise changes(counters)
+        with contextlib.closing(counters.later(steps)) as later:
+            for _ in later:
+                try:
+                    found = again()
+                except Exception:  # of the user's: a place that would have begun anew before
+                    continue
+                if not alike(found, first):
+                    raise changes([*steps])
 
     def _newly_registered(self) -> list[str]:
         now = _registered(self._module)
@@ -123,7 +121,7 @@ def changes(names: Sequence[str]) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"forward changes {_listed(names)} and computes with it in a later call, which a graph cannot repeat. If that happens "
         f"in the first call only, as an initialization by the first batch, run one batch through the module, then make the "
-        f"trainer; else keep it in a buffer (register_buffer), and change that."
+        f"trainer; else keep it in a buffer (register_buffer; a loss may be a module, too), and change that."
     )
 
 

@@ -131,7 +131,12 @@ def _observed(wrapper, inputs, hidden_state):
         error = later = None
         if hidden_state:
             first, others, changed = sampled(outputs), _other_values(inputs), hidden.changed()
-            error = hidden.error(first, lambda: call(inputs))
+            written = [name for name in after if name in before]
+
+            def again():  # which rows of a memory bank it writes to may be kept in an attribute
+                return (*call(inputs), *(_state(wrapper, name) for name in written))
+
+            error = hidden.error((*first, *map(after.__getitem__, written)), again, mute.read)
             if changed and error is None and others is not None:
                 with contextlib.suppress(Exception):  # the module's own: values that it does not take
                     later = call(others)
@@ -145,6 +150,11 @@ def _observed(wrapper, inputs, hidden_state):
     updated = {n: v for n, v in after.items() if n in before and (n in touched or not _same(before[n], v))}
     seen = mute.differentiates, tuple(mute.decisions), tuple(mute.told), touched_attributes, mute.read
     return Observation(outputs, tuple(sorted(mute.rates)), random, updated, before, *seen)
+
+
+def _state(wrapper, name: str) -> torch.Tensor:
+    found = operator.attrgetter(name)(wrapper)
+    return torch.empty(0) if found is None else found.detach()
 
 
 def _changes_a_parameter(name):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType
 from typing import NamedTuple
 
-__all__ = ["Read", "names_in", "read_by", "watched"]
+__all__ = ["Read", "is_installed", "names_in", "read_by", "watched"]
 
 _READS = {dis.opmap[name] for name in ("LOAD_GLOBAL", "LOAD_NAME")}
 _SETS = {dis.opmap[f"STORE_{kind}"]: kind for kind in ("GLOBAL", "DEREF", "ATTR")}
@@ -100,3 +101,15 @@ def watched(calls: Mapping[object, Callable[[], None]]) -> Iterator[RunCode | No
         yield run
     finally:
         sys.setprofile(None)
+
+
+@functools.cache
+def is_installed(module: str) -> bool:
+    """Whether a module of Python's is of a library, not of the program."""
+    root = module.partition(".")[0]
+    if root == "orttrainer" or root in sys.stdlib_module_names or root in sys.builtin_module_names:
+        return True
+    places = getattr(sys.modules.get(root), "__path__", None) or [
+        getattr(sys.modules.get(root), "__file__", None) or ""
+    ]
+    return any("site-packages" in place or "dist-packages" in place for place in places)
