@@ -304,6 +304,80 @@ def test_a_loss_that_counts_its_calls_is_refused_by_name(case):
         trained_with(make_loss())
 
 
+def centered_by_variable():
+    center = None
+
+    def loss(y, t):
+        nonlocal center
+        center = averaged(center, y)
+        return nn.functional.mse_loss(y - center, t)
+
+    return loss
+
+
+def centered_by_dict():
+    centers = {"one": None}
+
+    def loss(y, t):
+        centers["one"] = averaged(centers["one"], y)
+        return nn.functional.mse_loss(y - centers["one"], t)
+
+    return loss
+
+
+def centered_by_deque():
+    seen = collections.deque(maxlen=10)
+
+    def loss(y, t):
+        seen.append(y.detach().mean(0))
+        return nn.functional.mse_loss(y - torch.stack([*seen]).mean(0), t)
+
+    return loss
+
+
+class CenteredInPlace:
+    center = None
+
+    def __call__(self, y, t):
+        if self.center is None:
+            self.center = averaged(None, y)
+        else:
+            self.center.copy_(averaged(self.center, y))
+        return nn.functional.mse_loss(y - self.center, t)
+
+
+def averaged(center, y):
+    """Begins with the first batch, so that a second call on it gives the same."""
+    return y.detach().mean(0) if center is None else 0.9 * center + 0.1 * y.detach().mean(0)
+
+
+AVERAGES = {
+    "a variable": (centered_by_variable, "loss_fn.center"),
+    "an entry of a dict": (centered_by_dict, "loss_fn.centers.one"),
+    "a deque": (centered_by_deque, "loss_fn.seen"),
+    "an attribute that is written to": (CenteredInPlace, "loss_fn.center"),
+}
+
+
+@pytest.mark.parametrize("case", AVERAGES)
+def test_a_loss_that_computes_with_an_average_of_its_own_is_refused_by_name(case):
+    make_loss, name = AVERAGES[case]
+    with pytest.raises(UnsupportedModelError, match=f"changes '{name}' and computes"):
+        trained_with(make_loss())
+
+
+def test_a_loss_that_keeps_its_values_trains_and_is_told_that_later_ones_are_not_kept(caplog):
+    values = []
+
+    def loss(y, t):
+        values.append(nn.functional.mse_loss(y, t).detach())
+        return nn.functional.mse_loss(y, t)
+
+    with caplog.at_level(logging.WARNING, "orttrainer"):
+        assert trained_with(loss).isfinite()
+    assert "write to 'loss_fn.values'" in caplog.text
+
+
 def test_a_loss_that_only_counts_trains_and_the_count_goes_on_by_few():
     counting = Counting()
 

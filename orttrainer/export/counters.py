@@ -36,6 +36,7 @@ class Counters:
         self._names = None if read is None else read.names
         self._own = {id(part) for part in module.modules()}
         self._places: dict[str, tuple[Any, Any]] = {}  # path -> what holds it, and by which key or name
+        self._tensors: dict[str, tuple[Any, Any]] = {}  # and of those, and of containers
         self._met: set[int] = set()
         for path, layer in module.named_modules():
             path = path.removeprefix("module").removeprefix(".")
@@ -43,7 +44,12 @@ class Counters:
                 self._gather(f"{path}.{key}".removeprefix("."), vars(layer), key, _DEPTH)
         for scope, name in read.variables if read else ():
             self._gather(f"{scope.get('__name__', '')}.{name}", scope, name, _DEPTH)
-        self._before = self._values()
+        self._before, self._held_before = self._values(), self._contents()
+
+    def kept(self) -> list[str]:
+        """Where other numbers or tensors are held now, or more of them."""
+        now = self._contents()
+        return [path for path, content in self._held_before.items() if now[path] != content] + [*self.moved()]
 
     def moved(self) -> dict[str, float]:
         """By how much each number is another now, if it is."""
@@ -89,8 +95,13 @@ class Counters:
         found = {path: _held(*place) for path, place in self._places.items()}
         return {path: float(x.item() if hasattr(x, "item") else x) for path, x in found.items() if _is_number(x)}
 
+    def _contents(self) -> dict[str, Any]:
+        return {path: _content(_held(*place)) for path, place in self._tensors.items()}
+
     def _gather(self, path: str, owner: Any, key: Any, depth: int) -> None:
         value = _held(owner, key)
+        if isinstance(value, (torch.Tensor, *_ITEMS)):
+            self._tensors[path] = owner, key
         if _is_number(value):
             self._places[path] = owner, key
         elif depth and id(value) not in self._met and id(value) not in self._own:
@@ -149,6 +160,13 @@ def _held(owner: Any, key: Any) -> Any:
         return owner[key] if isinstance(owner, (*_ITEMS, tuple)) else getattr(owner, key)
     except (LookupError, AttributeError, ValueError):  # the last of a variable that has no value yet
         return None
+
+
+def _content(value: Any) -> Any:
+    """What is another of another tensor, of one that was written to, and of a container of more."""
+    if isinstance(value, torch.Tensor):
+        return id(value), None if value.is_inference() else value._version
+    return len(value) if type(value) in _ITEMS else None
 
 
 def _is_number(value: Any) -> bool:

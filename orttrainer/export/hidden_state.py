@@ -16,7 +16,6 @@ import torch
 
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.counters import Counters
-from orttrainer.export.run_code import Read
 
 __all__ = ["Generators", "HiddenState", "alike", "changes", "sampled"]
 
@@ -46,20 +45,19 @@ class HiddenState:
         """The attributes that hold something else now, or did not exist."""
         return (*self.changed(), *(_attributes(self._module).keys() - self._attributes.keys()))
 
-    def error(self, first: Outputs, again: Callable[[], Outputs], read: Read | None) -> UnsupportedModelError | None:
+    def error(self, first: Outputs, again: Callable[[], Outputs], counters: Counters) -> UnsupportedModelError | None:
         """What is wrong with a forward that gives something else when it is called again, parameters and buffers being the same.
 
         Args:
             first: what its first call gave, of which this module is as that left it.
             again: calls it, on the same batch.
-            read: what its code may read; None where that is not known.
+            counters: what it may have changed elsewhere, as that call left them.
 
         Raises:
             UnsupportedModelError: it would give something else after many calls, or with other random numbers.
         """
         drew = _foreign_generators() != self._foreign
         changed, registered = self.changed(), self._newly_registered()
-        counters = Counters(self._module, read)
         outputs = again()
         moved = counters.moved()
         names = [*changed, *(path for path in moved if not path.startswith(tuple(changed)))]

@@ -21,6 +21,7 @@ from orttrainer.export.call import (
     without_checkpoints,
 )
 from orttrainer.export.conditions import Condition
+from orttrainer.export.counters import Counters
 from orttrainer.export.faithful import MutedDropout
 from orttrainer.export.hidden_state import Generators, HiddenState, alike, changes, sampled
 from orttrainer.export.initializers import as_real
@@ -136,7 +137,17 @@ def _observed(wrapper, inputs, hidden_state):
             def again():  # which rows of a memory bank it writes to may be kept in an attribute
                 return (*call(inputs), *(_state(wrapper, name) for name in written))
 
-            error = hidden.error((*first, *map(after.__getitem__, written)), again, mute.read)
+            counters = Counters(wrapper, mute.read)
+            error = hidden.error((*first, *map(after.__getitem__, written)), again, counters)
+            kept = counters.kept() if error is None and others is not None and not changed else []
+            if kept and _remembers(lambda: call(others), lambda: call(inputs)):
+                raise changes(kept)
+            if kept:
+                log.warning(
+                    "forward and loss write to %s. Later steps run a graph, and not this code: what they would keep there, take "
+                    "from what a step returns.",
+                    ", ".join(map(repr, kept)),
+                )
             if changed and error is None and others is not None:
                 with contextlib.suppress(Exception):  # the module's own: values that it does not take
                     later = call(others)
@@ -150,6 +161,16 @@ def _observed(wrapper, inputs, hidden_state):
     updated = {n: v for n, v in after.items() if n in before and (n in touched or not _same(before[n], v))}
     seen = mute.differentiates, tuple(mute.decisions), tuple(mute.told), touched_attributes, mute.read
     return Observation(outputs, tuple(sorted(mute.rates)), random, updated, before, *seen)
+
+
+def _remembers(other: Callable, call: Callable) -> bool:
+    """Whether what this call and the other gives depends on the calls before, as by an average that the first began."""
+    try:
+        before = other()
+        call()
+        return not alike(other(), before)
+    except Exception:  # the module's own: values that it does not take
+        return False
 
 
 def _state(wrapper, name: str) -> torch.Tensor:
