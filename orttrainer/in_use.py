@@ -191,7 +191,7 @@ class InUse(NotCopied):
         )  # fmt: skip
 
     def _go_on(self, forward: ForwardGraph, graph: TrainingGraph, state: TrainedState, runner: Runner) -> None:
-        state.take_over()
+        runner.rebind(state.take_over())
         self._forward, self.training_graph, self._state, self._runner = forward, graph, state, runner
         inputs = {x.name: x for x in graph.graph.graph.inputs}
         self._rates_fed = inputs[graph.signature.learning_rate].shape[0]
@@ -246,7 +246,8 @@ class InUse(NotCopied):
 
     def _follow_module(self) -> None:
         """Follow what was done to the tensors of the module."""
-        if self._state.follow_module():
+        if (moved := self._state.follow_module()) is not None:
+            self._runner.rebind(moved)
             self._ways.look_at_parameters()
 
     def _follow(self, batch: Mapping[str, torch.Tensor], trains: bool) -> None:

@@ -40,6 +40,10 @@ class KeptState:
             found = self._made[form] = make()
         return found
 
+    def store(self, entry: StateEntry, tensor: torch.Tensor) -> None:
+        """Let other graphs have this tensor for what they have in this form."""
+        self._made[entry.name, entry.transposed, entry.last_row] = tensor
+
     def take_over(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Bring these up to date: from now on a graph works on them."""
         for name, tensor in tensors.items():

@@ -263,7 +263,8 @@ class Phase:
     def __init__(self, session, device, free, fetches, bound_in, bound_out, copies):
         self.session, self._device, self._free, self._fetches = session, device, tuple(free), tuple(fetches)
         self._kept = (bound_in, bound_out)  # the bindings hold bare pointers
-        self._copies = copies
+        self._copies = [(old, new, old.data_ptr()) for old, new in copies]
+        self._addresses = [{name: x.data_ptr() for name, x in bound.items()} for bound in self._kept]
         # Other providers may copy an input to their device as it is bound.
         self._binds_once = session.get_providers() == ["CPUExecutionProvider"]
         self._bound: dict[str, tuple] = {}  # what each input is bound to
@@ -296,9 +297,21 @@ class Phase:
         results = binding.get_outputs_as_ortvaluevector()
         return [_to_torch(results[index], device) for index in range(len(self._fetches))]
 
+    def rebind(self, moved: Mapping[int, torch.Tensor]) -> None:
+        """Let what was bound to these addresses be bound to the memory of these tensors."""
+        binds = self._binding.bind_input, self._binding.bind_output
+        for bind, bound, addresses in zip(binds, self._kept, self._addresses):
+            for name, address in addresses.items():
+                if address in moved:
+                    bound[name] = moved[address].view(bound[name].shape)
+                    addresses[name] = bound[name].data_ptr()
+                    bind(*_pointer(name, bound[name]))
+        copies = [(moved.get(address, old), new) for old, new, address in self._copies]
+        self._copies = [(old, new, old.data_ptr()) for old, new in copies]
+
     def keep(self) -> None:
         """Let the state that is not in place take its new values."""
-        for old, new in self._copies:
+        for old, new, _ in self._copies:
             old.copy_(new)
 
 

@@ -8,6 +8,7 @@ out of the one graph when it is first asked for. All of them share the state's m
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import onnx_ir as ir
@@ -27,7 +28,7 @@ class Runner:
 
     Args:
         graph: the compiled training graph.
-        state: a contiguous tensor on `device` for each entry of the signature's state.
+        state: a contiguous tensor on `device` for each entry of the signature's state; where it gets others, `rebind` is told.
         device: where state, inputs and outputs are.
         providers: execution providers, by default those of the device.
         collective: the ranks to average gradients with.
@@ -59,7 +60,8 @@ class Runner:
         native_kernels: bool = False,
     ):
         self.graph = graph
-        self.state = dict(state)
+        self.state = state
+        self._opened: weakref.WeakSet[Phase] = weakref.WeakSet()
         self.device = device
         self._providers = runtime.choose_providers(device, providers)
         self._collective = collective if collective is not None else SingleProcess()
@@ -166,6 +168,11 @@ class Runner:
             if isinstance(step, _SplitStep):
                 step.before, self._before, self._buffers = self._before, [], buffers
 
+    def rebind(self, moved: Mapping[int, torch.Tensor]) -> None:
+        """Go on with state that is elsewhere now, as `state` has it already: by the address that it had, the tensor."""
+        for phase in self._opened:
+            phase.rebind(moved)
+
     def twin(self) -> Runner:
         """A runner of the same graph on a copy of the state, on this rank alone, which refuses no outputs."""
         state = {name: tensor.clone() for name, tensor in self.state.items()}
@@ -241,7 +248,7 @@ class Runner:
         else:
             cut = self._cut([*gradients, signature.ordered_learning_rate], [signature.gradient_norm, *late.values()])
             update = self._phase("update", cut, (), read=gradients, written=norm, updates=late)
-        return _SplitStep(self, backward, check, update, [self.state[name] for name in early])
+        return _SplitStep(self, backward, check, update, [*early])
 
     def _gradient_buffers(self) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         """A contiguous buffer for the gradients of each dtype, and each parameter's view of it (64-byte aligned)."""
@@ -278,7 +285,9 @@ class Runner:
             self.graph.signature, self.state, self.device, self._providers, self._configure, self._in_place,
             self._disabled_passes, self._native,
         )  # fmt: skip
-        return open_phase(place, part, cut, fetches, **bound)
+        phase = open_phase(place, part, cut, fetches, **bound)
+        self._opened.add(phase)
+        return phase
 
 
 class _FusedStep:
@@ -301,7 +310,7 @@ class _SplitStep:
     are not finite, they go back to where they were before it.
     """
 
-    def __init__(self, runner: Runner, backward: Phase, check: Phase | None, update: Phase, early: list[torch.Tensor]):
+    def __init__(self, runner: Runner, backward: Phase, check: Phase | None, update: Phase, early: list[str]):
         self._runner, self._backward, self._check, self._update = runner, backward, check, update
         self.phases = [phase for phase in (backward, check, update) if phase is not None]
         self._early = early
@@ -315,7 +324,7 @@ class _SplitStep:
         if accumulates:
             feeds[name] = self._batches.fill_(runner.accumulated + 1)
             if not self.before:
-                self.before = [tensor.clone() for tensor in self._early]
+                self.before = [runner.state[name].clone() for name in self._early]
         try:
             outputs = self._backward.run(feeds)
         except Exception as error:
@@ -376,6 +385,6 @@ class _SplitStep:
 
     def _drop(self) -> None:
         """As before the block: the gradients of its batches are lost, its statistics undone."""
-        for tensor, before in zip(self._early, self.before):
-            tensor.copy_(before)
+        for name, before in zip(self._early, self.before):
+            self._runner.state[name].copy_(before)
         self._runner.drop_accumulated()

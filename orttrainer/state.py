@@ -5,8 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import logging
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 import torch
@@ -17,11 +16,11 @@ from orttrainer.distributed import Collective, check_ranks_agree
 from orttrainer.errors import StateError
 from orttrainer.kept_state import KeptState
 from orttrainer.seed import seed_of_rank, seed_of_run
+from orttrainer.seen import Seen, form
 from orttrainer.state_dict import ACCUMULATED, ACCUMULATED_BY, check_fits, checked_accumulated
 from orttrainer.training_graph import SEED, StateEntry, TrainingGraph
 from orttrainer.update_counts import SHARED_COUNT, counts_in
 
-_DATA_PTR = torch.Tensor.data_ptr
 log = logging.getLogger("orttrainer")
 
 
@@ -78,9 +77,7 @@ class TrainedState:
                 self.stored[entry.name] = shared
             else:
                 self.stored[entry.name] = export.as_real(shared.detach())
-            for name, view in entry.views(self.stored[entry.name]).items():
-                view = shared.detach() if shared.is_complex() else view
-                view = self.tensors[name] = view if entry.last_row is None else _apart(view)
+            for name, view in self._show(entry, shared.is_complex()).items():
                 if entry.transposed and name in own:
                     view.copy_(own[name].detach())
                     own[name].data = view
@@ -94,7 +91,9 @@ class TrainedState:
             if entry.role != "random":
                 collective.broadcast_(self.stored[entry.name])
         self._graph, self.signature = graph, graph.signature
+        self._entries = {name: entry for entry in entries for name in entry.views(self.stored[entry.name])}
         self._places = self._shared_places(own)
+        self._note_addresses()
         self._layers = [(module._modules, dict(module._modules)) for m in self._modules for module in m.modules()]
         self._absent = [
             (module._parameters, key, f"{path}.{key}".lstrip("."))
@@ -112,15 +111,20 @@ class TrainedState:
             if id(buffer) in kept
         ]
 
-    def take_over(self) -> None:
-        """Have the values of the moment, after another graph has trained on: the `tensors` of this one's show them from now on."""
-        self._keep_sharing()
+    def take_over(self) -> dict[int, torch.Tensor]:
+        """Have the values of the moment, after another graph has trained on: the `tensors` of this one's show them from now on.
+
+        Returns:
+            What is stored elsewhere now, by the address that it had; for `Runner.rebind`.
+        """
+        moved = self._keep_sharing()
         self._look()
         counters = {*self.signature.counters.values()}
         self._kept.take_over({n: x for n, x in self.tensors.items() if n not in self._shared and n not in counters})
         for parameter, counter in self.signature.counters.items():
             self.tensors[counter].fill_(self._kept.counts.get(parameter, 1))
         self._graph.tensors.update({name: ir_view(name, tensor) for name, tensor in self.tensors.items()})
+        return moved
 
     def show(self, model: ir.Model) -> None:
         """Let the initializers of a forward graph show the state of the moment."""
@@ -128,11 +132,11 @@ class TrainedState:
             if name in self.tensors and (name in self._own_names or name not in self._shared):
                 value.const_value = ir_view(name, self.tensors[name])
 
-    def follow_module(self) -> bool:
+    def follow_module(self) -> dict[int, torch.Tensor] | None:
         """Follow what was done to the module since the last step; quick where that is nothing, as every step asks.
 
         Returns:
-            Whether something was.
+            None if nothing was; else what `take_over` returns.
 
         Raises:
             StateError: layers, tensors or values that the graph cannot follow.
@@ -146,20 +150,21 @@ class TrainedState:
                     "Make a new ORTTrainer for a changed module, or restore it."
                 )
         if self._seen.holds():
-            return False
-        self._keep_sharing()
+            return None
+        if moved := self._keep_sharing():
+            self._graph.tensors.update({name: ir_view(name, tensor) for name, tensor in self.tensors.items()})
         self._look()
-        return True
+        return moved
 
     def _look(self) -> None:
         """Remember what the modules hold now."""
-        self._seen = _Seen([module for m in self._modules for module in m.modules()])
+        self._seen = Seen([module for m in self._modules for module in m.modules()])
 
-    def _keep_sharing(self) -> None:
-        """Take over what torch put in the place of a shared tensor, and share again.
+    def _keep_sharing(self) -> dict[int, torch.Tensor]:
+        """Store what the module has in other memory now where it has it: what it had before is no longer the graph's to write.
 
-        New data, a new Parameter, `load_state_dict(assign=True)` and moving the module all give a
-        tensor other memory; without this the module and the graph would part in silence.
+        New data, a new Parameter, `load_state_dict(assign=True)` and moving the module all give a tensor other memory, and
+        `share_memory` puts its memory elsewhere. Without this the module and the graph would part in silence.
         """
         for layers, compiled in self._layers:
             if layers != compiled:
@@ -174,31 +179,75 @@ class TrainedState:
                 "ORTTrainer for a changed module, or restore it."
             )
         self._check_ties()
-        moved = []
-        for owner, key, name, pointer in self._places:
+        present, moved = {}, {}
+        for owner, key, name in self._places:
             tensor, shared = owner.get(key), self.tensors[name]
-            if tensor is not None and tensor.data_ptr() == pointer and _form(tensor) == _form(shared):
-                continue
             if tensor is None or tensor.shape != shared.shape or tensor.dtype != shared.dtype:
                 now = "gone" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
                 raise StateError(
                     f"{name!r} of the module is {now}, but was {shared.dtype} {list(shared.shape)} when the graph was "
                     "compiled. Make a new ORTTrainer for a changed module, or restore it."
                 )
-            moved.append((tensor, shared))
-        # What is in the memory of another state, as after an exchange, is copied before that is written.
-        ours = {tensor.untyped_storage().data_ptr() for tensor in self.tensors.values()}
-        values = [
-            tensor.detach().clone() if tensor.untyped_storage().data_ptr() in ours else tensor.detach()
-            for tensor, _ in moved
-        ]
-        for (tensor, shared), value in zip(moved, values):
-            shared.copy_(value)
-            tensor.data = shared
+            present[name] = tensor
+            if tensor.data_ptr() != self._addresses[name] or form(tensor) != form(shared):
+                moved[self._entries[name].name] = self._entries[name]
+        return self._move(moved.values(), present) if moved else {}
+
+    def _move(self, entries: Iterable[StateEntry], present: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Store these where the module has them; in memory of their own what lies there in another form, or where another state is."""
+        before = {entry.name: self._stored_at[entry.name] for entry in entries}
+        taken = [_extent(tensor) for name, tensor in self.stored.items() if name not in before]
+        for entry in entries:
+            stored = self._as_stored(entry, present)
+            if stored is None or _overlaps(_extent(stored), taken):
+                stored = torch.empty_like(self.stored[entry.name])
+                for name, view in entry.views(stored).items():
+                    view.copy_(export.as_real(present[name].detach()))
+            taken.append(_extent(stored))
+            self.stored[entry.name] = stored
+            if entry.transposed:
+                self._kept.store(entry, stored)
+        for entry in entries:  # when all is read
+            for name, view in self._show(entry, self.tensors[entry.name].is_complex()).items():
+                tensor = present[name]
+                if tensor.data_ptr() != view.data_ptr() or form(tensor) != form(view):
+                    tensor.data = view
+        self._note_addresses()
+        return {address: self.stored[name] for name, address in before.items() if address}
+
+    def _as_stored(self, entry: StateEntry, present: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """The memory of the module's tensor in the form that the graph has it in; None where it lies there in another."""
+        if entry.last_row is not None:  # of two of the module's tensors, as another graph has put them
+            found = self._kept.stored(entry, lambda: self.stored[entry.name])
+            views = entry.views(found).items()
+            return found if all(present[name].data_ptr() == view.data_ptr() for name, view in views) else None
+        found = present[entry.name].detach()
+        found = found.T if entry.transposed else found
+        usable = (
+            found.layout == torch.strided and found.device == self.stored[entry.name].device and found.is_contiguous()
+        )
+        if not usable or found.is_conj() or found.is_neg() or found.is_inference():
+            return None
+        return export.as_real(found)
+
+    def _show(self, entry: StateEntry, as_complex: bool) -> dict[str, torch.Tensor]:
+        """What is stored for it, as the model declares it: `tensors` of these names are these from now on."""
+        views = entry.views(self.stored[entry.name])
+        if as_complex:
+            views = {name: torch.view_as_complex(view) for name, view in views.items()}
+        elif entry.last_row is not None:
+            views = {name: _apart(view) for name, view in views.items()}
+        self.tensors |= views
+        return views
+
+    def _note_addresses(self) -> None:
+        """Remember where things are: torch may put the memory of a tensor elsewhere, and the runner has the address."""
+        self._stored_at = {name: tensor.data_ptr() for name, tensor in self.stored.items()}
+        self._addresses = {name: self.tensors[name].data_ptr() for _, _, name in self._places}
 
     def _check_ties(self) -> None:
         """Refuse what was one tensor and is several now, or the other way round: the graph has one gradient for each."""
-        held = {(id(owner[key]), name) for owner, key, name, _ in self._places if owner.get(key) is not None}
+        held = {(id(owner[key]), name) for owner, key, name in self._places if owner.get(key) is not None}
         names, ids = collections.Counter(name for _, name in held), collections.Counter(i for i, _ in held)
         if changed := sorted({name for i, name in held if names[name] > 1 or ids[i] > 1}):
             raise StateError(
@@ -329,11 +378,11 @@ class TrainedState:
         # Of one count in the graph there is one per parameter in a state dict of legacy's Adam.
         return found | {name: self.tensors[counter] for name, counter in self.signature.counted.items()}
 
-    def _shared_places(self, own: Mapping[str, torch.Tensor]) -> list[tuple[dict, str, str, int]]:
-        """Where the modules keep what is shared: (dict, key, name, address), a tied tensor several times."""
+    def _shared_places(self, own: Mapping[str, torch.Tensor]) -> list[tuple[dict, str, str]]:
+        """Where the modules keep what is shared: (dict, key, name), a tied tensor several times."""
         names = {id(tensor): name for name, tensor in own.items() if name in self.tensors}
         return [
-            (owner, key, names[id(tensor)], tensor.data_ptr())
+            (owner, key, names[id(tensor)])
             for root in self._modules
             for module in root.modules()
             for owner in (module._parameters, module._buffers)
@@ -342,42 +391,18 @@ class TrainedState:
         ]
 
 
-class _Seen:
-    """What modules hold when this is made; whether they hold it still, every step asks.
-
-    torch tells nobody of new `data` or of `requires_grad_()`, so each tensor has to be asked, in calls of C that ask all.
-    """
-
-    def __init__(self, modules: Iterable[torch.nn.Module]):
-        modules = list(modules)
-        owners = [owner for k in modules for owner in (k._parameters, k._buffers) if owner]
-        self._dicts = [*(k._modules for k in modules), *owners]
-        nothing: dict = {}  # one for all, so that the comparison touches less memory
-        self._contents = [dict(held) if held else nothing for held in self._dicts]
-        found = [(o, k, x) for o in owners for k, x in o.items() if isinstance(x, torch.Tensor)]
-        self._tensors = tuple(tensor for *_, tensor in found)
-        self._pointers = [*map(_DATA_PTR, self._tensors)]
-        single = [entry for entry in found if entry[2].numel() == 1]
-        self._owners_of_one, self._keys_of_one, self._ones = zip(*single) if single else ((), (), ())
-        self._have_their_forms = _form_guard(self._tensors)
-
-    def holds(self) -> bool:
-        """Whether layers and tensors are the same, at the same addresses, with the same dtypes, shapes, `requires_grad`."""
-        try:
-            # Quick, since what is the same object is equal. Of other tensors the comparison is a tensor, whose truth
-            # raises, but where it has one element.
-            if self._dicts != self._contents:
-                return False
-        except Exception:  # of whatever class: it was a comparison of tensors
-            return False
-        if not all(map(operator.is_, map(dict.get, self._owners_of_one, self._keys_of_one), self._ones)):
-            return False
-        return [*map(_DATA_PTR, self._tensors)] == self._pointers and self._have_their_forms(*self._tensors)
-
-
 def _apart(view: torch.Tensor) -> torch.Tensor:
     """The same memory as a storage of its own: who saves a module takes parameters in one storage for tied ones."""
     return torch.from_numpy(view.numpy())
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of a contiguous tensor: the first, and the one behind it."""
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
+
+
+def _overlaps(extent: tuple[int, int], others: Iterable[tuple[int, int]]) -> bool:
+    return any(extent[0] < end and begin < extent[1] for begin, end in others)
 
 
 def _initial(graph: TrainingGraph, entry: StateEntry, device: torch.device) -> torch.Tensor:
@@ -385,30 +410,6 @@ def _initial(graph: TrainingGraph, entry: StateEntry, device: torch.device) -> t
     if entry.role in ("parameter", "buffer"):  # the caller's, whose model is not to be trained in place
         array = array.copy()
     return export.as_real(torch.from_numpy(array).to(device))
-
-
-def _form(tensor: torch.Tensor) -> tuple:
-    """What the graph leans on beside the address."""
-    return tensor.dtype, tensor.shape, tensor.stride()
-
-
-def _form_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """A function of tensors: whether they have the dtypes, shapes, strides and `requires_grad` that `tensors` have now.
-
-    It is what torch.compile asks of its inputs at each call, where this torch has it: as quick as `requires_grad` alone.
-    """
-    try:
-        from torch._C._dynamo.guards import TensorGuards
-
-        shapes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
-        return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
-    except (ImportError, TypeError):  # no part of torch's public interface
-
-        def forms(given: Iterable[torch.Tensor]) -> list[tuple]:
-            return [(*_form(tensor), tensor.requires_grad) for tensor in given]
-
-        seen = forms(tensors)
-        return lambda *given: forms(given) == seen
 
 
 def cpu_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from small import LR, batch, make, torch_step
 from torch import nn
 
 from orttrainer.errors import StateError
-from orttrainer.state import _Seen
+from orttrainer.seen import Seen
 
 
 class Layers(nn.Module):
@@ -132,7 +132,7 @@ def test_a_tied_weight_that_is_untied_is_refused_until_it_is_tied_again():
 def test_without_what_torch_compile_asks_of_tensors_the_same_is_seen(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch._C._dynamo.guards", None)
     module = Layers()
-    seen = _Seen(module.modules())
+    seen = Seen(module.modules())
     assert seen.holds()
     module.scale.requires_grad_(False)
     assert not seen.holds()
@@ -146,7 +146,7 @@ def test_without_what_torch_compile_asks_of_tensors_the_same_is_seen(monkeypatch
 def test_a_frozen_parameter_is_seen_in_every_mode(mode):
     module = Layers()
     with mode():
-        seen = _Seen(module.modules())
+        seen = Seen(module.modules())
         assert seen.holds()
         module.scale.requires_grad_(False)
         assert not seen.holds()
