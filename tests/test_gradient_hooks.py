@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from exported import Model
@@ -9,6 +11,8 @@ from fidelity import RATE, assert_trains_as_in_pytorch, described, vectors
 from small import make
 from test_custom_gradients import layer
 from torch import nn
+
+from orttrainer.errors import UnsupportedModelError
 
 
 def hooked(*hooks):
@@ -88,3 +92,67 @@ def test_a_hook_that_looks_on_leaves_nothing_of_the_trace_behind():
     trainer = make(module, loss_fn=None, desc=description)
     trainer.train_step(*vectors(0), RATE)
     assert module.seen is None or type(module.seen) is torch.Tensor
+
+
+class Normalized(torch.autograd.Function):
+    """Its gradient is divided by a moving average of gradients' lengths."""
+
+    @staticmethod
+    def forward(ctx, x, length):
+        ctx.length = length
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.length.mul_(0.5).add_(gradient.norm() * 0.5)
+        return gradient / ctx.length, None
+
+
+class Remembers(nn.Linear):
+    """forward(x) = call(self, linear(x)); `keep` is a hook that writes to a buffer, `count` one that counts."""
+
+    def __init__(self, call):
+        super().__init__(6, 6)
+        self.call = call
+        self.register_buffer("length", torch.ones(()))
+
+    def forward(self, x):
+        return self.call(self, super().forward(x)).square().mean()
+
+    def keep(self, gradient):
+        self.length.copy_(gradient.norm())
+
+    def count(self, gradient):
+        self.calls = getattr(self, "calls", 0) + 1
+        return gradient / self.calls
+
+
+def with_hook(h, hook):
+    h.register_hook(hook)
+    return h
+
+
+REMEMBERED = {
+    "a Function's average": (lambda m, h: Normalized.apply(h, m.length), "length"),
+    "a buffer that forward reads": (lambda m, h: with_hook(h, m.keep) * (1 + m.length), "length"),
+    "a count": (lambda m, h: with_hook(h, m.count), "calls"),
+}
+
+
+def first_step(call):
+    description = described(vectors(0))
+    description.outputs_ = description.outputs_[:1]
+    make(Remembers(call), loss_fn=None, desc=description).train_step(*vectors(0), RATE)
+
+
+@pytest.mark.parametrize("case", REMEMBERED)
+def test_what_the_backward_writes_and_the_next_step_reads_is_refused_by_name(case):
+    call, name = REMEMBERED[case]
+    with pytest.raises(UnsupportedModelError, match=f"runs in the backward.* changes '{name}'"):
+        first_step(call)
+
+
+def test_what_the_backward_only_keeps_is_told_that_it_is_kept_once(caplog):
+    with caplog.at_level(logging.WARNING, "orttrainer"):
+        first_step(lambda m, h: with_hook(h, m.keep))
+    assert "writes to 'length'" in caplog.text

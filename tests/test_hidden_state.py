@@ -73,6 +73,47 @@ class Unregistered(nn.Linear):
         return y + self.mean
 
 
+class Averaged(nn.Linear):
+    """Begins an average, in a buffer that is None before, with the first batch, so that this one again gives the same."""
+
+    def __init__(self, once=False):
+        super().__init__(6, 6)
+        self.register_buffer("mean", None)
+        self.once = once
+
+    def forward(self, x):
+        if self.mean is None:
+            self.mean = x.detach().mean(0)
+        elif not self.once:
+            self.mean.lerp_(x.detach().mean(0), 0.5)
+        return super().forward(x - self.mean)
+
+
+class AveragedWhenItIsThere(nn.Linear):
+    """Has an average from the first call on."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+
+    def forward(self, x):
+        if not hasattr(self, "mean"):
+            self.register_buffer("mean", x.detach().mean(0))
+        return super().forward(x - self.mean)
+
+
+class Tabled(nn.Linear):
+    """Makes a table of constants in the first call."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.register_buffer("table", None)
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.arange(6.0)
+        return super().forward(x) * self.table
+
+
 class ScaledByTheFirst(nn.Linear):
     """Takes its scale from the first batch, as the activation normalization of a flow does."""
 
@@ -165,6 +206,9 @@ REFUSED = {
     "a scale from the first batch": (ScaledByTheFirst, "changes 'layer.ready' and computes"),
     "a parameter made anew": (Codebook, "makes 'layer.code' anew.*requires_grad_"),
     "a buffer made by the first call": (Unregistered, "makes 'layer.mean' anew.*run one batch through the module"),
+    "an average in a buffer that was None": (Averaged, "makes 'layer.mean' anew.*run one batch through the module"),
+    "a mean of the first batch in a buffer that was None": (lambda: Averaged(once=True), "makes 'layer.mean' anew"),
+    "a mean of the first batch in a new buffer": (AveragedWhenItIsThere, "makes 'layer.mean' anew.*run one batch through"),
     "another object": (lambda: Layer(kept_apart, other=Holder()), "changes 'layer.other.calls' and computes"),
     "a closure": (counted_apart, "when it is called again.*global variable.*or the time"),
     "random numbers of Python's": (lambda: Layer(lambda layer: random.random()), "random numbers of Python's or NumPy's"),
@@ -376,6 +420,13 @@ def test_a_loss_that_keeps_its_values_trains_and_is_told_that_later_ones_are_not
     with caplog.at_level(logging.WARNING, "orttrainer"):
         assert trained_with(loss).isfinite()
     assert "write to 'loss_fn.values'" in caplog.text
+
+
+def test_a_table_that_the_first_call_makes_is_a_constant_and_said_not_to_be_kept(caplog):
+    module = Loss(Tabled())
+    with caplog.at_level(logging.WARNING, "orttrainer"):
+        assert make(module, loss_fn=None, desc=described(vectors(0))).train_step(*vectors(0), RATE)[0].isfinite()
+    assert "makes 'layer.table', which no later call computes with" in caplog.text
 
 
 def test_a_loss_that_only_counts_trains_and_the_count_goes_on_by_few():

@@ -195,7 +195,7 @@ def count_outputs(module: nn.Module, inputs) -> int:
     positional = () if isinstance(inputs, Mapping) else inputs
 
     def call():
-        with unchanged(module), in_train_mode(module):
+        with unchanged(module, (*positional, *keywords.values())), in_train_mode(module):
             return module(
                 *(x.detach().to(device) for x in positional), **{k: x.detach().to(device) for k, x in keywords.items()}
             )

@@ -17,7 +17,7 @@ import torch
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.counters import Counters
 
-__all__ = ["Generators", "HiddenState", "alike", "changes", "sampled"]
+__all__ = ["Generators", "HiddenState", "alike", "anew", "changes", "sampled"]
 
 log = logging.getLogger("orttrainer")
 
@@ -57,7 +57,7 @@ class HiddenState:
             UnsupportedModelError: it would give something else after many calls, or with other random numbers.
         """
         drew = _foreign_generators() != self._foreign
-        changed, registered = self.changed(), self._newly_registered()
+        changed, registered = self.changed(), self.registered()
         outputs = again()
         moved = counters.moved()
         names = [*changed, *(path for path in moved if not path.startswith(tuple(changed)))]
@@ -80,12 +80,7 @@ class HiddenState:
                 )
             return None
         if registered:
-            return UnsupportedModelError(
-                f"forward makes {_listed(registered)} anew, as another parameter or buffer than the module had before, which "
-                f"a graph cannot repeat. If that happens in the first call only, run one batch through the module, then "
-                f"make the trainer; else let it be a buffer, or a parameter after requires_grad_(False), and write the new "
-                f"values into it (copy_)."
-            )
+            return anew(registered)
         if names:
             return changes(names)
         if drew:
@@ -110,7 +105,8 @@ class HiddenState:
                 if not alike(found, first):
                     raise changes([*steps])
 
-    def _newly_registered(self) -> list[str]:
+    def registered(self) -> list[str]:
+        """The parameters that are another object now, and the buffers that were not there."""
         now = _registered(self._module)
         return [name for name in now if now[name] != self._registered.get(name)]
 
@@ -120,6 +116,15 @@ def changes(names: Sequence[str]) -> UnsupportedModelError:
         f"forward changes {_listed(names)} and computes with it in a later call, which a graph cannot repeat. If that happens "
         f"in the first call only, as an initialization by the first batch, run one batch through the module, then make the "
         f"trainer; else keep it in a buffer (register_buffer; a loss may be a module, too), and change that."
+    )
+
+
+def anew(names: Sequence[str]) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"forward makes {_listed(names)} anew, as another parameter or buffer than the module had before, which "
+        f"a graph cannot repeat. If that happens in the first call only, run one batch through the module, then "
+        f"make the trainer; else let it be a buffer, or a parameter after requires_grad_(False), and write the new "
+        f"values into it (copy_)."
     )
 
 

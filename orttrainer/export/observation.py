@@ -23,7 +23,7 @@ from orttrainer.export.call import (
 from orttrainer.export.conditions import Condition
 from orttrainer.export.counters import Counters
 from orttrainer.export.faithful import MutedDropout
-from orttrainer.export.hidden_state import Generators, HiddenState, alike, changes, sampled
+from orttrainer.export.hidden_state import Generators, HiddenState, alike, anew, changes, sampled
 from orttrainer.export.initializers import as_real
 from orttrainer.export.outside import noticed
 from orttrainer.export.run_code import Read
@@ -131,7 +131,8 @@ def _observed(wrapper, inputs, hidden_state):
             )
         error = later = None
         if hidden_state:
-            first, others, changed = sampled(outputs), _other_values(inputs), hidden.changed()
+            first, others = sampled(outputs), _other_values(inputs)
+            changed, registered = hidden.changed(), hidden.registered()
             written = [name for name in after if name in before]
 
             def again():  # which rows of a memory bank it writes to may be kept in an attribute
@@ -148,13 +149,18 @@ def _observed(wrapper, inputs, hidden_state):
                     "from what a step returns.",
                     ", ".join(map(repr, kept)),
                 )
-            if changed and error is None and others is not None:
+            if (changed or registered) and error is None and others is not None:
                 with contextlib.suppress(Exception):  # the module's own: values that it does not take
                     later = call(others)
     if error is not None and not _only_caches(wrapper, inputs, others, first):
         raise error
     if later is not None and not alike(later, *_called(wrapper, others)):  # a first call, on the same values
-        raise changes(changed)
+        raise anew(registered) if registered else changes(changed)
+    if hidden_state and registered:
+        log.warning(
+            "forward makes %s, which no later call computes with; in training they are not made.",
+            ", ".join(map(repr, registered)),
+        )
     for name, parameter in parameters.items():
         if parameter._version != versions[name] and name not in frozen:
             raise _changes_a_parameter(name)
@@ -318,23 +324,62 @@ def _gradients_of_autograd(wrapper, inputs):
     public = state_names(wrapper)
     own_ones = [(n, p) for n, p in wrapper.named_parameters() if not n.startswith(f"{OUTSIDE}.")]
     parameters = {public[n]: p for n, p in own_ones if p.requires_grad}
-    with unchanged(wrapper, inputs), in_train_mode(wrapper.module), torch.enable_grad():
-        generators = Generators(inputs)
+    with unchanged(wrapper, inputs) as moved, in_train_mode(wrapper.module), torch.enable_grad():
+        generators, before = Generators(inputs), _values_of_buffers(wrapper)
         with _ContiguousGradients(), without_checkpoints():
             loss = wrapper.described_outputs(inputs)[0]
         if generators.used():
             return None
         if not loss.requires_grad:
             return {}
-        for parameter in parameters.values():
-            parameter.grad = None
-        found = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)))
-        for name, parameter in parameters.items():  # the backward of a reversible network calls autograd itself
-            if (more := parameter.grad) is not None:
-                found[name] = more if found[name] is None else found[name] + more
+        hidden, buffers = HiddenState(wrapper), _values_of_buffers(wrapper)
+        found = _backward(loss, parameters)
+        written = [name for name, x in wrapper.named_buffers() if name in buffers and not _same(x, buffers[name])]
+        if kept := [*(name.split(".", 1)[1] for name in written), *hidden.touched()]:
+            _rewind(wrapper, {name: x for name, x in before.items() if name not in written}, moved, inputs)
+            with _ContiguousGradients(), without_checkpoints():
+                again = wrapper.described_outputs(inputs)[0]
+            _check_backward(kept, (loss, found), (again, _backward(again, parameters)))
     return {
         name: as_real(gradient.to_dense().resolve_conj()) for name, gradient in found.items() if gradient is not None
     }
+
+
+def _backward(loss, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
+    for parameter in parameters.values():
+        parameter.grad = None
+    found = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)))
+    for name, parameter in parameters.items():  # the backward of a reversible network calls autograd itself
+        if (more := parameter.grad) is not None:
+            found[name] = more if found[name] is None else found[name] + more
+    return found
+
+
+def _values_of_buffers(wrapper) -> dict[str, torch.Tensor]:
+    return {name: buffer.detach().clone() for name, buffer in wrapper.named_buffers()}
+
+
+def _check_backward(names: Sequence[str], once, twice) -> None:
+    """Refuse what a backward leaves and the next step computes with.
+
+    Args:
+        names: of what the backward changed: buffers and attributes.
+        once, twice: the loss and the gradients, and those after that, all else being the same.
+    """
+    (loss, gradients), (loss_again, gradients_again) = once, twice
+    pairs = ((x, gradients_again[name]) for name, x in gradients.items())
+    pairs = [(x, y) for x, y in pairs if x is not None and y is not None]
+    listed = ", ".join(map(repr, names))
+    if not alike([loss_again.detach(), *(y for _, y in pairs)], [loss.detach(), *(x for x, _ in pairs)]):
+        raise UnsupportedModelError(
+            f"what runs in the backward, a hook or a torch.autograd.Function, changes {listed}, and the next step computes with "
+            "that, which a graph cannot repeat. Change it in forward, or leave it out."
+        )
+    log.warning(
+        "what runs in the backward, a hook or a torch.autograd.Function, writes to %s. Later steps run a graph, and not this "
+        "code.",
+        listed,
+    )
 
 
 class _ContiguousGradients(MutedDropout):
