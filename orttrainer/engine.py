@@ -109,6 +109,10 @@ class Engine(InUse):
         self._watch.count(outputs[0])
         return outputs, finite if last else None
 
+    def raise_interruption(self) -> None:
+        """Raise what interrupted the step (Ctrl-C): it was made, and whoever counts steps has counted it before calling this."""
+        self._runner.raise_interruption()
+
     def _rates_at(self, rate: float) -> torch.Tensor:
         """The learning rate of each group: float32 [groups], the same tensor as long as they stay the same."""
         # A later graph may train parameters of further groups.
@@ -143,7 +147,9 @@ class Engine(InUse):
         """
         batch = self._checked_batch(given)
         self._follow(batch, trains=False)
-        return self._runner.eval_step(batch, fetches or self.output_names)
+        outputs = self._runner.eval_step(batch, fetches or self.output_names)
+        self._runner.raise_interruption()
+        return outputs
 
     def needed(self, fetches: Sequence[str] | None) -> list[str]:
         """The described inputs that an `eval_step` with these fetches needs."""
@@ -204,6 +210,7 @@ class Engine(InUse):
 
         def step() -> None:
             twin.train_step(given, rates, scale, twin.accumulated + 1 >= self._accumulation_steps)
+            twin.raise_interruption()
 
         return profiled(step, twin, self._places, steps, self._accumulation_steps)
 

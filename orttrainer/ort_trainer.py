@@ -215,6 +215,7 @@ class ORTTrainer(FrontEnd):
             self.global_step_ += finite
             if self._loss_scaler is not None:
                 self._loss_scaler.update_loss_scale(finite)
+        engine.raise_interruption()
         if wanted is not None:
             by_name = dict(zip(engine.output_names, results))
             results = [by_name[name] for name in wanted]

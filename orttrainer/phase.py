@@ -264,11 +264,15 @@ class Phase:
         self.session, self._device, self._free, self._fetches = session, device, tuple(free), tuple(fetches)
         self._kept = (bound_in, bound_out)  # the bindings hold bare pointers
         self._copies = [(old, new, old.data_ptr()) for old, new in copies]
+        self.interruptions: list[
+            BaseException
+        ] = []  # of runs that are done: what a handler of a signal raised behind them
         self._addresses = [{name: x.data_ptr() for name, x in bound.items()} for bound in self._kept]
         # Other providers may copy an input to their device as it is bound.
         self._binds_once = session.get_providers() == ["CPUExecutionProvider"]
         self._bound: dict[str, tuple] = {}  # what each input is bound to
         self._binding = session.io_binding()
+        self._call = _call_of_c(session, self._binding)
         self._make_room = _makers_of_room(self._binding, self._fetches, device)
         for make_room in self._make_room:  # first, so that their results are the first outputs
             make_room()
@@ -278,7 +282,10 @@ class Phase:
             self._binding.bind_output(*_pointer(name, tensor))
 
     def run(self, feeds: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Run once; return the fetched outputs as new tensors. State that is not in place is as before until `keep`."""
+        """Run once; return the fetched outputs as new tensors. State that is not in place is as before until `keep`.
+
+        An interruption (Ctrl-C) is put into `interruptions` where the session has run: what belongs to that is to be done first.
+        """
         binding, device = self._binding, self._device
         batch = [feeds[name].contiguous() for name in self._free]
         for name, tensor in zip(self._free, batch):
@@ -290,10 +297,17 @@ class Phase:
             make_room()
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # ONNX Runtime computes on a stream of its own
+        done: list[None] = []
         try:
-            self.session.run_with_iobinding(binding)
-        except Exception as error:  # ONNX Runtime raises a dozen classes without a common base
-            raise ExecutionError(_restate(error)) from error
+            # Python calls handlers of signals between calls of C. This is one: it ran, and is in the list, or it did not.
+            done.extend(map(*self._call))
+        except BaseException as error:
+            if done:
+                self.interruptions.append(error)
+            elif isinstance(error, Exception):  # ONNX Runtime raises a dozen classes without a common base
+                raise ExecutionError(_restate(error)) from error
+            else:
+                raise
         results = binding.get_outputs_as_ortvaluevector()
         return [_to_torch(results[index], device) for index in range(len(self._fetches))]
 
@@ -313,6 +327,14 @@ class Phase:
         """Let the state that is not in place take its new values."""
         for old, new, _ in self._copies:
             old.copy_(new)
+
+
+def _call_of_c(session, binding) -> tuple:
+    """What `map` needs to run the session: the function without the public method around it, which is Python, and its arguments."""
+    try:
+        return session._sess.run_with_iobinding, (binding._iobinding,), (None,)
+    except AttributeError:  # no part of ONNX Runtime's public interface
+        return session.run_with_iobinding, (binding,)
 
 
 def _makers_of_room(binding, fetches: Sequence[str], device: torch.device) -> list[Callable[[], None]]:

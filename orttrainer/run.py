@@ -61,6 +61,7 @@ class Runner:
     ):
         self.graph = graph
         self.state = state
+        self._interruptions: list[BaseException] = []
         self._opened: weakref.WeakSet[Phase] = weakref.WeakSet()
         self.device = device
         self._providers = runtime.choose_providers(device, providers)
@@ -112,6 +113,13 @@ class Runner:
         if loss_scale is not None:
             feeds[signature.loss_scale] = loss_scale
         return self._step(feeds, update)
+
+    def raise_interruption(self) -> None:
+        """Raise what a handler of a signal, such as that of Ctrl-C, raised in a step or an evaluation, which was done first."""
+        if self._interruptions:
+            error = self._interruptions[0]
+            self._interruptions.clear()
+            raise error
 
     def give_up(self, error: Exception) -> None:
         """Fail on every rank, because this one has failed before an update that the others are waiting to make.
@@ -287,6 +295,7 @@ class Runner:
         )  # fmt: skip
         phase = open_phase(place, part, cut, fetches, **bound)
         self._opened.add(phase)
+        phase.interruptions = self._interruptions
         return phase
 
 

@@ -146,6 +146,7 @@ class Trainer(FrontEnd):
             self.optimizer._opt_called = True  # a torch scheduler warns where no update came before its own step
             if self._loss_scaler is not None:
                 self._loss_scaler.update_loss_scale(finite)
+        self._engine.raise_interruption()
         return _loss_and_prediction(outputs)
 
     def eval_step(self, *batch) -> tuple[torch.Tensor, Any]:

@@ -140,6 +140,7 @@ class ORTTrainer(FrontEnd):
             if scaler is not None:
                 scaler.update(info)
             info.optimization_step += info.all_finite
+        engine.raise_interruption()
         return self._returned(results, engine.output_names, wanted)
 
     def eval_step(self, *args, **kwargs):

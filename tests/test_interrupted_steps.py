@@ -1,0 +1,112 @@
+"""Ctrl-C, or whatever a handler of a signal raises, in a step: the step is made whole, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import signal
+import threading
+
+import pytest
+import torch
+from small import LR, make
+from torch import nn
+
+import orttrainer
+
+X = torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
+LABELS = torch.arange(256) % 10
+
+
+class Interruption(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def interrupted_after(seconds: float, kind: type[BaseException]):
+    """Raise within the block, as a handler of Ctrl-C does."""
+
+    def handler(*_):
+        raise kind
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(256, 1024, bias=False), nn.BatchNorm1d(1024), nn.Tanh(), nn.Linear(1024, 10))
+
+
+def interrupted_steps(step, made, kind):
+    """Steps, each interrupted a little later than the one before, until some were made nevertheless: how many."""
+    assert threading.current_thread() is threading.main_thread()  # which handles signals
+    found, seconds = 0, 2e-4
+    for _ in range(400):
+        before = made()
+        try:
+            with interrupted_after(seconds, kind):
+                step()
+        except kind:
+            found += made() - before
+            if found >= 3:
+                return found
+        seconds = 2e-4 if seconds > 0.05 else seconds * 1.1
+    return found
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, Interruption])
+def test_an_interrupted_step_is_made_with_all_that_belongs_to_it_or_not_at_all(kind):
+    model = net()
+    reference = copy.deepcopy(model)
+    trainer = orttrainer.trainer(model, nn.CrossEntropyLoss(), torch.optim.Adam(model.parameters(), lr=1e-3))
+    trainer.step(X, LABELS)
+
+    def steps():
+        return int(trainer.state_dict()["Update_Count_0.weight"]) - 1
+
+    assert interrupted_steps(lambda: trainer.step(X, LABELS), steps, kind)
+    adam = torch.optim.Adam(reference.parameters(), lr=1e-3)
+    for _ in range(steps()):
+        adam.zero_grad()
+        nn.functional.cross_entropy(reference(X), LABELS).backward()
+        adam.step()
+    assert model[1].num_batches_tracked == reference[1].num_batches_tracked
+    for (name, found), expected in zip(model.state_dict().items(), reference.state_dict().values()):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_an_interrupted_batch_of_a_block_is_in_its_sums_if_it_is_counted():
+    model = net()
+    loss_of = nn.CrossEntropyLoss()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    trainer = orttrainer.trainer(model, loss_of, sgd, gradient_accumulation_steps=1000)
+    trainer.step(X, LABELS)
+
+    def sums():
+        state = trainer.state_dict()
+        found = next(tensor for name, tensor in state.items() if "accumul" in name.lower() and tensor.shape == (10,))
+        return found, trainer._engine.accumulated
+
+    one, _ = sums()
+    assert interrupted_steps(lambda: trainer.step(X, LABELS), lambda: trainer._engine.accumulated, KeyboardInterrupt)
+    summed, batches = sums()
+    torch.testing.assert_close(summed, batches * one, rtol=1e-4, atol=1e-6)
+
+
+def test_the_front_ends_count_an_interrupted_step_that_was_made():
+    model = nn.Sequential(nn.Linear(4, 4096), nn.Tanh(), nn.Linear(4096, 1024), nn.Tanh(), nn.Linear(1024, 3))
+    trainer = make(model, "AdamOptimizer", check_export=False)
+    batch = torch.randn(64, 4), torch.arange(64) % 3
+    trainer.train_step(*batch, LR)
+
+    def updates():
+        return int(trainer.state_dict()["Update_Count_0.weight"]) - 1
+
+    assert interrupted_steps(lambda: trainer.train_step(*batch, LR), updates, KeyboardInterrupt)
+    assert trainer.global_step_ == updates()
