@@ -71,7 +71,7 @@ class Engine(InUse):
         self._watch = LossWatch(settings.nonfinite_loss)
         check_disabled_passes(settings.disabled_passes)
         super().__init__(model, loss_fn, description, optimizer, settings)
-        self._scale = torch.ones(1)
+        self._scale = torch.ones(1, dtype=torch.float32)
         self._rate, self._rates_given = 0.0, None  # of the last step: what it was given, and what `_rates` holds
         if not self.source.needs_batch(description):
             self._compile(self._of_onnx_model)
@@ -192,7 +192,7 @@ class Engine(InUse):
     @property
     def gradient_norm(self) -> torch.Tensor:
         """Global L2 norm of the gradients of the last update, before clipping: 0-d."""
-        return torch.zeros(()) if self._runner is None else self._runner.gradient_norm.clone()
+        return torch.zeros((), dtype=torch.float32) if self._runner is None else self._runner.gradient_norm.clone()
 
     @one_at_a_time
     def profile(self, steps: int, batch: Sequence | None) -> Profile:
@@ -268,8 +268,6 @@ class Engine(InUse):
             schema = self._schema if whole else InputSchema([s for s in self._schema.specs if s.name in given])
             schema.check(batch)
         else:
-            # Exporters cannot trace what was made under torch.inference_mode.
-            batch = [t.clone() if isinstance(t, torch.Tensor) and t.is_inference() else t for t in batch]
             with failing_together(self.collective, "describing the first batch"):
                 schema = InputSchema.settle(self.description.inputs_, batch, strict=self.settings.strict)
             self._sizes = schema.sizes(batch)

@@ -54,7 +54,7 @@ class KeptState:
 
     def of(self, parameters: Mapping[str, torch.Tensor], counts: bool = True) -> dict[str, torch.Tensor]:
         """What there may be for these parameters, and for dropout: by name a tensor of its shape."""
-        one = torch.zeros(1)
+        one = torch.zeros(1, dtype=torch.float32)
         slots = {
             f"{slot}_{name}": one if slot == self.count else like
             for name, like in parameters.items()

@@ -75,7 +75,7 @@ class Runner:
         self._evaluate: dict[tuple[str, ...], Phase] = {}
         self._needed: dict[tuple[str, ...], set[str]] = {}
         self._on, self._off = (torch.tensor(value) for value in (True, False))
-        self.gradient_norm = torch.zeros((), device=device)
+        self.gradient_norm = torch.zeros((), dtype=torch.float32, device=device)
         self.accumulated = 0
         self.accumulators: dict[str, torch.Tensor] = {}
         if graph.signature.accumulated_batches is not None:
@@ -324,7 +324,7 @@ class _SplitStep:
         self.phases = [phase for phase in (backward, check, update) if phase is not None]
         self._early = early
         self.before = runner._before  # statistics and counters as they were before this block
-        self._batches = torch.zeros(1)
+        self._batches = torch.zeros(1, dtype=torch.float32)
 
     def __call__(self, feeds: dict[str, torch.Tensor], update: bool) -> tuple[list[torch.Tensor], bool]:
         runner = self._runner

@@ -118,6 +118,12 @@ class Source:
         self, description: ModelDescription, batch: Sequence[torch.Tensor], schema: InputSchema
     ) -> ForwardGraph:
         """The forward graph of what is in torch, checked on the first batch."""
+        with torch.inference_mode(False):  # in which there are no gradients to compare with, and nothing can be traced
+            return self._forward_graph(description, [x.clone() if x.is_inference() else x for x in batch], schema)
+
+    def _forward_graph(
+        self, description: ModelDescription, batch: Sequence[torch.Tensor], schema: InputSchema
+    ) -> ForwardGraph:
         settings = self.settings
         if self.onnx_model is not None:
             return export.attach_loss(

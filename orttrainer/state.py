@@ -317,9 +317,9 @@ class TrainedState:
         free = self._kept.of(self._untrained())
         if self._kept.count == SHARED_COUNT:  # there is one, or one for each parameter
             counts = {SHARED_COUNT, *self.signature.counted}
-            free |= dict.fromkeys(counts, torch.zeros(1))
+            free |= dict.fromkeys(counts, torch.zeros(1, dtype=torch.float32))
             own = {name: tensor for name, tensor in own.items() if name not in counts}
-            own |= {} if counts & given.keys() else {SHARED_COUNT: torch.zeros(1)}
+            own |= {} if counts & given.keys() else {SHARED_COUNT: torch.zeros(1, dtype=torch.float32)}
         check_fits(own, given, strict, free)
         counts = self.counts_in(given)
         for name in self.signature.counters:

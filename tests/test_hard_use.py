@@ -21,6 +21,7 @@ from marks import in_turn, slow, usual
 from small import OPTIMIZERS, RATE, batch, make, net, torch_step
 from torch import nn
 
+import orttrainer
 from orttrainer import load_checkpoint
 from orttrainer.errors import NonFiniteLossError, SchemaError, UnsupportedFeatureError
 
@@ -197,9 +198,10 @@ def test_any_view_of_a_batch_trains_like_a_plain_tensor_of_its_values(view, firs
     torch.testing.assert_close(dict(trainer._engine.model.state_dict()), dict(twin.state_dict()))
 
 
+@pytest.mark.parametrize("checks", [True, False])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_training_works_where_torch_records_nothing(mode):
-    trainer, twin = make(check_export=False), net()
+def test_training_works_where_torch_records_nothing(mode, checks):
+    trainer, twin = make(check_export=checks), net()
     with mode():
         losses = [trainer.train_step(*batch(step), RATE)[0].item() for step in range(3)]
     assert losses == pytest.approx([torch_step(twin, *batch(step)).item() for step in range(3)], rel=1e-5)
@@ -225,6 +227,35 @@ def test_a_tensor_without_values_in_place_is_refused(change, text, first):
     with pytest.raises(SchemaError, match=text):
         trainer.train_step(change(x), y, RATE)
     trainer.train_step(x, y, RATE)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}, {"max_grad_norm": 0.1}], ids=[*"abc"])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_program_whose_default_is_float64_trains(optimizer, options):
+    """What the trainer makes for itself is float32, whatever torch makes where nothing is said."""
+    batches = [(x.double(), y) for x, y in map(batch, range(4))]
+    torch.set_default_dtype(torch.float64)
+    try:
+        module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+        twin = copy.deepcopy(module)
+        trainer = orttrainer.trainer(module, nn.CrossEntropyLoss(), optimizer(module.parameters(), lr=RATE), **options)
+        losses = [trainer.step(*given)[0].item() for given in batches]
+        trainer.load_state_dict(trainer.state_dict(), strict=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert module[0].weight.dtype == torch.float64
+    if not options:
+        updates = optimizer(twin.parameters(), lr=RATE)
+        expected = [_eager_step(twin, updates, *given) for given in batches]
+        assert losses == pytest.approx(expected, rel=1e-6)
+
+
+def _eager_step(module, optimizer, x, y) -> float:
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(module(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
 
 
 # -- one module, several owners ----------------------------------------------------------------
