@@ -110,6 +110,7 @@ class Attributes:
         ]  # None where it is a property, of what wraps another layer
         self._enclosed = [*map(content_of, self._cells.values())]
         self._hooks = [held[key] for held in self._dicts for key in _HOOKS if key in held]
+        self._hooks += [*self._hooks_of_parameters().values()]
         self._registered, self._hooked = RemovableHandle.next_id, any(self._hooks)
         places = [(held, key) for _, held, key in self._places()]
         self._held = Holdings(places, [*self._enclosed, *(self._hooks if self._hooked else ())], self._entries)
@@ -132,7 +133,7 @@ class Attributes:
         if trains and [*map(dict.get, self._dicts, _TRAINING)] != self._training:
             return False
         if RemovableHandle.next_id != self._registered:  # there are new hooks, of whomever
-            if not self._hooked and any(self._hooks):
+            if not self._hooked and (any(self._hooks) or self._hooks_of_parameters()):
                 return False
             self._registered = RemovableHandle.next_id
         if self._cells and not all(map(operator.is_, map(content_of, self._cells.values()), self._enclosed)):
@@ -163,6 +164,9 @@ class Attributes:
             for key in _HOOKS:
                 if hooks := vars(layer).get(key):
                     found[f"{path}.{key}".strip(".")] = comparable(list(hooks.values()), self._nothing)
+        found |= {
+            path: comparable([*held.values()], self._nothing) for path, held in self._hooks_of_parameters().items()
+        }
         return found | {f"{path}{OF_GRADIENTS}": _Training(flag) for path, flag in self._trained.items()}
 
     def ignore(self, paths: Collection[str]) -> set[str]:
@@ -210,6 +214,11 @@ class Attributes:
             for key, parameter in layer._parameters.items()
             if parameter is not None
         }
+
+    def _hooks_of_parameters(self) -> dict[str, Mapping]:
+        """Those of gradients, which `register_hook` adds; of the parameters that have any."""
+        found = {f"{path}._backward_hooks": x._backward_hooks for path, x in self._parameters().items()}
+        return {path: hooks for path, hooks in found.items() if hooks}
 
     def _places(self) -> Iterator[tuple[str, Mapping, str]]:
         """Path, dict and key of each that forward may read, as long as they are there."""
