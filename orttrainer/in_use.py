@@ -15,7 +15,13 @@ import torch
 from orttrainer import runtime
 from orttrainer.compile import compile_training_graph
 from orttrainer.describe import InputSchema, ModelDescription
-from orttrainer.distributed import Collective, device_of_rank, failing_together, find_collective
+from orttrainer.distributed import (
+    Collective,
+    check_ranks_agree,
+    device_of_rank,
+    failing_together,
+    find_collective,
+)
 from orttrainer.errors import StateError
 from orttrainer.front_end import NotCopied
 from orttrainer.kept_state import KeptState
@@ -26,10 +32,11 @@ from orttrainer.run import Runner
 from orttrainer.seed import seed_of_rank
 from orttrainer.settings import OptimizerChoice, Settings
 from orttrainer.source import Source
-from orttrainer.state import TrainedState
-from orttrainer.training_graph import TrainingGraph
+from orttrainer.state import TrainedState, cpu_copy
+from orttrainer.state_dict import ACCUMULATED, ACCUMULATED_BY, SUM
+from orttrainer.training_graph import SEED, STEP, TrainingGraph
 from orttrainer.turns import one_at_a_time
-from orttrainer.update_counts import counters_fit, counts_in, numbered
+from orttrainer.update_counts import SHARED_COUNT, counters_fit, counts_in, numbered
 from orttrainer.ways import Ways, check_can_go_on
 
 if TYPE_CHECKING:
@@ -114,17 +121,22 @@ class InUse(NotCopied):
 
     @one_at_a_time
     def state_dict(self, include_optimizer_state: bool = True) -> dict[str, torch.Tensor]:
-        """Name -> CPU tensor (a copy); empty before the model is compiled.
+        """Name -> CPU tensor (a copy); before the model is compiled what `load_state_dict` was given, if anything.
 
         In the midst of a block of batches with the sums of their gradients, so that training goes on from there.
         """
         if self._runner is None:
-            return {}
+            given, own = self._pending_state[0], self.source.weights()
+            return {
+                name: cpu_copy(torch.as_tensor(x))
+                for name, x in given.items()
+                if include_optimizer_state or name in own
+            }
         return self._state.copies(include_optimizer_state, self._runner.named_accumulators(), self.accumulated)
 
     @one_at_a_time
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = False) -> None:
-        """Load what `state_dict` gave; before the model is compiled only the modules' values, if not `strict`, the rest then.
+        """Load what `state_dict` gave; before the model is compiled only the modules' values, the rest then.
 
         Raises:
             StateError: a tensor of another shape, or, if `strict`, other names. Nothing is loaded.
@@ -132,14 +144,27 @@ class InUse(NotCopied):
         if not isinstance(state_dict, Mapping):
             raise StateError(f"load_state_dict takes a dict of name -> tensor, got {type(state_dict).__name__}")
         if self._runner is None:
-            given = state_dict if strict else self._pending_state[0] | self.source.load(state_dict)
-            self._pending_state = (dict(given), strict)
+            if not strict:
+                self._pending_state = self._pending_state[0] | self.source.load(state_dict), False
+            else:  # by other names than those of the weights it may be refused when all are known
+                fits = self._seems_to_fit(state_dict)
+                self._pending_state = self.source.load(state_dict) if fits else dict(state_dict), True
             return
         self._state.check(state_dict, strict, self._runner.named_accumulators())
         counts = self._state.counts_in(state_dict)
         if not counters_fit(self.training_graph.signature.counters, self._state.counts() | counts):
             self._recompile(self._forward, counts)
         self._runner.drop_accumulated(self._state.load(state_dict, self._runner.named_accumulators()))
+
+    def _seems_to_fit(self, given: Mapping[str, torch.Tensor]) -> bool:
+        """Whether it has all weights and nothing but what an optimizer may have beside them; what that is the graph knows."""
+        own = self.source.weights()
+        known = tuple(f"{slot}_" for slot in self.slot_names), (SEED, STEP, ACCUMULATED, ACCUMULATED_BY, SHARED_COUNT)
+        rest = given.keys() - own.keys()
+        return own.keys() <= given.keys() and all(
+            isinstance(name, str) and (name in known[1] or name.startswith(known[0]) or name.endswith(SUM))
+            for name in rest
+        )
 
     @one_at_a_time
     def renew_update(self) -> None:
@@ -166,15 +191,28 @@ class InUse(NotCopied):
         try:
             with failing_together(self.collective, "sharing its state"):
                 self._open_on_state(graph)
+            self._check_what_ranks_loaded()
         except Exception:
             self.training_graph = self._runner = None  # not to train on without what was to be loaded
             raise
+        self._pending_state = ({}, False)
 
     def _open_on_state(self, graph: TrainingGraph) -> None:
         state = self._trained_state(graph, self._forward, share=True)
         self._go_on(self._forward, graph, state, self._opened(graph, state))
         self.load_state_dict(*self._pending_state)
-        self._pending_state = ({}, False)
+
+    def _check_what_ranks_loaded(self) -> None:
+        """Refuse moments that not all ranks have loaded: rank 0's weights are sent to all, the rest is each rank's own."""
+        if self.collective.size == 1:
+            return
+        given, slots = self._pending_state[0], tuple(f"{slot}_" for slot in self.slot_names)
+        loaded = sorted(name for name in given if name == SHARED_COUNT or str(name).startswith(slots))
+        sums = [
+            (name, str(x.double().sum().item() if isinstance(x := given[name], torch.Tensor) else x)) for name in loaded
+        ]
+        advice = "Load the same checkpoint on every rank, or on none."
+        check_ranks_agree(self.collective, "the optimizer's state that they loaded", sums, advice)
 
     def _trained_state(self, graph: TrainingGraph, forward: ForwardGraph, share: bool) -> TrainedState:
         source = self.source

@@ -273,24 +273,24 @@ class ORTTrainer(FrontEnd):
 
         Optimizer entries have the legacy names `Moment_1_<weight>`, `Moment_2_<weight>`,
         `Update_Count_<weight>` (Adam) and `Step` (LAMB); with float16 there are the copies
-        `<weight>_fp16`. Empty, with a warning, before the first step of a torch module.
+        `<weight>_fp16`. Before the first step of a torch module what was loaded, or empty, with a warning.
         """
-        if not self._engine.is_compiled:
-            warnings.warn("the trainer has no state before its first step; state_dict() is empty", stacklevel=2)
-            return {}
         found = self._engine.state_dict(include_optimizer_state)
-        if include_optimizer_state:
+        if not self._engine.is_compiled and not found:
+            warnings.warn("the trainer has no state before its first step; state_dict() is empty", stacklevel=2)
+        if include_optimizer_state and self._engine.is_compiled:
             found |= {copy: found[name].half() for name, copy in self._half_copies().items()}
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = False) -> None:
-        """Load what `state_dict` gave: before the first step the weights at once and the optimizer's state then, all then if `strict`.
+        """Load what `state_dict` gave: before the first step the weights at once and the optimizer's state then.
 
         Args:
             strict: missing or unexpected names are an error; else they are ignored.
 
         Raises:
-            StateError: a tensor of another shape, or, if `strict`, other names. Nothing is loaded.
+            StateError: a tensor of another shape, or, if `strict`, other names. Nothing is loaded. Before the first step
+                names are compared in that.
         """
         if isinstance(state_dict, Mapping):  # the copies say nothing that the weights do not
             state_dict = {n: t for n, t in state_dict.items() if not _is_half_copy(n, state_dict)}

@@ -160,15 +160,15 @@ class Trainer(FrontEnd):
     def state_dict(self, include_optimizer_state: bool = True) -> dict[str, torch.Tensor]:
         """Name -> CPU tensor (a copy) for all weights and buffers and, if asked, the optimizer's state.
 
-        Empty, with a warning, before the first step.
+        Before the first step what was loaded, or empty, with a warning.
         """
-        if not self._engine.is_compiled:
+        found = self._engine.state_dict(include_optimizer_state)
+        if not self._engine.is_compiled and not found:
             warnings.warn("the trainer has no state before its first step; state_dict() is empty", stacklevel=2)
-            return {}
-        return self._engine.state_dict(include_optimizer_state)
+        return found
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = False) -> None:
-        """Load what `state_dict` gave: before the first step the weights at once and the optimizer's state then, all then if `strict`.
+        """Load what `state_dict` gave: before the first step the weights at once and the optimizer's state then.
 
         Learning rates are not in it: those are the optimizer's and its scheduler's.
 

@@ -154,6 +154,14 @@ class Source:
         """`forward_graph` of a later batch, as `frozen` leaves it."""
         return self.frozen(self.forward_graph(description, [*batch.values()], schema))
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What a state dict has of the modules; {} of an ONNX model, whose state the graph has."""
+        if self.module is None:
+            return {}
+        own = {name: x for name, x in self.module.state_dict(keep_vars=True).items() if isinstance(x, torch.Tensor)}
+        trained = export.named_state(self.module, self.loss_fn).items()
+        return {name: x for name, x in trained if isinstance(x, torch.nn.Parameter)} | own
+
     def load(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Load what of a state dict is the modules' own: they are live before there is a graph as well.
 

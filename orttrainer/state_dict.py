@@ -10,6 +10,7 @@ from orttrainer.distributed import Collective
 from orttrainer.errors import StateError
 
 ACCUMULATED = "Accumulated_Batches"
+SUM = "_grad_accumulator"  # behind a parameter's name: that of the gradients of these batches
 ACCUMULATED_BY = "Accumulated_By"  # rank and world size, where there are several ranks: each has sums of its own
 
 

@@ -74,6 +74,7 @@ MAY_IMPORT = {
         "settings",
         "source",
         "state",
+        "state_dict",
         "training_graph",
         "turns",
         "update_counts",

@@ -57,6 +57,14 @@ def test_both_generations_give_equal_losses_on_every_rank(ranks, kind):
         assert rank[f"first {kind}"]["losses"] == rank[f"second {kind}"]["losses"]
 
 
+def test_moments_that_one_rank_has_loaded_are_refused_on_both(ranks):
+    for rank in ranks:
+        assert rank["loaded by one"].startswith(
+            "the ranks differ in the optimizer's state that they loaded: rank 0 has ('Mom"
+        )
+        assert rank["loaded by one"].endswith("Load the same checkpoint on every rank, or on none.")
+
+
 def same(state: dict, other: dict) -> bool:
     return all(torch.equal(tensor, other[name]) for name, tensor in state.items() if "accum" not in name.lower())
 

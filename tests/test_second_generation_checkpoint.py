@@ -110,6 +110,17 @@ def test_a_checkpoint_can_be_an_open_file_and_holds_the_weights_of_an_onnx_model
     assert train(other, 1) == train(make(source._onnx_model, optim.LambConfig(), loss_fn=None), 1)
 
 
+def test_what_is_loaded_is_in_the_module_at_once(tmp_path):
+    first, module = make(), net(seed=1)
+    train(first, 1)
+    first.save_checkpoint(str(tmp_path / "a.ortcp"))
+    second = make(module)
+    second.load_checkpoint(str(tmp_path / "a.ortcp"))
+    expected = first.state_dict(pytorch_format=True)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in module.state_dict().items())
+    assert train(second, 1, start=1) == train(first, 1, start=1)
+
+
 def test_saving_does_not_overwrite_and_wants_a_state(tmp_path):
     trainer = make()
     with pytest.raises(CheckpointError, match="no state before its first step"):

@@ -95,7 +95,12 @@ class SingleProcess(Collective):
         pass
 
 
-def check_ranks_agree(collective: Collective, what: str, value: Any) -> None:
+def check_ranks_agree(
+    collective: Collective,
+    what: str,
+    value: Any,
+    advice: str = "Build the same model with the same arguments on every rank.",
+) -> None:
     """Raise on every rank, unless all ranks have the same value.
 
     Call it before the first collective on tensors: ranks whose buffers differ in size corrupt
@@ -105,6 +110,7 @@ def check_ranks_agree(collective: Collective, what: str, value: Any) -> None:
         collective: the ranks to compare.
         what: name of the value, for the message, such as "trained parameters".
         value: a small object that can be pickled and compared with `==`.
+        advice: what to do, for the message.
 
     Raises:
         DistributedError: some rank's value differs from rank 0's.
@@ -117,7 +123,7 @@ def check_ranks_agree(collective: Collective, what: str, value: Any) -> None:
             raise DistributedError(
                 f"the ranks differ in {what}: rank 0 has {_difference(values[0], other)}, "
                 f"rank {rank} has {_difference(other, values[0])}. "
-                f"Build the same model with the same arguments on every rank."
+                f"{advice}"
             )
 
 

@@ -21,13 +21,12 @@ import numpy as np
 import torch
 
 from orttrainer.errors import StateError
-from orttrainer.state_dict import ACCUMULATED, ACCUMULATED_BY
+from orttrainer.state_dict import ACCUMULATED, ACCUMULATED_BY, SUM
 from orttrainer.training_graph import SEED, STEP
 from orttrainer.update_counts import SHARED_COUNT
 
 FULL_PRECISION, SHARED = "full_precision", "shared_optimizer_state"
 SECTIONS = ("model", "optimizer", "train_step_info")
-_SUM = "_grad_accumulator"
 
 
 def nested(flat: Mapping[str, torch.Tensor], weights: Mapping[str, Any], slot_names: Sequence[str]) -> dict[str, Any]:
@@ -49,7 +48,7 @@ def nested(flat: Mapping[str, torch.Tensor], weights: Mapping[str, Any], slot_na
     if random := {name: as_array(flat[name]) for name in (STEP, SEED) if name in flat}:
         state["random"] = random
     if ACCUMULATED in flat:
-        gradients = {weight: as_array(flat[f"{weight}{_SUM}"]) for weight in weights if f"{weight}{_SUM}" in flat}
+        gradients = {weight: as_array(flat[f"{weight}{SUM}"]) for weight in weights if f"{weight}{SUM}" in flat}
         state["accumulated"] = {"batches": int(flat[ACCUMULATED]), "gradients": gradients}
         if ACCUMULATED_BY in flat:
             state["accumulated"]["by"] = as_array(flat[ACCUMULATED_BY])
@@ -70,7 +69,7 @@ def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
     flat |= section(state, "random")
     accumulated = section(state, "accumulated")
     if accumulated:
-        flat |= {f"{name}{_SUM}": value for name, value in section(accumulated, "gradients").items()}
+        flat |= {f"{name}{SUM}": value for name, value in section(accumulated, "gradients").items()}
         flat[ACCUMULATED] = np.asarray([count(accumulated, "batches", "accumulated")])
         if "by" in accumulated:
             flat[ACCUMULATED_BY] = accumulated["by"]

@@ -228,7 +228,7 @@ class ORTTrainer(FrontEnd):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Load what `state_dict()` gave. Before the first step of a torch module it is kept, and loaded then.
+        """Load what `state_dict()` gave. Before the first step of a torch module the weights at once, and all then.
 
         Args:
             state_dict: nested; a section that is missing keeps its present values, with a warning.
@@ -246,6 +246,10 @@ class ORTTrainer(FrontEnd):
                 "A flat one, name -> tensor, is loaded into the module: model.load_state_dict(...)"
             )
         if not self._is_settled:
+            weights = _state_layout.flattened({"model": _state_layout.section(state_dict, "model")})
+            self._check_optimizer(_state_layout.section(state_dict, "trainer_options").get("optimizer_name"))
+            if not strict or self._engine.source.weights().keys() == weights.keys():
+                self._engine.source.load(weights)  # else it is refused when all is known that is missing
             self._pending = (dict(state_dict), strict)
             return
         self._load(state_dict, strict)

@@ -41,6 +41,7 @@ def main(folder: str) -> None:
     results["changed"] = changed_on_one(rank)
     results["hooked"] = hooked(rank)
     results["first step"] = fail_at_the_first_step(rank)
+    results["loaded by one"] = loaded_by_one(rank)
     results["midway"] = resume_midway(rank, size)
     results["not finite"] = not_finite(rank)
     results["float16"] = {"first": overflow_first(rank), "second": overflow_second(rank)}
@@ -51,6 +52,21 @@ def rows(step: int, rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """This rank's rows of a batch of 6."""
     x, y = small.batch(step)
     return x.chunk(size)[rank], y.chunk(size)[rank]
+
+
+def loaded_by_one(rank: int) -> str:
+    """What rank 0's moments are told, which rank 1 has not loaded."""
+    trained, trainer = first("AdamOptimizer", 0), first("AdamOptimizer", 0)
+    for step in range(BATCHES):
+        trained.train_step(*small.batch(step), RATE)
+    state = trained.state_dict()
+    if rank == 0:
+        trainer.load_state_dict(state)
+    try:
+        trainer.train_step(*small.batch(0), RATE)
+    except errors.DistributedError as error:
+        return str(error)
+    return "fine"
 
 
 def resume_midway(rank: int, size: int) -> dict:
@@ -185,8 +201,7 @@ def fail_at_the_first_step(rank: int) -> list[str]:
     if rank:
         trainer.load_state_dict({"Moment_1_0.weight": torch.zeros(2)})
     said.append(attempt(lambda: trainer.train_step(x, y, RATE)))
-    if rank:
-        trainer.load_state_dict({"Moment_1_0.weight": torch.zeros(8, 4)})
+    trainer.load_state_dict({"Moment_1_0.weight": torch.zeros(8, 4)})
     said.append(attempt(lambda: trainer.train_step(x, y, RATE)))
     return [*said, trainer.train_step(x, y, RATE)[0].item()]
 
