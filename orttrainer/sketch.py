@@ -48,7 +48,8 @@ def trainer(
         criterion: `criterion(model(*inputs), label) -> scalar`; None if the model returns its loss first.
         optimizer: a `torch.optim.SGD`, `Adam` or `AdamW`, whose groups hold the parameters to train. Its
             numbers are taken, its `step()` is not run: the moments are the trainer's, `optimizer.state`
-            stays as it is. Moments that it has already are taken over at the first step. Learning
+            stays as it is. Moments that it has already are taken over at the first step, and those that it
+            is made to load (`optimizer.load_state_dict`) at the next one, be it that there are none. Learning
             rates are read from its groups at every step, so that `torch.optim.lr_scheduler`s work, and so are
             momentum, betas, eps and weight decay, once one has changed, which compiles again (OneCycleLR);
             groups may be added (`add_param_group`); everything else must stay as it is.
@@ -116,6 +117,7 @@ class Trainer(FrontEnd):
         self._describes = engine.description is None
         self._fed: set[tuple[int, str]] = set()  # as `Groups` had it when the graph was made
         self._has_news = True  # whether moments of the optimizer are still to be taken over
+        self._took_moments = False  # whether they were before
         self.optimizer.register_step_pre_hook(_warn_of_a_second_update)
         self.optimizer.register_state_dict_pre_hook(self._warn_of_missing_moments)
         self.optimizer.register_load_state_dict_post_hook(self._note_new_moments)
@@ -202,10 +204,16 @@ class Trainer(FrontEnd):
         if not engine.is_compiled:
             engine.compile(given)
         if self._has_news:
-            if moments := self._groups.moments():
-                engine.load_state_dict(moments)
-            self._has_news = False
+            self._take_moments()
         return given
+
+    def _take_moments(self) -> None:
+        """Have the moments of the optimizer. Where it has none, the first step leaves what was loaded for it, later ones begin anew."""
+        if self._took_moments or not self._groups.state_is_empty:
+            # Gradients of a block of batches are no part of an optimizer's state, and stay.
+            sums = self._engine.state_dict() if self._engine.accumulated else {}
+            self._engine.load_state_dict(sums | self._groups.moments())
+        self._has_news, self._took_moments = False, True
 
     def _follow_groups(self) -> None:
         """Let the next step have what the optimizer's groups are now."""

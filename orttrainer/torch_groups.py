@@ -175,20 +175,24 @@ class Groups:
         return self.kind != "SGDOptimizer" or any(numbers["momentum"] for numbers in self._numbers)
 
     def moments(self) -> dict[str, torch.Tensor]:
-        """The state that the optimizer has of its own, under the engine's names; {} if it has none."""
-        found, has_any = {}, False
+        """The state that the optimizer has of its own, under the engine's names; of a parameter without any, that of a fresh one."""
+        found = {}
         for name, parameter in self._parameters.items():
             state, zeros = self.optimizer.state.get(parameter) or {}, torch.zeros_like(parameter)
             if self.kind == "SGDOptimizer":
                 momentum = state.get("momentum_buffer")
-                found[f"Momentum_{name}"] = zeros if momentum is None else momentum.detach()
-                has_any |= momentum is not None
+                found[f"Momentum_{name}"] = _real(zeros if momentum is None else momentum)
             else:
-                found[f"Moment_1_{name}"] = state.get("exp_avg", zeros).detach()
-                found[f"Moment_2_{name}"] = state.get("exp_avg_sq", zeros).detach()
+                found[f"Moment_1_{name}"] = _real(state.get("exp_avg", zeros))
+                found[f"Moment_2_{name}"] = _real(state.get("exp_avg_sq", zeros))
                 found[f"Update_Count_{name}"] = torch.tensor([int(state.get("step", 0)) + 1])
-                has_any |= "step" in state
-        return found if has_any else {}
+        return found
+
+    @property
+    def state_is_empty(self) -> bool:
+        """Whether the optimizer has no state of its own, of any parameter."""
+        key = "momentum_buffer" if self.kind == "SGDOptimizer" else "step"
+        return all(state.get(key) is None for state in self.optimizer.state.values())
 
     def _present(self, group: Mapping[str, Any]) -> dict[str, Any]:
         return {key: tuple(x) if isinstance(x := group[key], list) else x for key in self._NUMBERS[self.kind]}
@@ -204,6 +208,12 @@ class Groups:
 
 def _listed(value: Any) -> tuple:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def _real(moment: torch.Tensor) -> torch.Tensor:
+    """As the engine has it: of complex numbers real and imaginary part along a last axis."""
+    moment = moment.detach()
+    return torch.view_as_real(moment) if moment.is_complex() else moment
 
 
 def _ids(group: Mapping[str, Any]) -> list[int]:
