@@ -21,6 +21,7 @@ from orttrainer.front_end import FrontEnd
 from orttrainer.loss_scaler import LossScaler
 from orttrainer.settings import OptimizerChoice, Settings
 from orttrainer.torch_groups import Groups
+from orttrainer.torch_moments import Holding, moments_of
 
 __all__ = ["Trainer", "trainer"]
 
@@ -47,9 +48,11 @@ def trainer(
         model: a `torch.nn.Module`; its parameters are trained in place.
         criterion: `criterion(model(*inputs), label) -> scalar`; None if the model returns its loss first.
         optimizer: a `torch.optim.SGD`, `Adam` or `AdamW`, whose groups hold the parameters to train. Its
-            numbers are taken, its `step()` is not run: the moments are the trainer's, `optimizer.state`
+            numbers are taken, its `step()` is not run: the moments are in the trainer, `optimizer.state`
             stays as it is. Moments that it has already are taken over at the first step, and those that it
-            is made to load (`optimizer.load_state_dict`) at the next one, be it that there are none. Learning
+            is made to load (`optimizer.load_state_dict`) at the next one, be it that there are none. Several
+            trainers on one optimizer share its moments, as several losses do in PyTorch: each goes on with
+            what the one that stepped last has left, which costs a copy of them where they take turns. Learning
             rates are read from its groups at every step, so that `torch.optim.lr_scheduler`s work, and so are
             momentum, betas, eps and weight decay, once one has changed, which compiles again (OneCycleLR);
             groups may be added (`add_param_group`); everything else must stay as it is.
@@ -116,11 +119,10 @@ class Trainer(FrontEnd):
         self._engine, self._criterion, self._groups, self._loss_scaler = engine, criterion, groups, loss_scaler
         self._describes = engine.description is None
         self._fed: set[tuple[int, str]] = set()  # as `Groups` had it when the graph was made
-        self._has_news = True  # whether moments of the optimizer are still to be taken over
-        self._took_moments = False  # whether they were before
-        self.optimizer.register_step_pre_hook(_warn_of_a_second_update)
-        self.optimizer.register_state_dict_pre_hook(self._warn_of_missing_moments)
-        self.optimizer.register_load_state_dict_post_hook(self._note_new_moments)
+        self._moments, self._holding = moments_of(self.optimizer), Holding(engine.kept.slots_of, groups.names)
+        self._moments.trainers.add(self)
+        self._loaded: Holding | None = None  # what `load_state_dict` was given before the first step
+        self._had_moments = False  # whether this has been their holder
 
     def step(self, *batch) -> tuple[torch.Tensor, Any]:
         """Run forward, loss and backward, and the update with the last batch of each block.
@@ -142,6 +144,8 @@ class Trainer(FrontEnd):
         with self._engine.preparing_a_step():
             self._follow_groups()
             given = self._checked(batch, "step")
+            if self._moments.holder is not self._holding:
+                self._take_moments()
         scale = 1.0 if self._loss_scaler is None else self._loss_scaler.loss_scale_
         outputs, finite = self._run(self._engine.train_step, given, 0.0, scale)
         if finite is not None:
@@ -166,6 +170,8 @@ class Trainer(FrontEnd):
         if not self._engine.is_compiled:
             warnings.warn("the trainer has no state before its first step; state_dict() is empty", stacklevel=2)
             return {}
+        if include_optimizer_state and self._moments.holder is not self._holding:
+            self._take_moments()
         return self._engine.state_dict(include_optimizer_state)
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = False) -> None:
@@ -176,8 +182,14 @@ class Trainer(FrontEnd):
         Raises:
             StateError: a tensor of another shape, or, if `strict`, other names. Nothing is loaded.
         """
-        self._engine.load_state_dict(state_dict, strict)
-        self._has_news = False
+        engine, slots = self._engine, tuple(f"{slot}_" for slot in self._engine.slot_names)
+        has_moments = isinstance(state_dict, Mapping) and any(str(name).startswith(slots) for name in state_dict)
+        if has_moments and engine.is_compiled and self._moments.holder is not self._holding:
+            self._take_moments()  # of those that are not in it
+        engine.load_state_dict(state_dict, strict)
+        if has_moments and not engine.is_compiled:
+            self._loaded = Holding.loaded(dict(state_dict), engine.slot_names, self._groups.names)
+            self._moments.holder = self._loaded
 
     def export(self, path: str | os.PathLike) -> None:
         """Write the trained model as others run it: dropout off, running statistics, without the loss.
@@ -191,7 +203,7 @@ class Trainer(FrontEnd):
     # -- inside ---------------------------------------------------------------------------
 
     def _checked(self, batch: tuple, call: str) -> dict[str, torch.Tensor]:
-        """The batch by name, of which the first compiles; then the optimizer's moments are taken over."""
+        """The batch by name, of which the first compiles."""
         inputs, label = _inputs_and_label(batch, self._criterion is not None)
         engine = self._engine
         if self._describes and not engine.is_compiled:
@@ -203,17 +215,17 @@ class Trainer(FrontEnd):
             given = inputs_by_name((*inputs, *label), {}, names, call)
         if not engine.is_compiled:
             engine.compile(given)
-        if self._has_news:
-            self._take_moments()
         return given
 
     def _take_moments(self) -> None:
-        """Have the moments of the optimizer. Where it has none, the first step leaves what was loaded for it, later ones begin anew."""
-        if self._took_moments or not self._groups.state_is_empty:
+        """Have the optimizer's moments, which another trainer or a load has changed since this trainer had them."""
+        engine, moments = self._engine, self._moments
+        if moments.holder is not self._loaded:
             # Gradients of a block of batches are no part of an optimizer's state, and stay.
-            sums = self._engine.state_dict() if self._engine.accumulated else {}
-            self._engine.load_state_dict(sums | self._groups.moments())
-        self._has_news, self._took_moments = False, True
+            sums = engine.state_dict() if engine.accumulated else {}
+            # What was loaded before the first step stays where the optimizer has none; later it begins anew then.
+            engine.load_state_dict(sums | moments.under_names_of(self._groups, fresh=self._had_moments))
+        moments.holder, self._loaded, self._had_moments = self._holding, None, True
 
     def _follow_groups(self) -> None:
         """Let the next step have what the optimizer's groups are now."""
@@ -238,17 +250,6 @@ class Trainer(FrontEnd):
                 f"name in place of each size that varies: trainer(..., model_desc={self._engine.description!r})"
             ) from error
 
-    def _note_new_moments(self, optimizer) -> None:
-        self._has_news = True
-
-    def _warn_of_missing_moments(self, optimizer) -> None:
-        if self._engine.is_compiled and self._groups.has_moments:
-            warnings.warn(
-                "this optimizer's moments are in orttrainer.trainer, its state_dict() lacks them: "
-                "save trainer.state_dict() as well",
-                stacklevel=3,
-            )
-
 
 def _names(model: torch.nn.Module, criterion) -> dict[int, str]:
     """The name of every parameter of the model and of its criterion, by id."""
@@ -257,15 +258,6 @@ def _names(model: torch.nn.Module, criterion) -> dict[int, str]:
         for name, tensor in export.named_state(model, criterion).items()
         if isinstance(tensor, torch.nn.Parameter)
     }
-
-
-def _warn_of_a_second_update(optimizer, args, kwargs) -> None:
-    if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-        warnings.warn(
-            "optimizer.step() updates parameters that orttrainer.trainer trains, with gradients that backward() left. "
-            "trainer.step() has made its update already: leave out backward() and optimizer.step().",
-            stacklevel=3,
-        )
 
 
 # -- batches ------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ class Groups:
 
     Attributes:
         kind: the engine's optimizer.
+        names: those of all parameters, by id.
+        parameters: those in groups, by name.
         frozen: names of the parameters that are in no group.
         fed: groups and keys whose numbers each step feeds, since they have changed.
     """
@@ -56,9 +58,9 @@ class Groups:
             )
         self.optimizer, self.kind = optimizer, self._KINDS[type(optimizer)]
         self._max_norm = math.inf if max_grad_norm is None else float(max_grad_norm)
-        self._names = dict(names)
+        self.names = dict(names)
         self._group_of: dict[str, int] = {}
-        self._parameters: dict[str, torch.nn.Parameter] = {}
+        self.parameters: dict[str, torch.nn.Parameter] = {}
         self._numbers: list[dict[str, Any]] = []  # of each group
         self._ids: list[list[int]] = []
         self.fed: set[tuple[int, str]] = set()
@@ -71,11 +73,11 @@ class Groups:
         added = [*enumerate(self.optimizer.param_groups)][len(self._numbers) :]
         for index, group in added:
             for parameter in group["params"]:
-                name = self._names[id(parameter)]
-                self._group_of[name], self._parameters[name] = index, parameter
+                name = self.names[id(parameter)]
+                self._group_of[name], self.parameters[name] = index, parameter
             self._numbers.append(self._present(group))
             self._ids.append(_ids(group))
-        self.frozen = tuple(name for name in self._names.values() if name not in self._group_of)
+        self.frozen = tuple(name for name in self.names.values() if name not in self._group_of)
         return bool(added)
 
     def take_numbers(self, compiled: bool) -> None:
@@ -146,7 +148,7 @@ class Groups:
         for index, group in [*enumerate(self.optimizer.param_groups)][len(self._numbers) :]:
             self._refuse_unsupported(index, group)
             for parameter in group["params"]:
-                if id(parameter) not in self._names:
+                if id(parameter) not in self.names:
                     raise InvalidArgumentError(
                         f"param_groups[{index}] of the optimizer has a parameter of shape {list(parameter.shape)} that is "
                         "in neither model nor criterion. Make the optimizer with the parameters of this model."
@@ -170,14 +172,10 @@ class Groups:
             rule = "below 1" if key == "betas" else "above 0: without momentum PyTorch leaves its buffers as they are"
             raise InvalidArgumentError(f"{where}; it must be {rule}. Nothing was updated.")
 
-    @property
-    def has_moments(self) -> bool:
-        return self.kind != "SGDOptimizer" or any(numbers["momentum"] for numbers in self._numbers)
-
     def moments(self) -> dict[str, torch.Tensor]:
         """The state that the optimizer has of its own, under the engine's names; of a parameter without any, that of a fresh one."""
         found = {}
-        for name, parameter in self._parameters.items():
+        for name, parameter in self.parameters.items():
             state, zeros = self.optimizer.state.get(parameter) or {}, torch.zeros_like(parameter)
             if self.kind == "SGDOptimizer":
                 momentum = state.get("momentum_buffer")
