@@ -21,6 +21,7 @@ from orttrainer.front_end import FrontEnd
 from orttrainer.loss_scaler import LossScaler
 from orttrainer.settings import OptimizerChoice, Settings
 from orttrainer.torch_groups import Groups
+from orttrainer.torch_hooks import call_post_hooks, refuse_pre_hooks
 from orttrainer.torch_moments import Holding, moments_of
 
 __all__ = ["Trainer", "trainer"]
@@ -55,7 +56,8 @@ def trainer(
             what the one that stepped last has left, which costs a copy of them where they take turns. Learning
             rates are read from its groups at every step, so that `torch.optim.lr_scheduler`s work, and so are
             momentum, betas, eps and weight decay, once one has changed, which compiles again (OneCycleLR);
-            groups may be added (`add_param_group`); everything else must stay as it is.
+            groups may be added (`add_param_group`); everything else must stay as it is. Hooks that it has for
+            after a step (`register_step_post_hook`) are called after each update; for before a step none may be.
         model_desc: inputs (the label last) and outputs (the loss first). None: those of the first
             batch, whose axis 0 may vary, together in all inputs that have its size there. Where other
             axes vary as well, describe them here, with a name for each size that does.
@@ -139,6 +141,7 @@ class Trainer(FrontEnd):
             SchemaError: the batch does not fit the description, or the sizes of the first batch.
             InvalidArgumentError: a number of the optimizer other than the learning rate has
                 changed, or the learning rate cannot be used. Nothing was updated.
+            UnsupportedFeatureError: the optimizer has a `step_pre_hook`. Nothing was updated.
             ExecutionError: ONNX Runtime failed; the state is as before.
         """
         with self._engine.preparing_a_step():
@@ -152,6 +155,8 @@ class Trainer(FrontEnd):
             self.optimizer._opt_called = True  # a torch scheduler warns where no update came before its own step
             if self._loss_scaler is not None:
                 self._loss_scaler.update_loss_scale(finite)
+        if finite:
+            call_post_hooks(self.optimizer)
         return _loss_and_prediction(outputs)
 
     def eval_step(self, *batch) -> tuple[torch.Tensor, Any]:
@@ -230,6 +235,7 @@ class Trainer(FrontEnd):
     def _follow_groups(self) -> None:
         """Let the next step have what the optimizer's groups are now."""
         groups, engine = self._groups, self._engine
+        refuse_pre_hooks(self.optimizer, self._moments.own_hook)
         groups.check()
         if groups.grow():
             engine.freeze(groups.frozen)

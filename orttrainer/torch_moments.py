@@ -51,13 +51,15 @@ class Moments:
         holder: who has them: the `Holding` of the trainer that stepped or loaded last, or, where the optimizer has them in
             its own `state`, another object, which is a new one after each load.
         trainers: those on the optimizer that are still there.
+        own_hook: what this has the optimizer call before its own step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         # The optimizer holds this by its hooks, so that this must not hold the optimizer, nor a trainer.
         self.holder: Any = object()
         self.trainers: weakref.WeakSet = weakref.WeakSet()
-        optimizer.register_step_pre_hook(self._warn_of_a_second_update)
+        self.own_hook = _warning_of_a_second_update(self.trainers)
+        optimizer.register_step_pre_hook(self.own_hook)
         optimizer.register_state_dict_pre_hook(self._warn_of_missing_moments)
         optimizer.register_load_state_dict_post_hook(self._note_new_moments)
 
@@ -83,13 +85,17 @@ class Moments:
                 stacklevel=3,
             )
 
-    def _warn_of_a_second_update(self, optimizer, args, kwargs) -> None:
-        if self.trainers and any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+
+def _warning_of_a_second_update(trainers: Collection) -> Callable:
+    def warn(optimizer, args, kwargs) -> None:
+        if trainers and any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
             warnings.warn(
                 "optimizer.step() updates parameters that orttrainer.trainer trains, with gradients that backward() left. "
                 "trainer.step() has made its update already: leave out backward() and optimizer.step().",
                 stacklevel=3,
             )
+
+    return warn
 
 
 _OF_OPTIMIZERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, Moments] = weakref.WeakKeyDictionary()

@@ -112,6 +112,7 @@ MAY_IMPORT = {
         "update_counts",
     },
     "torch_groups": {"arguments", "optim"},
+    "torch_hooks": set(),
     "torch_moments": {"torch_groups"},
     "sketch": {
         "arguments",
@@ -122,6 +123,7 @@ MAY_IMPORT = {
         "loss_scaler",
         "settings",
         "torch_groups",
+        "torch_hooks",
         "torch_moments",
     },
     "compat": {
