@@ -19,6 +19,7 @@ from orttrainer.engine import Engine
 from orttrainer.errors import InvalidArgumentError, SchemaError
 from orttrainer.front_end import FrontEnd
 from orttrainer.loss_scaler import LossScaler
+from orttrainer.scaler_state import from_state, scaler_state
 from orttrainer.settings import OptimizerChoice, Settings
 from orttrainer.torch_groups import Groups
 from orttrainer.torch_hooks import call_post_hooks, refuse_pre_hooks
@@ -177,21 +178,25 @@ class Trainer(FrontEnd):
             return {}
         if include_optimizer_state and self._moments.holder is not self._holding:
             self._take_moments()
-        return self._engine.state_dict(include_optimizer_state)
+        scale = scaler_state(self._loss_scaler) if include_optimizer_state else {}
+        return self._engine.state_dict(include_optimizer_state) | scale
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = False) -> None:
         """Load what `state_dict` gave: before the first step the weights at once and the optimizer's state then, all then if `strict`.
 
-        Learning rates are not in it: those are the optimizer's and its scheduler's.
+        Learning rates are not in it: those are the optimizer's and its scheduler's. The loss scale is, of an
+        `orttrainer.LossScaler` that is dynamic; a state dict that lacks it leaves the present one.
 
         Raises:
             StateError: a tensor of another shape, or, if `strict`, other names. Nothing is loaded.
         """
+        state_dict, scale_on = from_state(state_dict, self._loss_scaler)
         engine, slots = self._engine, tuple(f"{slot}_" for slot in self._engine.slot_names)
         has_moments = isinstance(state_dict, Mapping) and any(str(name).startswith(slots) for name in state_dict)
         if has_moments and engine.is_compiled and self._moments.holder is not self._holding:
             self._take_moments()  # of those that are not in it
         engine.load_state_dict(state_dict, strict)
+        scale_on()
         if has_moments and not engine.is_compiled:
             self._loaded = Holding.loaded(dict(state_dict), engine.slot_names, self._groups.names)
             self._moments.holder = self._loaded
