@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import inspect
+import logging
 import numbers
 import os
 import warnings
@@ -26,6 +27,8 @@ from orttrainer.torch_hooks import call_post_hooks, refuse_pre_hooks
 from orttrainer.torch_moments import Holding, moments_of
 
 __all__ = ["Trainer", "trainer"]
+
+log = logging.getLogger("orttrainer")
 
 # What has an argument of its own, and the name of an input that this front end feeds by itself.
 _OWN_SETTINGS = {"device", "precision", "accumulation_steps", "frozen", "learning_rate"}
@@ -125,10 +128,11 @@ class Trainer(FrontEnd):
         self._moments, self._holding = moments_of(self.optimizer), Holding(engine.kept.slots_of, groups.names)
         self._moments.trainers.add(self)
         self._loaded: Holding | None = None  # what `load_state_dict` was given before the first step
+        self._told_of_eval_mode = False
         self._had_moments = False  # whether this has been their holder
 
     def step(self, *batch) -> tuple[torch.Tensor, Any]:
-        """Run forward, loss and backward, and the update with the last batch of each block.
+        """Run forward, loss and backward in train mode, and the update with the last batch of each block.
 
         Args:
             batch: the inputs of the model and, with a criterion, the label last: `step(x, y)`,
@@ -150,6 +154,8 @@ class Trainer(FrontEnd):
             given = self._checked(batch, "step")
             if self._moments.holder is not self._holding:
                 self._take_moments()
+        if not (self.model.training or self._told_of_eval_mode):
+            self._tell_of_eval_mode()
         scale = 1.0 if self._loss_scaler is None else self._loss_scaler.loss_scale_
         outputs, finite = self._run(self._engine.train_step, given, 0.0, scale)
         if finite is not None:
@@ -248,6 +254,14 @@ class Trainer(FrontEnd):
         if groups.fed != self._fed:
             engine.renew_update()
             self._fed = {*groups.fed}
+
+    def _tell_of_eval_mode(self) -> None:
+        self._told_of_eval_mode = True
+        log.warning(
+            "the model is in eval mode, and step() trains in train mode all the same: dropout on, running statistics "
+            "updated. eval_step() is what evaluates. Layers that are to stay in eval mode are put so one by one, behind "
+            "model.train(): for m in model.modules(): if isinstance(m, BatchNorm2d): m.eval()"
+        )
 
     def _run(self, call: Callable, *arguments):
         """Call the compiled engine; say how sizes are described where the first batch did that."""
