@@ -222,6 +222,8 @@ class Trainer(FrontEnd):
         """The batch by name, of which the first compiles."""
         inputs, label = _inputs_and_label(batch, self._criterion is not None)
         engine = self._engine
+        if not engine.is_compiled:
+            _warn_of_autocast(engine)
         if self._describes and not engine.is_compiled:
             engine.describe(_describe(self.model, inputs, label))
         names = engine.input_names
@@ -274,6 +276,17 @@ class Trainer(FrontEnd):
                 f"{error} What holds is what the first batch had. To let other sizes vary, describe the batch, with a "
                 f"name in place of each size that varies: trainer(..., model_desc={self._engine.description!r})"
             ) from error
+
+
+def _warn_of_autocast(engine: Engine) -> None:
+    kind = engine.device.type
+    if engine.precision is None and torch.is_autocast_enabled(kind):
+        dtype = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+        warnings.warn(
+            "torch.autocast has no effect on orttrainer.trainer, whose graph computes in the dtypes of the model: leave it "
+            f"out, and for mixed precision make the trainer with mixed_precision={dtype!r}",
+            stacklevel=4,  # where the first step or evaluation is called
+        )
 
 
 def _names(model: torch.nn.Module, criterion) -> dict[int, str]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
+import pytest
 import torch
-from small import batch
+from small import batch, net
 from test_sketch import assert_parameters_close, sgd, torch_step
 from test_sketch_optimizer import make
 from torch import nn
@@ -34,3 +36,19 @@ def test_single_layers_in_eval_mode_are_nothing_to_be_told_of(caplog):
     module[1].eval()
     trainer.step(*batch())
     assert "train mode" not in caplog.text
+
+
+# -- autocast ---------------------------------------------------------------------------------
+
+
+def test_autocast_around_the_first_step_is_warned_of_where_there_is_no_mixed_precision():
+    module = net()
+    trainer = make(module, sgd(module))
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.warns(UserWarning, match="torch.autocast.*mixed_precision='bfloat16'") as caught:
+            trainer.step(*batch())
+        assert [warning.filename for warning in caught if "autocast" in str(warning.message)] == [__file__]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            trainer.step(*batch())
+            make(module, sgd(module), mixed_precision="bfloat16").step(*batch())
