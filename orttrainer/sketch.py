@@ -336,10 +336,38 @@ def _describe(model: torch.nn.Module, inputs: tuple | Mapping, label: tuple) -> 
         shape = list(tensor.shape)
         dims = ["batch", *shape[1:]] if varies and shape and shape[0] == size else shape
         described.append(IODescription(name, dims, tensor.dtype))
-    count = export.count_outputs(model, inputs) - (not label)
+    try:
+        count = export.count_outputs(model, inputs) - (not label)
+    except TypeError as error:
+        _refuse_what_forward_does_not_take(model, inputs, error)
+        raise
     predictions = ["output"] if count == 1 else [f"output_{index}" for index in range(count)]
     outputs = [IODescription(_free(name, {*taken, *batch}), []) for name in ("loss", *predictions)]
     return ModelDescription(described, outputs)
+
+
+def _refuse_what_forward_does_not_take(model: torch.nn.Module, inputs: tuple | Mapping, error: TypeError) -> None:
+    """A SchemaError, where `error` came of a call that forward does not take; it may also have been raised inside."""
+    signature, by_name = inspect.signature(model.forward), isinstance(inputs, Mapping)
+    try:
+        signature.bind(*(() if by_name else inputs), **(inputs if by_name else {}))
+    except TypeError as misfit:
+        understood = (
+            f"tensors by the names {list(inputs)}" if by_name else f"{len(inputs)} tensors, one for each argument"
+        )
+        text = (
+            f"forward does not take the first batch: {misfit}. Its inputs were understood as {understood}: what comes before "
+            "the label, where one tuple or list is taken apart. Give what forward takes, in its order, then the label: "
+            "step(x, y), step(x1, x2, y), step((x1, x2), y) or step({'x1': x1, 'x2': x2}, y)."
+        )
+        if len(signature.parameters) == 1 and not by_name:
+            (name,) = signature.parameters
+            text += (
+                f" This forward takes one argument, {name!r}. If that is a list of tensors: an input of the graph is one "
+                f"tensor; train a module around the model that takes them one by one, def forward(self, *{name}): return "
+                f"self.model({name})."
+            )
+        raise SchemaError(text) from error
 
 
 def _input_names(model: torch.nn.Module, count: int, taken: set[str]) -> list[str]:

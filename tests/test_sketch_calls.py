@@ -12,6 +12,8 @@ from test_sketch import assert_parameters_close, sgd, torch_step
 from test_sketch_optimizer import make
 from torch import nn
 
+from orttrainer.errors import SchemaError
+
 # -- modes ------------------------------------------------------------------------------------
 
 
@@ -52,3 +54,50 @@ def test_autocast_around_the_first_step_is_warned_of_where_there_is_no_mixed_pre
             warnings.simplefilter("error")
             trainer.step(*batch())
             make(module, sgd(module), mixed_precision="bfloat16").step(*batch())
+
+
+# -- batches that forward does not take -------------------------------------------------------
+
+
+class Both(nn.Module):
+    """Takes one list."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, pair):
+        return self.head(torch.cat(pair, 1))
+
+
+class Broken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(x, x)
+
+
+X, Y = batch()
+NOT_TAKEN = {
+    "a list for one argument": (
+        Both, ([X, X], Y), r"too many positional arguments.*as 2 tensors.*then the label.*forward takes one argument, 'pair'",
+    ),
+    "two for one": (Both, (X, X, Y), r"too many positional arguments.*as 2 tensors"),
+    "a name that it has not": (Both, ({"x": X}, Y), r"argument: 'pair'.*as tensors by the names \['x'\]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NOT_TAKEN)
+def test_inputs_that_forward_does_not_take_are_refused_with_how_they_were_understood(case):
+    kind, given, text = NOT_TAKEN[case]
+    module = kind()
+    with pytest.raises(SchemaError, match=text):
+        make(module, sgd(module)).step(*given)
+
+
+def test_what_a_forward_raises_itself_is_its_own_error():
+    module = Broken()
+    with pytest.raises(TypeError, match="positional argument"):
+        make(module, sgd(module)).step(*batch())
