@@ -150,6 +150,7 @@ class Trainer(FrontEnd):
             ExecutionError: ONNX Runtime failed; the state is as before.
         """
         with self._engine.preparing_a_step():
+            refuse_pre_hooks(self.optimizer, self._moments.own_hook)
             self._follow_groups()
             given = self._checked(batch, "step")
             if self._moments.holder is not self._holding:
@@ -168,6 +169,8 @@ class Trainer(FrontEnd):
 
     def eval_step(self, *batch) -> tuple[torch.Tensor, Any]:
         """Run forward and loss in evaluation mode: dropout off, running statistics, no update. Else as `step`."""
+        if not self._engine.is_compiled:
+            self._follow_groups()
         return _loss_and_prediction(self._run(self._engine.eval_step, self._checked(batch, "eval_step")))
 
     eval = eval_step
@@ -248,9 +251,10 @@ class Trainer(FrontEnd):
     def _follow_groups(self) -> None:
         """Let the next step have what the optimizer's groups are now."""
         groups, engine = self._groups, self._engine
-        refuse_pre_hooks(self.optimizer, self._moments.own_hook)
+        if not engine.is_compiled:  # layers may have come
+            groups.rename(_names(self.model, self._criterion))
         groups.check()
-        if groups.grow():
+        if groups.grow() or not engine.is_compiled:
             engine.freeze(groups.frozen)
         groups.take_numbers(engine.is_compiled)
         if groups.fed != self._fed:

@@ -59,8 +59,7 @@ class Groups:
         self.optimizer, self.kind = optimizer, self._KINDS[type(optimizer)]
         self._max_norm = math.inf if max_grad_norm is None else float(max_grad_norm)
         self.names = dict(names)
-        self._group_of: dict[str, int] = {}
-        self.parameters: dict[str, torch.nn.Parameter] = {}
+        self._known = {*names}  # the parameters that were there when the trainer was made, by id
         self._numbers: list[dict[str, Any]] = []  # of each group
         self._ids: list[list[int]] = []
         self.fed: set[tuple[int, str]] = set()
@@ -70,15 +69,28 @@ class Groups:
 
     def grow(self) -> bool:
         """Take groups that were added, which `check` has seen; whether there were any."""
-        added = [*enumerate(self.optimizer.param_groups)][len(self._numbers) :]
-        for index, group in added:
-            for parameter in group["params"]:
-                name = self.names[id(parameter)]
-                self._group_of[name], self.parameters[name] = index, parameter
-            self._numbers.append(self._present(group))
-            self._ids.append(_ids(group))
-        self.frozen = tuple(name for name in self.names.values() if name not in self._group_of)
-        return bool(added)
+        if not (added := self.optimizer.param_groups[len(self._numbers) :]):
+            return False
+        self._numbers += [self._present(group) for group in added]
+        self._ids += [_ids(group) for group in added]
+        self._name_all()
+        return True
+
+    def rename(self, names: Mapping[int, str]) -> None:
+        """Take the names that parameters have now, of a model that is not compiled yet."""
+        for index, group in enumerate(self.optimizer.param_groups[: len(self._numbers)]):
+            self._check_names(index, group, names)
+        self.names.clear()  # the same dict, which others have
+        self.names.update(names)
+        self._name_all()
+
+    def _name_all(self) -> None:
+        """Say by name what is in which group. What came into the model later and is in none is refused when it is compiled."""
+        taken = [*enumerate(self.optimizer.param_groups)][: len(self._numbers)]
+        named = [(self.names[id(x)], index, x) for index, group in taken for x in group["params"]]
+        self._group_of = {name: index for name, index, _ in named}
+        self.parameters = {name: parameter for name, _, parameter in named}
+        self.frozen = tuple(n for key, n in self.names.items() if key in self._known and n not in self._group_of)
 
     def take_numbers(self, compiled: bool) -> None:
         """Take those that have changed, which `check` has seen; of which a graph has the old ones, each step feeds from now on."""
@@ -147,12 +159,16 @@ class Groups:
     def _check_added(self) -> None:
         for index, group in [*enumerate(self.optimizer.param_groups)][len(self._numbers) :]:
             self._refuse_unsupported(index, group)
-            for parameter in group["params"]:
-                if id(parameter) not in self.names:
-                    raise InvalidArgumentError(
-                        f"param_groups[{index}] of the optimizer has a parameter of shape {list(parameter.shape)} that is "
-                        "in neither model nor criterion. Make the optimizer with the parameters of this model."
-                    )
+            self._check_names(index, group, self.names)
+
+    @staticmethod
+    def _check_names(index: int, group: Mapping[str, Any], names: Mapping[int, str]) -> None:
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise InvalidArgumentError(
+                    f"param_groups[{index}] of the optimizer has a parameter of shape {list(parameter.shape)} that is "
+                    "in neither model nor criterion. Make the optimizer with the parameters of this model."
+                )
 
     def _check_number(self, index: int, key: str, now: Any, compiled: Mapping[str, Any]) -> None:
         where = f"param_groups[{index}][{key!r}] of the optimizer is {now!r} now, but was {compiled[key]!r} before"

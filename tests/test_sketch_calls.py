@@ -12,7 +12,7 @@ from test_sketch import assert_parameters_close, sgd, torch_step
 from test_sketch_optimizer import make
 from torch import nn
 
-from orttrainer.errors import SchemaError
+from orttrainer.errors import InvalidArgumentError, SchemaError
 
 # -- modes ------------------------------------------------------------------------------------
 
@@ -101,3 +101,50 @@ def test_what_a_forward_raises_itself_is_its_own_error():
     module = Broken()
     with pytest.raises(TypeError, match="positional argument"):
         make(module, sgd(module)).step(*batch())
+
+
+# -- layers that come before the first step ---------------------------------------------------
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_a_layer_that_model_and_optimizer_get_before_the_first_step_is_trained(evaluated):
+    module, reference = net(), net()
+    ours, theirs = sgd(module, momentum=0.9), sgd(reference, momentum=0.9)
+    trainer = make(module, ours)
+    for m, optimizer in ((module, ours), (reference, theirs)):
+        torch.manual_seed(1)
+        m.append(nn.Linear(3, 3))
+        optimizer.add_param_group({"params": m[4].parameters(), "lr": 0.05})
+    if evaluated:
+        trainer.eval(*batch())
+    for step in range(3):
+        trainer.step(*batch(step))
+        torch_step(reference, theirs, *batch(step))
+    assert_parameters_close(module, reference)
+
+
+def test_a_layer_that_is_moved_before_the_first_step_keeps_its_group():
+    module, reference = net(), net()
+
+    def optimizer(m):
+        return torch.optim.SGD([{"params": m[0].parameters()}, {"params": m[3].parameters(), "lr": 0.5}], lr=0.01)
+
+    ours, theirs = optimizer(module), optimizer(reference)
+    trainer = make(module, ours)
+    for m in (module, reference):
+        m.insert(0, nn.Identity())
+    for step in range(3):
+        trainer.step(*batch(step))
+        torch_step(reference, theirs, *batch(step))
+    assert_parameters_close(module, reference)
+
+
+def test_a_layer_that_is_replaced_before_the_first_step_is_refused_where_the_optimizer_has_the_old_one():
+    module = net()
+    trainer = make(module, sgd(module))
+    old, module[3] = module[3], nn.Linear(8, 3)
+    for _ in range(2):
+        with pytest.raises(InvalidArgumentError, match=r"shape \[3, 8\] that is in neither model nor criterion"):
+            trainer.step(*batch())
+    module[3] = old
+    trainer.step(*batch())
