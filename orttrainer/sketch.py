@@ -67,7 +67,8 @@ def trainer(
             axes vary as well, describe them here, with a name for each size that does.
         device: "cpu", "cuda", "cuda:1" or a `torch.device`; by default where the model is.
         max_grad_norm: scale gradients down to this global norm, where theirs is above it.
-        gradient_accumulation_steps: batches per update.
+        gradient_accumulation_steps: batches per update; may be changed between updates
+            (`trainer.gradient_accumulation_steps = 8`).
         mixed_precision: "float16" or "bfloat16": forward and backward in it; parameters stay in float32.
         loss_scaler: an `orttrainer.LossScaler`; by default a dynamic one for float16, none for bfloat16.
         settings: more fields of `orttrainer.engine.Settings`, such as `providers` or `check_export`.
@@ -174,6 +175,15 @@ class Trainer(FrontEnd):
         return _loss_and_prediction(self._run(self._engine.eval_step, self._checked(batch, "eval_step")))
 
     eval = eval_step
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Batches per update; may be set between updates."""
+        return self._engine.accumulation_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self._engine.accumulation_steps = steps
 
     # -- state ----------------------------------------------------------------------------
 

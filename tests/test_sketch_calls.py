@@ -148,3 +148,23 @@ def test_a_layer_that_is_replaced_before_the_first_step_is_refused_where_the_opt
             trainer.step(*batch())
     module[3] = old
     trainer.step(*batch())
+
+
+# -- batches per update -----------------------------------------------------------------------
+
+
+def test_batches_per_update_may_be_changed_between_updates():
+    module, reference = net(), net()
+    trainer, theirs = make(module, sgd(module), gradient_accumulation_steps=2), sgd(reference)
+    number = 0
+    for steps in (2, 1, 3):
+        trainer.gradient_accumulation_steps = steps
+        assert trainer.gradient_accumulation_steps == steps
+        batches = [batch(number := number + 1) for _ in range(steps)]
+        for x, y in batches:
+            trainer.step(x, y)
+        torch_step(reference, theirs, *(torch.cat(tensors) for tensors in zip(*batches)))
+        assert_parameters_close(module, reference)
+    trainer.step(*batch())
+    with pytest.raises(InvalidArgumentError, match="between updates only: 1 of 3 batches are accumulated"):
+        trainer.gradient_accumulation_steps = 1
