@@ -111,6 +111,11 @@ class InUse(NotCopied):
         """What the optimizer calls its state of a parameter, without the parameter's name behind it."""
         return self._kept.slot_names
 
+    @property
+    def kept(self) -> KeptState:
+        """The state that is not the module's. It outlives the engine, and keeps nothing of it alive."""
+        return self._kept
+
     def describe(self, description: ModelDescription) -> None:
         """Say what the inputs and outputs of a model are that is not compiled yet."""
         self.description = description
@@ -234,6 +239,7 @@ class InUse(NotCopied):
         inputs = {x.name: x for x in graph.graph.graph.inputs}
         self._rates_fed = inputs[graph.signature.learning_rate].shape[0]
         self._ways.took(forward, graph, state, runner)
+        self._kept.counters = {name: state.tensors[counter] for name, counter in graph.signature.counters.items()}
 
     def _training_graph(self, forward: ForwardGraph, counts: Mapping[str, int]) -> TrainingGraph:
         """The graph that trains. On the CPU the state holds wide weights transposed, as the step uses them.

@@ -25,12 +25,14 @@ class KeptState:
     Attributes:
         latest: name -> the tensor that has its value, as the model declares it; counters are not among them.
         counts: parameter -> how often it was updated, plus 1, as of when the last graph took over.
+        counters: trained parameter -> the tensor that counts its updates in the graph at work.
     """
 
     def __init__(self, slot_names: Collection[str], count: str | None = None):
         self.slot_names, self.count = slot_names, count
         self.latest: dict[str, torch.Tensor] = {}
         self.counts: dict[str, int] = {}
+        self.counters: dict[str, torch.Tensor] = {}
         self._made: weakref.WeakValueDictionary[tuple, torch.Tensor] = weakref.WeakValueDictionary()
 
     def stored(self, entry: StateEntry, make: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -51,6 +53,14 @@ class KeptState:
             if latest.data_ptr() != tensor.data_ptr():
                 tensor.copy_(latest)
             self.latest[name] = tensor
+
+    def slots_of(self, parameter: str) -> dict[str, torch.Tensor]:
+        """The optimizer's state of a parameter at this moment, by slot; {} if there is none."""
+        found = {
+            slot: self.latest[f"{slot}_{parameter}"] for slot in self.slot_names if f"{slot}_{parameter}" in self.latest
+        }
+        count = self.counters.get(parameter, self.counts.get(parameter))
+        return found if count is None else found | {self.count: torch.tensor([int(count)])}
 
     def of(self, parameters: Mapping[str, torch.Tensor], counts: bool = True) -> dict[str, torch.Tensor]:
         """What there may be for these parameters, and for dropout: by name a tensor of its shape."""

@@ -29,6 +29,7 @@ from orttrainer.engine import Engine
 from orttrainer.errors import OptimizerError, SchemaError
 from orttrainer.front_end import FrontEnd
 from orttrainer.graph.write import write_model
+from orttrainer.scaler_state import from_state, scaler_state
 from orttrainer.settings import OptimizerChoice, Settings
 
 LOSS_SCALE_BEFORE = "default_loss_scale_input_name"  # its keyword while the graph's own name is not known
@@ -273,13 +274,17 @@ class ORTTrainer(FrontEnd):
 
         Optimizer entries have the legacy names `Moment_1_<weight>`, `Moment_2_<weight>`,
         `Update_Count_<weight>` (Adam) and `Step` (LAMB); with float16 there are the copies
-        `<weight>_fp16`. Before the first step of a torch module what was loaded, or empty, with a warning.
+        `<weight>_fp16`, and of the trainer's own `LossScaler`, if that is dynamic, "Loss_Scale" and
+        "Loss_Scale_Stable_Steps"; a scale that `train_step` takes is the caller's to save. Before the first step of a
+        torch module what was loaded, or empty, with a warning.
         """
         found = self._engine.state_dict(include_optimizer_state)
         if not self._engine.is_compiled and not found:
             warnings.warn("the trainer has no state before its first step; state_dict() is empty", stacklevel=2)
-        if include_optimizer_state and self._engine.is_compiled:
-            found |= {copy: found[name].half() for name, copy in self._half_copies().items()}
+        if include_optimizer_state and found:
+            copies = self._half_copies().items() if self._engine.is_compiled else ()
+            found |= {copy: found[name].half() for name, copy in copies}
+            found |= scaler_state(self._loss_scaler)
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = False) -> None:
@@ -294,7 +299,9 @@ class ORTTrainer(FrontEnd):
         """
         if isinstance(state_dict, Mapping):  # the copies say nothing that the weights do not
             state_dict = {n: t for n, t in state_dict.items() if not _is_half_copy(n, state_dict)}
+        state_dict, scale_on = from_state(state_dict, self._loss_scaler)
         self._engine.load_state_dict(state_dict, strict)
+        scale_on()
 
     def save_as_onnx(self, path: str) -> None:
         """Write the forward graph with its loss and the trained weights: the training form.

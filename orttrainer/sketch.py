@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import inspect
+import logging
 import numbers
 import os
 import warnings
@@ -19,10 +20,15 @@ from orttrainer.engine import Engine
 from orttrainer.errors import InvalidArgumentError, SchemaError
 from orttrainer.front_end import FrontEnd
 from orttrainer.loss_scaler import LossScaler
+from orttrainer.scaler_state import from_state, scaler_state
 from orttrainer.settings import OptimizerChoice, Settings
 from orttrainer.torch_groups import Groups
+from orttrainer.torch_hooks import call_post_hooks, refuse_pre_hooks
+from orttrainer.torch_moments import Holding, moments_of
 
 __all__ = ["Trainer", "trainer"]
+
+log = logging.getLogger("orttrainer")
 
 # What has an argument of its own, and the name of an input that this front end feeds by itself.
 _OWN_SETTINGS = {"device", "precision", "accumulation_steps", "frozen", "learning_rate"}
@@ -47,17 +53,22 @@ def trainer(
         model: a `torch.nn.Module`; its parameters are trained in place.
         criterion: `criterion(model(*inputs), label) -> scalar`; None if the model returns its loss first.
         optimizer: a `torch.optim.SGD`, `Adam` or `AdamW`, whose groups hold the parameters to train. Its
-            numbers are taken, its `step()` is not run: the moments are the trainer's, `optimizer.state`
-            stays as it is. Moments that it has already are taken over at the first step. Learning
+            numbers are taken, its `step()` is not run: the moments are in the trainer, `optimizer.state`
+            stays as it is. Moments that it has already are taken over at the first step, and those that it
+            is made to load (`optimizer.load_state_dict`) at the next one, be it that there are none. Several
+            trainers on one optimizer share its moments, as several losses do in PyTorch: each goes on with
+            what the one that stepped last has left, which costs a copy of them where they take turns. Learning
             rates are read from its groups at every step, so that `torch.optim.lr_scheduler`s work, and so are
             momentum, betas, eps and weight decay, once one has changed, which compiles again (OneCycleLR);
-            groups may be added (`add_param_group`); everything else must stay as it is.
+            groups may be added (`add_param_group`); everything else must stay as it is. Hooks that it has for
+            after a step (`register_step_post_hook`) are called after each update; for before a step none may be.
         model_desc: inputs (the label last) and outputs (the loss first). None: those of the first
             batch, whose axis 0 may vary, together in all inputs that have its size there. Where other
             axes vary as well, describe them here, with a name for each size that does.
         device: "cpu", "cuda", "cuda:1" or a `torch.device`; by default where the model is.
         max_grad_norm: scale gradients down to this global norm, where theirs is above it.
-        gradient_accumulation_steps: batches per update.
+        gradient_accumulation_steps: batches per update; may be changed between updates
+            (`trainer.gradient_accumulation_steps = 8`).
         mixed_precision: "float16" or "bfloat16": forward and backward in it; parameters stay in float32.
         loss_scaler: an `orttrainer.LossScaler`; by default a dynamic one for float16, none for bfloat16.
         settings: more fields of `orttrainer.engine.Settings`, such as `providers` or `check_export`.
@@ -115,13 +126,14 @@ class Trainer(FrontEnd):
         self._engine, self._criterion, self._groups, self._loss_scaler = engine, criterion, groups, loss_scaler
         self._describes = engine.description is None
         self._fed: set[tuple[int, str]] = set()  # as `Groups` had it when the graph was made
-        self._has_news = True  # whether moments of the optimizer are still to be taken over
-        self.optimizer.register_step_pre_hook(_warn_of_a_second_update)
-        self.optimizer.register_state_dict_pre_hook(self._warn_of_missing_moments)
-        self.optimizer.register_load_state_dict_post_hook(self._note_new_moments)
+        self._moments, self._holding = moments_of(self.optimizer), Holding(engine.kept.slots_of, groups.names)
+        self._moments.trainers.add(self)
+        self._loaded: Holding | None = None  # what `load_state_dict` was given before the first step
+        self._told_of_eval_mode = False
+        self._had_moments = False  # whether this has been their holder
 
     def step(self, *batch) -> tuple[torch.Tensor, Any]:
-        """Run forward, loss and backward, and the update with the last batch of each block.
+        """Run forward, loss and backward in train mode, and the update with the last batch of each block.
 
         Args:
             batch: the inputs of the model and, with a criterion, the label last: `step(x, y)`,
@@ -135,25 +147,44 @@ class Trainer(FrontEnd):
             SchemaError: the batch does not fit the description, or the sizes of the first batch.
             InvalidArgumentError: a number of the optimizer other than the learning rate has
                 changed, or the learning rate cannot be used. Nothing was updated.
+            UnsupportedFeatureError: the optimizer has a `step_pre_hook`. Nothing was updated.
             ExecutionError: ONNX Runtime failed; the state is as before.
         """
         with self._engine.preparing_a_step():
+            refuse_pre_hooks(self.optimizer, self._moments.own_hook)
             self._follow_groups()
             given = self._checked(batch, "step")
+            if self._moments.holder is not self._holding:
+                self._take_moments()
+        if not (self.model.training or self._told_of_eval_mode):
+            self._tell_of_eval_mode()
         scale = 1.0 if self._loss_scaler is None else self._loss_scaler.loss_scale_
         outputs, finite = self._run(self._engine.train_step, given, 0.0, scale)
         if finite is not None:
             self.optimizer._opt_called = True  # a torch scheduler warns where no update came before its own step
             if self._loss_scaler is not None:
                 self._loss_scaler.update_loss_scale(finite)
+        if finite:
+            call_post_hooks(self.optimizer)
         self._engine.raise_interruption()
         return _loss_and_prediction(outputs)
 
     def eval_step(self, *batch) -> tuple[torch.Tensor, Any]:
         """Run forward and loss in evaluation mode: dropout off, running statistics, no update. Else as `step`."""
+        if not self._engine.is_compiled:
+            self._follow_groups()
         return _loss_and_prediction(self._run(self._engine.eval_step, self._checked(batch, "eval_step")))
 
     eval = eval_step
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Batches per update; may be set between updates."""
+        return self._engine.accumulation_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self._engine.accumulation_steps = steps
 
     # -- state ----------------------------------------------------------------------------
 
@@ -162,21 +193,33 @@ class Trainer(FrontEnd):
 
         Before the first step what was loaded, or empty, with a warning.
         """
-        found = self._engine.state_dict(include_optimizer_state)
-        if not self._engine.is_compiled and not found:
+        engine = self._engine
+        if include_optimizer_state and engine.is_compiled and self._moments.holder is not self._holding:
+            self._take_moments()
+        found = engine.state_dict(include_optimizer_state)
+        if not engine.is_compiled and not found:
             warnings.warn("the trainer has no state before its first step; state_dict() is empty", stacklevel=2)
-        return found
+        return found | (scaler_state(self._loss_scaler) if include_optimizer_state and found else {})
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = False) -> None:
         """Load what `state_dict` gave: before the first step the weights at once and the optimizer's state then.
 
-        Learning rates are not in it: those are the optimizer's and its scheduler's.
+        Learning rates are not in it: those are the optimizer's and its scheduler's. The loss scale is, of an
+        `orttrainer.LossScaler` that is dynamic; a state dict that lacks it leaves the present one.
 
         Raises:
             StateError: a tensor of another shape, or, if `strict`, other names. Nothing is loaded.
         """
-        self._engine.load_state_dict(state_dict, strict)
-        self._has_news = False
+        state_dict, scale_on = from_state(state_dict, self._loss_scaler)
+        engine, slots = self._engine, tuple(f"{slot}_" for slot in self._engine.slot_names)
+        has_moments = isinstance(state_dict, Mapping) and any(str(name).startswith(slots) for name in state_dict)
+        if has_moments and engine.is_compiled and self._moments.holder is not self._holding:
+            self._take_moments()  # of those that are not in it
+        engine.load_state_dict(state_dict, strict)
+        scale_on()
+        if has_moments and not engine.is_compiled:
+            self._loaded = Holding.loaded(dict(state_dict), engine.slot_names, self._groups.names)
+            self._moments.holder = self._loaded
 
     def export(self, path: str | os.PathLike) -> None:
         """Write the trained model as others run it: dropout off, running statistics, without the loss.
@@ -190,9 +233,11 @@ class Trainer(FrontEnd):
     # -- inside ---------------------------------------------------------------------------
 
     def _checked(self, batch: tuple, call: str) -> dict[str, torch.Tensor]:
-        """The batch by name, of which the first compiles; then the optimizer's moments are taken over."""
+        """The batch by name, of which the first compiles."""
         inputs, label = _inputs_and_label(batch, self._criterion is not None)
         engine = self._engine
+        if not engine.is_compiled:
+            _warn_of_autocast(engine)
         if self._describes and not engine.is_compiled:
             engine.describe(_describe(self.model, inputs, label))
         names = engine.input_names
@@ -202,22 +247,38 @@ class Trainer(FrontEnd):
             given = inputs_by_name((*inputs, *label), {}, names, call)
         if not engine.is_compiled:
             engine.compile(given)
-        if self._has_news:
-            if moments := self._groups.moments():
-                engine.load_state_dict(moments)
-            self._has_news = False
         return given
+
+    def _take_moments(self) -> None:
+        """Have the optimizer's moments, which another trainer or a load has changed since this trainer had them."""
+        engine, moments = self._engine, self._moments
+        if moments.holder is not self._loaded:
+            # Gradients of a block of batches are no part of an optimizer's state, and stay.
+            sums = engine.state_dict() if engine.accumulated else {}
+            # What was loaded before the first step stays where the optimizer has none; later it begins anew then.
+            engine.load_state_dict(sums | moments.under_names_of(self._groups, fresh=self._had_moments))
+        moments.holder, self._loaded, self._had_moments = self._holding, None, True
 
     def _follow_groups(self) -> None:
         """Let the next step have what the optimizer's groups are now."""
         groups, engine = self._groups, self._engine
+        if not engine.is_compiled:  # layers may have come
+            groups.rename(_names(self.model, self._criterion))
         groups.check()
-        if groups.grow():
+        if groups.grow() or not engine.is_compiled:
             engine.freeze(groups.frozen)
         groups.take_numbers(engine.is_compiled)
         if groups.fed != self._fed:
             engine.renew_update()
             self._fed = {*groups.fed}
+
+    def _tell_of_eval_mode(self) -> None:
+        self._told_of_eval_mode = True
+        log.warning(
+            "the model is in eval mode, and step() trains in train mode all the same: dropout on, running statistics "
+            "updated. eval_step() is what evaluates. Layers that are to stay in eval mode are put so one by one, behind "
+            "model.train(): for m in model.modules(): if isinstance(m, BatchNorm2d): m.eval()"
+        )
 
     def _run(self, call: Callable, *arguments):
         """Call the compiled engine; say how sizes are described where the first batch did that."""
@@ -231,16 +292,16 @@ class Trainer(FrontEnd):
                 f"name in place of each size that varies: trainer(..., model_desc={self._engine.description!r})"
             ) from error
 
-    def _note_new_moments(self, optimizer) -> None:
-        self._has_news = True
 
-    def _warn_of_missing_moments(self, optimizer) -> None:
-        if self._engine.is_compiled and self._groups.has_moments:
-            warnings.warn(
-                "this optimizer's moments are in orttrainer.trainer, its state_dict() lacks them: "
-                "save trainer.state_dict() as well",
-                stacklevel=3,
-            )
+def _warn_of_autocast(engine: Engine) -> None:
+    kind = engine.device.type
+    if engine.precision is None and torch.is_autocast_enabled(kind):
+        dtype = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+        warnings.warn(
+            "torch.autocast has no effect on orttrainer.trainer, whose graph computes in the dtypes of the model: leave it "
+            f"out, and for mixed precision make the trainer with mixed_precision={dtype!r}",
+            stacklevel=4,  # where the first step or evaluation is called
+        )
 
 
 def _names(model: torch.nn.Module, criterion) -> dict[int, str]:
@@ -250,15 +311,6 @@ def _names(model: torch.nn.Module, criterion) -> dict[int, str]:
         for name, tensor in export.named_state(model, criterion).items()
         if isinstance(tensor, torch.nn.Parameter)
     }
-
-
-def _warn_of_a_second_update(optimizer, args, kwargs) -> None:
-    if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-        warnings.warn(
-            "optimizer.step() updates parameters that orttrainer.trainer trains, with gradients that backward() left. "
-            "trainer.step() has made its update already: leave out backward() and optimizer.step().",
-            stacklevel=3,
-        )
 
 
 # -- batches ------------------------------------------------------------------------------
@@ -299,10 +351,38 @@ def _describe(model: torch.nn.Module, inputs: tuple | Mapping, label: tuple) -> 
         shape = list(tensor.shape)
         dims = ["batch", *shape[1:]] if varies and shape and shape[0] == size else shape
         described.append(IODescription(name, dims, tensor.dtype))
-    count = export.count_outputs(model, inputs) - (not label)
+    try:
+        count = export.count_outputs(model, inputs) - (not label)
+    except TypeError as error:
+        _refuse_what_forward_does_not_take(model, inputs, error)
+        raise
     predictions = ["output"] if count == 1 else [f"output_{index}" for index in range(count)]
     outputs = [IODescription(_free(name, {*taken, *batch}), []) for name in ("loss", *predictions)]
     return ModelDescription(described, outputs)
+
+
+def _refuse_what_forward_does_not_take(model: torch.nn.Module, inputs: tuple | Mapping, error: TypeError) -> None:
+    """A SchemaError, where `error` came of a call that forward does not take; it may also have been raised inside."""
+    signature, by_name = inspect.signature(model.forward), isinstance(inputs, Mapping)
+    try:
+        signature.bind(*(() if by_name else inputs), **(inputs if by_name else {}))
+    except TypeError as misfit:
+        understood = (
+            f"tensors by the names {list(inputs)}" if by_name else f"{len(inputs)} tensors, one for each argument"
+        )
+        text = (
+            f"forward does not take the first batch: {misfit}. Its inputs were understood as {understood}: what comes before "
+            "the label, where one tuple or list is taken apart. Give what forward takes, in its order, then the label: "
+            "step(x, y), step(x1, x2, y), step((x1, x2), y) or step({'x1': x1, 'x2': x2}, y)."
+        )
+        if len(signature.parameters) == 1 and not by_name:
+            (name,) = signature.parameters
+            text += (
+                f" This forward takes one argument, {name!r}. If that is a list of tensors: an input of the graph is one "
+                f"tensor; train a module around the model that takes them one by one, def forward(self, *{name}): return "
+                f"self.model({name})."
+            )
+        raise SchemaError(text) from error
 
 
 def _input_names(model: torch.nn.Module, count: int, taken: set[str]) -> list[str]:

@@ -26,6 +26,8 @@ class Groups:
 
     Attributes:
         kind: the engine's optimizer.
+        names: those of all parameters, by id.
+        parameters: those in groups, by name.
         frozen: names of the parameters that are in no group.
         fed: groups and keys whose numbers each step feeds, since they have changed.
     """
@@ -56,9 +58,8 @@ class Groups:
             )
         self.optimizer, self.kind = optimizer, self._KINDS[type(optimizer)]
         self._max_norm = math.inf if max_grad_norm is None else float(max_grad_norm)
-        self._names = dict(names)
-        self._group_of: dict[str, int] = {}
-        self._parameters: dict[str, torch.nn.Parameter] = {}
+        self.names = dict(names)
+        self._known = {*names}  # the parameters that were there when the trainer was made, by id
         self._numbers: list[dict[str, Any]] = []  # of each group
         self._ids: list[list[int]] = []
         self.fed: set[tuple[int, str]] = set()
@@ -68,15 +69,28 @@ class Groups:
 
     def grow(self) -> bool:
         """Take groups that were added, which `check` has seen; whether there were any."""
-        added = [*enumerate(self.optimizer.param_groups)][len(self._numbers) :]
-        for index, group in added:
-            for parameter in group["params"]:
-                name = self._names[id(parameter)]
-                self._group_of[name], self._parameters[name] = index, parameter
-            self._numbers.append(self._present(group))
-            self._ids.append(_ids(group))
-        self.frozen = tuple(name for name in self._names.values() if name not in self._group_of)
-        return bool(added)
+        if not (added := self.optimizer.param_groups[len(self._numbers) :]):
+            return False
+        self._numbers += [self._present(group) for group in added]
+        self._ids += [_ids(group) for group in added]
+        self._name_all()
+        return True
+
+    def rename(self, names: Mapping[int, str]) -> None:
+        """Take the names that parameters have now, of a model that is not compiled yet."""
+        for index, group in enumerate(self.optimizer.param_groups[: len(self._numbers)]):
+            self._check_names(index, group, names)
+        self.names.clear()  # the same dict, which others have
+        self.names.update(names)
+        self._name_all()
+
+    def _name_all(self) -> None:
+        """Say by name what is in which group. What came into the model later and is in none is refused when it is compiled."""
+        taken = [*enumerate(self.optimizer.param_groups)][: len(self._numbers)]
+        named = [(self.names[id(x)], index, x) for index, group in taken for x in group["params"]]
+        self._group_of = {name: index for name, index, _ in named}
+        self.parameters = {name: parameter for name, _, parameter in named}
+        self.frozen = tuple(n for key, n in self.names.items() if key in self._known and n not in self._group_of)
 
     def take_numbers(self, compiled: bool) -> None:
         """Take those that have changed, which `check` has seen; of which a graph has the old ones, each step feeds from now on."""
@@ -145,12 +159,16 @@ class Groups:
     def _check_added(self) -> None:
         for index, group in [*enumerate(self.optimizer.param_groups)][len(self._numbers) :]:
             self._refuse_unsupported(index, group)
-            for parameter in group["params"]:
-                if id(parameter) not in self._names:
-                    raise InvalidArgumentError(
-                        f"param_groups[{index}] of the optimizer has a parameter of shape {list(parameter.shape)} that is "
-                        "in neither model nor criterion. Make the optimizer with the parameters of this model."
-                    )
+            self._check_names(index, group, self.names)
+
+    @staticmethod
+    def _check_names(index: int, group: Mapping[str, Any], names: Mapping[int, str]) -> None:
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise InvalidArgumentError(
+                    f"param_groups[{index}] of the optimizer has a parameter of shape {list(parameter.shape)} that is "
+                    "in neither model nor criterion. Make the optimizer with the parameters of this model."
+                )
 
     def _check_number(self, index: int, key: str, now: Any, compiled: Mapping[str, Any]) -> None:
         where = f"param_groups[{index}][{key!r}] of the optimizer is {now!r} now, but was {compiled[key]!r} before"
@@ -170,25 +188,25 @@ class Groups:
             rule = "below 1" if key == "betas" else "above 0: without momentum PyTorch leaves its buffers as they are"
             raise InvalidArgumentError(f"{where}; it must be {rule}. Nothing was updated.")
 
-    @property
-    def has_moments(self) -> bool:
-        return self.kind != "SGDOptimizer" or any(numbers["momentum"] for numbers in self._numbers)
-
     def moments(self) -> dict[str, torch.Tensor]:
-        """The state that the optimizer has of its own, under the engine's names; {} if it has none."""
-        found, has_any = {}, False
-        for name, parameter in self._parameters.items():
+        """The state that the optimizer has of its own, under the engine's names; of a parameter without any, that of a fresh one."""
+        found = {}
+        for name, parameter in self.parameters.items():
             state, zeros = self.optimizer.state.get(parameter) or {}, torch.zeros_like(parameter)
             if self.kind == "SGDOptimizer":
                 momentum = state.get("momentum_buffer")
-                found[f"Momentum_{name}"] = zeros if momentum is None else momentum.detach()
-                has_any |= momentum is not None
+                found[f"Momentum_{name}"] = _real(zeros if momentum is None else momentum)
             else:
-                found[f"Moment_1_{name}"] = state.get("exp_avg", zeros).detach()
-                found[f"Moment_2_{name}"] = state.get("exp_avg_sq", zeros).detach()
+                found[f"Moment_1_{name}"] = _real(state.get("exp_avg", zeros))
+                found[f"Moment_2_{name}"] = _real(state.get("exp_avg_sq", zeros))
                 found[f"Update_Count_{name}"] = torch.tensor([int(state.get("step", 0)) + 1])
-                has_any |= "step" in state
-        return found if has_any else {}
+        return found
+
+    @property
+    def state_is_empty(self) -> bool:
+        """Whether the optimizer has no state of its own, of any parameter."""
+        key = "momentum_buffer" if self.kind == "SGDOptimizer" else "step"
+        return all(state.get(key) is None for state in self.optimizer.state.values())
 
     def _present(self, group: Mapping[str, Any]) -> dict[str, Any]:
         return {key: tuple(x) if isinstance(x := group[key], list) else x for key in self._NUMBERS[self.kind]}
@@ -204,6 +222,12 @@ class Groups:
 
 def _listed(value: Any) -> tuple:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def _real(moment: torch.Tensor) -> torch.Tensor:
+    """As the engine has it: of complex numbers real and imaginary part along a last axis."""
+    moment = moment.detach()
+    return torch.view_as_real(moment) if moment.is_complex() else moment
 
 
 def _ids(group: Mapping[str, Any]) -> list[int]:

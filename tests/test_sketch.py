@@ -332,26 +332,25 @@ def test_a_first_batch_that_fails_leaves_nothing_behind():
 
 
 WRONG_BATCHES = {
-    "nothing": ((), SchemaError, "the first batch has no inputs"),
-    "no label": ((torch.ones(6, 4),), SchemaError, "the first batch has no inputs"),
-    "an array": ((torch.ones(6, 4).numpy(), batch()[1]), SchemaError, "a ndarray where a tensor belongs"),
-    "a tuple of labels": ((torch.ones(6, 4), (batch()[1],)), SchemaError, "a tuple where a tensor belongs"),
-    "None by name": (({"input": None}, batch()[1]), SchemaError, "a NoneType where a tensor belongs"),
-    "too many": ((*batch(), batch()[1]), TypeError, "positional argument"),
+    "nothing": ((), "the first batch has no inputs"),
+    "no label": ((torch.ones(6, 4),), "the first batch has no inputs"),
+    "an array": ((torch.ones(6, 4).numpy(), batch()[1]), "a ndarray where a tensor belongs"),
+    "a tuple of labels": ((torch.ones(6, 4), (batch()[1],)), "a tuple where a tensor belongs"),
+    "None by name": (({"input": None}, batch()[1]), "a NoneType where a tensor belongs"),
+    "too many": ((*batch(), batch()[1]), "forward does not take the first batch: too many"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG_BATCHES)
 def test_a_batch_that_is_none_is_refused(case):
-    arguments, error, text = WRONG_BATCHES[case]
+    arguments, text = WRONG_BATCHES[case]
     module = net()
     trainer = orttrainer.trainer(module, nn.functional.cross_entropy, sgd(module))
-    with pytest.raises(error, match=text):
+    with pytest.raises(SchemaError, match=text):
         trainer.step(*arguments)
     trainer.step(*batch())
-    if error is SchemaError:
-        with pytest.raises(SchemaError):
-            trainer.step(*arguments)
+    with pytest.raises(SchemaError):
+        trainer.step(*arguments)
 
 
 # -- evaluation, state, files -----------------------------------------------------------------

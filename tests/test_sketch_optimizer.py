@@ -15,9 +15,9 @@ import orttrainer
 from orttrainer.errors import InvalidArgumentError, OptimizerError, UnsupportedFeatureError
 
 
-def make(module, optimizer):
+def make(module, optimizer, criterion=nn.functional.cross_entropy, **options):
     """Without the check of the export, which is not the subject here and takes most of the time."""
-    return orttrainer.trainer(module, nn.functional.cross_entropy, optimizer, check_export=False)
+    return orttrainer.trainer(module, criterion, optimizer, check_export=False, **options)
 
 
 # -- learning rates ---------------------------------------------------------------------------

@@ -11,12 +11,13 @@ import onnx
 import torch
 from onnx_ir import tensor_adapters
 
-from orttrainer.arguments import checked_loss_scale, checked_rate, inputs_by_name
+from orttrainer.arguments import checked_rate, inputs_by_name
 from orttrainer.distributed import failing_together
 from orttrainer.engine import Engine
 from orttrainer.errors import CheckpointError, RuntimeNotFoundError, SettingError, StateError
 from orttrainer.front_end import FrontEnd
 from orttrainer.graph.write import write_model
+from orttrainer.scaler_state import checked_scale
 from orttrainer.schedules import Warmup
 from orttrainer.training import _checkpoint_storage, _state_layout, checkpoint
 from orttrainer.training._arguments import check_arguments, check_loss_fn_is_needed, engine_description
@@ -377,10 +378,7 @@ class ORTTrainer(FrontEnd):
         scaler, saved = self.options.mixed_precision.loss_scaler, _state_layout.section(given, "loss_scaler")
         if scaler is not None and saved:
             stable = _state_layout.count(saved, "stable_steps", "loss_scaler", 0)
-            try:
-                scale = checked_loss_scale(saved.get("loss_scale"))
-            except ValueError as error:
-                raise StateError(f"state_dict[loss_scaler][loss_scale]: {error}. Nothing was loaded") from error
+            scale = checked_scale(saved.get("loss_scale"), "state_dict[loss_scaler][loss_scale]")
         self._engine.load_state_dict(_state_layout.flattened(given), strict=False)
         if _state_layout.section(given, "accumulated") and not self._engine.accumulated:
             warnings.warn(

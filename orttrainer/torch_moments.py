@@ -1,0 +1,108 @@
+"""The moments of an optimizer of torch's: its own as in PyTorch, whichever trainer has them in its memory."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+
+from orttrainer.torch_groups import Groups
+
+__all__ = ["Holding", "Moments", "moments_of"]
+
+
+class Holding:
+    """The moments and counts that a trainer has. They are there as long as its optimizer, and keep nothing else alive.
+
+    Args:
+        slots_of: gives the optimizer's state of a parameter, by slot. It must not lead back to the trainer.
+        names: of the parameters, by id.
+    """
+
+    def __init__(self, slots_of: Callable[[str], Mapping[str, Any]], names: Mapping[int, str]):
+        self._slots_of, self._names = slots_of, names
+
+    @classmethod
+    def loaded(cls, state: Mapping[str, Any], slot_names: Collection[str], names: Mapping[int, str]) -> Holding:
+        """Those of a state dict that waits for the first step of the trainer that loaded it."""
+
+        def slots_of(name: str) -> dict[str, Any]:
+            return {slot: state[f"{slot}_{name}"] for slot in slot_names if f"{slot}_{name}" in state}
+
+        return cls(slots_of, names)
+
+    def under_names_of(self, groups: Groups) -> dict[str, Any]:
+        """What another trainer loads, of the parameters that it has, too."""
+        return {
+            f"{slot}_{name}": value
+            for name, parameter in groups.parameters.items()
+            if id(parameter) in self._names
+            for slot, value in self._slots_of(self._names[id(parameter)]).items()
+        }
+
+
+class Moments:
+    """Where the moments of an optimizer are; one of these for all trainers on it.
+
+    Attributes:
+        holder: who has them: the `Holding` of the trainer that stepped or loaded last, or, where the optimizer has them in
+            its own `state`, another object, which is a new one after each load.
+        trainers: those on the optimizer that are still there.
+        own_hook: what this has the optimizer call before its own step.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        # The optimizer holds this by its hooks, so that this must not hold the optimizer, nor a trainer.
+        self.holder: Any = object()
+        self.trainers: weakref.WeakSet = weakref.WeakSet()
+        self.own_hook = _warning_of_a_second_update(self.trainers)
+        optimizer.register_step_pre_hook(self.own_hook)
+        optimizer.register_state_dict_pre_hook(self._warn_of_missing_moments)
+        optimizer.register_load_state_dict_post_hook(self._note_new_moments)
+
+    def under_names_of(self, groups: Groups, fresh: bool) -> dict[str, Any]:
+        """What a trainer loads that is to go on with them.
+
+        Args:
+            fresh: whether it begins anew where the optimizer has none; else nothing is loaded then.
+        """
+        if isinstance(self.holder, Holding):
+            return self.holder.under_names_of(groups)
+        return groups.moments() if fresh or not groups.state_is_empty else {}
+
+    def _note_new_moments(self, optimizer) -> None:
+        self.holder = object()
+
+    def _warn_of_missing_moments(self, optimizer) -> None:
+        # Adam's groups say nothing of a momentum, but it has moments always.
+        if isinstance(self.holder, Holding) and any(group.get("momentum", True) for group in optimizer.param_groups):
+            warnings.warn(
+                "this optimizer's moments are in orttrainer.trainer, its state_dict() lacks them: "
+                "save trainer.state_dict() as well",
+                stacklevel=3,
+            )
+
+
+def _warning_of_a_second_update(trainers: Collection) -> Callable:
+    def warn(optimizer, args, kwargs) -> None:
+        if trainers and any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            warnings.warn(
+                "optimizer.step() updates parameters that orttrainer.trainer trains, with gradients that backward() left. "
+                "trainer.step() has made its update already: leave out backward() and optimizer.step().",
+                stacklevel=3,
+            )
+
+    return warn
+
+
+_OF_OPTIMIZERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, Moments] = weakref.WeakKeyDictionary()
+
+
+def moments_of(optimizer: torch.optim.Optimizer) -> Moments:
+    """The one of this optimizer, which the first call makes."""
+    if (found := _OF_OPTIMIZERS.get(optimizer)) is None:
+        found = _OF_OPTIMIZERS[optimizer] = Moments(optimizer)
+    return found

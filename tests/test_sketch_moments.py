@@ -1,0 +1,268 @@
+"""The moments of `orttrainer.trainer` are its optimizer's: who loads, clears or shares them has what PyTorch has."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+from small import assert_same, batch, net
+from test_sketch import assert_parameters_close, sgd, torch_step
+from test_sketch_optimizer import MOMENTS, make
+from torch import nn
+
+KINDS = ["momentum", "adam"]
+
+
+def assert_goes_on_alike(trainer, module, reference, theirs, steps=range(10, 14)):
+    for step in steps:
+        loss = trainer.step(*batch(step))[0]
+        torch.testing.assert_close(loss, torch_step(reference, theirs, *batch(step)), rtol=1e-5, atol=1e-5)
+    assert_parameters_close(module, reference)
+
+
+# -- loaded -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_an_empty_state_that_is_loaded_takes_the_moments_away(case):
+    module, reference = net(), net()
+    ours, theirs = MOMENTS[case](module), MOMENTS[case](reference)
+    fresh = copy.deepcopy(theirs.state_dict())
+    trainer = make(module, ours)
+    for step in range(3):
+        trainer.step(*batch(step))
+        torch_step(reference, theirs, *batch(step))
+    for optimizer in (ours, theirs):
+        optimizer.load_state_dict(copy.deepcopy(fresh))
+    assert_goes_on_alike(trainer, module, reference, theirs)
+
+
+def test_an_empty_state_that_is_loaded_in_the_midst_of_a_block_leaves_its_gradients():
+    module, reference = net(), net()
+    ours, theirs = MOMENTS["adam"](module), MOMENTS["adam"](reference)
+    fresh = copy.deepcopy(theirs.state_dict())
+    trainer = make(module, ours, gradient_accumulation_steps=2)
+    for block in range(3):
+        batches = [batch(2 * block + index) for index in range(2)]
+        trainer.step(*batches[0])
+        if block == 1:
+            for optimizer in (ours, theirs):
+                optimizer.load_state_dict(copy.deepcopy(fresh))
+        trainer.step(*batches[1])
+        torch_step(reference, theirs, *(torch.cat(tensors) for tensors in zip(*batches)))
+        assert_parameters_close(module, reference)
+
+
+def test_an_empty_state_that_is_loaded_before_the_first_step_leaves_what_the_trainer_was_given():
+    module = net()
+    source = make(module, MOMENTS["adam"](module))
+    source.step(*batch())
+    other = net()
+    optimizer = MOMENTS["adam"](other)
+    trainer = make(other, optimizer)
+    trainer.load_state_dict(source.state_dict())
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert torch.equal(trainer.step(*batch(1))[0], source.step(*batch(1))[0])
+    assert_parameters_close(other, module, 0)
+
+
+def test_moments_of_complex_parameters_are_taken_over_and_taken_away():
+    class Wave(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.phase = nn.Parameter(torch.complex(torch.eye(4, 3), torch.ones(4, 3)))
+
+        def forward(self, x):
+            return (x @ self.phase.real) * (x @ self.phase.imag)
+
+    reference = Wave()
+    theirs = sgd(reference, momentum=0.9)
+    fresh = copy.deepcopy(theirs.state_dict())
+    torch_step(reference, theirs, *batch())
+    module = copy.deepcopy(reference)
+    ours = sgd(module, momentum=0.9)
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    trainer = make(module, ours)
+    assert_goes_on_alike(trainer, module, reference, theirs)
+    for optimizer in (ours, theirs):
+        optimizer.load_state_dict(copy.deepcopy(fresh))
+    assert_goes_on_alike(trainer, module, reference, theirs)
+
+
+# -- shared -----------------------------------------------------------------------------------
+
+
+def smooth(prediction, label):
+    return nn.functional.cross_entropy(prediction, label, label_smoothing=0.3)
+
+
+@pytest.mark.parametrize("gone", [False, True])
+@pytest.mark.parametrize("case", KINDS)
+def test_a_second_trainer_on_the_optimizer_goes_on_with_its_moments(case, gone):
+    module, reference = net(), net()
+    ours, theirs = MOMENTS[case](module), MOMENTS[case](reference)
+    first = make(module, ours)
+    for step in range(3):
+        first.step(*batch(step))
+        torch_step(reference, theirs, *batch(step))
+    if gone:
+        del first
+        gc.collect()
+    second = make(module, ours, smooth)
+    for step in range(3, 7):
+        second.step(*batch(step))
+        torch_step(reference, theirs, *batch(step), smooth)
+    assert_parameters_close(module, reference)
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_trainers_that_step_in_turns_share_the_moments(case):
+    module, reference = net(), net()
+    ours, theirs = MOMENTS[case](module), MOMENTS[case](reference)
+    fresh = copy.deepcopy(theirs.state_dict())
+    trainers = [(make(module, ours, loss), loss) for loss in (nn.functional.cross_entropy, smooth)]
+    for step in range(12):
+        if step == 7:
+            for optimizer in (ours, theirs):
+                optimizer.load_state_dict(copy.deepcopy(fresh))
+        trainer, loss = trainers[(step // 2) % 2]
+        trainer.step(*batch(step))
+        torch_step(reference, theirs, *batch(step), loss)
+        assert_parameters_close(module, reference)
+
+
+class Heads(nn.Module):
+    """A body, and a head for each of two tasks."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.left, self.right = nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(5, 3)
+
+
+class Task(nn.Module):
+    """One of the tasks, whose steps leave the other head alone."""
+
+    def __init__(self, heads, number):
+        super().__init__()
+        self.head = heads.left if number == 0 else heads.right
+        setattr(self, f"body_{number}", heads.body)  # each has names of its own
+        self.all, self.number = heads, number
+
+    def forward(self, x):
+        return self.head(self.all.body(x))
+
+
+def test_parameters_that_one_trainer_leaves_alone_keep_their_moments_and_counts():
+    ours, theirs = Heads(), Heads()
+    tasks, references = ([Task(m, number) for number in range(2)] for m in (ours, theirs))
+    our_optimizer, their_optimizer = (torch.optim.Adam(m.parameters(), 0.02) for m in (ours, theirs))
+    trainers = [make(task, our_optimizer) for task in tasks]
+    for step, number in enumerate([0, 0, 1, 0, 1, 1, 0, 1]):
+        trainers[number].step(*batch(step))
+        torch_step(references[number], their_optimizer, *batch(step))
+        assert_parameters_close(ours, theirs)
+
+
+def test_gradients_of_a_block_are_kept_while_another_trainer_steps():
+    module, reference = net(), net()
+    ours, theirs = MOMENTS["adam"](module), MOMENTS["adam"](reference)
+    accumulating, other = make(module, ours, gradient_accumulation_steps=2), make(module, ours, smooth)
+    accumulating.step(*batch(0))
+    nn.functional.cross_entropy(reference(batch(0)[0]), batch(0)[1]).div(2).backward()
+    kept = [parameter.grad.clone() for parameter in reference.parameters()]
+    other.step(*batch(1))
+    torch_step(reference, theirs, *batch(1), smooth)
+    accumulating.step(*batch(2))
+    theirs.zero_grad()
+    nn.functional.cross_entropy(reference(batch(2)[0]), batch(2)[1]).div(2).backward()
+    for parameter, gradient in zip(reference.parameters(), kept):
+        parameter.grad += gradient
+    theirs.step()
+    assert_parameters_close(module, reference)
+
+
+def test_the_state_of_each_trainer_has_the_moments_that_they_share():
+    module = net()
+    optimizer = MOMENTS["adam"](module)
+    first, second = make(module, optimizer), make(module, optimizer, smooth)
+    for step, trainer in enumerate((first, second, second)):
+        trainer.step(*batch(step))
+    ours, theirs = first.state_dict(), second.state_dict()
+    assert ours["Update_Count_0.weight"] == 4
+    shared = [name for name in ours if name.startswith(("Moment", "Update"))]
+    assert_same({name: ours[name] for name in shared}, {name: theirs[name] for name in shared})
+
+
+def test_what_one_trainer_loads_before_its_first_step_the_other_goes_on_with():
+    module, reference = net(), net()
+    theirs = MOMENTS["adam"](reference)
+    source = make(module, MOMENTS["adam"](module))
+    for step in range(3):
+        source.step(*batch(step))
+        torch_step(reference, theirs, *batch(step))
+    other = net()
+    optimizer = MOMENTS["adam"](other)
+    first, second = make(other, optimizer), make(other, optimizer, smooth)
+    second.load_state_dict(source.state_dict())
+    first.step(*batch(3))
+    torch_step(reference, theirs, *batch(3))
+    second.step(*batch(4))
+    torch_step(reference, theirs, *batch(4), smooth)
+    assert_parameters_close(other, reference)
+
+
+def test_weights_alone_that_a_trainer_loads_leave_the_moments():
+    reference = net()
+    theirs = MOMENTS["adam"](reference)
+    torch_step(reference, theirs, *batch())
+    module = copy.deepcopy(reference)
+    ours = MOMENTS["adam"](module)
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    trainer = make(module, ours)
+    trainer.load_state_dict(dict(module.state_dict()))
+    assert_goes_on_alike(trainer, module, reference, theirs)
+
+
+# -- nothing is left behind -------------------------------------------------------------------
+
+
+def test_a_trainer_that_is_gone_leaves_its_optimizer_nothing_but_moments():
+    module = net()
+    optimizer = MOMENTS["adam"](module)
+    hooks = []
+    for _ in range(2):
+        trainer = make(module, optimizer)
+        trainer.step(*batch())
+        engine = weakref.ref(trainer._engine)
+        module.whose = trainer  # as a module does that makes its own trainer
+        del trainer, module.whose
+        gc.collect()
+        assert engine() is None
+        hooks.append([len(held) for name, held in sorted(vars(optimizer).items()) if name.endswith("_hooks")])
+    assert hooks[0] == hooks[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch_step(module, optimizer, *batch())  # no second update: it is nobody else's any more
+
+
+def test_a_trainer_that_its_own_criterion_knows_is_collected():
+    class Learner:
+        def __init__(self):
+            self.module = net()
+            self.optimizer = MOMENTS["adam"](self.module)
+            self.trainer = make(self.module, self.optimizer, self.loss)
+
+        def loss(self, prediction, label):
+            return nn.functional.cross_entropy(prediction, label)
+
+    learner = Learner()
+    learner.trainer.step(*batch())
+    engine = weakref.ref(learner.trainer._engine)
+    del learner
+    gc.collect()
+    assert engine() is None
