@@ -19,6 +19,7 @@ import torch
 
 from orttrainer import runtime
 from orttrainer.export import batch_norm, double_precision, masks, stop_gradient, written_slices
+from orttrainer.export.caught import Caught
 from orttrainer.export.decompose import node_by_node
 from orttrainer.export.faithful import faithful
 from orttrainer.export.granted import Granted, granted_by, takes_for_equal
@@ -272,7 +273,7 @@ def capture_torchscript(wrapper, inputs, symbols, opset, decided: set[str]) -> i
     names = [f"described_input_{i}" for i in range(len(inputs))]
     file = io.BytesIO()
     stop_gradient.register_symbolic(min(opset, _TORCHSCRIPT_MAX_OPSET))
-    with silence(), faithful(wrapper, decided):
+    with silence(), Caught(), faithful(wrapper, decided):
         torch.onnx.export(
             wrapper,
             tuple(inputs),
