@@ -109,6 +109,8 @@ FUNCTIONS = {
     "extrema of infinities": (lambda x: (x.max(1)[0] > 0) * x.sum() + x[:, :2].max(1)[0], [[-math.inf, -3.0, -3.0], [1.0, 2.0, 2.0]]),
     "an extremum of a scalar": (lambda x: x.max(0)[0] * x.min(-1).values, 2.0),
     "extrema of all": (lambda x: x.max() * torch.min(x) - x.amax((0, 1)), TIES),
+    "extrema of all axes that are not named": (lambda x: x.amax() * torch.amin(x, keepdim=True) + x.amin(()) - torch.amax(x, axis=1), TIES),
+    "an amax of a scalar": (lambda x: x.amax() * torch.amin(x), 2.0),
     "the larger of two": (lambda x, y: torch.max(x, y) * torch.min(x, other=y), TIES, OTHER),
     "cdist by the largest difference": (lambda x, y: torch.cdist(x, y, math.inf), [[2.0, -2, 2, 1], [3, 3, 0, 0]], [[0.0, 0, 0, 0], [3, 3, 0, 0]]),
     "cdist of infinities": (lambda x: torch.cdist(x, x.detach() * 0 + 1, math.inf).clamp(max=3) + x.sum(), [[2.0, -2.0], [1.0, 3.0]]),

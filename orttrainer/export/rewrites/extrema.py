@@ -1,4 +1,4 @@
-"""Extrema whose gradient PyTorch gives to one place, or to each of those that tie, where the exporters' operators share it."""
+"""Extrema: along an axis, whose gradient PyTorch gives to one place where the exporters' operators share it, and over all axes."""
 
 from __future__ import annotations
 
@@ -37,6 +37,25 @@ def _trains(x) -> bool:
     return torch.is_grad_enabled() and x.requires_grad
 
 
+def _over_all(function):
+    """torch.amax or torch.amin; the exporter's asks for the axes, of which none means all."""
+
+    def call(input, dim=(), keepdim=False, *, axis=None, out=None):
+        dim = dim if axis is None else axis
+        dim = list(range(input.dim())) if dim is None or dim == () or dim == [] else dim
+        return function(input, dim, keepdim) if input.dim() else input.clone()
+
+    return call
+
+
+def _aminmax(input, *, dim=None, keepdim=False):
+    """torch.aminmax; over all axes the exporter leaves these out, which its own amin asks for."""
+    axes = list(range(input.dim())) if dim is None else dim
+    if dim is None and keepdim:
+        return torch.return_types.aminmax(part.reshape([1] * input.dim()) for part in _aminmax(input))
+    return torch.return_types.aminmax((input.amin(axes, keepdim), input.amax(axes, keepdim)))
+
+
 def largest_difference(differences):
     """The largest of each row, of which each element that ties has the whole gradient, as in torch.cdist and pdist."""
     sizes = differences.abs()
@@ -49,4 +68,7 @@ first_maximum = _first_extremum(torch.max, torch.argmax)
 REWRITES = {
     **dict.fromkeys([torch.max, torch.Tensor.max], first_maximum),
     **dict.fromkeys([torch.min, torch.Tensor.min], _first_extremum(torch.min, torch.argmin)),
+    **dict.fromkeys([torch.amax, torch.Tensor.amax], _over_all(torch.amax)),
+    **dict.fromkeys([torch.amin, torch.Tensor.amin], _over_all(torch.amin)),
+    **dict.fromkeys([torch.aminmax, torch.Tensor.aminmax], _aminmax),
 }

@@ -343,14 +343,6 @@ def _kind(x):
     return {"dtype": x.dtype if x.is_floating_point() else torch.get_default_dtype(), "device": x.device}
 
 
-def _aminmax(input, *, dim=None, keepdim=False):
-    """torch.aminmax; over all axes the exporter leaves these out, which its own amin asks for."""
-    axes = list(range(input.dim())) if dim is None else dim
-    if dim is None and keepdim:
-        return torch.return_types.aminmax(part.reshape([1] * input.dim()) for part in _aminmax(input))
-    return torch.return_types.aminmax((input.amin(axes, keepdim), input.amax(axes, keepdim)))
-
-
 def _histc(input, bins=100, min=0, max=0, *, out=None):
     """torch.histc; between the extrema of its input if the bounds are equal."""
     x, (low, high) = input.flatten(), (min, max) if min != max else (input.min(), input.max())
@@ -397,7 +389,6 @@ REWRITES = {
     torch.special.sinc: _sinc,
     **functions(
         bucketize=_bucketize,
-        aminmax=_aminmax,
         arctan2=atan2,
         atan2=atan2,
         argsort=_argsort,
