@@ -244,6 +244,11 @@ FUNCTIONS = {
         ).float(),
         [0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.5],  # slopes: NaN twice, then infinite, but for the last
     ),
+    "multilabel margins": (
+        lambda x: F.multilabel_margin_loss(x[0], torch.tensor([3, -1, 1, 1]))
+        + F.multilabel_margin_loss(x, torch.tensor([[1, 0, -1, 2], [2, 1, 0, 3]]), reduction="none"), OTHER,
+    ),
+    "the mean of multilabel margins": (lambda x: F.multilabel_margin_loss(x, torch.tensor([[0, 3, -1, 0], [-1, 0, 0, 0]])), DISTINCT),
     "normalize": (lambda x: F.normalize(x, dim=1), ROWS),
     "pairwise distance": (lambda x, y: F.pairwise_distance(x, y, 3.0), TIES, OTHER),
     "a window that would start in the padding": (lambda x: F.max_pool2d(x, 3, 3, 1, ceil_mode=True), PLANE),
