@@ -205,6 +205,11 @@ def _check_tensors(names, batch):
             raise SchemaError(f"input {name!r}: expected a dense tensor, got {tensor.layout}. Pass it as .to_dense().")
         if tensor.is_meta:
             raise SchemaError(f"input {name!r}: a tensor on the meta device has no values. Make it on the CPU.")
+        if tensor.is_complex():
+            raise SchemaError(
+                f"input {name!r}: ONNX Runtime takes no tensors of {tensor.dtype}. Pass real and imaginary part, "
+                f"torch.view_as_real({name}), and begin forward with torch.view_as_complex."
+            )
 
 
 def _check_dtype_and_rank(spec, tensor):

@@ -30,6 +30,7 @@ FUNCTIONS = {
         ]
     ),
     "put": lambda x, place: torch.zeros(4, 6).put(place, x[:, 0], accumulate=True) + x.put(torch.tensor([3, -1]), x[0, :2]).sum(),
+    "combinations": lambda x, place: 0.01 * torch.cat([torch.combinations(x[:, 0]).prod(1), torch.combinations(x[:, 1], 3, True).prod(1)])[:, None],
     "diagonal_scatter": lambda x, place: x.diagonal_scatter(x[0, :3], 3)[:, 2:],
     "repeat_interleave": lambda x, place: x.repeat_interleave(torch.tensor([2, 0, 1, 1, 3, 0]), dim=1, output_size=7),
 }  # fmt: skip
@@ -50,7 +51,7 @@ def rows(step: int):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("segment_reduce", "index_reduce") else slow(name) for name in FUNCTIONS]
+    "name", [name if name in ("segment_reduce", "index_reduce", "combinations") else slow(name) for name in FUNCTIONS]
 )
 def test_writes_by_index_train_as_in_pytorch(name):
     assert_trains_as_in_pytorch(lambda: ByIndex(FUNCTIONS[name]), rows, evaluates=True)

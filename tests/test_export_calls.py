@@ -310,6 +310,12 @@ def test_without_a_runtime_the_check_says_what_to_install(monkeypatch):
     export_module(nn.Linear(6, 6), nn.MSELoss(), XY, [X, Y], check=False)
 
 
+def test_torchscript_keeps_an_input_that_nothing_reads(torchscript):
+    forward = export_module(ConvNet(), lambda scores, label: scores.square().mean(), IMAGE, [IMAGES, CLASSES])
+    assert forward.exporter == "torchscript"
+    assert [list(value.shape) for value in forward.model.graph.inputs][1] == ["batch"]
+
+
 def test_both_exporters_reasons_are_in_the_error(torchscript):
     model = Model(lambda m, x: torch.linalg.eigvals(m.layer(x).T @ x).real.sum(), layer=nn.Linear(6, 6))
     with pytest.raises(ExportError, match=r"(?s)dynamo: RuntimeError: dynamo is off.*torchscript: .*eigvals"):

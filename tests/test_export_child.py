@@ -215,6 +215,16 @@ def test_a_killed_child_is_an_error_that_names_the_signal_and_the_switch():
 
 
 @linux
+def test_a_child_that_crashed_does_not_advise_to_crash_here():
+    with (
+        child.Child(lambda receive: os.kill(os.getpid(), signal.SIGSEGV)) as made,
+        pytest.raises(ExportError, match=r"signal 11 \(Segmentation fault\): what it ran has crashed") as error,
+    ):
+        made.result()
+    assert "ORTTRAINER_EXPORT" not in str(error.value)
+
+
+@linux
 def test_a_child_that_stands_still_is_ended(monkeypatch, caplog):
     monkeypatch.setattr(child, "_PATIENCE", 0.1)
     begun = time.monotonic()

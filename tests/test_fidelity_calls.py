@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 
 import pytest
@@ -181,3 +182,63 @@ def test_a_buffer_that_changes_its_shape_is_refused_until_it_has_done_so():
     expected = model(x).item()
     trainer = ORTTrainer(model, None, description, "SGDOptimizer", None, rate, "cpu")
     assert trainer.train_step(x, torch.tensor([0.1])).item() == pytest.approx(expected, rel=1e-5)
+
+
+class Counting(nn.Module):
+    """Adds to a buffer."""
+
+    def __init__(self, change, **buffers):
+        super().__init__()
+        self.layer, self.change = nn.Linear(4, 1), change
+        for name, value in buffers.items():
+            self.register_buffer(name, value)
+
+    def forward(self, x):
+        self.change(self)
+        return self.layer(x + sum(b.sum() for b in self.buffers())).square().mean()
+
+
+def add(m):
+    m.total.add_(1)
+
+
+def replace(m):
+    m.total = m.total + 0.5
+
+
+SHARED = torch.zeros(8)
+REFUSED = {
+    "another dtype": (replace, {"total": torch.tensor(0)}, r"dtype of 'total' from torch.int64 to torch.float32"),
+    "one buffer twice": (add, {"total": SHARED, "other": SHARED}, "'total' and 'other' share memory"),
+    "a view": (add, {"other": SHARED[2:4], "total": SHARED}, "'other' and 'total' share memory, and forward changes"),
+    "a view that is written to": (add, {"whole": SHARED, "total": SHARED[2:4]}, "'total' and 'whole' share memory"),
+    "a new tensor": (replace, {"total": SHARED, "view": SHARED[2:4]}, "'total' and 'view' share memory"),  # the view stays
+}  # fmt: skip
+
+
+def step(model, x):
+    description = ModelDescription(
+        [IODescription("x", ["n", 4], torch.float32)], [IODescription("loss", [], torch.float32)]
+    )
+    rate = IODescription("Learning_Rate", [1], torch.float32)
+    trainer = ORTTrainer(model, None, description, "SGDOptimizer", None, rate, "cpu")
+    return [trainer.train_step(x, torch.tensor([0.01])).item() for _ in range(3)]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_buffers_that_a_graph_cannot_have_as_forward_leaves_them_are_refused_by_name(name):
+    change, buffers, text = REFUSED[name]
+    with pytest.raises(UnsupportedModelError, match=text):
+        step(Counting(change, **buffers), torch.randn(3, 4))
+
+
+def test_buffers_that_lie_side_by_side_in_one_storage_train():
+    model, x = Counting(add, total=SHARED[:4], other=SHARED[4:]), torch.randn(3, 4)
+    twin = copy.deepcopy(model)
+    found, expected, optimizer = step(model, x), [], torch.optim.SGD(twin.parameters(), lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        expected.append(twin(x))
+        expected[-1].backward()
+        optimizer.step()
+    assert found == pytest.approx([loss.item() for loss in expected], rel=1e-4)

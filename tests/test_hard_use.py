@@ -216,8 +216,12 @@ def test_training_works_where_torch_records_nothing(mode, checks):
             lambda x: x.to_sparse(),
             r"input 'x': expected a dense tensor, got torch.sparse_coo. Pass it as .to_dense\(\)",
         ),
+        (
+            lambda x: torch.complex(x, x),
+            r"input 'x': ONNX Runtime takes no tensors of torch.complex64.*torch.view_as_real\(x\)",
+        ),
     ],
-    ids=["meta", "sparse"],
+    ids=["meta", "sparse", "complex"],
 )
 def test_a_tensor_without_values_in_place_is_refused(change, text, first):
     trainer = make(check_export=False)

@@ -80,6 +80,20 @@ FORMS = {
     "svd-old": lambda w, x: of_svd(*(p.mT if n == 2 else p for n, p in enumerate(torch.svd(w[:, :3])))),
     "svdvals-odd": lambda w, x: linalg.svdvals(w[:3, :3]).sin().sum(),
     "norms": lambda w, x: torch.norm(w, "nuc") + linalg.matrix_norm(x @ w, 2) + linalg.norm(w, -2, keepdim=True).sum(),
+    "ranks": lambda w, x: (
+        (x @ w).square().mean() * linalg.matrix_rank(torch.stack([w, w.tril(-1), 1e-3 * w, 0 * w]), atol=0.1).sum()
+        + w.square().sum()
+        * (
+            linalg.matrix_rank(x @ w)
+            - linalg.matrix_rank(outer(w, x), 2.0).sum()
+            + linalg.matrix_rank(w[:, :1] @ w[:1])
+        )
+        + w.sin().sum() * linalg.matrix_rank(w + w.T, hermitian=True, rtol=0.4)
+    ),
+    "svd-of-few-rows": lambda w, x: of_svd(*linalg.svd(torch.cat([x @ w, x.sin(), x @ w.T], 1), full_matrices=False)),
+    "from-few-rows-to-many": lambda w, x: (
+        linalg.svdvals(torch.cat([x @ w, x[:, :2]], 1).T).sin().sum() + linalg.pinv((x @ w)[2:]).sum()
+    ),
     "norm-of-zeros": lambda w, x: linalg.matrix_norm(w * 0, "nuc") + (x @ w).square().mean(),
     "pinv": lambda w, x: linalg.pinv(x @ w).sin().sum(),
     "pinv-wide": lambda w, x: torch.pinverse(w[:3]).sin().sum(),
@@ -203,6 +217,8 @@ USUAL = [
         "eigh-batch",
         "eigvalsh-equal",
         "svd-tall",
+        "from-few-rows-to-many",
+        "ranks",
         "norm-of-zeros",
     ),
     *("pinv", "lstsq", "cholesky-twice", "eigenvalues-twice"),

@@ -103,6 +103,24 @@ FUNCTIONS = {
     "x log y with a constant of 0": (lambda x: torch.xlogy(x, torch.tensor([0.0, 1.0, 0.5])), [0.0, 2.0, 0.0]),
     "x log y in place": (lambda x, y: (x * 1).xlogy_(y), [0.0, 2.0], [0.5, 3.0]),
     "x log1p y of 0": (torch.special.xlog1py, [0.0, 0.0, 2.0, -1.0, 0.0], [-0.5, 3.0, 0.25, 2.0, 0.0]),
+    "extrema along an axis that tie": (lambda x: x.max(1)[0] - torch.min(x, dim=0, keepdim=True).values.sum() * x.max(-1, True)[0][0], TIES),
+    "extrema along an axis called so": (lambda x: torch.max(x, axis=1)[0] + x.min(axis=1).values, TIES),
+    "extrema with their places": (lambda x: (lambda y, i: y * i)(*torch.max(x, 1)) - x.min(0).indices.sum(), TIES),
+    "extrema of infinities": (lambda x: (x.max(1)[0] > 0) * x.sum() + x[:, :2].max(1)[0], [[-math.inf, -3.0, -3.0], [1.0, 2.0, 2.0]]),
+    "an extremum of a scalar": (lambda x: x.max(0)[0] * x.min(-1).values, 2.0),
+    "extrema of all": (lambda x: x.max() * torch.min(x) - x.amax((0, 1)), TIES),
+    "extrema of all axes that are not named": (lambda x: x.amax() * torch.amin(x, keepdim=True) + x.amin(()) - torch.amax(x, axis=1), TIES),
+    "an amax of a scalar": (lambda x: x.amax() * torch.amin(x), 2.0),
+    "the larger of two": (lambda x, y: torch.max(x, y) * torch.min(x, other=y), TIES, OTHER),
+    "cdist by the largest difference": (lambda x, y: torch.cdist(x, y, math.inf), [[2.0, -2, 2, 1], [3, 3, 0, 0]], [[0.0, 0, 0, 0], [3, 3, 0, 0]]),
+    "cdist of infinities": (lambda x: torch.cdist(x, x.detach() * 0 + 1, math.inf).clamp(max=3) + x.sum(), [[2.0, -2.0], [1.0, 3.0]]),
+    "pdist by the largest difference": (lambda x: F.pdist(x, math.inf), [[2.0, -2, 2, 1], [0, 0, 0, 0], [4, 2, 2, 0]]),
+    "bags of maxima that tie": (lambda x: F.embedding_bag(torch.tensor([[0, 1, 2], [2, 1, 0]]), x, mode="max"), [[2.0, 2], [2, 1], [2, 2]]),
+    "bags of maxima that tie, by offsets": (
+        lambda x: F.embedding_bag(
+            torch.tensor([3, 0, 1, 2, 2, 1, 3, 0, 3]), x, torch.tensor([0, 0, 4, 8, 9]), mode="max", padding_idx=3
+        ), [[2.0, 2], [2, 1], [2, 2], [9, 9]],
+    ),
     "aminmax": (lambda x: x / (torch.aminmax(x).max - 2 * x.aminmax(keepdim=True)[0]), TIES),
     "aminmax along an axis": (lambda x: x.aminmax(dim=1, keepdim=True).min * torch.aminmax(x, dim=1, keepdim=True).max, TIES),
     "rounded as if to integers": (lambda x: torch.fake_quantize_per_tensor_affine(x, 0.4, 1, -2, 5) * x, DISTINCT),
@@ -226,6 +244,11 @@ FUNCTIONS = {
         ).float(),
         [0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.5],  # slopes: NaN twice, then infinite, but for the last
     ),
+    "multilabel margins": (
+        lambda x: F.multilabel_margin_loss(x[0], torch.tensor([3, -1, 1, 1]))
+        + F.multilabel_margin_loss(x, torch.tensor([[1, 0, -1, 2], [2, 1, 0, 3]]), reduction="none"), OTHER,
+    ),
+    "the mean of multilabel margins": (lambda x: F.multilabel_margin_loss(x, torch.tensor([[0, 3, -1, 0], [-1, 0, 0, 0]])), DISTINCT),
     "normalize": (lambda x: F.normalize(x, dim=1), ROWS),
     "pairwise distance": (lambda x, y: F.pairwise_distance(x, y, 3.0), TIES, OTHER),
     "a window that would start in the padding": (lambda x: F.max_pool2d(x, 3, 3, 1, ceil_mode=True), PLANE),
@@ -252,7 +275,7 @@ DYNAMO_ALONE = {
     "averages over the end that count no padding", "an average whose last window would start in the padding",
     "places in a padded plane", "pdist", "einsum of broadcast axes",
     "einsum of a list", "index_reduce to a amax", "index_reduce to a prod", "combinations",
-    "combinations with replacement", "cdist of nothing", "vecdot of nothing",
+    "combinations with replacement", "cdist of nothing", "pdist by the largest difference", "vecdot of nothing",
     "squeeze of a scalar", "squeeze of several axes", "hypot in place, of a part", "lgamma in place, of a part",  # it drops what is written to parts
 }  # fmt: skip
 

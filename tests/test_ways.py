@@ -205,6 +205,36 @@ def test_what_a_draw_cannot_change_is_decided(decide, expected):
     torch.testing.assert_close(loss, known.detach())
 
 
+class Folded(nn.Module):
+    def forward(self, h):
+        return (2 * h).view(-1, 18).view(-1, 6)
+
+
+def tried(m, x, h):
+    """Three rows at once where there are so many, in a layer; else each alone."""
+    try:
+        return m.one(Folded()(h))
+    except RuntimeError:
+        return m.other(h).sin()
+
+
+def test_forward_that_catches_an_error_of_torch_trains_both_ways():
+    """A call that raises leaves a TorchScript trace in a state in which torch crashes."""
+    ours, reference = Decides(tried), Decides(tried)
+    reference.load_state_dict(ours.state_dict())
+    engine = engine_of(ours)
+    for size in (6, 9, 4, 4, 3):
+        x = torch.randn(size, 4, generator=torch.Generator().manual_seed(size))
+        loss = reference(x)
+        reference.zero_grad()
+        loss.backward()
+        for parameter in (p for p in reference.parameters() if p.grad is not None):
+            parameter.data.sub_(RATE * parameter.grad)
+        torch.testing.assert_close(engine.train_step({"x": x}, RATE)[0][0], loss.detach(), rtol=1e-5, atol=1e-6)
+    for found, expected in zip(ours.parameters(), reference.parameters()):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("decide", [lambda r: r < 0.5, lambda r: r.mul_(3) < 1], ids=["by half", "changed since"])
 def test_what_a_draw_changes_is_refused(decide):
     with pytest.raises(UnsupportedModelError, match="decides by random numbers"):

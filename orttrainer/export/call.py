@@ -164,6 +164,7 @@ def check_layers(module: nn.Module) -> None:
                 "weight decay and the like are arguments of the optimizer."
             )
     for name, layer in module.named_modules():
+        _check_dense(name, layer)
         if isinstance(layer, torch.jit.ScriptModule):
             raise UnsupportedModelError(
                 f"{name!r} is a TorchScript module, which has no Python to export; put the torch.nn.Module there that it was "
@@ -175,6 +176,17 @@ def check_layers(module: nn.Module) -> None:
             raise UnsupportedModelError(
                 f"{type(layer).__name__} {name!r} has no parameters yet. Run one batch through the module, "
                 f"then make the trainer."
+            )
+
+
+def _check_dense(path: str, layer: nn.Module) -> None:
+    for name, held in {**layer._parameters, **layer._buffers, **vars(layer)}.items():
+        tensors = held.values() if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else [held]
+        for tensor in (x for x in tensors if isinstance(x, torch.Tensor) and x.layout != torch.strided):
+            raise UnsupportedModelError(
+                f"{f'{path}.{name}'.lstrip('.')!r} is a sparse tensor ({tensor.layout}), and no operator of ONNX takes one. Make it "
+                f"dense (to_dense()); or keep indices and values, and sum what rows they name: "
+                f"out.index_add(0, rows, values[:, None] * x[columns])."
             )
 
 

@@ -19,6 +19,7 @@ import torch
 
 from orttrainer import runtime
 from orttrainer.export import batch_norm, double_precision, masks, stop_gradient, written_slices
+from orttrainer.export.caught import Caught
 from orttrainer.export.decompose import node_by_node
 from orttrainer.export.faithful import faithful
 from orttrainer.export.granted import Granted, granted_by, takes_for_equal
@@ -272,7 +273,7 @@ def capture_torchscript(wrapper, inputs, symbols, opset, decided: set[str]) -> i
     names = [f"described_input_{i}" for i in range(len(inputs))]
     file = io.BytesIO()
     stop_gradient.register_symbolic(min(opset, _TORCHSCRIPT_MAX_OPSET))
-    with silence(), faithful(wrapper, decided):
+    with silence(), Caught(), faithful(wrapper, decided):
         torch.onnx.export(
             wrapper,
             tuple(inputs),
@@ -287,12 +288,12 @@ def capture_torchscript(wrapper, inputs, symbols, opset, decided: set[str]) -> i
             verbose=False,
         )
     model = ir.from_proto(onnx.load_from_string(file.getvalue()))
-    _attach_state(model, wrapper, names)
+    _attach_state(model, wrapper, dict(zip(names, inputs)), symbols)
     return model
 
 
-def _attach_state(model, wrapper, names):
-    """Turn the graph inputs that stand for module state into initializers."""
+def _attach_state(model, wrapper, given, symbols):
+    """Turn the graph inputs that stand for module state into initializers, and add those of `given` that nothing reads."""
     state = {
         **dict(wrapper.named_parameters(remove_duplicate=False)),
         **dict(wrapper.named_buffers(remove_duplicate=False)),
@@ -300,11 +301,18 @@ def _attach_state(model, wrapper, names):
     inputs = list(model.graph.inputs)
     model.graph.inputs.clear()
     by_name = {value.name: value for value in inputs}
-    for name in names:
-        model.graph.inputs.append(by_name.pop(name))
+    for (name, x), axes in zip(given.items(), symbols):
+        value = by_name.pop(name, None)
+        model.graph.inputs.append(_unread_input(name, x, axes) if value is None else value)
     for name, value in by_name.items():
         value.const_value = state_tensor(state[name], name)
         model.graph.register_initializer(value)
+
+
+def _unread_input(name, x, axes) -> ir.Value:
+    """An input that the exporter has left out, as it does with some that nothing reads."""
+    shape = ir.Shape([axes.get(axis, size) for axis, size in enumerate(x.shape)])
+    return ir.Value(name=name, shape=shape, type=ir.TensorType(state_tensor(x, name).dtype))
 
 
 def _exported_program(wrapper, inputs, symbols, fixed):

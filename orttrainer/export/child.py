@@ -30,6 +30,7 @@ SWITCH = "ORTTRAINER_EXPORT"  # "here": no child
 _EXPORTER = "torch.onnx._internal.exporter._core"
 _ALONE = ("jax", "mpi4py.MPI")  # modules whose processes are not to be forked: threads of their own, other ranks
 _CHILDREN = 2  # of one process: a child imports the exporter, 2 seconds; who exports more often shall import it once
+_CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
 _PATIENCE = 60.0  # seconds without an answer and without any work
 
 _forked = 0
@@ -133,9 +134,7 @@ class Child:
         if status is not None and os.WIFSIGNALED(status):
             number = os.WTERMSIG(status)
             raise ExportError(
-                f"the process that exports the module was killed by signal {number} ({signal.strsignal(number)})"
-                f"{', as the system does when memory runs out' if number == signal.SIGKILL else ''}. Set the environment "
-                f"variable {SWITCH}=here to export in this process."
+                f"the process that exports the module was killed by signal {number} ({signal.strsignal(number)}){_advice(number)}"
             )
         try:
             return pickle.loads(b"".join(parts))
@@ -163,6 +162,17 @@ class Child:
             return os.waitpid(self.pid, 0)[1]
         except ChildProcessError:
             return None
+
+
+def _advice(number: int) -> str:
+    """The rest of what is said of a child that a signal has ended."""
+    if number in _CRASHES:
+        return (
+            ": what it ran has crashed, your forward or torch's exporter, and would take this process with it. Export the module "
+            "to ONNX where that works, and pass the ONNX model; or run forward in parts to see which of it crashes."
+        )
+    memory = ", as the system does when memory runs out" if number == signal.SIGKILL else ""
+    return f"{memory}. Set the environment variable {SWITCH}=here to export in this process."
 
 
 def _fork() -> int:

@@ -89,6 +89,7 @@ def _observed(wrapper, inputs, hidden_state):
     parameters, buffers = dict(wrapper.named_parameters()), dict(wrapper.named_buffers())
     before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
     versions = {name: parameter._version for name, parameter in parameters.items()}
+    places = _places(wrapper) if hidden_state else {}
     with unchanged(wrapper, inputs) as moved, in_train_mode(wrapper.module), wrapper.gradients():
         hidden = HiddenState(wrapper) if hidden_state else None
         with noticed(wrapper) as others, mute.watching():
@@ -111,6 +112,7 @@ def _observed(wrapper, inputs, hidden_state):
                     raise _changes_a_parameter(name)
         # Also what happens to be the same after this batch, as a moving average of zeros.
         touched = {name for name, x in now.items() if moved.before(x) is not None or x is not buffers.get(name)}
+        _check_apart(places, touched)
 
         def call(batch):
             generators.rewind()
@@ -123,6 +125,9 @@ def _observed(wrapper, inputs, hidden_state):
             if not _is_scratch(wrapper, name, after[name], lambda: call(inputs), sampled(outputs)):
                 raise _changes_a_shape(name, before[name], after[name])
             del before[name]
+        for name in sorted(after.keys() & before.keys() if hidden_state else ()):
+            if after[name].dtype != before[name].dtype:
+                raise _changes_a_dtype(name, before[name], after[name])
         if scratch:
             log.warning(
                 "forward leaves tensors of a batch's shape, which no later call reads, in %s; in training these stay as "
@@ -209,6 +214,35 @@ def _changes_a_shape(name: str, before: torch.Tensor, after: torch.Tensor) -> Un
         f"forward changes the shape of {name.split('.', 1)[1]!r} from {list(before.shape)} to {list(after.shape)}, and a graph "
         f"has one for it. If that happens in the first call only, run one batch through the module, then make the trainer."
     )
+
+
+def _changes_a_dtype(name: str, before: torch.Tensor, after: torch.Tensor) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"forward changes the dtype of {name.split('.', 1)[1]!r} from {before.dtype} to {after.dtype}, and a graph has one for it. "
+        f"Make it a tensor of {after.dtype} to begin with, or convert what forward writes there."
+    )
+
+
+def _places(wrapper) -> dict[str, range]:
+    """The addresses of each buffer, by all its names but those of layers that are in several places."""
+    found = {}
+    for path, layer in wrapper.named_modules():
+        for name, x in layer._buffers.items():
+            if x is not None and x.layout == torch.strided and x.is_contiguous() and x.numel():
+                found[f"{path}.{name}"] = range(x.data_ptr(), x.data_ptr() + x.nbytes)
+    return found
+
+
+def _check_apart(places: Mapping[str, range], touched: set[str]) -> None:
+    """Refuse a buffer in the memory of one that forward changes: in a graph each is a value of its own, here both would change."""
+    for name in sorted(touched & places.keys()):
+        for other, place in places.items():
+            if other != name and place.start < places[name].stop and places[name].start < place.stop:
+                first, second = (x.split(".", 1)[1] for x in (name, other))
+                raise UnsupportedModelError(
+                    f"the buffers {first!r} and {second!r} share memory, and forward changes {first!r}; a graph has a value for each. "
+                    f"Make the buffer {second!r} of a copy (clone()), or keep one of them and compute the other."
+                )
 
 
 def _check_own_memory(moved: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:

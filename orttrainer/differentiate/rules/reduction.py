@@ -73,7 +73,7 @@ def _elements(op, x: ir.Value) -> ir.Value:
 
 @vjp("ReduceMax", "ReduceMin")
 def reduce_max(op, node, dy):
-    """Y = max(X)  ->  dX = dY where X == Y, shared equally by the elements that tie."""
+    """Y = max(X)  ->  dX = dY where X == Y, shared equally by the elements that tie, as in torch.amax."""
     x, y = node.inputs[0], restored(op, node, node.outputs[0])
     if x.dtype in HALVES:  # else ONNX Runtime may compare X in float32 with a rounded Y
         (x,) = widened(op, x)

@@ -133,10 +133,17 @@ def _diagonal_scatter(input, src, offset=0, dim1=0, dim2=1):
 
 
 def _combinations(input, r=2, with_replacement=False):
-    """torch.combinations of a vector of known size."""
+    """torch.combinations; of a vector whose size may vary each number of places in rising order."""
     size = input.shape[0]
-    if not isinstance(size, int) or r == 0:
+    if r == 0:
         return torch.combinations(input, r, with_replacement)
+    if not isinstance(size, int):
+        place = torch.arange(size, device=input.device)
+        pairs = place.unsqueeze(-1) <= place if with_replacement else place.unsqueeze(-1) < place
+        rising = torch.ones_like(place, dtype=torch.bool)
+        for _ in range(r - 1):
+            rising = rising.unsqueeze(-1) & pairs
+        return input[rising.nonzero()]
     choose = itertools.combinations_with_replacement if with_replacement else itertools.combinations
     places = torch.tensor(list(choose(range(size), r)), dtype=torch.int64, device=input.device)
     return input.index_select(0, places.flatten()).reshape(-1, r)

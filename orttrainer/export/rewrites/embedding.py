@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from orttrainer.errors import UnsupportedModelError
+from orttrainer.export.rewrites.extrema import first_maximum
 from orttrainer.export.stop_gradient import stop_gradient
 
 __all__ = ["REWRITES", "shortened"]
@@ -80,14 +81,14 @@ def _embedding_bag(
     reduce = _reduce_rows if input.dim() == 2 else _reduce_bags(offsets, include_last_offset)
     count = reduce(counted.to(rows.dtype).unsqueeze(-1), "sum")  # [bags, 1]
     if mode == "max":
-        return torch.where(count > 0, reduce(rows, "amax"), 0.0)
+        return torch.where(count > 0, reduce(rows, "max"), 0.0)
     total = reduce(rows, "sum")
     return total / count.clamp(min=1) if mode == "mean" else total
 
 
 def _reduce_rows(rows, how):
     """[bags, length, width] -> [bags, width]."""
-    return rows.sum(1) if how == "sum" else rows.amax(1)
+    return rows.sum(1) if how == "sum" else first_maximum(rows, 1)[0]
 
 
 def _reduce_bags(offsets, include_last_offset):
@@ -98,10 +99,19 @@ def _reduce_bags(offsets, include_last_offset):
         position = torch.arange(rows.shape[0], device=rows.device)
         bag = (position.unsqueeze(1) >= offsets.unsqueeze(0)).sum(1) - 1
         bag = bag.unsqueeze(1).expand(-1, rows.shape[1])
-        start = rows.new_full((offsets.shape[0], rows.shape[1]), 0.0 if how == "sum" else torch.finfo(rows.dtype).min)
-        return start.scatter_add(0, bag, rows) if how == "sum" else start.scatter_reduce(0, bag, rows, how)
+        start = rows.new_zeros(offsets.shape[0], rows.shape[1])
+        return start.scatter_add(0, bag, rows) if how == "sum" else _first_maxima(rows, bag, start)
 
     return reduce
+
+
+def _first_maxima(rows, bag, start):
+    """The largest element of each bag, the first of those that tie: there its gradient goes."""
+    nowhere, position = rows.shape[0], torch.arange(rows.shape[0], device=rows.device).unsqueeze(1)
+    best = (start + torch.finfo(rows.dtype).min).scatter_reduce(0, bag, stop_gradient(rows), "amax")
+    tied = torch.where(rows == best.gather(0, bag), position, nowhere)
+    first = (start.long() + nowhere).scatter_reduce(0, bag, tied, "amin")
+    return torch.cat([rows, torch.zeros_like(rows[:1])]).gather(0, first)
 
 
 REWRITES = {F.embedding: _embedding, F.embedding_bag: _embedding_bag, torch.embedding_renorm_: _renorm_}

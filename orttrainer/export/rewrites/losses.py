@@ -100,11 +100,15 @@ def _gaussian_nll_loss(input, target, var, full=False, eps=1e-6, reduction="mean
 
 
 def _multilabel_margin_loss(input, target, reduction=1):
-    """One sample has a loss of shape [], for which the exporters give [1]."""
-    if input.dim() != 1:
-        return torch._C._nn.multilabel_margin_loss(input, target, reduction)
-    loss = torch._C._nn.multilabel_margin_loss(input[None], target[None], reduction)
-    return loss[0] if reduction == 0 else loss
+    """torch._C._nn.multilabel_margin_loss; torch's decomposition (2.13) counts what stands behind the first -1 as label 0."""
+    classes = input.shape[-1]
+    labelled = torch.cumsum((target == -1).long(), -1) == 0
+    is_label = (target.unsqueeze(-1) == torch.arange(classes, device=target.device)) & labelled.unsqueeze(-1)
+    of_labels = input.gather(-1, torch.where(labelled, _out_of_range(target, classes, -1), 0))
+    margins = F.relu(1 - of_labels.unsqueeze(-1) + input.unsqueeze(-2))  # [..., label, class]
+    counted = labelled.unsqueeze(-1) & ~is_label.any(-2, keepdim=True)
+    losses = torch.where(counted, margins, 0.0).sum((-2, -1)) / classes
+    return _weighted(losses, None, reduction)
 
 
 def _binary_cross_entropy_with_logits(input, target, weight=None, pos_weight=None, reduction=1):

@@ -7,6 +7,8 @@ import math
 import torch
 import torch.nn.functional as F
 
+from orttrainer.export.rewrites.extrema import first_maximum
+
 __all__ = ["REWRITES"]
 
 _nn = torch._C._nn
@@ -66,7 +68,7 @@ def _max_pool(pool, rank):
 
     def call(input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False):
         if _is_whole(input, kernel_size, padding, rank):
-            found = [x.unflatten(-1, [1] * rank) for x in input.flatten(-rank).max(-1, keepdim=True)]
+            found = [x.unflatten(-1, [1] * rank) for x in first_maximum(input.flatten(-rank), -1, keepdim=True)]
             return tuple(found) if pool.__name__.endswith("with_indices") else found[0]
         sizes = input.shape[input.dim() - rank :]
         stride = kernel_size if stride is None or stride == [] else stride

@@ -106,7 +106,15 @@ def _singular(A):
     """U, S in descending order and V of the reduced decomposition: of A = Q R by rotations of R's rows.
 
     These end sooner than those of A's columns (Drmac and Veselic, "New fast and accurate Jacobi SVD algorithm", 2008).
+    Rotations are of so many columns as are known: an axis that varies, and is the shorter one, gets as many zeros as it lacks.
     """
+    rows, columns = A.shape[-2:]
+    if isinstance(columns, torch.SymInt) and columns < rows:
+        V, S, U = _singular(A.mT)
+        return U, S, V
+    if isinstance(rows, torch.SymInt) and rows < columns:
+        U, S, V = _singular(torch.nn.functional.pad(A, (0, 0, 0, columns - rows)))
+        return U[..., :rows, :rows], S[..., :rows], V[..., :rows]
     turned = A.shape[-2] < A.shape[-1]
     Q, R = orthonormal(A.mT if turned else A)
     scaled, J = _jacobi(R.mT)
@@ -188,11 +196,21 @@ class _Pinv(Function):
 
 def _pinv(A, rcond=None, hermitian=False, *, atol=None, rtol=None, out=None):
     """torch.linalg.pinv."""
-    rtol = rcond if rtol is None else rtol
+    return _Pinv.apply(A, *_tolerances(A, atol, rcond if rtol is None else rtol), hermitian)
+
+
+def _tolerances(A, atol, rtol):
+    """What a singular value has to be larger than, and which part of the largest one."""
     if rtol is None:
         rtol = max(A.shape[-2:]) * torch.finfo(A.dtype).eps if atol is None else 0.0
-    atol, rtol = (x.unsqueeze(-1) if isinstance(x, torch.Tensor) else x for x in (0.0 if atol is None else atol, rtol))
-    return _Pinv.apply(A, atol, rtol, hermitian)
+    return (x.unsqueeze(-1) if isinstance(x, torch.Tensor) else x for x in (0.0 if atol is None else atol, rtol))
+
+
+def _matrix_rank(A, tol=None, hermitian=False, *, atol=None, rtol=None, out=None):
+    """torch.linalg.matrix_rank."""
+    atol, rtol = _tolerances(A, *((atol, rtol) if tol is None else (tol, 0.0)))
+    S = _singular(symmetric(A.double(), "L") if hermitian else A.double())[1]
+    return (torch.maximum(S[..., :1] * rtol, torch.zeros_like(S[..., :1]) + atol) < S).sum(-1)
 
 
 def _pinverse(input, rcond=1e-15):
@@ -241,6 +259,7 @@ REWRITES = only_exporting(
         **dict.fromkeys([torch.svd, torch.Tensor.svd], _old_svd),
         torch.linalg.pinv: _pinv,
         **dict.fromkeys([torch.pinverse, torch.Tensor.pinverse], _pinverse),
+        torch.linalg.matrix_rank: _matrix_rank,
         torch.linalg.lstsq: _lstsq,
         torch.linalg.cond: _cond,
     }

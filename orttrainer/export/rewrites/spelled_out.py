@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from orttrainer.export.rewrites import bessel, error_function, special
+from orttrainer.export.rewrites.extrema import largest_difference
 from orttrainer.export.rewrites.spectra import spectral_norm
 from orttrainer.export.stop_gradient import stop_gradient
 
@@ -72,13 +73,17 @@ def _tensor_norm(input, p="fro", dim=None, keepdim=False, dtype=None):
 def _cdist(x1, x2, p=2.0, compute_mode=None):
     """The norm of each difference; 0 has the slope 0. The axis is counted from the first: see `_vecdot`."""
     differences = x1.unsqueeze(-2) - x2.unsqueeze(-3)
-    return _vector_norm(differences, p, differences.dim() - 1)
+    return _distance(differences, p, differences.dim() - 1)
 
 
 def _pdist(input, p=2.0):
     """The distances of all pairs of rows."""
     first, second = torch.triu_indices(input.size(0), input.size(0), 1)
-    return _vector_norm(input[first] - input[second], p, -1)
+    return _distance(input[first] - input[second], p, -1)
+
+
+def _distance(differences, p, axis):
+    return largest_difference(differences) if p == math.inf else _vector_norm(differences, p, axis)
 
 
 def _pairwise_distance(x1, x2, p=2.0, eps=1e-6, keepdim=False):
@@ -338,14 +343,6 @@ def _kind(x):
     return {"dtype": x.dtype if x.is_floating_point() else torch.get_default_dtype(), "device": x.device}
 
 
-def _aminmax(input, *, dim=None, keepdim=False):
-    """torch.aminmax; over all axes the exporter leaves these out, which its own amin asks for."""
-    axes = list(range(input.dim())) if dim is None else dim
-    if dim is None and keepdim:
-        return torch.return_types.aminmax(part.reshape([1] * input.dim()) for part in _aminmax(input))
-    return torch.return_types.aminmax((input.amin(axes, keepdim), input.amax(axes, keepdim)))
-
-
 def _histc(input, bins=100, min=0, max=0, *, out=None):
     """torch.histc; between the extrema of its input if the bounds are equal."""
     x, (low, high) = input.flatten(), (min, max) if min != max else (input.min(), input.max())
@@ -392,7 +389,6 @@ REWRITES = {
     torch.special.sinc: _sinc,
     **functions(
         bucketize=_bucketize,
-        aminmax=_aminmax,
         arctan2=atan2,
         atan2=atan2,
         argsort=_argsort,
