@@ -145,3 +145,8 @@ def test_a_model_without_an_opset_of_the_standard_domain_trains():
     proto = product(18, body=body)
     proto.opset_import.remove(proto.opset_import[0])
     assert_trains_like_its_twin(proto, F.huber_loss)
+
+
+@pytest.mark.parametrize("opset", [7, 8])
+def test_a_model_of_the_time_when_initializers_were_inputs_too_trains(opset):
+    assert_trains_like_its_twin(product(opset, ir_version=3, listed=True), F.huber_loss)

@@ -25,6 +25,7 @@ _FLOATS = (
     ir.DataType.BFLOAT16,
 )
 _OLDEST_OPSET, _CONVERTED_TO = 17, 18
+_INITIALIZERS_APART = 4  # the first IR version whose initializers need not be inputs too
 
 
 def from_onnx(model: onnx.ModelProto, description) -> ForwardGraph:
@@ -66,6 +67,7 @@ def open_model(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[
 
         convert_opset(model, _CONVERTED_TO)
     _select_inputs(model.graph, inputs)
+    model.ir_version = max(model.ir_version, _INITIALIZERS_APART)
     _select_outputs(model.graph, outputs)
     common.RemoveUnusedNodesPass()(model)
     common.ShapeInferencePass(check_type=False, strict_mode=False)(model)
