@@ -9,6 +9,7 @@ import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
+from orttrainer.differentiate.limits import only_instructs
 from orttrainer.errors import ModelError, UnknownNameError
 from orttrainer.export.forward_graph import MAX_OPSET, ForwardGraph
 from orttrainer.graph.passes.sigmoid import SmallSigmoidPass
@@ -32,8 +33,9 @@ def from_onnx(model: onnx.ModelProto, description) -> ForwardGraph:
     """Wrap an ONNX model whose first described output is the scalar loss.
 
     Every float initializer becomes a parameter, except the running statistics of a
-    BatchNormalization (buffers; its training form updates them, as ONNX says) and scalars
-    (constants, with a warning). The others are buffers. The given model is not changed.
+    BatchNormalization (buffers; its training form updates them, as ONNX says), scalars
+    (constants, with a warning) and what is only scales or roi of a Resize (constants).
+    The others are buffers. The given model is not changed.
 
     Raises:
         ModelError: a described name is not in the model, an input has neither description nor
@@ -46,7 +48,8 @@ def from_onnx(model: onnx.ModelProto, description) -> ForwardGraph:
     updates = _batch_norm_updates(model.graph)
     statistics = {_original(v).name for n in model.graph if _is_batch_norm(n) for v in n.inputs[3:5]}
     initializers = model.graph.initializers
-    floats = [n for n, v in initializers.items() if v.dtype in _FLOATS and n not in statistics]
+    instructions = {n for n, v in initializers.items() if only_instructs(v)}
+    floats = [n for n, v in initializers.items() if v.dtype in _FLOATS and n not in statistics | instructions]
     scalars = [n for n in floats if tuple(initializers[n].shape) == ()]
     if scalars:
         log.warning(
@@ -54,7 +57,7 @@ def from_onnx(model: onnx.ModelProto, description) -> ForwardGraph:
             ", ".join(map(repr, scalars)),
         )
     parameters = tuple(n for n in floats if n not in scalars)
-    buffers = tuple(n for n in initializers if n not in parameters and n not in scalars)
+    buffers = tuple(n for n in initializers if n not in {*parameters, *scalars, *instructions})
     return ForwardGraph(model=model, parameters=parameters, buffers=buffers, updates=updates)
 
 
