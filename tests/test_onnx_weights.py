@@ -12,7 +12,7 @@ from bad_input import raises
 from small import LR
 
 from orttrainer import IODescription, ModelDescription, ORTTrainer, build_gradient
-from orttrainer.errors import GradientError
+from orttrainer.errors import GradientError, ModelError
 
 LOSS = "s = Mul (r, r) loss = ReduceMean <keepdims = 0> (s)"
 WEIGHT = np.random.default_rng(0).standard_normal((2, 4, 4)).astype(np.float32)
@@ -61,12 +61,45 @@ def resized(opset: int, mode: str, scales=(1, 1, 2, 2)) -> onnx.ModelProto:
     return model(f"h = Mul (x, W) r = {call}", "2, 4, 4", opset, W=WEIGHT, scales=scales, **roi)
 
 
+def from_the_corner(size: int) -> torch.Tensor:
+    """Twice as many pixels: each, and the middle between it and the next."""
+    matrix = torch.zeros(2 * size, size)
+    for i in range(2 * size):
+        matrix[i, i // 2] += 0.5
+        matrix[i, min((i + 1) // 2, size - 1)] += 0.5
+    return matrix
+
+
 @pytest.mark.parametrize("opset", [11, 17, 18, 21])
 def test_scales_and_an_empty_roi_are_no_weights(opset):
     def twin(x, W):
         return F.interpolate(x * W, scale_factor=2, mode="bilinear")
 
     assert_trains_like(resized(opset, "linear"), twin, images(), W=WEIGHT)
+
+
+@pytest.mark.parametrize("opset", [9, 10])
+def test_images_of_old_opsets_are_resized_from_the_corner(opset):
+    """ONNX's converter lets them be resized from the middle of the pixels."""
+    matrix = from_the_corner(4)
+
+    def twin(x, W):
+        return matrix @ (x * W) @ matrix.T
+
+    assert_trains_like(resized(opset, "linear"), twin, images(), W=WEIGHT)
+
+
+@pytest.mark.parametrize("scale, pixels", [(1.6, [0, 0, 1, 1, 2, 3]), (0.6, [0, 2])])  # the place / scale, down; up
+def test_nearest_pixels_of_opset_10_are_those_that_onnx_runtime_took(scale, pixels):
+    def twin(x, W):
+        return (x * W)[:, :, pixels][:, :, :, pixels]
+
+    assert_trains_like(resized(10, "nearest", (1, 1, scale, scale)), twin, images(), W=WEIGHT)
+
+
+def test_nearest_pixels_of_opset_10_that_no_newer_one_takes_are_refused():
+    with raises(ModelError, "of which some are below 1 and some above...export the model with opset 11 or later"):
+        make(resized(10, "nearest", (1, 1, 0.5, 2)), 2, 4, 4)
 
 
 def test_a_gradient_is_not_by_scales_unless_they_are_named():

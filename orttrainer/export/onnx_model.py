@@ -12,6 +12,7 @@ import onnx_ir.passes.common as common
 from orttrainer.differentiate.limits import only_instructs
 from orttrainer.errors import ModelError, UnknownNameError
 from orttrainer.export.forward_graph import MAX_OPSET, ForwardGraph
+from orttrainer.export.initializers import constant_of
 from orttrainer.graph.passes.sigmoid import SmallSigmoidPass
 from orttrainer.graph.read import read_model
 
@@ -26,6 +27,7 @@ _FLOATS = (
     ir.DataType.BFLOAT16,
 )
 _OLDEST_OPSET, _CONVERTED_TO = 17, 18
+_COORDINATES_UNNAMED = 10  # the last opset whose Resize does not say where pixels are
 _INITIALIZERS_APART = 4  # the first IR version whose initializers need not be inputs too
 
 
@@ -66,15 +68,43 @@ def open_model(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[
     model = read_model(model)
     common.InlinePass()(model)
     if not _OLDEST_OPSET <= model.opset_imports.get("", 0) <= MAX_OPSET:
-        from orttrainer.export.normalize import convert_opset  # here: it imports the exporters, 40 MB
-
-        convert_opset(model, _CONVERTED_TO)
+        _convert_opset(model)
     _select_inputs(model.graph, inputs)
     model.ir_version = max(model.ir_version, _INITIALIZERS_APART)
     _select_outputs(model.graph, outputs)
     common.RemoveUnusedNodesPass()(model)
     common.ShapeInferencePass(check_type=False, strict_mode=False)(model)
     return model
+
+
+def _convert_opset(model):
+    from orttrainer.export.normalize import convert_opset  # here: it imports the exporters, 40 MB
+
+    given = model.opset_imports.get("", _CONVERTED_TO)
+    convert_opset(model, _CONVERTED_TO)
+    if given <= _COORDINATES_UNNAMED and model.opset_imports.get("") == _CONVERTED_TO:
+        for node in model.graph.all_nodes():
+            if node.op_type == "Resize" and node.domain == "":
+                _name_coordinates(node)
+
+
+def _name_coordinates(resize):
+    """Upsample, and Resize before opset 11, counted from the corner; ONNX's converter makes them count from the middle of pixels.
+
+    Of the nearest pixels ONNX Runtime took the lower ones of a larger image, and the upper ones of a smaller image.
+    """
+    scales = constant_of(resize.inputs[2])
+    smaller = scales is not None and scales.min() < 1
+    if smaller and scales.max() > 1 and resize.attributes.get_string("mode", "nearest") == "nearest":
+        raise ModelError(
+            f"the nearest pixels that node {resize.name!r} takes by the scales {scales.tolist()}, of which some are below 1 "
+            "and some above, cannot be told in a newer opset; export the model with opset 11 or later."
+        )
+    for name, value in (
+        ("coordinate_transformation_mode", "asymmetric"),
+        ("nearest_mode", "ceil" if smaller else "floor"),
+    ):
+        resize.attributes[name] = ir.AttrString(name, value)
 
 
 def _is_batch_norm(node):
