@@ -111,3 +111,68 @@ def test_a_gradient_by_scales_that_are_numbers_as_well_is_refused():
     body = "h = Mul (x, W) t = Resize (h, , V) k = ReduceSum <keepdims = 0> (V) r = Mul (t, k)"
     with raises(GradientError, "no gradient of 'Resize' node 'Resize_1' by its scales ('V')"):
         make(model(body, "2, 4, 4", 18, W=WEIGHT, V=[1, 1, 1, 1]), 2, 4, 4)
+
+
+# -- Initializers of the bodies of If and Loop ----------------------------------------------------
+
+V = np.random.default_rng(1).standard_normal((3, 4)).astype(np.float32)
+
+
+def in_body(tensors: dict, body: str, place: int = 0) -> onnx.ModelProto:
+    """The model with initializers in a body of its last If or Loop."""
+    proto = model(body, "3", 18, W=V)
+    control = [node for node in proto.graph.node if node.op_type in ("If", "Loop")][-1]
+    for name, value in tensors.items():
+        control.attribute[place].g.initializer.append(onnx.numpy_helper.from_array(value, name))
+    return proto
+
+
+def rows() -> list[torch.Tensor]:
+    """Batches whose sums have both signs."""
+    return [torch.randn(5, 3, generator=torch.Generator().manual_seed(step)) + (-1) ** step for step in range(4)]
+
+
+BRANCHES = """t = ReduceSum <keepdims = 0> (x) zero = Constant <value = float {0}> () g = Greater (t, zero)
+    r = If (g) <then_branch = yes () => (float[rows, 4] a) { a = MatMul (x, V) }, else_branch = no () => (float[rows, 4] b) { b = MatMul (x, W) }>"""
+TURNS = """n = Constant <value = int64 {2}> () go = Constant <value = bool {1}> () h = MatMul (x, W)
+    r = Loop (n, go, h) <body = turn (int64 i, bool c, float[rows, 4] q) => (bool c2, float[rows, 4] q2) { c2 = Identity (c) q2 = Mul (q, U) }>"""
+
+
+def test_a_weight_that_a_branch_keeps_for_itself_is_trained():
+    def twin(x, V, W):
+        return x @ (V if x.sum() > 0 else W)
+
+    body = BRANCHES
+    assert_trains_like(in_body({"V": V + 1}, body), twin, rows(), V=V + 1, W=V)
+
+
+def test_a_weight_that_a_loop_keeps_for_itself_is_trained():
+    assert_trains_like(in_body({"U": V[:1]}, TURNS), lambda x, W, U: x @ W * U * U, rows(), W=V, U=V[:1])
+
+
+def test_two_weights_of_one_name_in_two_branches_are_two_weights():
+    def twin(x, V, V_1):
+        return x @ (V if x.sum() > 0 else V_1)
+
+    proto = in_body({"V": V + 1}, BRANCHES.replace("(x, W)", "(x, V)"))
+    for node in proto.graph.node:
+        if node.op_type == "If":
+            node.attribute[1].g.initializer.append(onnx.numpy_helper.from_array(V, "V"))
+    assert_trains_like(proto, twin, rows(), V=V + 1, V_1=V)
+
+
+def test_a_weight_that_is_itself_what_a_branch_gives_is_trained():
+    bias = "g = Cast <to = 9> (t)  p = If (g) <then_branch = yes () => (float[4] V) {  }, else_branch = no () => (float[4] b) { b = Neg (z) }>"
+    body = (
+        f"h = MatMul (x, W) t = ReduceSum <keepdims = 0> (x) z = ReduceSum <keepdims = 0> (W, ax) {bias} r = Add (h, p)"
+    )
+    proto = in_body(
+        {"V": V[0]},
+        body.replace("(W, ax)", "(W, axes)").replace("z =", "axes = Constant <value = int64[1] {0}> () z ="),
+    )
+    assert_trains_like(proto, lambda x, W, V: x @ W + V, rows(), W=globals()["V"], V=V[0])
+
+
+def test_a_gradient_is_also_by_a_weight_of_a_branch():
+    proto = in_body({"V": V}, BRANCHES)
+    assert [value.name for value in build_gradient(proto).graph.output] == ["loss", "W_grad", "V_grad"]

@@ -22,6 +22,7 @@ from orttrainer.graph.passes.padded_pools import PaddedPoolsPass
 from orttrainer.graph.passes.random import ShareSubexpressionsPass
 from orttrainer.graph.passes.scatter import ScatterReductionPass
 from orttrainer.graph.read import read_model
+from orttrainer.graph.subgraphs import lift_initializers
 
 
 def build_gradient(
@@ -58,6 +59,8 @@ def gradient_of(
     original: ir.Model, of: str | Sequence[str] | None = None, wrt: str | Sequence[str] | None = None
 ) -> onnx.ModelProto:
     """`build_gradient` of a model that is not checked, as `check_vjp` needs it for operators without a float64 form."""
+    common.InlinePass()(original)
+    lift_initializers(original)
     wrt = _default_sources(original.graph) if wrt is None else _names("wrt", wrt)
     forward = prepare(original)
     graph = forward.graph

@@ -15,6 +15,7 @@ from orttrainer.export.forward_graph import MAX_OPSET, ForwardGraph
 from orttrainer.export.initializers import constant_of
 from orttrainer.graph.passes.sigmoid import SmallSigmoidPass
 from orttrainer.graph.read import read_model
+from orttrainer.graph.subgraphs import lift_initializers
 
 __all__ = ["from_onnx", "open_model"]
 
@@ -67,6 +68,7 @@ def open_model(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[
     """The part of a copy of the model between these inputs and outputs, in an opset that is known here."""
     model = read_model(model)
     common.InlinePass()(model)
+    lift_initializers(model)  # those of bodies are weights as well
     if not _OLDEST_OPSET <= model.opset_imports.get("", 0) <= MAX_OPSET:
         _convert_opset(model)
     _select_inputs(model.graph, inputs)
