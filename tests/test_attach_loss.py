@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import models
+import numpy as np
 import onnx
+import onnx.parser
 import pytest
 import torch
 from marks import slow
 from small import LR, batch, description, make, net
 from torch import nn
+from torch.nn import functional as F
 
 from orttrainer import IODescription, ModelDescription
 from orttrainer.errors import ModelError, SchemaError
@@ -82,3 +85,68 @@ def test_the_transformer_of_the_sample_trains_from_its_inference_file(tmp_path):
     losses = [again.train_step(*setup.batch(0), 0.5)[0].item() for _ in range(8)]
     assert losses[0] == pytest.approx(trainer.eval_step(*setup.batch(0))[0].item(), rel=1e-5)
     assert losses[-1] < losses[0] - 0.3
+
+
+# -- Models of other opsets than the loss ---------------------------------------------------------
+
+X = IODescription("x", ["rows", 3], torch.float32)
+LABEL, OUTPUT = (IODescription(name, ["rows", 4], torch.float32) for name in ("label", "output"))
+LOSSES = {
+    "huber": F.huber_loss,  # a mean along axes: the attribute was to become an input in opset 18
+    "logsumexp": lambda output, label: (output * label).logsumexp(1).mean(),
+    "mish": lambda output, label: F.mish(output - label).mean(),  # an operator that is new in opset 18
+    "group-norm": lambda output, label: F.mse_loss(F.group_norm(output, 2), label),
+    "kl": lambda output, label: F.kl_div(output.log_softmax(1), label.softmax(1), reduction="batchmean"),
+}
+
+
+def product(opset: int, ir_version: int = 8, body: str = "output = MatMul (x, W)", listed: bool = False):
+    """x -> x @ W, W of ones."""
+    header = f'<ir_version: {ir_version}, opset_import: ["" : {opset}, "com.microsoft" : 1]>'
+    proto = onnx.parser.parse_model(f"{header} g (float[rows, 3] x) => (float[rows, 4] output) {{ {body} }}")
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((3, 4), np.float32), "W"))
+    if listed:
+        proto.graph.input.append(onnx.helper.make_tensor_value_info("W", onnx.TensorProto.FLOAT, [3, 4]))
+    return proto
+
+
+def assert_trains_like_its_twin(proto, loss_fn, twin=lambda x, weight: x @ weight, **options):
+    desc = ModelDescription([X, LABEL], [IODescription("loss", [], torch.float32), OUTPUT])
+    trainer = make(proto, loss_fn=loss_fn, desc=desc, **options)
+    weight = torch.ones(3, 4, requires_grad=True)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        x, label = torch.randn(5 + step, 3, generator=generator), torch.randn(5 + step, 4, generator=generator)
+        loss = loss_fn(twin(x, weight), label)
+        torch.testing.assert_close(trainer.train_step(x, label, LR)[0], loss.detach())
+        (gradient,) = torch.autograd.grad(loss, weight)
+        weight = (weight - LR * gradient).detach().requires_grad_()
+    torch.testing.assert_close(trainer.state_dict()["W"], weight.detach())
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_model_one_opset_older_than_the_loss_trains(loss):
+    assert_trains_like_its_twin(product(17), LOSSES[loss])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("opset", [*range(7, 17), *range(18, 27)])
+def test_a_model_of_any_opset_trains_with_a_loss_in_torch(opset, loss):
+    assert_trains_like_its_twin(product(opset, ir_version=8 if opset < 20 else 10), LOSSES[loss])
+
+
+def test_the_opset_that_is_asked_for_is_of_the_loss_only_where_the_model_names_none():
+    assert_trains_like_its_twin(product(18), lambda output, label: F.gelu(output - label).mean(), _opset_version=21)
+
+
+def test_a_model_without_an_opset_of_the_standard_domain_trains():
+    body = "output = com.microsoft.FusedMatMul (x, W)"
+    proto = product(18, body=body)
+    proto.opset_import.remove(proto.opset_import[0])
+    assert_trains_like_its_twin(proto, F.huber_loss)
+
+
+@pytest.mark.parametrize("opset", [7, 8])
+def test_a_model_of_the_time_when_initializers_were_inputs_too_trains(opset):
+    assert_trains_like_its_twin(product(opset, ir_version=3, listed=True), F.huber_loss)

@@ -76,7 +76,7 @@ ONNX_MODELS = {
     "the rate named as an inner value": (onnx_model(), dict(rate=IODescription("d", [1])), ModelError, "the name 'd' is needed...give the learning rate another name"),
     "an inner value named as a gradient": (onnx_model(LINEAR.replace(" d ", " W_grad ").replace("(d, d)", "(W_grad, W_grad)")), {}, ModelError, "the name 'W_grad' is needed...rename it there"),
     "half-precision weights": (
-        onnx_model("h = Cast <to = 10> (x) p = MatMul (h, W) output = Cast <to = 1> (p) " + ROOT, weight=W.astype(np.float16)), {}, OptimizerError, "cannot update parameter 'W' of dtype FLOAT16; it needs float32 or float64",
+        onnx_model("h = Cast <to = 10> (x) p = MatMul (h, W) output = Cast <to = 1> (p) " + ROOT, weight=W.astype(np.float16)), {}, OptimizerError, "cannot update parameter 'W' of dtype FLOAT16; it needs float32 or float64...Convert the model to float32 and train it in mixed precision, or name in frozen_weights=",
     ),
     "an operator of another domain": (onnx_model(CUSTOM), {}, MissingGradientError, "no gradient rule for 'Mix' (domain my.domain, opset 3), needed by node 'the_node' between 'W'...@vjp(\"Mix\", domain=\"my.domain\")"),
     "an unknown operator inside an If": (onnx_model(BRANCH), {}, MissingGradientError, "inside If 'If_...: no gradient rule for 'Mix' (domain my.domain, opset 3)...between 'W'...frozen_weights"),

@@ -64,6 +64,9 @@ def test_lamb_attributes_that_must_be_equal_are_checked(key, a, b):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_parameters_that_are_not_float32_or_float64_are_refused(name):
-    text = f"{name} cannot update parameter 'w' of dtype FLOAT16; it needs float32 or float64."
-    with pytest.raises(OptimizerError, match=f"^{text}$"):
+    with pytest.raises(OptimizerError) as caught:
         make_optimizer(name, ["w"], None, True).slots("w", (2,), ir.DataType.FLOAT16)
+    assert str(caught.value) == (
+        f"{name} cannot update parameter 'w' of dtype FLOAT16; it needs float32 or float64. Convert the model to float32 "
+        "and train it in mixed precision, or name in frozen_weights=[...] the parameters that shall stay as they are."
+    )

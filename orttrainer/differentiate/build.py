@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError
 from onnx_ir.passes import common
 
 from orttrainer.differentiate.driver import FLOATS, differentiate
+from orttrainer.differentiate.limits import only_instructs
 from orttrainer.differentiate.prepare import prepare
 from orttrainer.errors import InvalidArgumentError, ModelError
 from orttrainer.graph.builder import Builder, static_dims
@@ -21,6 +22,7 @@ from orttrainer.graph.passes.padded_pools import PaddedPoolsPass
 from orttrainer.graph.passes.random import ShareSubexpressionsPass
 from orttrainer.graph.passes.scatter import ScatterReductionPass
 from orttrainer.graph.read import read_model
+from orttrainer.graph.subgraphs import lift_initializers
 
 
 def build_gradient(
@@ -36,7 +38,8 @@ def build_gradient(
             A scalar output is differentiated with cotangent 1; for any other the new model
             has one more input, `<output>_cotangent`, of the output's dtype and shape.
         wrt: names of float inputs or initializers to differentiate with respect to; by
-            default all float initializers, or all float inputs if there are none.
+            default all float initializers (but those that are only scales or roi of a Resize or
+            ratio of a Dropout), or all float inputs if there are none.
 
     Returns:
         A model with the same inputs and outputs, and one more output `<name>_grad` for each
@@ -56,6 +59,8 @@ def gradient_of(
     original: ir.Model, of: str | Sequence[str] | None = None, wrt: str | Sequence[str] | None = None
 ) -> onnx.ModelProto:
     """`build_gradient` of a model that is not checked, as `check_vjp` needs it for operators without a float64 form."""
+    common.InlinePass()(original)
+    lift_initializers(original)
     wrt = _default_sources(original.graph) if wrt is None else _names("wrt", wrt)
     forward = prepare(original)
     graph = forward.graph
@@ -120,7 +125,9 @@ def _outputs(graph: ir.Graph, of: str | Sequence[str] | None) -> list[ir.Value]:
 def _default_sources(graph: ir.Graph) -> list[str]:
     """All float initializers of the model as given (not the constants that `prepare` adds), else all float inputs."""
     floats = [
-        v.name for v in graph.initializers.values() if v.const_value is not None and v.const_value.dtype in FLOATS
+        v.name
+        for v in graph.initializers.values()
+        if v.const_value is not None and v.const_value.dtype in FLOATS and not only_instructs(v)
     ]
     if not (floats := floats or [v.name for v in graph.inputs if v.dtype in FLOATS]):
         raise ModelError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import onnx_ir as ir
+
 
 @dataclass(frozen=True)
 class Limit:
@@ -20,6 +22,17 @@ class Limit:
     use: str
     why: str
     refusals: tuple[str, ...] = ()
+
+
+# Inputs that say how to compute, as attributes do: roi and scales, the latter once where roi is now; a ratio.
+_INSTRUCTIONS = {"Resize": (1, 2), "Upsample": (1,), "Dropout": (1,)}
+
+
+def only_instructs(value: ir.Value) -> bool:
+    """Whether a value does nothing but say how to compute: there is no gradient by it, and nobody means to train it."""
+    standard = all(node.domain in ("", "ai.onnx") for node, _ in value.uses())
+    instructs = all(index in _INSTRUCTIONS.get(node.op_type, ()) for node, index in value.uses())
+    return bool(value.uses()) and standard and instructs and not value.is_graph_output()
 
 
 LIMITS = (

@@ -9,10 +9,13 @@ import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
+from orttrainer.differentiate.limits import only_instructs
 from orttrainer.errors import ModelError, UnknownNameError
 from orttrainer.export.forward_graph import MAX_OPSET, ForwardGraph
+from orttrainer.export.initializers import constant_of
 from orttrainer.graph.passes.sigmoid import SmallSigmoidPass
 from orttrainer.graph.read import read_model
+from orttrainer.graph.subgraphs import lift_initializers
 
 __all__ = ["from_onnx", "open_model"]
 
@@ -25,14 +28,17 @@ _FLOATS = (
     ir.DataType.BFLOAT16,
 )
 _OLDEST_OPSET, _CONVERTED_TO = 17, 18
+_COORDINATES_UNNAMED = 10  # the last opset whose Resize does not say where pixels are
+_INITIALIZERS_APART = 4  # the first IR version whose initializers need not be inputs too
 
 
 def from_onnx(model: onnx.ModelProto, description) -> ForwardGraph:
     """Wrap an ONNX model whose first described output is the scalar loss.
 
     Every float initializer becomes a parameter, except the running statistics of a
-    BatchNormalization (buffers; its training form updates them, as ONNX says) and scalars
-    (constants, with a warning). The others are buffers. The given model is not changed.
+    BatchNormalization (buffers; its training form updates them, as ONNX says), scalars
+    (constants, with a warning) and what is only scales or roi of a Resize (constants).
+    The others are buffers. The given model is not changed.
 
     Raises:
         ModelError: a described name is not in the model, an input has neither description nor
@@ -45,7 +51,8 @@ def from_onnx(model: onnx.ModelProto, description) -> ForwardGraph:
     updates = _batch_norm_updates(model.graph)
     statistics = {_original(v).name for n in model.graph if _is_batch_norm(n) for v in n.inputs[3:5]}
     initializers = model.graph.initializers
-    floats = [n for n, v in initializers.items() if v.dtype in _FLOATS and n not in statistics]
+    instructions = {n for n, v in initializers.items() if only_instructs(v)}
+    floats = [n for n, v in initializers.items() if v.dtype in _FLOATS and n not in statistics | instructions]
     scalars = [n for n in floats if tuple(initializers[n].shape) == ()]
     if scalars:
         log.warning(
@@ -53,7 +60,7 @@ def from_onnx(model: onnx.ModelProto, description) -> ForwardGraph:
             ", ".join(map(repr, scalars)),
         )
     parameters = tuple(n for n in floats if n not in scalars)
-    buffers = tuple(n for n in initializers if n not in parameters and n not in scalars)
+    buffers = tuple(n for n in initializers if n not in {*parameters, *scalars, *instructions})
     return ForwardGraph(model=model, parameters=parameters, buffers=buffers, updates=updates)
 
 
@@ -61,15 +68,45 @@ def open_model(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[
     """The part of a copy of the model between these inputs and outputs, in an opset that is known here."""
     model = read_model(model)
     common.InlinePass()(model)
+    lift_initializers(model)  # those of bodies are weights as well
     if not _OLDEST_OPSET <= model.opset_imports.get("", 0) <= MAX_OPSET:
-        from orttrainer.export.normalize import convert_opset  # here: it imports the exporters, 40 MB
-
-        convert_opset(model, _CONVERTED_TO)
+        _convert_opset(model)
     _select_inputs(model.graph, inputs)
+    model.ir_version = max(model.ir_version, _INITIALIZERS_APART)
     _select_outputs(model.graph, outputs)
     common.RemoveUnusedNodesPass()(model)
     common.ShapeInferencePass(check_type=False, strict_mode=False)(model)
     return model
+
+
+def _convert_opset(model):
+    from orttrainer.export.normalize import convert_opset  # here: it imports the exporters, 40 MB
+
+    given = model.opset_imports.get("", _CONVERTED_TO)
+    convert_opset(model, _CONVERTED_TO)
+    if given <= _COORDINATES_UNNAMED and model.opset_imports.get("") == _CONVERTED_TO:
+        for node in model.graph.all_nodes():
+            if node.op_type == "Resize" and node.domain == "":
+                _name_coordinates(node)
+
+
+def _name_coordinates(resize):
+    """Upsample, and Resize before opset 11, counted from the corner; ONNX's converter makes them count from the middle of pixels.
+
+    Of the nearest pixels ONNX Runtime took the lower ones of a larger image, and the upper ones of a smaller image.
+    """
+    scales = constant_of(resize.inputs[2])
+    smaller = scales is not None and scales.min() < 1
+    if smaller and scales.max() > 1 and resize.attributes.get_string("mode", "nearest") == "nearest":
+        raise ModelError(
+            f"the nearest pixels that node {resize.name!r} takes by the scales {scales.tolist()}, of which some are below 1 "
+            "and some above, cannot be told in a newer opset; export the model with opset 11 or later."
+        )
+    for name, value in (
+        ("coordinate_transformation_mode", "asymmetric"),
+        ("nearest_mode", "ceil" if smaller else "floor"),
+    ):
+        resize.attributes[name] = ir.AttrString(name, value)
 
 
 def _is_batch_norm(node):

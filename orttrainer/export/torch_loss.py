@@ -12,8 +12,9 @@ from torch import nn
 
 from orttrainer import runtime
 from orttrainer.describe import InputSchema, IODescription, ModelDescription
+from orttrainer.differentiate.prepare.opsets import with_known_opset
 from orttrainer.errors import ExportError, SchemaError, UnsupportedModelError
-from orttrainer.export.forward_graph import ForwardGraph
+from orttrainer.export.forward_graph import MAX_OPSET, ForwardGraph
 from orttrainer.export.module import export_module
 from orttrainer.export.onnx_model import from_onnx, open_model
 from orttrainer.graph.passes.constants import InitializersToConstantsPass
@@ -63,6 +64,8 @@ def attach_loss(
         )
     names = [output.name_ for output in outputs] or [model.graph.output[0].name]
     body = open_model(model, [described.name_ for described in inputs], names)
+    body.opset_imports.setdefault("", opset)
+    body = with_known_opset(body)  # one that a loss is exported in: joined, the two have one opset
     prediction = _prediction(body, batch)
     shape = outputs[0].shape_ if outputs else ["batch", *prediction.shape[1:]][: prediction.dim()]
     described = ModelDescription(
@@ -71,7 +74,7 @@ def attach_loss(
     loss = export_module(
         _Loss(loss_fn), None, described, [prediction, batch[-1]],
         schema=InputSchema.settle(described.inputs_, [prediction, batch[-1]]),
-        opset=max(opset, min(body.opset_imports[""], 21)), check=check,
+        opset=min(body.opset_imports[""], MAX_OPSET), check=check,
     )  # fmt: skip
     if loss.conditions is not None:
         made = loss.conditions.made[0]

@@ -38,3 +38,19 @@ def eliminate_identities(model: ir.Model) -> None:
     """Remove each Identity, unless there are subgraphs: there a branch may not return an outer value, nor a Scan one twice."""
     if not list(model.graph.subgraphs()):
         common.IdentityEliminationPass()(model)
+
+
+def lift_initializers(model: ir.Model) -> None:
+    """Make initializers of the whole of those of bodies, under new names where theirs are taken."""
+    for body in model.graph.subgraphs():
+        for index, value in enumerate(body.outputs):
+            if value.is_initializer():  # it stays where it is as long as it is an output
+                copy = ir.node("Identity", [value])
+                copy.outputs[0].name, copy.outputs[0].type, copy.outputs[0].shape = (
+                    f"{value.name}_out",
+                    value.type,
+                    value.shape,
+                )
+                body.append(copy)
+                body.outputs[index] = copy.outputs[0]
+    common.LiftSubgraphInitializersToMainGraphPass()(model)

@@ -215,7 +215,9 @@ class Optimizer(abc.ABC):
     def _check_dtype(self, name: str, dtype: ir.DataType) -> None:
         if dtype not in FLOATS:
             raise OptimizerError(
-                f"{self.name} cannot update parameter {name!r} of dtype {dtype.name}; it needs float32 or float64."
+                f"{self.name} cannot update parameter {name!r} of dtype {dtype.name}; it needs float32 or float64. "
+                "Convert the model to float32 and train it in mixed precision, or name in frozen_weights=[...] the "
+                "parameters that shall stay as they are."
             )
 
     def _error(self, parameter: str, key: str, value: object, rule: str) -> OptimizerError:

@@ -1,0 +1,178 @@
+"""Which tensors of an ONNX model are its weights, in the forms that old exporters and others write."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+import torch
+import torch.nn.functional as F
+from bad_input import raises
+from small import LR
+
+from orttrainer import IODescription, ModelDescription, ORTTrainer, build_gradient
+from orttrainer.errors import GradientError, ModelError
+
+LOSS = "s = Mul (r, r) loss = ReduceMean <keepdims = 0> (s)"
+WEIGHT = np.random.default_rng(0).standard_normal((2, 4, 4)).astype(np.float32)
+
+
+def model(body: str, x: str, opset: int, **initializers) -> onnx.ModelProto:
+    proto = onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["" : {opset}]> g (float[rows, {x}] x) => (float loss) {{ {body} {LOSS} }}'
+    )
+    for name, value in initializers.items():
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(value, np.float32), name))
+    return proto
+
+
+def make(proto: onnx.ModelProto, *sizes: int) -> ORTTrainer:
+    desc = ModelDescription([IODescription("x", ["rows", *sizes], torch.float32)], [IODescription("loss", [])])
+    return ORTTrainer(proto, None, desc, "SGDOptimizer", None, IODescription("rate", [1]), "cpu")
+
+
+def assert_trains_like(proto, predict, batches, **weights):
+    """`predict(x, **weights)` is the twin in PyTorch; the loss is the mean of the squares."""
+    trainer = make(proto, *batches[0].shape[1:])
+    assert trainer.state_dict().keys() == weights.keys()
+    twins = {name: torch.tensor(weight, requires_grad=True) for name, weight in weights.items()}
+    optimizer = torch.optim.SGD(twins.values(), LR.item())
+    for x in batches:
+        loss = predict(x, **twins).square().mean()
+        torch.testing.assert_close(trainer.train_step(x, LR), loss.detach())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    for name, twin in twins.items():
+        torch.testing.assert_close(trainer.state_dict()[name], twin.detach())
+
+
+# -- Images resized by scales that are initializers -----------------------------------------------
+
+
+def images() -> list[torch.Tensor]:
+    return [torch.randn(2 + step, 2, 4, 4, generator=torch.Generator().manual_seed(step)) for step in range(3)]
+
+
+def resized(opset: int, mode: str, scales=(1, 1, 2, 2)) -> onnx.ModelProto:
+    operator, roi = ("Upsample" if opset == 9 else "Resize"), ({"roi": []} if opset > 10 else {})
+    call = f'{operator} <mode = "{mode}"> ({", ".join(["h", *roi, "scales"])})'
+    return model(f"h = Mul (x, W) r = {call}", "2, 4, 4", opset, W=WEIGHT, scales=scales, **roi)
+
+
+def from_the_corner(size: int) -> torch.Tensor:
+    """Twice as many pixels: each, and the middle between it and the next."""
+    matrix = torch.zeros(2 * size, size)
+    for i in range(2 * size):
+        matrix[i, i // 2] += 0.5
+        matrix[i, min((i + 1) // 2, size - 1)] += 0.5
+    return matrix
+
+
+@pytest.mark.parametrize("opset", [11, 17, 18, 21])
+def test_scales_and_an_empty_roi_are_no_weights(opset):
+    def twin(x, W):
+        return F.interpolate(x * W, scale_factor=2, mode="bilinear")
+
+    assert_trains_like(resized(opset, "linear"), twin, images(), W=WEIGHT)
+
+
+@pytest.mark.parametrize("opset", [9, 10])
+def test_images_of_old_opsets_are_resized_from_the_corner(opset):
+    """ONNX's converter lets them be resized from the middle of the pixels."""
+    matrix = from_the_corner(4)
+
+    def twin(x, W):
+        return matrix @ (x * W) @ matrix.T
+
+    assert_trains_like(resized(opset, "linear"), twin, images(), W=WEIGHT)
+
+
+@pytest.mark.parametrize("scale, pixels", [(1.6, [0, 0, 1, 1, 2, 3]), (0.6, [0, 2])])  # the place / scale, down; up
+def test_nearest_pixels_of_opset_10_are_those_that_onnx_runtime_took(scale, pixels):
+    def twin(x, W):
+        return (x * W)[:, :, pixels][:, :, :, pixels]
+
+    assert_trains_like(resized(10, "nearest", (1, 1, scale, scale)), twin, images(), W=WEIGHT)
+
+
+def test_nearest_pixels_of_opset_10_that_no_newer_one_takes_are_refused():
+    with raises(ModelError, "of which some are below 1 and some above...export the model with opset 11 or later"):
+        make(resized(10, "nearest", (1, 1, 0.5, 2)), 2, 4, 4)
+
+
+def test_a_gradient_is_not_by_scales_unless_they_are_named():
+    (_, gradient) = build_gradient(resized(13, "linear")).graph.output
+    assert gradient.name == "W_grad"
+
+
+def test_a_gradient_by_scales_that_are_numbers_as_well_is_refused():
+    body = "h = Mul (x, W) t = Resize (h, , V) k = ReduceSum <keepdims = 0> (V) r = Mul (t, k)"
+    with raises(GradientError, "no gradient of 'Resize' node 'Resize_1' by its scales ('V')"):
+        make(model(body, "2, 4, 4", 18, W=WEIGHT, V=[1, 1, 1, 1]), 2, 4, 4)
+
+
+# -- Initializers of the bodies of If and Loop ----------------------------------------------------
+
+V = np.random.default_rng(1).standard_normal((3, 4)).astype(np.float32)
+
+
+def in_body(tensors: dict, body: str, place: int = 0) -> onnx.ModelProto:
+    """The model with initializers in a body of its last If or Loop."""
+    proto = model(body, "3", 18, W=V)
+    control = [node for node in proto.graph.node if node.op_type in ("If", "Loop")][-1]
+    for name, value in tensors.items():
+        control.attribute[place].g.initializer.append(onnx.numpy_helper.from_array(value, name))
+    return proto
+
+
+def rows() -> list[torch.Tensor]:
+    """Batches whose sums have both signs."""
+    return [torch.randn(5, 3, generator=torch.Generator().manual_seed(step)) + (-1) ** step for step in range(4)]
+
+
+BRANCHES = """t = ReduceSum <keepdims = 0> (x) zero = Constant <value = float {0}> () g = Greater (t, zero)
+    r = If (g) <then_branch = yes () => (float[rows, 4] a) { a = MatMul (x, V) }, else_branch = no () => (float[rows, 4] b) { b = MatMul (x, W) }>"""
+TURNS = """n = Constant <value = int64 {2}> () go = Constant <value = bool {1}> () h = MatMul (x, W)
+    r = Loop (n, go, h) <body = turn (int64 i, bool c, float[rows, 4] q) => (bool c2, float[rows, 4] q2) { c2 = Identity (c) q2 = Mul (q, U) }>"""
+
+
+def test_a_weight_that_a_branch_keeps_for_itself_is_trained():
+    def twin(x, V, W):
+        return x @ (V if x.sum() > 0 else W)
+
+    body = BRANCHES
+    assert_trains_like(in_body({"V": V + 1}, body), twin, rows(), V=V + 1, W=V)
+
+
+def test_a_weight_that_a_loop_keeps_for_itself_is_trained():
+    assert_trains_like(in_body({"U": V[:1]}, TURNS), lambda x, W, U: x @ W * U * U, rows(), W=V, U=V[:1])
+
+
+def test_two_weights_of_one_name_in_two_branches_are_two_weights():
+    def twin(x, V, V_1):
+        return x @ (V if x.sum() > 0 else V_1)
+
+    proto = in_body({"V": V + 1}, BRANCHES.replace("(x, W)", "(x, V)"))
+    for node in proto.graph.node:
+        if node.op_type == "If":
+            node.attribute[1].g.initializer.append(onnx.numpy_helper.from_array(V, "V"))
+    assert_trains_like(proto, twin, rows(), V=V + 1, V_1=V)
+
+
+def test_a_weight_that_is_itself_what_a_branch_gives_is_trained():
+    bias = "g = Cast <to = 9> (t)  p = If (g) <then_branch = yes () => (float[4] V) {  }, else_branch = no () => (float[4] b) { b = Neg (z) }>"
+    body = (
+        f"h = MatMul (x, W) t = ReduceSum <keepdims = 0> (x) z = ReduceSum <keepdims = 0> (W, ax) {bias} r = Add (h, p)"
+    )
+    proto = in_body(
+        {"V": V[0]},
+        body.replace("(W, ax)", "(W, axes)").replace("z =", "axes = Constant <value = int64[1] {0}> () z ="),
+    )
+    assert_trains_like(proto, lambda x, W, V: x @ W + V, rows(), W=globals()["V"], V=V[0])
+
+
+def test_a_gradient_is_also_by_a_weight_of_a_branch():
+    proto = in_body({"V": V}, BRANCHES)
+    assert [value.name for value in build_gradient(proto).graph.output] == ["loss", "W_grad", "V_grad"]
