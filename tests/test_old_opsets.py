@@ -50,3 +50,13 @@ def test_batch_normalization_in_training_form_of_five_outputs(opset):
     np.testing.assert_allclose(found["mn"], 0.8 * feeds["m"] + 0.2 * feeds["x"].mean((0, 2)), atol=1e-5)
     for name, expected in zip("xsb", torch.autograd.grad(y, given, torch.tensor(dy))):
         np.testing.assert_allclose(found[f"{name}_grad"], expected, atol=1e-4)
+
+
+def test_the_converter_says_nothing(caplog):
+    x = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [3])
+    y = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [])
+    nodes = [onnx.helper.make_node("ReduceSum", ["x"], ["y"], keepdims=0)]
+    graph = onnx.helper.make_graph(nodes, "g", [x], [y])
+    opsets = [onnx.helper.make_opsetid("", 13)]
+    build_gradient(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8), "y", ["x"])
+    assert not [record for record in caplog.records if record.name.startswith("onnxscript")]
