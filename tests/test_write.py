@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import stat
@@ -67,6 +68,25 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monke
     with pytest.raises(OSError, match="No space left"):
         write.write_model(model(2), path)
     assert value_of(path) == 1 and os.listdir(tmp_path) == ["model.onnx"]
+
+
+def test_an_error_of_the_system_names_the_file_that_was_asked_for(tmp_path, monkeypatch):
+    path = tmp_path / "model.onnx"
+
+    def refused(folder, *mode):
+        raise PermissionError(errno.EACCES, "Permission denied", folder)
+
+    with monkeypatch.context() as patch, pytest.raises(PermissionError) as caught:
+        patch.setattr(os, "mkdir", refused)  # root is refused nothing
+        write.write_model(model(1), path)
+    assert (caught.value.errno, caught.value.filename) == (errno.EACCES, str(path))
+    with pytest.raises(OSError) as caught, write.replacing(path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(path))
+    with pytest.raises(FileNotFoundError) as caught, write.replacing(path):
+        open(tmp_path / "another file").close()
+    assert caught.value.filename == str(tmp_path / "another file")
+    assert os.listdir(tmp_path) == []
 
 
 def test_large_tensors_go_to_a_file_beside_the_model(tmp_path, monkeypatch):

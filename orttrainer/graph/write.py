@@ -32,12 +32,16 @@ def replacing(path: str | os.PathLike) -> Iterator[str]:
     if old and stat.S_ISDIR(old.st_mode):
         raise IsADirectoryError(errno.EISDIR, "it is a folder; name a file in it", asked)
     if old and not stat.S_ISREG(old.st_mode):
-        yield asked
+        with _naming(asked, asked):
+            yield asked
         return
     folder, name = os.path.split(target)
     if not os.path.isdir(folder):
         raise FileNotFoundError(errno.ENOENT, "there is no such folder", asked)
-    with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=folder) as partial:
+    with (
+        _naming(asked, os.path.join(folder, f".{name}.")),
+        tempfile.TemporaryDirectory(prefix=f".{name}.", dir=folder) as partial,
+    ):
         written = os.path.join(partial, name)
         yield written
         with open(written, "rb+") as file:
@@ -45,6 +49,18 @@ def replacing(path: str | os.PathLike) -> Iterator[str]:
         if old:
             _give_access(written, old)
         os.replace(written, target)
+
+
+@contextlib.contextmanager
+def _naming(asked: str, own: str) -> Iterator[None]:
+    """Errors of the system name the file that was asked for, where they name none or one that begins as `own`."""
+    try:
+        yield
+    except OSError as error:
+        named = None if error.filename is None else os.fsdecode(error.filename)
+        if error.errno is None or (named is not None and not named.startswith(own)):
+            raise
+        raise OSError(error.errno, error.strerror, asked) from error
 
 
 def _what_is_there(path: str) -> os.stat_result | None:
