@@ -11,7 +11,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -48,6 +48,7 @@ def save_checkpoint(
     Raises:
         CheckpointError: there is no such folder, or the trainer has no state before its first step.
         InvalidArgumentError: an argument has a value that cannot be used.
+        OSError: the folder cannot be written, or is full.
 
     Warns:
         UserWarning: the file exists and is overwritten.
@@ -72,7 +73,7 @@ def save_checkpoint(
     if os.path.exists(path):
         warnings.warn(f"{path} already exists, overwriting it", stacklevel=2)
     with replacing(path) as written:
-        torch.save({**entries, "model": state}, written)
+        _write({**entries, "model": state}, written)
 
 
 def load_checkpoint(
@@ -224,6 +225,34 @@ def _whole_run(folder: str, ranks: Mapping[tuple[int, int], str]) -> list[str]:
     if beyond := sorted(present - set(range(sizes[0]))):
         raise CheckpointError(f"{ranks[beyond[0], sizes[0] - 1]!r} has a rank beyond the last of its run.")
     return [name for _, name in sorted(ranks.items())]
+
+
+class _Written:
+    """A file that keeps what was raised while torch wrote to it: torch raises an account of its own positions."""
+
+    def __init__(self, file: BinaryIO):
+        self._file, self.error = file, None
+
+    def write(self, data) -> int:
+        try:
+            return self._file.write(data)
+        except BaseException as error:  # of the system, or of a handler that Ctrl-C called
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _write(checkpoint: Mapping[str, Any], path: str) -> None:
+    with open(path, "wb") as file:
+        written = _Written(file)
+        try:
+            torch.save(checkpoint, written)
+        except Exception:
+            if written.error is None:
+                raise
+            raise written.error from None
 
 
 def _read(path: str, weights_only: bool) -> dict[str, Any]:
