@@ -145,49 +145,6 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
     assert (tmp_path / FILE).read_bytes() == before and os.listdir(tmp_path) == [FILE]
 
 
-FULL = """
-import os, resource, sys, torch
-from orttrainer.checkpoint import save_checkpoint
-class Holder:
-    def state_dict(self):
-        return {name: torch.ones(30_000) for name in "abcd"}
-    load_state_dict = None.__init__
-for size in (10, 3_000, 200_000, 480_500):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-    try:
-        save_checkpoint(Holder(), sys.argv[1])
-    except OSError as error:
-        print(os.strerror(error.errno), error.filename)
-"""
-
-
-def test_a_full_disk_is_an_error_of_the_system_that_names_the_file(tmp_path):
-    (tmp_path / FILE).write_bytes(b"what was there before")
-    command = [sys.executable, "-W", "ignore", "-c", FULL, str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert (result.returncode, result.stdout) == (0, f"File too large {tmp_path / FILE}\n" * 4), result.stderr
-    assert (tmp_path / FILE).read_bytes() == b"what was there before" and os.listdir(tmp_path) == [FILE]
-
-
-def test_an_interrupt_in_the_midst_of_a_save_is_that_and_no_error_of_torch(tmp_path, monkeypatch):
-    class Interrupted(Holder):
-        def state_dict(self):
-            signal.setitimer(signal.ITIMER_REAL, 0.01)
-            return {"w": torch.ones(20_000_000)}
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            save_checkpoint(Interrupted(), tmp_path)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert os.listdir(tmp_path) == []
-
-
 WRITER = """
 import sys, warnings, torch
 from orttrainer import set_seed

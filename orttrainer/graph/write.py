@@ -35,6 +35,21 @@ def replacing(path: str | os.PathLike) -> Iterator[str]:
         with _naming(asked, asked):
             yield asked
         return
+    with beside(target, asked) as written:
+        yield written
+        with open(written, "rb+") as file:
+            os.fsync(file.fileno())  # or a power failure could leave the new name on an empty file
+        if old:
+            _give_access(written, old)
+        os.replace(written, target)
+
+
+@contextlib.contextmanager
+def beside(target: str, asked: str) -> Iterator[str]:
+    """Give the path of a file that is not there yet, in a hidden folder beside `target` that is gone at the end.
+
+    Errors of the system name `asked`, which is what the caller calls `target`.
+    """
     folder, name = os.path.split(target)
     if not os.path.isdir(folder):
         raise FileNotFoundError(errno.ENOENT, "there is no such folder", asked)
@@ -42,13 +57,7 @@ def replacing(path: str | os.PathLike) -> Iterator[str]:
         _naming(asked, os.path.join(folder, f".{name}.")),
         tempfile.TemporaryDirectory(prefix=f".{name}.", dir=folder) as partial,
     ):
-        written = os.path.join(partial, name)
-        yield written
-        with open(written, "rb+") as file:
-            os.fsync(file.fileno())  # or a power failure could leave the new name on an empty file
-        if old:
-            _give_access(written, old)
-        os.replace(written, target)
+        yield os.path.join(partial, name)
 
 
 @contextlib.contextmanager
