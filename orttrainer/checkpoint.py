@@ -6,10 +6,12 @@ optimizer state (and in mixed precision the weights) cut over the ranks.
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import re
 import warnings
+import zipfile
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
@@ -22,6 +24,7 @@ _SUFFIX = ".ort.pt"
 _PARTITION = re.compile(r"\.ZeRO\.(\d+)\.(\d+)\.ort\.pt")  # rank, last rank
 _SHARD = re.compile(r"(.+)_view_\d+")
 _OPTIMIZER_STATE = re.compile(r"(?:Moment_1|Moment_2|Update_Count)_(.+)")
+_FOLDER = 0x10  # the mark of a folder in a zip file, which torch reads nothing of
 _FOREIGN = re.compile(r"GLOBAL (\S+)")  # how torch names what it will not make
 
 
@@ -257,6 +260,7 @@ def _write(checkpoint: Mapping[str, Any], path: str) -> None:
 
 def _read(path: str, weights_only: bool) -> dict[str, Any]:
     """The entries of one file, all on the CPU."""
+    _check_sums(path)
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=weights_only)
     except OSError:
@@ -277,6 +281,28 @@ def _read(path: str, weights_only: bool) -> dict[str, Any]:
         has = f"the keys {list(checkpoint)}" if isinstance(checkpoint, Mapping) else f"a {type(checkpoint).__name__}"
         raise CheckpointError(f"{path!r} is no checkpoint: it has no state dict under the key 'model', but {has}.")
     return dict(checkpoint)
+
+
+def _check_sums(path: str) -> None:
+    """Raise if a record is not what was written: torch stores the check sum of each, and does not look at it."""
+    try:
+        if not zipfile.is_zipfile(path):  # of torch before 1.6; or cut off, which torch notices
+            return
+        with zipfile.ZipFile(path) as file:
+            records = file.infolist()
+            has_sums = any(record.CRC for record in records)  # torch can be told to leave them out
+            folders = [record.filename for record in records if record.external_attr & _FOLDER]
+            damaged = (file.testzip() if has_sums else None) or next(iter(folders), None)
+    except Exception as error:  # zipfile raises BadZipFile, zlib.error, NotImplementedError and more
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which is a place before the file's begin
+            raise
+        raise CheckpointError(
+            f"{path!r} cannot be read ({type(error).__name__}: {error}): it is damaged. Nothing was loaded."
+        ) from error
+    if damaged is not None:
+        raise CheckpointError(
+            f"{path!r} is damaged: its record {damaged!r} is not what was written. Nothing was loaded."
+        )
 
 
 # -- arguments ----------------------------------------------------------------------------
