@@ -6,12 +6,14 @@ optimizer state (and in mixed precision the weights) cut over the ranks.
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import re
 import warnings
+import zipfile
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -22,6 +24,7 @@ _SUFFIX = ".ort.pt"
 _PARTITION = re.compile(r"\.ZeRO\.(\d+)\.(\d+)\.ort\.pt")  # rank, last rank
 _SHARD = re.compile(r"(.+)_view_\d+")
 _OPTIMIZER_STATE = re.compile(r"(?:Moment_1|Moment_2|Update_Count)_(.+)")
+_FOLDER = 0x10  # the mark of a folder in a zip file, which torch reads nothing of
 _FOREIGN = re.compile(r"GLOBAL (\S+)")  # how torch names what it will not make
 
 
@@ -48,6 +51,7 @@ def save_checkpoint(
     Raises:
         CheckpointError: there is no such folder, or the trainer has no state before its first step.
         InvalidArgumentError: an argument has a value that cannot be used.
+        OSError: the folder cannot be written, or is full.
 
     Warns:
         UserWarning: the file exists and is overwritten.
@@ -72,7 +76,7 @@ def save_checkpoint(
     if os.path.exists(path):
         warnings.warn(f"{path} already exists, overwriting it", stacklevel=2)
     with replacing(path) as written:
-        torch.save({**entries, "model": state}, written)
+        _write({**entries, "model": state}, written)
 
 
 def load_checkpoint(
@@ -226,8 +230,37 @@ def _whole_run(folder: str, ranks: Mapping[tuple[int, int], str]) -> list[str]:
     return [name for _, name in sorted(ranks.items())]
 
 
+class _Written:
+    """A file that keeps what was raised while torch wrote to it: torch raises an account of its own positions."""
+
+    def __init__(self, file: BinaryIO):
+        self._file, self.error = file, None
+
+    def write(self, data) -> int:
+        try:
+            return self._file.write(data)
+        except BaseException as error:  # of the system, or of a handler that Ctrl-C called
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _write(checkpoint: Mapping[str, Any], path: str) -> None:
+    with open(path, "wb") as file:
+        written = _Written(file)
+        try:
+            torch.save(checkpoint, written)
+        except Exception:
+            if written.error is None:
+                raise
+            raise written.error from None
+
+
 def _read(path: str, weights_only: bool) -> dict[str, Any]:
     """The entries of one file, all on the CPU."""
+    _check_sums(path)
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=weights_only)
     except OSError:
@@ -248,6 +281,28 @@ def _read(path: str, weights_only: bool) -> dict[str, Any]:
         has = f"the keys {list(checkpoint)}" if isinstance(checkpoint, Mapping) else f"a {type(checkpoint).__name__}"
         raise CheckpointError(f"{path!r} is no checkpoint: it has no state dict under the key 'model', but {has}.")
     return dict(checkpoint)
+
+
+def _check_sums(path: str) -> None:
+    """Raise if a record is not what was written: torch stores the check sum of each, and does not look at it."""
+    try:
+        if not zipfile.is_zipfile(path):  # of torch before 1.6; or cut off, which torch notices
+            return
+        with zipfile.ZipFile(path) as file:
+            records = file.infolist()
+            has_sums = any(record.CRC for record in records)  # torch can be told to leave them out
+            folders = [record.filename for record in records if record.external_attr & _FOLDER]
+            damaged = (file.testzip() if has_sums else None) or next(iter(folders), None)
+    except Exception as error:  # zipfile raises BadZipFile, zlib.error, NotImplementedError and more
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which is a place before the file's begin
+            raise
+        raise CheckpointError(
+            f"{path!r} cannot be read ({type(error).__name__}: {error}): it is damaged. Nothing was loaded."
+        ) from error
+    if damaged is not None:
+        raise CheckpointError(
+            f"{path!r} is damaged: its record {damaged!r} is not what was written. Nothing was loaded."
+        )
 
 
 # -- arguments ----------------------------------------------------------------------------

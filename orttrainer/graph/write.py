@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 
@@ -17,21 +19,72 @@ _ROOM = 2**26  # for the graph itself, beside its tensors, in a protobuf that en
 def replacing(path: str | os.PathLike) -> Iterator[str]:
     """Give a path to write to; at the end what was written there takes the place of `path`, in one move.
 
+    Where `path` is a link, the file that it leads to is replaced, and the new file has the permissions of the old
+    one. A device or a FIFO cannot be replaced: it is given itself, and takes what is written.
+
     After an exception, `path` is as it was.
 
     Raises:
-        OSError: the folder does not exist, cannot be written, or is full.
+        OSError: the folder does not exist, cannot be written, or is full; or `path` is a folder.
     """
-    path = os.path.abspath(os.fspath(path))
-    folder, name = os.path.split(path)
-    if not os.path.isdir(folder):
-        raise FileNotFoundError(errno.ENOENT, "there is no such folder", path)
-    with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=folder) as partial:
-        written = os.path.join(partial, name)
+    asked, target = os.path.abspath(path), os.path.realpath(path)
+    old = _what_is_there(path)
+    if old and stat.S_ISDIR(old.st_mode):
+        raise IsADirectoryError(errno.EISDIR, "it is a folder; name a file in it", asked)
+    if old and not stat.S_ISREG(old.st_mode):
+        with _naming(asked, asked):
+            yield asked
+        return
+    with beside(target, asked) as written:
         yield written
         with open(written, "rb+") as file:
             os.fsync(file.fileno())  # or a power failure could leave the new name on an empty file
-        os.replace(written, path)
+        if old:
+            _give_access(written, old)
+        os.replace(written, target)
+
+
+@contextlib.contextmanager
+def beside(target: str, asked: str) -> Iterator[str]:
+    """Give the path of a file that is not there yet, in a hidden folder beside `target` that is gone at the end.
+
+    Errors of the system name `asked`, which is what the caller calls `target`.
+    """
+    folder, name = os.path.split(target)
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(errno.ENOENT, "there is no such folder", asked)
+    with (
+        _naming(asked, os.path.join(folder, f".{name}.")),
+        tempfile.TemporaryDirectory(prefix=f".{name}.", dir=folder) as partial,
+    ):
+        yield os.path.join(partial, name)
+
+
+@contextlib.contextmanager
+def _naming(asked: str, own: str) -> Iterator[None]:
+    """Errors of the system name the file that was asked for, where they name none or one that begins as `own`."""
+    try:
+        yield
+    except OSError as error:
+        named = None if error.filename is None else os.fsdecode(error.filename)
+        if error.errno is None or (named is not None and not named.startswith(own)):
+            raise
+        raise OSError(error.errno, error.strerror, asked) from error
+
+
+def _what_is_there(path: str) -> os.stat_result | None:
+    try:
+        return os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _give_access(written: str, old: os.stat_result) -> None:
+    """Owner and permissions of the file that is replaced: what one user alone could read stays so."""
+    if hasattr(os, "chown"):
+        with contextlib.suppress(PermissionError):  # to give a file away is the right of root
+            os.chown(written, old.st_uid, old.st_gid)
+    os.chmod(written, stat.S_IMODE(old.st_mode))
 
 
 def write_model(proto: onnx.ModelProto, path: str | os.PathLike) -> None:
@@ -45,6 +98,9 @@ def write_model(proto: onnx.ModelProto, path: str | os.PathLike) -> None:
     with replacing(path) as written:
         if size < 2**31 - _ROOM:
             onnx.save(proto, written)
-        else:
-            onnx.save(proto, written, save_as_external_data=True, location=data)
-            os.replace(os.path.join(os.path.dirname(written), data), f"{os.path.abspath(os.fspath(path))}.data")
+            return
+        if os.path.exists(written):
+            raise OSError(errno.EFBIG, "a model past 2 GB needs a file beside it, and this is no file", os.fspath(path))
+        onnx.save(proto, written, save_as_external_data=True, location=data)
+        with replacing(f"{os.fspath(path)}.data") as beside:
+            shutil.move(os.path.join(os.path.dirname(written), data), beside)

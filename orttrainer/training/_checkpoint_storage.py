@@ -6,21 +6,22 @@ path (one with a slash) is written in an escaped form, which legacy cannot have 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import os
+import re
 import urllib.parse
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from orttrainer.errors import CheckpointError, InvalidArgumentError
+from orttrainer.graph.write import beside
 from orttrainer.training._user_data import from_serialized_hex, to_serialized_hex
 
 __all__ = ["from_serialized_hex", "load", "save", "to_serialized_hex"]
 
 _ESCAPED = "orttrainer:"
+_ERRNO = re.compile(r"errno = (\d+)")  # how HDF5 quotes the system
 _DEEPEST = 32  # a group may contain itself
 
 
@@ -43,20 +44,12 @@ def save(save_obj: Mapping, path: str | os.PathLike | io.IOBase) -> None:
             raise InvalidArgumentError(f"the path of a checkpoint must be a path or a binary file object, got {path!r}")
         path.write(_as_bytes(save_obj))
         return
-    path = Path(path)
-    if path.exists():
-        raise FileExistsError(
-            errno.EEXIST, "a checkpoint is never overwritten; remove it or choose another name", str(path)
-        )
-    if not path.absolute().parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "there is no such folder", str(path.absolute().parent))
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
+    path = os.path.abspath(path)
+    if os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, "a checkpoint is never overwritten; remove it or choose another name", path)
+    with beside(path, path) as partial:
         _write(save_obj, partial)
         _publish(partial, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            partial.unlink()
 
 
 def load(path: str | os.PathLike | io.IOBase, key: str | None = None) -> Any:
@@ -102,14 +95,26 @@ def _opened(path):
         ) from error
 
 
-def _write(values: Mapping, path: Path) -> None:
+def _write(values: Mapping, path: str) -> None:
     import h5py
 
-    with h5py.File(path, "w") as file:
-        _fill(file, values, "")
-        file.flush()
+    try:
+        with h5py.File(path, "w") as file:
+            _fill(file, values, "")
+            file.flush()
+    except (OSError, RuntimeError) as error:
+        raise _of_system(error) or error from None
     with open(path, "rb") as file:
         os.fsync(file.fileno())  # or a power cut could leave an empty file of the final name
+
+
+def _of_system(error: BaseException | None) -> OSError | None:
+    """What the system said, of which HDF5 makes a text of its own, and when the file is closed another one."""
+    while error is not None:
+        if found := _ERRNO.search(str(error)):
+            return OSError(int(found[1]), os.strerror(int(found[1])))
+        error = error.__context__
+    return None
 
 
 def _as_bytes(values: Mapping) -> bytes:
@@ -138,17 +143,15 @@ def _fill(group, values: Mapping, place: str) -> None:
             ) from error
 
 
-def _publish(partial: Path, path: Path) -> None:
+def _publish(partial: str, path: str) -> None:
     """Give a finished file its name, unless the name was taken meanwhile."""
     try:
         os.link(partial, path)
     except FileExistsError:
         raise
     except OSError:  # a file system without hard links
-        if path.exists():
-            raise FileExistsError(
-                errno.EEXIST, "the checkpoint was written by someone else meanwhile", str(path)
-            ) from None
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, "the checkpoint was written by someone else meanwhile", path) from None
         os.replace(partial, path)
 
 

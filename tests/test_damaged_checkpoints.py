@@ -1,0 +1,154 @@
+"""Checkpoints on a disk that is full or spoils a bit, and what processes that were killed left of theirs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from marks import slow
+
+from orttrainer.checkpoint import load_checkpoint, save_checkpoint
+from orttrainer.errors import CheckpointError
+
+
+class Holder:
+    """The least that a trainer is: a state dict."""
+
+    def __init__(self, **state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state_dict, strict=False):
+        self.state = dict(state_dict)
+
+
+# -- what cannot be written -------------------------------------------------------------------
+
+FULL = """
+import os, resource, sys, torch
+from orttrainer.checkpoint import save_checkpoint
+from orttrainer.training import _checkpoint_storage
+class Holder:
+    def state_dict(self):
+        return {name: torch.ones(30_000) for name in "abcd"}
+    load_state_dict = None.__init__
+def first():
+    save_checkpoint(Holder(), sys.argv[1], "first")
+def second():
+    _checkpoint_storage.save({"model": Holder().state_dict()}, os.path.join(sys.argv[1], "second.h5"))
+for size in (10, 3_000, 200_000, 480_500):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    for save in (first, second):
+        try:
+            save()
+        except OSError as error:
+            print(os.strerror(error.errno), os.path.basename(error.filename))
+            print(error, file=sys.stderr)
+"""
+
+
+def test_a_full_disk_is_an_error_of_the_system_that_names_the_file(tmp_path):
+    (tmp_path / "first.ort.pt").write_bytes(b"what was there before")
+    result = subprocess.run([sys.executable, "-W", "ignore", "-c", FULL, str(tmp_path)], capture_output=True, text=True)
+    lines = ["File too large first.ort.pt", "File too large second.h5"] * 4
+    assert (result.returncode, result.stdout.splitlines()) == (0, lines), result.stderr
+    assert f"[Errno 27] File too large: '{tmp_path / 'second.h5'}'\n" in result.stderr
+    assert (tmp_path / "first.ort.pt").read_bytes() == b"what was there before"
+    assert os.listdir(tmp_path) == ["first.ort.pt"]
+
+
+def test_an_interrupt_in_the_midst_of_a_save_is_that_and_no_error_of_torch(tmp_path, monkeypatch):
+    class Interrupted(Holder):
+        def state_dict(self):
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+            return {"w": torch.ones(20_000_000)}
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            save_checkpoint(Interrupted(), tmp_path)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert os.listdir(tmp_path) == []
+
+
+# -- what is not as it was written ------------------------------------------------------------
+
+
+def first_generation(folder, at=None, bit=0):
+    """The tensors that a checkpoint gives back, with one bit of its file turned."""
+    path = folder / "ORT_checkpoint.ort.pt"
+    if not path.exists():
+        save_checkpoint(Holder(w=torch.arange(300.0), b=torch.ones(7)), folder, checkpoint_state_dict={"epoch": 3})
+    return with_turned_bit(path, at, bit, lambda: loaded_first(folder))
+
+
+def loaded_first(folder) -> dict:
+    holder = Holder()
+    return {"epoch": load_checkpoint(holder, folder, strict=True)["epoch"]} | holder.state
+
+
+def with_turned_bit(path, at, bit, load) -> dict:
+    whole = path.read_bytes()
+    if at is None:
+        return load()
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+    try:
+        return load()
+    finally:
+        path.write_bytes(whole)
+
+
+def check_that_no_turned_bit_changes_a_value(read, path, step) -> None:
+    """The file is refused, or has the values that were written: the bit was in what nobody reads."""
+    expected = read()
+    refused = 0
+    for at in range(0, path.stat().st_size, step):
+        try:
+            found = read(at, at % 8)
+        except CheckpointError:
+            refused += 1
+        else:
+            assert found.keys() == expected.keys(), at
+            assert all(torch.equal(torch.as_tensor(found[n]), torch.as_tensor(expected[n])) for n in expected), at
+    assert refused > path.stat().st_size / step / 4
+
+
+@pytest.mark.parametrize("step", [slow(1), 7])
+def test_a_bit_that_turned_in_a_first_generation_file_is_noticed(tmp_path, step):
+    first_generation(tmp_path)
+    path = tmp_path / "ORT_checkpoint.ort.pt"
+    check_that_no_turned_bit_changes_a_value(lambda *turned: first_generation(tmp_path, *turned), path, step)
+
+
+def test_a_damaged_record_is_named(tmp_path):
+    first_generation(tmp_path)
+    at = (tmp_path / "ORT_checkpoint.ort.pt").read_bytes().index(torch.arange(300.0).numpy().tobytes())
+    with pytest.raises(CheckpointError, match=r"ORT_checkpoint\.ort\.pt' is damaged: its record '.*/data/0' is not"):
+        first_generation(tmp_path, at)
+
+
+def test_a_file_without_check_sums_is_loaded(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        expected = first_generation(tmp_path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert torch.equal(expected["w"], torch.arange(300.0))
+    (tmp_path / "ORT_checkpoint.ort.pt").unlink()
+    torch.save(
+        {"model": {"w": torch.ones(2)}, "epoch": 1},
+        tmp_path / "ORT_checkpoint.ort.pt",
+        _use_new_zipfile_serialization=False,
+    )
+    assert torch.equal(loaded_first(tmp_path)["w"], torch.ones(2))
