@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import h5py
 import numpy as np
@@ -17,6 +18,7 @@ from marks import slow
 
 from orttrainer.checkpoint import load_checkpoint, save_checkpoint
 from orttrainer.errors import CheckpointError, OrtTrainerError
+from orttrainer.graph import write
 from orttrainer.training import _checkpoint_storage
 
 
@@ -218,3 +220,75 @@ def test_what_h5py_raises_in_a_damaged_file_of_legacy_is_our_error(tmp_path, mon
     monkeypatch.setattr(h5py.Dataset, "__getitem__", raises)
     with pytest.raises(CheckpointError, match=f"c.h5'.* is damaged: {error}"):
         _checkpoint_storage.load(tmp_path / "c.h5")
+
+
+# -- what killed processes left ---------------------------------------------------------------
+
+KILLED = """
+import os, signal, sys, torch
+from orttrainer.checkpoint import save_checkpoint
+from orttrainer.training import _checkpoint_storage
+class Killed:
+    def __reduce__(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+class Holder:
+    def state_dict(self):
+        return {"w": torch.ones(3)}
+    load_state_dict = None.__init__
+if sys.argv[2] == "first":
+    save_checkpoint(Holder(), sys.argv[1], "first", {"x": Killed()})
+_checkpoint_storage._publish = lambda *_: Killed().__reduce__()
+_checkpoint_storage.save({"w": torch.ones(3)}, os.path.join(sys.argv[1], "second.h5"))
+"""
+SAVES = {
+    "first": lambda folder: save_checkpoint(Holder(w=torch.ones(2)), folder),
+    "second": lambda folder: _checkpoint_storage.save(TREE, folder / "c.h5"),
+}
+
+
+@pytest.mark.parametrize("killed, saves", [("first", "second"), ("second", "first")])
+def test_the_next_save_removes_what_a_killed_process_left(tmp_path, killed, saves):
+    process = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), killed], check=False)
+    assert process.returncode == -signal.SIGKILL
+    (left,) = os.listdir(tmp_path)
+    assert left.startswith(".orttrainer-") and os.listdir(tmp_path / left)
+    SAVES[saves](tmp_path)
+    assert os.listdir(tmp_path) == ["c.h5" if saves == "second" else "ORT_checkpoint.ort.pt"]
+
+
+def hidden(folder, machine: str, process: int, age: float):
+    path = folder / f".orttrainer-{machine}-{process}-abc_123"
+    path.mkdir()
+    (path / "c.h5").write_bytes(b"part")
+    for place in (path / "c.h5", path):
+        os.utime(place, (time.time() - age,) * 2)
+    return path
+
+
+@pytest.mark.parametrize("saves", SAVES)
+@pytest.mark.parametrize(
+    "of_here, living, hours, stays",
+    [
+        (True, True, 20, True),
+        (True, False, 0, False),
+        (False, False, 20, True),  # there it may live
+        (False, False, 25, False),
+        (True, True, 25, False),  # the id is another process's by now
+    ],
+)
+def test_what_a_living_process_writes_stays(tmp_path, saves, of_here, living, hours, stays):
+    process = os.getppid()
+    if not living:
+        ended = subprocess.Popen([sys.executable, "-c", ""])
+        ended.wait()
+        process = ended.pid
+    path = hidden(tmp_path, write._machine() if of_here else "0123abcd", process, hours * 3600)
+    SAVES[saves](tmp_path)
+    assert path.exists() == stays
+
+
+def test_what_only_looks_like_remains_stays(tmp_path):
+    hidden(tmp_path, "0123abcd", 1, 1e6).rename(tmp_path / ".orttrainer-notes")
+    (tmp_path / ".orttrainer-0123abcd-1-link").symlink_to(tmp_path / ".orttrainer-notes")
+    SAVES["first"](tmp_path)
+    assert os.listdir(tmp_path / ".orttrainer-notes") == ["c.h5"]
