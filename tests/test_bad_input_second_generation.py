@@ -382,7 +382,7 @@ def foreign(path, folder):
 
 
 FILES = {
-    "cut off": (cut, "cut' is not an HDF5 file, which is what save_checkpoint writes, or is damaged"),
+    "cut off": (cut, "cut' is cut off, damaged, or another program wrote to it"),
     "damaged inside": (damaged, "damaged"),
     "of the first generation": (of_torch, "torch.pt' is not an HDF5 file"),
     "another program's": (foreign, "foreign.h5' has no 'trainer_options'; it has ['weights']"),

@@ -5,14 +5,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
+import socket
 import stat
 import tempfile
+import time
+import zlib
 from collections.abc import Iterator
 
 import onnx
 
 _ROOM = 2**26  # for the graph itself, beside its tensors, in a protobuf that ends at 2 GB
+_HIDDEN = re.compile(r"\.orttrainer-(?P<machine>[0-9a-f]{8})-(?P<process>\d{1,9})-\w+")
+_DAY = 24 * 60 * 60.0
 
 
 @contextlib.contextmanager
@@ -48,16 +54,60 @@ def replacing(path: str | os.PathLike) -> Iterator[str]:
 def beside(target: str, asked: str) -> Iterator[str]:
     """Give the path of a file that is not there yet, in a hidden folder beside `target` that is gone at the end.
 
+    Hidden folders that killed processes left there are removed.
     Errors of the system name `asked`, which is what the caller calls `target`.
     """
     folder, name = os.path.split(target)
     if not os.path.isdir(folder):
         raise FileNotFoundError(errno.ENOENT, "there is no such folder", asked)
+    prefix = f".orttrainer-{_machine()}-{os.getpid()}-"
+    _remove_remains(folder)
     with (
-        _naming(asked, os.path.join(folder, f".{name}.")),
-        tempfile.TemporaryDirectory(prefix=f".{name}.", dir=folder) as partial,
+        _naming(asked, os.path.join(folder, prefix)),
+        tempfile.TemporaryDirectory(prefix=prefix, dir=folder) as partial,
     ):
         yield os.path.join(partial, name)
+
+
+def _remove_remains(folder: str) -> None:
+    """Remove the hidden folders of processes that were killed while they wrote, so that no disk fills with them."""
+    with contextlib.suppress(OSError):  # a folder that may be written and not listed
+        for found in filter(None, map(_HIDDEN.fullmatch, os.listdir(folder))):
+            path = os.path.join(folder, found[0])
+            if _is_dead(found["machine"], int(found["process"])) or _is_old(path):
+                shutil.rmtree(path, ignore_errors=True)  # another process may be at it too
+
+
+def _machine() -> str:
+    """Within what a process id means one process: a machine since it started, and on it a container."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            name = file.read() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        name = socket.gethostname()
+    return f"{zlib.crc32(name.encode()):08x}"
+
+
+def _is_dead(machine: str, process: int) -> bool:
+    """Whether there is no such process any more; False where it may be one of another machine."""
+    if machine != _machine() or os.name != "posix":  # elsewhere os.kill is no question
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # it is another user's
+        return False
+    return False
+
+
+def _is_old(path: str) -> bool:
+    """Whether nothing was written to a hidden folder for a day: then nobody will."""
+    try:
+        newest = max(os.lstat(p).st_mtime for p in (path, *(os.path.join(path, name) for name in os.listdir(path))))
+    except OSError:  # it is gone, or another user's
+        return False
+    return time.time() - newest > _DAY
 
 
 @contextlib.contextmanager

@@ -11,15 +11,18 @@ import io
 import os
 import re
 import urllib.parse
+import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
-from orttrainer.errors import CheckpointError, InvalidArgumentError
+from orttrainer.errors import CheckpointError, InvalidArgumentError, OrtTrainerError
 from orttrainer.graph.write import beside
 from orttrainer.training._user_data import from_serialized_hex, to_serialized_hex
 
 __all__ = ["from_serialized_hex", "load", "save", "to_serialized_hex"]
 
+_FRONT = 512  # bytes before those of HDF5, which it leaves alone; legacy reads such files too
+_SEAL = b"orttrainer crc32 "  # and the check sum of all behind the front, in hexadecimal
 _ESCAPED = "orttrainer:"
 _ERRNO = re.compile(r"errno = (\d+)")  # how HDF5 quotes the system
 _DEEPEST = 32  # a group may contain itself
@@ -61,21 +64,25 @@ def load(path: str | os.PathLike | io.IOBase, key: str | None = None) -> Any:
 
     Raises:
         InvalidArgumentError: no such file, no HDF5 file, or no such key in it.
-        CheckpointError: a file that refers to others.
+        CheckpointError: a file that is damaged, or refers to others.
     """
     with _opened(path) as file:
-        place = file
-        for part in filter(None, (key or "").split("/")):
-            try:
-                place = place[_escaped(part)]
-            except (KeyError, TypeError, ValueError) as error:
-                raise InvalidArgumentError(f"{path!r} has no {key!r}; it has {sorted(file)}") from error
         try:
-            return _read(place)
-        except CheckpointError:
+            return _read(_found(file, key or "", path))
+        except OrtTrainerError:
             raise
-        except (KeyError, OSError, RuntimeError, ValueError) as error:  # what h5py raises inside a damaged file
+        except Exception as error:  # in a damaged file h5py raises RuntimeError, TypeError, MemoryError and more
             raise CheckpointError(f"{path!r} is damaged: {error}. Nothing was loaded") from error
+
+
+def _found(file, key: str, path):
+    place = file
+    for part in filter(None, key.split("/")):
+        try:
+            place = place[_escaped(part)]
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidArgumentError(f"{path!r} has no {key!r}; it has {sorted(file)}") from error
+    return place
 
 
 def _opened(path):
@@ -84,9 +91,12 @@ def _opened(path):
     if isinstance(path, (str, os.PathLike)):
         if not os.path.isfile(path):
             raise InvalidArgumentError(f"there is no checkpoint {os.fspath(path)!r}")
-        open(path, "rb").close()  # a file that may not be read is an error of its own
+        with open(path, "rb") as file:  # one that may not be read is an error of its own
+            _check_seal(file, path)
     elif not hasattr(path, "read"):
         raise InvalidArgumentError(f"the path of a checkpoint must be a path or a binary file object, got {path!r}")
+    else:
+        _check_seal(path, path)
     try:
         return h5py.File(path, "r")
     except OSError as error:
@@ -95,16 +105,43 @@ def _opened(path):
         ) from error
 
 
+def _seal(file: BinaryIO) -> None:
+    found = _sum_behind_the_front(file)
+    file.seek(0)
+    file.write(_SEAL + b"%08x" % found)
+
+
+def _check_seal(file: BinaryIO, path: Any) -> None:
+    """Raise for a damaged file before HDF5 sees it: some it reads as other values, and some end the process."""
+    file.seek(0)
+    seal = file.read(len(_SEAL) + 8)
+    if seal.startswith(_SEAL) and seal != _SEAL + b"%08x" % _sum_behind_the_front(file):
+        raise CheckpointError(
+            f"{path!r} is cut off, damaged, or another program wrote to it: its check sum is not that of its content. "
+            "Nothing was loaded"
+        )
+
+
+def _sum_behind_the_front(file: BinaryIO) -> int:
+    file.seek(_FRONT)
+    found = 0
+    while block := file.read(2**20):
+        found = zlib.crc32(block, found)
+    return found
+
+
 def _write(values: Mapping, path: str) -> None:
     import h5py
 
     try:
-        with h5py.File(path, "w") as file:
+        with h5py.File(path, "w", userblock_size=_FRONT) as file:
             _fill(file, values, "")
             file.flush()
     except (OSError, RuntimeError) as error:
         raise _of_system(error) or error from None
-    with open(path, "rb") as file:
+    with open(path, "rb+") as file:
+        _seal(file)
+        file.flush()
         os.fsync(file.fileno())  # or a power cut could leave an empty file of the final name
 
 
@@ -121,8 +158,9 @@ def _as_bytes(values: Mapping) -> bytes:
     import h5py
 
     buffer = io.BytesIO()
-    with h5py.File(buffer, "w") as file:
+    with h5py.File(buffer, "w", userblock_size=_FRONT) as file:
         _fill(file, values, "")
+    _seal(buffer)
     return buffer.getvalue()
 
 
