@@ -30,6 +30,7 @@ from orttrainer.export.initializers import as_real, constant_of, state_as_inputs
 from orttrainer.export.observation import Observation, observe, own
 from orttrainer.export.sizes import all_resized, resized
 from orttrainer.export.untouched import unchanged
+from orttrainer.graph.passes.axes import AllAxesPass
 from orttrainer.graph.passes.divisors import NonzeroDivisorsPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.long_sums import LongSumsPass
@@ -389,6 +390,7 @@ def _runner(forward):
         EinsumProductPass(),  # as it trains: the operator ends the process where a tensor is empty
         FourierProductPass(),  # as it trains: the operator is less exact
         NonzeroDivisorsPass(),
+        AllAxesPass(),  # as it trains, and else wrong where a tensor is empty
         LongSumsPass(),  # as it trains, and else the sums are less exact than PyTorch's
     )
     for rewrite in rewrites:

@@ -26,6 +26,7 @@ def _first_extremum(function, place):
             return result_type((input.clone(), torch.zeros_like(input, dtype=torch.int64)))
         if not _trains(input):
             return function(input, dim, keepdim)
+        dim %= input.dim()  # of no rows ONNX Runtime finds no places along an axis that is counted from the last
         indices = place(input, dim, keepdim=True)
         found = input.gather(dim, indices), indices
         return result_type(found if keepdim else [part.squeeze(dim) for part in found])
