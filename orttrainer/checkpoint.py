@@ -293,7 +293,7 @@ def _check_sums(path: str) -> None:
             has_sums = any(record.CRC for record in records)  # torch can be told to leave them out
             folders = [record.filename for record in records if record.external_attr & _FOLDER]
             damaged = (file.testzip() if has_sums else None) or next(iter(folders), None)
-    except Exception as error:  # zipfile raises BadZipFile, zlib.error, NotImplementedError and more
+    except Exception as error:  # of zipfile, zlib, and what else reads a damaged file
         if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which is a place before the file's begin
             raise
         raise CheckpointError(

@@ -10,6 +10,7 @@ import torch
 from orttrainer.arguments import checked_loss_scale
 from orttrainer.errors import StateError
 from orttrainer.loss_scaler import LossScaler
+from orttrainer.state_dict import checked_count
 
 __all__ = ["SCALE", "STABLE_STEPS", "checked_scale", "from_state", "scaler_state"]
 
@@ -41,7 +42,7 @@ def from_state(state_dict: Any, scaler) -> tuple[Any, Callable[[], None]]:
     if SCALE not in state_dict or not _moves(scaler):
         return rest, lambda: None
     scale = checked_scale(state_dict[SCALE], repr(SCALE))
-    steps = _checked_steps(state_dict.get(STABLE_STEPS, 0))
+    steps = checked_count(STABLE_STEPS, state_dict.get(STABLE_STEPS, 0))
 
     def go_on() -> None:
         scaler.loss_scale_, scaler.stable_steps_ = scale, steps
@@ -55,16 +56,6 @@ def checked_scale(scale: Any, name: str) -> float:
         return checked_loss_scale(scale)
     except ValueError as error:
         raise StateError(f"{name}: {error}. Nothing was loaded") from error
-
-
-def _checked_steps(steps: Any) -> int:
-    try:
-        number = torch.as_tensor(steps)
-        if number.numel() == 1 and int(number) == number and number >= 0:
-            return int(number)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        pass
-    raise StateError(f"{STABLE_STEPS!r} must be a whole number >= 0, got {steps!r}. Nothing was loaded")
 
 
 def _moves(scaler) -> bool:

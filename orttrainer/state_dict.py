@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -27,14 +28,18 @@ def checked_accumulated(state_dict: Mapping[str, torch.Tensor], sums: Iterable[s
             f"this is {own}. Load on each rank what it saved itself, or leave {ACCUMULATED!r} out to begin the block anew. "
             "Nothing was loaded"
         )
-    value = state_dict[ACCUMULATED]
+    return checked_count(ACCUMULATED, state_dict[ACCUMULATED])
+
+
+def checked_count(name: str, value: Any) -> int:
+    """The whole number, of at least 0, that a state dict has under this name."""
     try:
         number = torch.as_tensor(value)
         if number.numel() == 1 and int(number) == number and number >= 0:
             return int(number)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         pass
-    raise StateError(f"{ACCUMULATED!r} must be a whole number >= 0, got {value!r}. Nothing was loaded")
+    raise StateError(f"{name!r} must be a whole number >= 0, got {value!r}. Nothing was loaded")
 
 
 def _listed(value) -> object:

@@ -95,7 +95,7 @@ MAY_IMPORT = {
         "turns",
     },
     "loss_scaler": set(),
-    "scaler_state": {"arguments", "loss_scaler"},
+    "scaler_state": {"arguments", "loss_scaler", "state_dict"},
     "schedules": set(),
     "checkpoint": {"graph"},
     "ort_trainer": {

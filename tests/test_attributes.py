@@ -379,27 +379,6 @@ def test_what_forward_does_not_read_or_writes_itself_costs_nothing(exports):
     assert len(exports) == 1
 
 
-def test_hooks_of_parameters_are_followed_when_they_come_and_go(exports):
-    pair = Pair(Annealed())
-    both = pair.module.layer.weight, pair.reference.layer.weight
-    pair.steps(1)
-    halved = [weight.register_hook(lambda gradient: gradient * 0.5) for weight in both]
-    pair.steps(2)
-    scaled = [weight.register_hook(lambda gradient: gradient * weight_of(gradient)) for weight in both]
-    pair.steps(1)
-    for handle in halved:
-        handle.remove()
-    pair.steps(1)
-    for handle in scaled:
-        handle.remove()
-    pair.steps(2)
-    assert len(exports) == 4  # the last is the first again
-
-
-def weight_of(gradient):
-    return 1 + gradient.square()
-
-
 def test_hooks_of_other_modules_cost_nothing(exports):
     pair, other = Pair(Annealed()), nn.Linear(2, 2)
     for _ in range(3):

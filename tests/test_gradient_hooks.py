@@ -8,7 +8,8 @@ import pytest
 import torch
 from exported import Model
 from fidelity import RATE, assert_trains_as_in_pytorch, described, vectors
-from small import make
+from pairs import Pair
+from small import make, net
 from test_custom_gradients import layer
 from torch import nn
 
@@ -156,3 +157,24 @@ def test_what_the_backward_only_keeps_is_told_that_it_is_kept_once(caplog):
     with caplog.at_level(logging.WARNING, "orttrainer"):
         first_step(lambda m, h: with_hook(h, m.keep))
     assert "writes to 'length'" in caplog.text
+
+
+def test_hooks_of_parameters_are_followed_when_they_come_and_go(exports):
+    pair = Pair(net())
+    both = pair.module[0].weight, pair.reference[0].weight
+    pair.steps(1)
+    halved = [weight.register_hook(lambda gradient: gradient * 0.5) for weight in both]
+    pair.steps(2)
+    scaled = [weight.register_hook(lambda gradient: gradient * weight_of(gradient)) for weight in both]
+    pair.steps(1)
+    for handle in halved:
+        handle.remove()
+    pair.steps(1)
+    for handle in scaled:
+        handle.remove()
+    pair.steps(2)
+    assert len(exports) == 4  # the last is the first again
+
+
+def weight_of(gradient):
+    return 1 + gradient.square()

@@ -443,19 +443,3 @@ def test_arguments_that_cannot_be_used_are_named_when_the_trainer_is_made(case):
     arguments = dict(model=module, criterion=nn.functional.cross_entropy, optimizer=sgd(module)) | changed
     with pytest.raises(InvalidArgumentError, match=text):
         orttrainer.trainer(**arguments)
-
-
-class Halved(nn.Linear):
-    def forward(self, x):
-        return super().forward(x.div_(2))
-
-
-@pytest.mark.parametrize("by_name", [False, True])
-def test_a_forward_that_writes_to_its_input_leaves_the_first_batch_for_the_step(by_name):
-    module = Halved(4, 3)
-    x, y = batch()
-    loss = nn.functional.cross_entropy(copy.deepcopy(module)(x.clone()), y)
-    given = x.clone()
-    trainer = orttrainer.trainer(module, nn.functional.cross_entropy, sgd(module))
-    torch.testing.assert_close(trainer.step({"x": given} if by_name else given, y)[0], loss.detach())
-    assert torch.equal(given, x)

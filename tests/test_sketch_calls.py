@@ -12,6 +12,7 @@ from test_sketch import assert_parameters_close, sgd, torch_step
 from test_sketch_optimizer import make
 from torch import nn
 
+import orttrainer
 from orttrainer.errors import InvalidArgumentError, SchemaError
 
 # -- modes ------------------------------------------------------------------------------------
@@ -168,3 +169,19 @@ def test_batches_per_update_may_be_changed_between_updates():
     trainer.step(*batch())
     with pytest.raises(InvalidArgumentError, match="between updates only: 1 of 3 batches are accumulated"):
         trainer.gradient_accumulation_steps = 1
+
+
+class Halved(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.div_(2))
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_forward_that_writes_to_its_input_leaves_the_first_batch_for_the_step(by_name):
+    module = Halved(4, 3)
+    x, y = batch()
+    loss = nn.functional.cross_entropy(copy.deepcopy(module)(x.clone()), y)
+    given = x.clone()
+    trainer = orttrainer.trainer(module, nn.functional.cross_entropy, sgd(module))
+    torch.testing.assert_close(trainer.step({"x": given} if by_name else given, y)[0], loss.detach())
+    assert torch.equal(given, x)
