@@ -304,9 +304,9 @@ class Phase:
         except BaseException as error:
             if done:
                 self.interruptions.append(error)
-            elif isinstance(error, Exception):  # ONNX Runtime raises a dozen classes without a common base
+            elif _is_of_onnxruntime(error):
                 raise ExecutionError(_restate(error)) from error
-            else:
+            else:  # interrupted before the run
                 raise
         results = binding.get_outputs_as_ortvaluevector()
         return [_to_torch(results[index], device) for index in range(len(self._fetches))]
@@ -335,6 +335,15 @@ def _call_of_c(session, binding) -> tuple:
         return session._sess.run_with_iobinding, (binding._iobinding,), (None,)
     except AttributeError:  # no part of ONNX Runtime's public interface
         return session.run_with_iobinding, (binding,)
+
+
+def _is_of_onnxruntime(error: BaseException) -> bool:
+    """Whether the run raised this and no handler of a signal: ONNX Runtime's dozen classes have no common base, but no frame here."""
+    where = error.__traceback__
+    while where.tb_next is not None:
+        where = where.tb_next
+    module = where.tb_frame.f_globals.get("__name__", "")
+    return isinstance(error, Exception) and (module == __name__ or module.startswith("onnxruntime."))
 
 
 def _makers_of_room(binding, fetches: Sequence[str], device: torch.device) -> list[Callable[[], None]]:

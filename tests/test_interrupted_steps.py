@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import signal
+import sys
 import threading
 
 import pytest
@@ -13,6 +14,7 @@ from small import LR, make
 from torch import nn
 
 import orttrainer
+from orttrainer.phase import Phase
 
 X = torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
 LABELS = torch.arange(256) % 10
@@ -79,6 +81,43 @@ def test_an_interrupted_step_is_made_with_all_that_belongs_to_it_or_not_at_all(k
     assert model[1].num_batches_tracked == reference[1].num_batches_tracked
     for (name, found), expected in zip(model.state_dict().items(), reference.state_dict().values()):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_what_a_handler_raises_before_the_run_is_no_failure_of_onnxruntime():
+    model = net()
+    trainer = orttrainer.trainer(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer.step(X, LABELS)
+    before = copy.deepcopy(model.state_dict())
+    lines = set()
+
+    def trace(frame, event, _):
+        if frame.f_code is not Phase.run.__code__:
+            return trace
+        if event == "line" and frame.f_lineno not in lines and not frame.f_locals.get("done"):
+            lines.add(frame.f_lineno)
+            signal.raise_signal(signal.SIGALRM)
+        return trace
+
+    def handler(*_):
+        raise Interruption
+
+    old, hook = signal.signal(signal.SIGALRM, handler), sys.gettrace()
+    interrupted = 0
+    try:
+        while True:
+            sys.settrace(trace)
+            try:
+                trainer.step(X, LABELS)
+            except Interruption:
+                interrupted += 1
+            else:
+                break
+            finally:
+                sys.settrace(hook)
+            assert all(torch.equal(now, before[name]) for name, now in model.state_dict().items())
+    finally:
+        signal.signal(signal.SIGALRM, old)
+    assert interrupted > 5  # one per line
 
 
 def test_an_interrupted_batch_of_a_block_is_in_its_sums_if_it_is_counted():
