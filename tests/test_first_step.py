@@ -20,7 +20,7 @@ from torch import nn
 
 from orttrainer import runtime
 from orttrainer.errors import ExportMismatchError, UnsupportedModelError
-from orttrainer.export import capture, check, export_module, observation
+from orttrainer.export import call, capture, check, export_module, observation
 from orttrainer.export import module as export_stage
 from orttrainer.export.quiet import silence
 from orttrainer.export.sizes import all_resized
@@ -75,7 +75,7 @@ def test_an_output_that_is_memory_of_the_module_keeps_its_value():
             return self.layer(x).mean(), self.count, self.last
 
     module = Counter()
-    wrapper = observation.LossModule(
+    wrapper = call.LossModule(
         module, None, describe([("x", ("batch", 6))], [("loss", ()), ("count", (1,)), ("last", (1,))])
     )
     seen = observation.observe(wrapper, [X], hidden_state=False)

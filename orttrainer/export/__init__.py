@@ -23,7 +23,7 @@ _HOME = {
     "lacks_loss": "torch_loss",
     "named_state": "call",
     "names_in": "run_code",
-    "observe_gradients": "observation",
+    "observe_gradients": "observed_gradients",
 }
 
 __all__ = [
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from orttrainer.export.forward_graph import ForwardGraph
     from orttrainer.export.initializers import as_real
     from orttrainer.export.module import export_module
-    from orttrainer.export.observation import observe_gradients
+    from orttrainer.export.observed_gradients import observe_gradients
     from orttrainer.export.onnx_model import from_onnx
     from orttrainer.export.postprocess import check_postprocessed
     from orttrainer.export.run_code import Read, is_installed, names_in

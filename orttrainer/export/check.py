@@ -24,10 +24,11 @@ from orttrainer.errors import ExportMismatchError, RuntimeNotFoundError
 from orttrainer.export.call import in_train_mode
 from orttrainer.export.conditions import Asked
 from orttrainer.export.faithful import MutedDropout
+from orttrainer.export.forwards import own
 from orttrainer.export.granted import Granted
 from orttrainer.export.hidden_state import Generators
 from orttrainer.export.initializers import as_real, constant_of, state_as_inputs
-from orttrainer.export.observation import Observation, observe, own
+from orttrainer.export.observation import Observation, observe
 from orttrainer.export.sizes import all_resized, resized
 from orttrainer.export.untouched import unchanged
 from orttrainer.graph.passes.axes import AllAxesPass
