@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import numbers
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from orttrainer.errors import DescriptionMismatchWarning, SchemaError
 
-__all__ = ["IODescription", "InputSchema", "InputSpec", "ModelDescription", "generate_sample"]
+__all__ = ["IODescription", "InputSchema", "InputSpec", "ModelDescription", "filled", "generate_sample", "leaves"]
 
 
 class IODescription:
@@ -49,14 +50,18 @@ class IODescription:
 
 
 class ModelDescription:
-    """The inputs of a model (the label last) and its outputs (the loss first).
+    """The inputs of a model (the label last, unless `label` says more) and its outputs (the loss first).
 
     Args:
         inputs, outputs: lists of `IODescription`.
         loss_position: where the loss comes among what a torch module that makes it itself returns.
+        label: what a loss function takes beside the prediction, where that is more than the last input: names of
+            inputs in a tuple, a list or a dict, or in several in each other. The other inputs are those of the model.
+
+    Example: `ModelDescription([x, boxes, classes], [loss, output], label={"boxes": "boxes", "classes": "classes"})`
     """
 
-    def __init__(self, inputs, outputs, *, loss_position=0):
+    def __init__(self, inputs, outputs, *, loss_position=0, label=None):
         self.loss_position_ = loss_position
         self.inputs_ = _checked_descriptions("inputs", inputs)
         self.outputs_ = _checked_descriptions("outputs", outputs)
@@ -68,9 +73,40 @@ class ModelDescription:
                     f"of a ModelDescription needs a name of its own."
                 )
             seen.add(description.name_)
+        names = [description.name_ for description in self.inputs_]
+        if label is not None and (not [*leaves(label)] or not all(name in names for name in leaves(label))):
+            raise SchemaError(f"label must hold names of inputs, which are {', '.join(names)}; got {label!r}")
+        self.label_ = (names[-1] if names else "") if label is None else label
+
+    @property
+    def label_names_(self):
+        """The names of the inputs that a loss function takes beside the prediction."""
+        return [*leaves(self.label_)]
 
     def __repr__(self):
-        return f"ModelDescription(inputs={self.inputs_!r}, outputs={self.outputs_!r})"
+        label = f", label={self.label_!r}" if not isinstance(self.label_, str) else ""
+        return f"ModelDescription(inputs={self.inputs_!r}, outputs={self.outputs_!r}{label})"
+
+
+def leaves(structure: Any) -> Iterator[Any]:
+    """What is in tuples, lists and dicts in each other, in order; what is none of these is all that there is."""
+    if isinstance(structure, Mapping):
+        structure = tuple(structure.values())
+    if isinstance(structure, (tuple, list)):
+        for part in structure:
+            yield from leaves(part)
+    else:
+        yield structure
+
+
+def filled(structure: Any, values: Mapping[str, Any]) -> Any:
+    """`structure` with the value of each name in place of the name."""
+    if isinstance(structure, Mapping):
+        return {key: filled(part, values) for key, part in structure.items()}
+    if isinstance(structure, (tuple, list)):
+        parts = [filled(part, values) for part in structure]
+        return type(structure)(*parts) if hasattr(structure, "_fields") else type(structure)(parts)
+    return values[structure]
 
 
 def generate_sample(desc, device=None):

@@ -45,7 +45,7 @@ class ORTTrainer(FrontEnd):
         loss_fn: `loss_fn(prediction, label) -> scalar`; None if the model returns its loss first. With
             an ONNX model only where the described loss is no output of it; then the model is
             compiled at the first step as well.
-        model_desc: inputs (the label last) and outputs (the loss first).
+        model_desc: inputs (the label last, unless its `label` says more) and outputs (the loss first).
         training_optimizer_name: "SGDOptimizer", "AdamOptimizer", "AdamWOptimizer" or "LambOptimizer".
         map_optimizer_attributes: parameter name -> dict of optimizer attributes, those of the classes
             in `orttrainer.optim`, e.g. `alpha`, `beta`, `lambda`, `epsilon`, `max_norm_clip`; and

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import inspect
 import logging
 import numbers
 import os
@@ -14,8 +12,9 @@ from typing import Any
 import torch
 
 from orttrainer import export
-from orttrainer.arguments import check_module, check_scaler, inputs_by_name
-from orttrainer.describe import IODescription, ModelDescription
+from orttrainer.arguments import check_module, check_scaler
+from orttrainer.batches import batch_by_name, described, inputs_and_label
+from orttrainer.describe import ModelDescription
 from orttrainer.engine import Engine
 from orttrainer.errors import InvalidArgumentError, SchemaError
 from orttrainer.front_end import FrontEnd
@@ -51,7 +50,8 @@ def trainer(
 
     Args:
         model: a `torch.nn.Module`; its parameters are trained in place.
-        criterion: `criterion(model(*inputs), label) -> scalar`; None if the model returns its loss first.
+        criterion: `criterion(model(*inputs), label) -> scalar`, the label a tensor, or several in a tuple, list or
+            dict; None if the model returns its loss first.
         optimizer: a `torch.optim.SGD`, `Adam` or `AdamW`, whose groups hold the parameters to train. Its
             numbers are taken, its `step()` is not run: the moments are in the trainer, `optimizer.state`
             stays as it is. Moments that it has already are taken over at the first step, and those that it
@@ -62,7 +62,7 @@ def trainer(
             momentum, betas, eps and weight decay, once one has changed, which compiles again (OneCycleLR);
             groups may be added (`add_param_group`); everything else must stay as it is. Hooks that it has for
             after a step (`register_step_post_hook`) are called after each update; for before a step none may be.
-        model_desc: inputs (the label last) and outputs (the loss first). None: those of the first
+        model_desc: inputs (the label last, unless its `label` says more) and outputs (the loss first). None: those of the first
             batch, whose axis 0 may vary, together in all inputs that have its size there. Where other
             axes vary as well, describe them here, with a name for each size that does.
         device: "cpu", "cuda", "cuda:1" or a `torch.device`; by default where the model is.
@@ -137,7 +137,8 @@ class Trainer(FrontEnd):
 
         Args:
             batch: the inputs of the model and, with a criterion, the label last: `step(x, y)`,
-                `step(x1, x2, y)` or `step((x1, x2), y)`; inputs by name as `step({"x": x}, y)`.
+                `step(x1, x2, y)` or `step((x1, x2), y)`; inputs by name as `step({"x": x}, y)`; a
+                label of several tensors as the criterion takes it: `step(x, (y1, y2))`.
 
         Returns:
             The loss, a 0-d tensor from before the update, and what the model predicted: a tensor,
@@ -234,17 +235,13 @@ class Trainer(FrontEnd):
 
     def _checked(self, batch: tuple, call: str) -> dict[str, torch.Tensor]:
         """The batch by name, of which the first compiles."""
-        inputs, label = _inputs_and_label(batch, self._criterion is not None)
+        inputs, label = inputs_and_label(batch, self._criterion is not None)
         engine = self._engine
         if not engine.is_compiled:
             _warn_of_autocast(engine)
         if self._describes and not engine.is_compiled:
-            engine.describe(_describe(self.model, inputs, label))
-        names = engine.input_names
-        if isinstance(inputs, Mapping):
-            given = inputs_by_name((), {**inputs, **dict(zip(names[-1:], label))}, names, call)
-        else:
-            given = inputs_by_name((*inputs, *label), {}, names, call)
+            engine.describe(described(self.model, inputs, label))
+        given = batch_by_name(inputs, label, engine.description, engine.input_names, call)
         if not engine.is_compiled:
             engine.compile(given)
         return given
@@ -313,88 +310,6 @@ def _names(model: torch.nn.Module, criterion) -> dict[int, str]:
     }
 
 
-# -- batches ------------------------------------------------------------------------------
-
-
-def _inputs_and_label(batch: tuple, labelled: bool) -> tuple[tuple | Mapping, tuple]:
-    """`step((x1, x2), y)` and `step(x1, x2, y)` as `(x1, x2), (y,)`."""
-    inputs, label = (batch[:-1], batch[-1:]) if labelled else (batch, ())
-    if len(inputs) == 1 and isinstance(inputs[0], (tuple, list, Mapping)):
-        inputs = inputs[0] if isinstance(inputs[0], Mapping) else tuple(inputs[0])
-    for value in (*(inputs.values() if isinstance(inputs, Mapping) else inputs), *label):
-        if not isinstance(value, torch.Tensor):
-            raise SchemaError(
-                f"a batch has a {type(value).__name__} where a tensor belongs; give what forward takes, in its order, then "
-                "the label: step(x, y), step(x1, x2, y), step((x1, x2), y) or step({'x1': x1, 'x2': x2}, y)"
-            )
-    return inputs, label
-
-
 def _loss_and_prediction(outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Any]:
     loss, *predictions = outputs
     return loss, predictions[0] if len(predictions) == 1 else tuple(predictions)
-
-
-def _describe(model: torch.nn.Module, inputs: tuple | Mapping, label: tuple) -> ModelDescription:
-    """What the first batch says; the most common size along axis 0 is called "batch"."""
-    if not inputs:
-        raise SchemaError("the first batch has no inputs; give those of the model, then the label: step(x, y)")
-    taken = {*dict(model.named_parameters()), *dict(model.named_buffers())}
-    names = inputs if isinstance(inputs, Mapping) else _input_names(model, len(inputs), taken)
-    by_name = dict(zip(names, inputs.values() if isinstance(inputs, Mapping) else inputs))
-    batch = by_name | dict(zip([_free("label", {*taken, *by_name})], label))
-    sizes = collections.Counter(tensor.shape[0] for tensor in batch.values() if tensor.dim())
-    size, times = sizes.most_common(1)[0] if sizes else (0, 0)
-    varies = times > 1 or len(batch) == 1
-    described = []
-    for name, tensor in batch.items():
-        shape = list(tensor.shape)
-        dims = ["batch", *shape[1:]] if varies and shape and shape[0] == size else shape
-        described.append(IODescription(name, dims, tensor.dtype))
-    try:
-        count = export.count_outputs(model, inputs) - (not label)
-    except TypeError as error:
-        _refuse_what_forward_does_not_take(model, inputs, error)
-        raise
-    predictions = ["output"] if count == 1 else [f"output_{index}" for index in range(count)]
-    outputs = [IODescription(_free(name, {*taken, *batch}), []) for name in ("loss", *predictions)]
-    return ModelDescription(described, outputs)
-
-
-def _refuse_what_forward_does_not_take(model: torch.nn.Module, inputs: tuple | Mapping, error: TypeError) -> None:
-    """A SchemaError, where `error` came of a call that forward does not take; it may also have been raised inside."""
-    signature, by_name = inspect.signature(model.forward), isinstance(inputs, Mapping)
-    try:
-        signature.bind(*(() if by_name else inputs), **(inputs if by_name else {}))
-    except TypeError as misfit:
-        understood = (
-            f"tensors by the names {list(inputs)}" if by_name else f"{len(inputs)} tensors, one for each argument"
-        )
-        text = (
-            f"forward does not take the first batch: {misfit}. Its inputs were understood as {understood}: what comes before "
-            "the label, where one tuple or list is taken apart. Give what forward takes, in its order, then the label: "
-            "step(x, y), step(x1, x2, y), step((x1, x2), y) or step({'x1': x1, 'x2': x2}, y)."
-        )
-        if len(signature.parameters) == 1 and not by_name:
-            (name,) = signature.parameters
-            text += (
-                f" This forward takes one argument, {name!r}. If that is a list of tensors: an input of the graph is one "
-                f"tensor; train a module around the model that takes them one by one, def forward(self, *{name}): return "
-                f"self.model({name})."
-            )
-        raise SchemaError(text) from error
-
-
-def _input_names(model: torch.nn.Module, count: int, taken: set[str]) -> list[str]:
-    """The names that forward has for its first inputs."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    names += [f"input_{index}" for index in range(len(names), count)]
-    return [_free(name, taken) for name in names[:count]]
-
-
-def _free(name: str, taken: set[str]) -> str:
-    """`name`, unless it is taken."""
-    while name in taken:
-        name += "_"
-    return name

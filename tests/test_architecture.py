@@ -127,8 +127,10 @@ MAY_IMPORT = {
     "torch_groups": {"arguments", "optim"},
     "torch_hooks": set(),
     "torch_moments": {"torch_groups"},
+    "batches": {"arguments", "describe", "export"},
     "sketch": {
         "arguments",
+        "batches",
         "describe",
         "engine",
         "export",

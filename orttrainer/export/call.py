@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils.checkpoint import CheckpointFunction
 
+from orttrainer.describe import filled
 from orttrainer.errors import InvalidArgumentError, SchemaError, UnsupportedModelError
 from orttrainer.export.conditions import Followed
 from orttrainer.export.untouched import unchanged
@@ -40,7 +41,7 @@ class LossModule(nn.Module):
     Args:
         module: the user's module, kept as it is under the one attribute `module`.
         loss_fn: `loss_fn(prediction, label)` or None, where the module returns the loss itself.
-        description: the `ModelDescription`; with a `loss_fn` its last input is the label.
+        description: the `ModelDescription`; with a `loss_fn` it says which inputs are the label.
     """
 
     def __init__(self, module, loss_fn, description):
@@ -51,8 +52,9 @@ class LossModule(nn.Module):
         self.loss_fn = loss_fn
         self.output_names = [d.name_ for d in description.outputs_]
         self.loss_position = description.loss_position_
-        names = [d.name_ for d in description.inputs_]
-        self.keywords = _keywords(module, names if loss_fn is None else names[:-1])
+        self.input_names, self.label = [d.name_ for d in description.inputs_], description.label_
+        self.label_names = () if loss_fn is None else description.label_names_
+        self.keywords = _keywords(module, [name for name in self.input_names if name not in self.label_names])
         self.differentiates = False  # forward asks autograd for gradients
         self.sees_gradients = False  # or asks, as `x.requires_grad` does, whether there are any
         self.followed = Followed()
@@ -80,9 +82,10 @@ class LossModule(nn.Module):
         with _scripts_as_python():
             if self.loss_fn is None:
                 return self._checked(_described(self._predict(inputs), self.output_names, self.loss_position))
-            *inputs, label = inputs
-            prediction = self._predict(inputs)
-            return self._checked([self.loss_fn(prediction, label), *_described(prediction, self.output_names[1:])])
+            given = dict(zip(self.input_names, inputs))
+            prediction = self._predict([x for name, x in given.items() if name not in self.label_names])
+            loss = self.loss_fn(prediction, filled(self.label, given))
+            return self._checked([loss, *_described(prediction, self.output_names[1:])])
 
     def gradients(self, trains=True):
         """None around a call, unless forward asks for them, or, where it `trains`, whether there are any."""

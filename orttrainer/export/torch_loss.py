@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from orttrainer import runtime
-from orttrainer.describe import InputSchema, IODescription, ModelDescription
+from orttrainer.describe import InputSchema, IODescription, ModelDescription, filled, leaves
 from orttrainer.differentiate.prepare.opsets import with_known_opset
 from orttrainer.errors import ExportError, SchemaError, UnsupportedModelError
 from orttrainer.export.forward_graph import MAX_OPSET, ForwardGraph
@@ -46,7 +47,7 @@ def attach_loss(
         model: left as it is.
         loss_fn: exported with torch; the prediction is the first described output after the loss, or
             the model's first output if none is described.
-        description: the model's inputs and then the label; the loss and then outputs of the model.
+        description: the model's inputs and the label; the loss and then outputs of the model.
         batch: the first batch.
         opset: of the loss, if the model's own does not say.
         check: compare the exported loss with `loss_fn`.
@@ -55,25 +56,26 @@ def attach_loss(
         SchemaError: nothing but the loss and the label is described, or the description does not fit.
         ModelError, ExportError: as `from_onnx` and `export_module`.
     """
-    *inputs, label = description.inputs_
+    given = dict(zip((described.name_ for described in description.inputs_), zip(description.inputs_, batch)))
+    labels = {name: given.pop(name) for name in dict.fromkeys(description.label_names_)}
     outputs = description.outputs_[1:]
-    if not inputs:
+    if not given:
         raise SchemaError(
             "an ONNX model with a loss_fn needs its own inputs and then the label described; only "
-            f"{label.name_!r} is described"
+            f"{', '.join(map(repr, labels))} is described"
         )
     names = [output.name_ for output in outputs] or [model.graph.output[0].name]
-    body = open_model(model, [described.name_ for described in inputs], names)
+    body = open_model(model, [*given], names)
     body.opset_imports.setdefault("", opset)
     body = with_known_opset(body)  # one that a loss is exported in: joined, the two have one opset
-    prediction = _prediction(body, batch)
+    prediction = _prediction(body, [tensor for _, tensor in given.values()])
     shape = outputs[0].shape_ if outputs else ["batch", *prediction.shape[1:]][: prediction.dim()]
-    described = ModelDescription(
-        [IODescription("prediction", shape, prediction.dtype), label], [description.outputs_[0]]
-    )
+    of_prediction = IODescription("prediction", shape, prediction.dtype)
+    described = ModelDescription([of_prediction, *(label for label, _ in labels.values())], [description.outputs_[0]])
+    samples = [prediction, *(tensor for _, tensor in labels.values())]
     loss = export_module(
-        _Loss(loss_fn), None, described, [prediction, batch[-1]],
-        schema=InputSchema.settle(described.inputs_, [prediction, batch[-1]]),
+        _Loss(loss_fn, description.label_), None, described, samples,
+        schema=InputSchema.settle(described.inputs_, samples),
         opset=min(body.opset_imports[""], MAX_OPSET), check=check,
     )  # fmt: skip
     if loss.conditions is not None:
@@ -83,7 +85,7 @@ def attach_loss(
             "torch.where or masks instead."
         )
     InitializersToConstantsPass({*loss.parameters, *loss.buffers})(loss.model)
-    joined = _joined(body, loss.model, label.name_)
+    joined = _joined(body, loss.model, [*labels])
     forward = from_onnx(joined, description)
     trained = {f"{PREFIX}{name}" for name in loss.parameters}
     constant = {name for name in forward.parameters if name.startswith(PREFIX)} - trained
@@ -96,14 +98,14 @@ def attach_loss(
 
 
 class _Loss(nn.Module):
-    """`loss_fn` as a module of its own."""
+    """`loss_fn` as a module of its own, which takes the parts of the label one by one."""
 
-    def __init__(self, loss_fn: Callable):
+    def __init__(self, loss_fn: Callable, label: Any):
         super().__init__()
-        self.loss_fn = loss_fn
+        self.loss_fn, self.label = loss_fn, label
 
-    def forward(self, prediction, label):
-        return self.loss_fn(prediction, label)
+    def forward(self, prediction, *labels):
+        return self.loss_fn(prediction, filled(self.label, dict(zip(dict.fromkeys(leaves(self.label)), labels))))
 
 
 def _prediction(body: ir.Model, batch: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -117,13 +119,13 @@ def _prediction(body: ir.Model, batch: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.from_numpy(found)
 
 
-def _joined(body: ir.Model, loss: ir.Model, label: str) -> onnx.ModelProto:
+def _joined(body: ir.Model, loss: ir.Model, labels: Sequence[str]) -> onnx.ModelProto:
     """One model: the loss reads the first output of the body, and is the first output itself."""
     graph, tail = body.graph, loss.graph
     for value in [*tail.initializers.values(), *(v for node in tail.all_nodes() for v in node.outputs)]:
         if value.name and not value.is_graph_output():
             value.name = f"{PREFIX}{value.name}"
-    prediction, given = tail.inputs
+    prediction, *given = tail.inputs
     (result, *_) = tail.outputs
     prediction.replace_all_uses_with(graph.outputs[0], replace_graph_outputs=True)
     tail.inputs.clear()
@@ -135,8 +137,9 @@ def _joined(body: ir.Model, loss: ir.Model, label: str) -> onnx.ModelProto:
         tail.remove(node)
         node.name = f"{PREFIX}{node.name}"
         graph.append(node)
-    given.name = label
-    graph.inputs.append(given)
+    for value, name in zip(given, labels, strict=True):
+        value.name = name
+        graph.inputs.append(value)
     graph.outputs.insert(0, result)
     for domain, version in loss.opset_imports.items():
         body.opset_imports.setdefault(domain, version)
