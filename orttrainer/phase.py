@@ -54,8 +54,9 @@ from orttrainer.graph.passes.speed.usual_batch import sizes_at_hand
 from orttrainer.native.fuse import LEAST_SQUARED, FusePointwisePass
 from orttrainer.native.loops import FuseLoopsPass
 from orttrainer.native.pools import FusePoolGradientsPass
+from orttrainer.native.products import FuseProductsPass
 from orttrainer.native.rows import FuseRowsPass
-from orttrainer.native.toolchain import compiled
+from orttrainer.native.toolchain import compiled, has_wide_vectors
 from orttrainer.native.weights import FuseWeightGradientsPass
 from orttrainer.native.winograd import FuseWinogradPass
 from orttrainer.scattered import adds_in_turn
@@ -236,7 +237,10 @@ def _fused(
         if name in inputs and output in outputs and (made := scattered_first(op, inputs[name], outputs[output])):
             first[made[0].name] = place.state[name]
     tiles = _tiled(place, cut, updates, sizes, fuses=True)
-    passes = FuseLoopsPass(), FuseRowsPass(), FusePointwisePass(kept=nodes_written_through(graph, updates))
+    passes = [FuseLoopsPass(), FuseRowsPass()]
+    if place.allows(FuseProductsPass) and has_wide_vectors():
+        passes.append(FuseProductsPass(sizes))
+    passes.append(FusePointwisePass(kept=nodes_written_through(graph, updates)))
     for fuse in passes:
         fuse(cut)
     kernels = [*kernels, *(kernel for fuse in passes for kernel in fuse.kernels)]

@@ -35,7 +35,7 @@ _FLAGS = (
     "-x",
     "c",
 )
-_BEFORE = ("custom_op.c", "functions.c", "loops.c", "rows.c", "weights.c", "pools.c")
+_BEFORE = ("custom_op.c", "functions.c", "loops.c", "rows.c", "weights.c", "pools.c", "products.c")
 _FOR_EACH_BLOCK = "winograd.c"  # of so many channels
 _REGISTER = """
 static const Kernel KERNELS[] = {{
@@ -160,6 +160,11 @@ def _processor() -> str:
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+
+
+def has_wide_vectors() -> bool:
+    """Whether kernels are compiled for AVX-512."""
+    return "avx512f" in _processor().split()
 
 
 def _cache() -> pathlib.Path:

@@ -1,0 +1,120 @@
+"""Products of few rows with a large matrix, as of a small batch with the weights of a large model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from orttrainer.graph.builder import Builder, static_dims
+from orttrainer.graph.passes.speed.tile_products import length_at_hand
+from orttrainer.native.kernel import initializer
+from orttrainer.native.toolchain import DOMAIN
+
+FLOAT = ir.DataType.FLOAT
+FEW_ROWS = 256
+LEAST_DEPTH, LEAST_COLUMNS = 256, 96  # of less, ONNX Runtime's are as fast
+LEAST_ELEMENTS = 2**18  # of the large matrix
+
+
+class FuseProductsPass(ir.passes.InPlacePass):
+    """MatMul(a, b), MatMul(a, Transpose(b)), Gemm -> a custom operator of products.c, where a has few rows and b is large.
+
+    ONNX Runtime copies all of b into another order first, which few rows do not make good. What a Gemm adds is an Add, for
+    a kernel that works element by element. To come before these are made.
+
+    Args:
+        sizes: of symbolic dimensions, in the batch at hand; others work as well.
+
+    Attributes:
+        kernels: of the operators that the graph has now.
+    """
+
+    def __init__(self, sizes: Mapping[str, int] | None = None):
+        super().__init__()
+        self.sizes = sizes or {}
+        self.kernels: list[ProductKernel] = []
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        graph = model.graph
+        op = Builder(graph, "products")
+        for node in list(graph):
+            if (operands := _operands(node)) is None or not self._fits(*operands[:3]):
+                continue
+            (a, b, turned, added), (y,) = operands, node.outputs
+            self.kernels.append(ProductKernel(turned))
+            new, _ = op.node(self.kernels[-1].name, a, b, domain=DOMAIN, outputs=2, like=y)
+            new.producer().metadata_props.update(node.metadata_props)
+            new.producer().name, node.name = node.name, None
+            if added is not None:
+                new = op.Add(new, added)
+                new.producer().metadata_props.update(node.metadata_props)
+            new.name, y.name, new.shape = y.name, f"{y.name}/product", y.shape
+            y.replace_all_uses_with(new, replace_graph_outputs=True)
+            graph.remove(node, safe=True)
+        if self.kernels:
+            graph.sort()
+        return ir.passes.PassResult(model, bool(self.kernels))
+
+    def _fits(self, a: ir.Value, b: ir.Value, turned: bool) -> bool:
+        if (a.dtype, b.dtype) != (FLOAT, FLOAT) or a.shape is None or len(a.shape) < 2:
+            return False
+        sizes = static_dims(b)
+        if sizes is None or len(sizes) != 2 or sizes[0] * sizes[1] < LEAST_ELEMENTS:
+            return False
+        columns, depth = sizes if turned else sizes[::-1]
+        rows = self._rows(a)
+        return columns >= LEAST_COLUMNS and depth >= LEAST_DEPTH and rows is not None and rows <= FEW_ROWS
+
+    def _rows(self, a: ir.Value) -> int | None:
+        lengths = [self._length(a, axis) for axis in range(len(a.shape) - 1)]
+        return None if None in lengths else math.prod(lengths)
+
+    def _length(self, a: ir.Value, axis: int) -> int | None:
+        """Also of what an exporter calls "128*batch"."""
+        dim = a.shape[axis]
+        if (known := length_at_hand(a, axis, self.sizes)) is not None or isinstance(dim, int) or dim.value is None:
+            return known
+        factors = [int(part) if part.isdigit() else self.sizes.get(part) for part in dim.value.split("*")]
+        return None if None in factors else math.prod(factors)
+
+
+@dataclass(frozen=True)
+class ProductKernel:
+    """The line of products.c in the table of kernels: with the second matrix as it is, or given turned."""
+
+    turned: bool
+
+    @property
+    def name(self) -> str:
+        return "Product_by_turned" if self.turned else "Product"
+
+    def declaration(self) -> str:
+        return f"static const int {self.name}_types[] = {{{int(FLOAT)}, {int(FLOAT)}}};\n"
+
+    def entry(self) -> str:
+        types, function = f"{self.name}_types", "multiply_by_turned" if self.turned else "multiply_plain"
+        fields = {"name": f'"{self.name}"', "inputs": 2, "outputs": 2, "input_types": types, "output_types": types}
+        return initializer({**fields, "other": function}) + ","
+
+
+def _operands(node: ir.Node) -> tuple[ir.Value, ir.Value, bool, ir.Value | None] | None:
+    """a, b, whether b is given turned, and what is added to their product, which `node` is."""
+    if node.domain or node.op_type not in ("MatMul", "Gemm"):
+        return None
+    a, b, added = (*node.inputs, None)[:3]
+    if node.op_type == "MatMul":
+        made = b.producer()
+        turned = (
+            made is not None and made.op_type == "Transpose" and list(made.attributes.get_ints("perm", [])) == [1, 0]
+        )
+        return a, made.inputs[0] if turned else b, turned, None
+    factors = (
+        node.attributes.get_float("alpha", 1.0),
+        node.attributes.get_float("beta", 1.0) if added is not None else 1.0,
+    )
+    if factors != (1.0, 1.0) or node.attributes.get_int("transA", 0):
+        return None
+    return a, b, bool(node.attributes.get_int("transB", 0)), added
