@@ -112,27 +112,31 @@ def rewritten(nodes, shapes, outputs=("z",)):
 
 TURN = node("Transpose", "w", to="t", perm=[1, 0])
 FORMS = {  # nodes, shapes, operator
-    "as it is": ([node("MatMul", "x", "w")], {"x": ("batch", 600), "w": (600, 500)}, "Product"),
+    "as it is": ([node("MatMul", "x", "w")], {"x": ("2*batch", 600), "w": (600, 500)}, "Product"),
     "rows of two axes": ([node("MatMul", "x", "w")], {"x": ("batch", 7, 600), "w": (600, 500)}, "Product"),
     "rows by their name": ([node("MatMul", "x", "w")], {"x": ("32*batch", 600), "w": (600, 500)}, "Product"),
+    "long sums": ([node("MatMul", "x", "w")], {"x": (300, 1100), "w": (1100, 300)}, "Product"),
+    "long sums over the batch": ([node("MatMul", "x", "w")], {"x": (300, "500*batch"), "w": ("500*batch", 300)}, "Product"),
     "turned": ([TURN, node("MatMul", "x", "t")], {"x": ("batch", 7, 500), "w": (600, 500)}, "Product_by_turned"),
-    "Gemm": ([node("Gemm", "x", "w", "b")], {"x": ("batch", 600), "w": (600, 500), "b": (500,)}, "Product"),
+    "Gemm": ([node("Gemm", "x", "w", "b")], {"x": (20, 600), "w": (600, 500), "b": (500,)}, "Product"),
     "Gemm of a turned matrix": (
-        [node("Gemm", "x", "w", "b", transB=1)], {"x": ("batch", 500), "w": (600, 500), "b": (1, 600)}, "Product_by_turned",
+        [node("Gemm", "x", "w", "b", transB=1)], {"x": ("2*batch", 500), "w": (600, 500), "b": (1, 600)}, "Product_by_turned",
     ),
     "Gemm that adds nothing": (
-        [node("Gemm", "x", "w", transB=1, beta=0.5)], {"x": ("batch", 500), "w": (600, 500)}, "Product_by_turned",
+        [node("Gemm", "x", "w", transB=1, beta=0.5)], {"x": ("2*batch", 500), "w": (600, 500)}, "Product_by_turned",
     ),
-    "Gemm with a factor": ([node("Gemm", "x", "w", alpha=0.5)], {"x": ("batch", 600), "w": (600, 500)}, None),
+    "Gemm with a factor": ([node("Gemm", "x", "w", alpha=0.5)], {"x": (20, 600), "w": (600, 500)}, None),
     "Gemm with a factor of what is added": (
-        [node("Gemm", "x", "w", "b", beta=0.5)], {"x": ("batch", 600), "w": (600, 500), "b": (500,)}, None,
+        [node("Gemm", "x", "w", "b", beta=0.5)], {"x": (20, 600), "w": (600, 500), "b": (500,)}, None,
     ),
     "Gemm of a turned left matrix": ([node("Gemm", "x", "w", transA=1)], {"x": (600, 40), "w": (600, 500)}, None),
     "rows of one axis": ([node("MatMul", "x", "w")], {"x": (600,), "w": (600, 500)}, None),
     "many rows": ([node("MatMul", "x", "w")], {"x": ("batch", 65, 600), "w": (600, 500)}, None),
+    "one row": ([node("MatMul", "x", "w")], {"x": (1, 600), "w": (600, 500)}, None),
+    "many rows and very long sums": ([node("MatMul", "x", "w")], {"x": (300, 9000), "w": (9000, 200)}, None),
     "rows that are not known": ([node("MatMul", "x", "w")], {"x": ("other", 600), "w": (600, 500)}, None),
-    "a small matrix": ([node("MatMul", "x", "w")], {"x": ("batch", 500), "w": (500, 500)}, None),
-    "a flat matrix": ([node("MatMul", "x", "w")], {"x": ("batch", 200), "w": (200, 5000)}, None),
+    "a small matrix": ([node("MatMul", "x", "w")], {"x": (20, 500), "w": (500, 500)}, None),
+    "a flat matrix": ([node("MatMul", "x", "w")], {"x": (20, 200), "w": (200, 5000)}, None),
     "several matrices": ([node("MatMul", "x", "w")], {"x": (2, "batch", 600), "w": (2, 600, 500)}, None),
 }  # fmt: skip
 
@@ -143,18 +147,18 @@ def test_products_of_few_rows_with_a_large_matrix_become_the_operator(nodes, sha
     assert kinds == ([kind, *(["Add"] if "b" in shapes else [])] if kind else [nodes[-1].op_type])
     rng = np.random.default_rng(0)
     for batch in (4, 400) if kind else ():
-        sizes = {"batch": batch, "32*batch": 32 * batch}
+        sizes = {"batch": batch, "32*batch": 32 * batch, "2*batch": 2 * batch, "500*batch": 5 * batch}
         feeds = {name: draw(rng, *(sizes.get(n, n) for n in shape)) for name, shape in shapes.items()}
         np.testing.assert_allclose(run(found, feeds, path), run(model, feeds), rtol=0, atol=5e-4)  # sums of 600
 
 
 def test_a_turned_matrix_that_others_read_stays():
     nodes = [TURN, node("MatMul", "x", "t", to="h"), node("MatMul", "h", "w", to="y"), node("MatMul", "y", "t")]
-    shapes = {"x": ("batch", 500), "w": (600, 500)}
+    shapes = {"x": (20, 500), "w": (600, 500)}
     model, found, kinds, path = rewritten([*nodes, node("Add", "t", "t", to="r")], shapes, ["z", "r"])
     assert sorted(kinds) == ["Add", "Product", "Product_by_turned", "Product_by_turned"]
     rng = np.random.default_rng(0)
-    feeds = {"x": draw(rng, 4, 500), "w": draw(rng, 600, 500) / 20}
+    feeds = {"x": draw(rng, 20, 500), "w": draw(rng, 600, 500) / 20}
     np.testing.assert_allclose(run(found, feeds, path), run(model, feeds), rtol=0, atol=1e-4)
 
 

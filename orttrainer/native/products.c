@@ -35,7 +35,7 @@ typedef struct {
   int64_t ahead_line, ahead_lines;
 } Tile;
 
-#define TILE_OF(name, ROWS, VECTORS)                                                                                      \
+#define TILE_OF(name, ROWS, VECTORS)                                                                                   \
   static void name(const Tile *t) {                                                                                    \
     const float *numbers = t->numbers, *vectors = t->vectors, *ahead = t->ahead;                                       \
     const int64_t row = t->depth_line, line = t->line, ahead_line = t->ahead_line;                                     \
@@ -144,10 +144,10 @@ static void multiply_columns(void *data, size_t index) {
 #if __has_builtin(__builtin_shufflevector)
 #define TURNS_SQUARES
 /* Of each two rows that are so far apart, the blocks of that size off the diagonal are exchanged. */
-#define EXCHANGE(DISTANCE, LOW, HIGH)                                                                    \
-  _Pragma("GCC unroll 16") for (int i = 0; i < LANES; ++i) if (!(i & DISTANCE)) {                        \
-    const Wide low = x[i], high = x[i + DISTANCE];                                                       \
-    x[i] = __builtin_shufflevector(low, high, LOW), x[i + DISTANCE] = __builtin_shufflevector(low, high, HIGH); \
+#define EXCHANGE(DISTANCE, LOW, HIGH)                                                                                  \
+  _Pragma("GCC unroll 16") for (int i = 0; i < LANES; ++i) if (!(i & DISTANCE)) {                                      \
+    const Wide low = x[i], high = x[i + DISTANCE];                                                                     \
+    x[i] = __builtin_shufflevector(low, high, LOW), x[i + DISTANCE] = __builtin_shufflevector(low, high, HIGH);        \
   }
 #define LOW_1 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30
 #define HIGH_1 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31

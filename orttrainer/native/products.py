@@ -1,4 +1,4 @@
-"""Products of few rows with a large matrix, as of a small batch with the weights of a large model."""
+"""Products with large matrices: of few rows, as of a small batch with the weights of a large model, or of long sums."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from orttrainer.graph.builder import Builder, static_dims
+from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.speed.tile_products import length_at_hand
 from orttrainer.native.kernel import initializer
 from orttrainer.native.toolchain import DOMAIN
 
 FLOAT = ir.DataType.FLOAT
-FEW_ROWS = 256
-LEAST_DEPTH, LEAST_COLUMNS = 256, 96  # of less, ONNX Runtime's are as fast
-LEAST_ELEMENTS = 2**18  # of the large matrix
+FEW_ROWS, LONG_SUMS = range(8, 257), range(1024, 8193)  # one of the two; else ONNX Runtime's are as fast
+LEAST_DEPTH, LEAST_COLUMNS, LEAST_ELEMENTS = 256, 96, 2**18  # of the second matrix
 
 
 class FuseProductsPass(ir.passes.InPlacePass):
-    """MatMul(a, b), MatMul(a, Transpose(b)), Gemm -> a custom operator of products.c, where a has few rows and b is large.
+    """MatMul(a, b), MatMul(a, Transpose(b)), Gemm -> a custom operator of products.c, where b is large.
 
-    ONNX Runtime copies all of b into another order first, which few rows do not make good. What a Gemm adds is an Add, for
-    a kernel that works element by element. To come before these are made.
+    ONNX Runtime copies all of b into another order first, which few rows do not make good; and where sums are long it adds
+    parts of them to y more often than it has to. What a Gemm adds is an Add, for a kernel that works element by element. To
+    come before these are made.
 
     Args:
         sizes: of symbolic dimensions, in the batch at hand; others work as well.
@@ -59,18 +59,13 @@ class FuseProductsPass(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, bool(self.kernels))
 
     def _fits(self, a: ir.Value, b: ir.Value, turned: bool) -> bool:
-        if (a.dtype, b.dtype) != (FLOAT, FLOAT) or a.shape is None or len(a.shape) < 2:
+        if (a.dtype, b.dtype) != (FLOAT, FLOAT) or None in (a.shape, b.shape) or len(a.shape) < 2 or len(b.shape) != 2:
             return False
-        sizes = static_dims(b)
-        if sizes is None or len(sizes) != 2 or sizes[0] * sizes[1] < LEAST_ELEMENTS:
+        *others, depth = (self._length(a, axis) for axis in range(len(a.shape)))
+        columns = self._length(b, 0 if turned else 1)
+        if None in (*others, depth, columns) or depth < LEAST_DEPTH or columns < LEAST_COLUMNS:
             return False
-        columns, depth = sizes if turned else sizes[::-1]
-        rows = self._rows(a)
-        return columns >= LEAST_COLUMNS and depth >= LEAST_DEPTH and rows is not None and rows <= FEW_ROWS
-
-    def _rows(self, a: ir.Value) -> int | None:
-        lengths = [self._length(a, axis) for axis in range(len(a.shape) - 1)]
-        return None if None in lengths else math.prod(lengths)
+        return depth * columns >= LEAST_ELEMENTS and (math.prod(others) in FEW_ROWS or depth in LONG_SUMS)
 
     def _length(self, a: ir.Value, axis: int) -> int | None:
         """Also of what an exporter calls "128*batch"."""
