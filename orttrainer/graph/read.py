@@ -37,9 +37,7 @@ def read_model(proto: onnx.ModelProto) -> ir.Model:
         model = ir.from_proto(proto)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ir.serde.SerdeError) as error:
         raise ModelError(f"the ONNX model is broken: {_reason(error)}") from error
-    for node in model.graph.all_nodes():
-        if node.op_type == "Constant" and "value" in node.attributes:
-            _detach(node)
+    _detach(model)
     return model
 
 
@@ -56,12 +54,24 @@ def _checkable(proto: onnx.ModelProto) -> bool:
     return ranked and checked and proto.ByteSize() < onnx.checker.MAXIMUM_PROTOBUF
 
 
-def _detach(constant: ir.Node) -> None:
-    """Let the tensor be renamed without renaming it in the caller's model."""
-    tensor = constant.attributes["value"].as_tensor()
-    if tensor.dtype != ir.DataType.STRING:
-        own = ir.Tensor(tensor.numpy(), tensor.dtype, shape=tensor.shape)
-        constant.attributes["value"] = ir.AttrTensor("value", own)
+def _detach(model: ir.Model) -> None:
+    """Let tensors be renamed without renaming them in the caller's model."""
+    for graph in (model.graph, *model.graph.subgraphs()):
+        for value in graph.initializers.values():
+            value.const_value = _renamable(value.const_value)
+    for node in model.graph.all_nodes():
+        if node.op_type == "Constant" and "value" in node.attributes:
+            tensor = node.attributes["value"].as_tensor()
+            if tensor.dtype != ir.DataType.STRING:
+                own = ir.Tensor(tensor.numpy(), tensor.dtype, shape=tensor.shape)
+                node.attributes["value"] = ir.AttrTensor("value", own)
+
+
+def _renamable(tensor: ir.TensorProtocol | None) -> ir.TensorProtocol | None:
+    """A tensor of the caller's model, not copied, under a name of its own."""
+    if not isinstance(tensor, ir.serde.TensorProtoTensor):
+        return tensor
+    return ir.LazyTensor(lambda: tensor, dtype=tensor.dtype, shape=tensor.shape, name=tensor.name)
 
 
 def _reason(error: Exception) -> str:
