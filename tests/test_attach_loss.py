@@ -150,3 +150,9 @@ def test_a_model_without_an_opset_of_the_standard_domain_trains():
 @pytest.mark.parametrize("opset", [7, 8])
 def test_a_model_of_the_time_when_initializers_were_inputs_too_trains(opset):
     assert_trains_like_its_twin(product(opset, ir_version=3, listed=True), F.huber_loss)
+
+
+def test_numbers_of_the_loss_are_not_told_of_as_constants_of_the_model(caplog):
+    weights = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    assert_trains_like_its_twin(product(18), lambda output, label: ((output - label).square() * weights).mean())
+    assert not caplog.records

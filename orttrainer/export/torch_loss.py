@@ -84,7 +84,7 @@ def attach_loss(
         )
     InitializersToConstantsPass({*loss.parameters, *loss.buffers})(loss.model)
     joined = _joined(body, loss.model, label.name_)
-    forward = from_onnx(joined, description)
+    forward = from_onnx(joined, description, added=PREFIX)
     trained = {f"{PREFIX}{name}" for name in loss.parameters}
     constant = {name for name in forward.parameters if name.startswith(PREFIX)} - trained
     return ForwardGraph(
