@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import onnx.parser
+import pytest
 import torch
 from bad_input import cases, raises
 from onnx_models import LOSS, assert_trains_like, make, model
 from small import LR
 
-from orttrainer import IODescription, ModelDescription, ORTTrainer
+from orttrainer import IODescription, ModelDescription, ORTTrainer, build_gradient
 from orttrainer.errors import ModelError
 
 W = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
@@ -35,6 +36,44 @@ def test_a_model_stays_as_it_was_given_also_when_its_trained_graph_is_written(tm
     trainer.export_inference(tmp_path / "model.onnx")
     trainer.save_as_onnx(tmp_path / "trained.onnx")
     assert proto.SerializeToString() == given
+
+
+# -- Sparse tensors -------------------------------------------------------------------------------
+
+SPARSE = np.array([[0, 5, 0, 0], [0, 0, 0, 7], [6, 0, 0, 0]], np.float32)
+PLACES = {"coordinates": [[0, 1], [1, 3], [2, 0]], "flat": [1, 7, 8]}
+
+
+def sparse(name: str, places) -> onnx.SparseTensorProto:
+    numbers = onnx.numpy_helper.from_array(np.array([5, 7, 6], np.float32), name)
+    return onnx.helper.make_sparse_tensor(numbers, onnx.numpy_helper.from_array(np.array(places), "places"), [3, 4])
+
+
+@pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
+def test_a_sparse_initializer_is_a_weight_all_of_which_trains(places, caplog):
+    proto = model("r = MatMul (x, S)", "3", 18)
+    proto.graph.sparse_initializer.append(sparse("S", places))
+    assert_trains_like(proto, lambda x, S: x @ S, BATCHES, S=SPARSE)
+    assert "the sparse initializers 'S' are made dense, and train where they are zero as well" in caplog.text
+
+
+def test_a_sparse_weight_of_a_branch_has_a_gradient_and_the_model_stays_sparse():
+    body = "t = ReduceSum <keepdims = 0> (x) g = Cast <to = 9> (t) r = If (g) <then_branch = yes () => (float[rows, 4] a) { a = MatMul (x, S) }, else_branch = no () => (float[rows, 4] b) { b = MatMul (x, W) }>"
+    proto = model(body, "3", 18, W=W)
+    proto.graph.node[2].attribute[0].g.sparse_initializer.append(sparse("S", PLACES["flat"]))
+    given = proto.SerializeToString()
+    outputs = build_gradient(proto).graph.output
+    assert [value.name for value in outputs] == ["loss", "W_grad", "S_grad"]
+    assert proto.SerializeToString() == given
+
+
+def test_a_sparse_constant_is_one():
+    proto = model("h = MatMul (x, W) r = MatMul (h, c)", "3", 18, W=W)
+    constant = onnx.helper.make_node("Constant", [], ["c"], sparse_value=sparse("", PLACES["flat"]))
+    proto.graph.node.insert(0, constant)
+    proto.graph.node[2].input[:] = ["h", "t"]
+    proto.graph.node.insert(1, onnx.helper.make_node("Transpose", ["c"], ["t"]))
+    assert_trains_like(proto, lambda x, W: x @ W @ torch.tensor(SPARSE.T), BATCHES, W=W)
 
 
 # -- What is a weight -----------------------------------------------------------------------------

@@ -88,6 +88,11 @@ def _may_be_a_weight(constant: ir.Value) -> bool:
 
 def open_model(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[str]) -> ir.Model:
     """The part of a copy of the model between these inputs and outputs, in an opset that is known here."""
+    if sparse := [tensor.values.name for tensor in model.graph.sparse_initializer]:
+        log.warning(
+            "the sparse initializers %s are made dense, and train where they are zero as well",
+            ", ".join(map(repr, sparse)),
+        )
     model = read_model(model)
     common.InlinePass()(model)
     lift_initializers(model)  # those of bodies are weights as well
