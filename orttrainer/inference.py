@@ -40,12 +40,15 @@ def inference_model(forward: ir.Model, outputs: Sequence[str]) -> ir.Model:
         InferenceBatchNormalizationPass(),
         common.RemoveUnusedNodesPass(),
         eliminate_identities,
+        common.OutputFixPass(),
         PaddedPoolsPass(),
         common.LiftConstantsToInitializersPass(lift_all_constants=False),
         common.TopologicalSortPass(),
         common.ClearMetadataAndDocStringPass(),
     ):
         rewrite(forward)
+    for value, name in zip(graph.outputs, outputs):
+        value.name = name  # of two outputs that were Identity of each other, one was left
     used = {value for node in graph for value in node_inputs(node)} | set(graph.outputs)
     for value in [value for value in graph.inputs if value not in used]:
         graph.inputs.remove(value)
