@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import onnx
 import onnx_ir as ir
@@ -13,8 +13,9 @@ from torch import nn
 from orttrainer import runtime
 from orttrainer.describe import InputSchema, IODescription, ModelDescription
 from orttrainer.differentiate.prepare.opsets import with_known_opset
-from orttrainer.errors import ExportError, SchemaError, UnsupportedModelError
+from orttrainer.errors import ExportError, ModelError, SchemaError, UnsupportedModelError
 from orttrainer.export.forward_graph import MAX_OPSET, ForwardGraph
+from orttrainer.export.initializers import free_name
 from orttrainer.export.module import export_module
 from orttrainer.export.onnx_model import from_onnx, open_model
 from orttrainer.graph.passes.constants import InitializersToConstantsPass
@@ -64,16 +65,15 @@ def attach_loss(
         )
     names = [output.name_ for output in outputs] or [model.graph.output[0].name]
     body = open_model(model, [described.name_ for described in inputs], names)
+    _give_way(body.graph, {"label": label.name_, "loss": description.outputs_[0].name_})
     body.opset_imports.setdefault("", opset)
     body = with_known_opset(body)  # one that a loss is exported in: joined, the two have one opset
-    prediction = _prediction(body, batch)
-    shape = outputs[0].shape_ if outputs else ["batch", *prediction.shape[1:]][: prediction.dim()]
-    described = ModelDescription(
-        [IODescription("prediction", shape, prediction.dtype), label], [description.outputs_[0]]
-    )
+    batch = [_prediction(body, batch), batch[-1]]
+    prediction = IODescription(f"{PREFIX}prediction", _shape(body.graph, description, batch), batch[0].dtype)
+    described = ModelDescription([prediction, label], [description.outputs_[0]])
     loss = export_module(
-        _Loss(loss_fn), None, described, [prediction, batch[-1]],
-        schema=InputSchema.settle(described.inputs_, [prediction, batch[-1]]),
+        _Loss(loss_fn), None, described, batch,
+        schema=InputSchema.settle(described.inputs_, batch),
         opset=min(body.opset_imports[""], MAX_OPSET), check=check,
     )  # fmt: skip
     if loss.conditions is not None:
@@ -115,6 +115,46 @@ def _prediction(body: ir.Model, batch: Sequence[torch.Tensor]) -> torch.Tensor:
     except Exception as error:  # ONNX Runtime raises a dozen classes without a common base
         raise ExportError(f"ONNX Runtime cannot run the ONNX model on the first batch: {error}") from error
     return torch.from_numpy(found)
+
+
+def _give_way(graph: ir.Graph, names: Mapping[str, str]) -> None:
+    """Rename inner values that have one of the names which the loss and its label get; each is given with what gets it.
+
+    Raises:
+        ModelError: an initializer has it.
+    """
+    for role, name in names.items():
+        if name in graph.initializers:
+            raise ModelError(
+                f"the {role} is described as {name!r}, which an initializer of the ONNX model is called; give it another name"
+            )
+    values = [value for node in graph.all_nodes() for value in node.outputs]
+    for value in values:
+        if value.name in names.values() and not value.is_graph_output():
+            value.name = free_name(value.name, {*graph.initializers, *(v.name for v in (*values, *graph.inputs))})
+
+
+def _shape(graph: ir.Graph, description: ModelDescription, batch: Sequence[torch.Tensor]) -> list[int | str]:
+    """Of the prediction: an axis varies where neither the model nor the description of an input fixes it.
+
+    Args:
+        batch: the first prediction and label.
+    """
+    *inputs, label = description.inputs_
+    prediction, given = batch
+    names = {}  # of the model -> as described
+    for value, described in zip(graph.inputs, inputs):
+        names |= {dim.value: name for dim, name in zip(value.shape or (), described.shape_) if not isinstance(dim, int)}
+    names.pop(None, None)
+    fallback = [f"{PREFIX}size_{axis}" for axis in range(prediction.dim())]
+    for described in description.outputs_[1:2]:
+        if len(described.shape_) == prediction.dim():
+            fallback = [name if isinstance(name, str) else other for name, other in zip(described.shape_, fallback)]
+    if label.shape_ and given.shape[:1] == prediction.shape[:1]:
+        fallback[:1] = label.shape_[:1]
+    dims = graph.outputs[0].shape or [ir.SymbolicDim(None)] * prediction.dim()
+    shape = [dim if isinstance(dim, int) else names.get(dim.value, other) for dim, other in zip(dims, fallback)]
+    return [name if isinstance(name, str) else size for name, size in zip(shape, prediction.shape)]
 
 
 def _joined(body: ir.Model, loss: ir.Model, label: str) -> onnx.ModelProto:
