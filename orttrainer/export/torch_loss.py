@@ -18,6 +18,7 @@ from orttrainer.export.forward_graph import MAX_OPSET, ForwardGraph
 from orttrainer.export.initializers import free_name
 from orttrainer.export.module import export_module
 from orttrainer.export.onnx_model import from_onnx, open_model
+from orttrainer.graph.light import without_weights
 from orttrainer.graph.passes.constants import InitializersToConstantsPass
 
 __all__ = ["attach_loss", "lacks_loss"]
@@ -109,9 +110,9 @@ class _Loss(nn.Module):
 def _prediction(body: ir.Model, batch: Sequence[torch.Tensor]) -> torch.Tensor:
     """What the model predicts for the first batch; its shape and dtype count."""
     feeds = {value.name: tensor.detach().cpu().numpy() for value, tensor in zip(body.graph.inputs, batch)}
-    name = body.graph.outputs[0].name
+    proto, weights = without_weights(body)
     try:
-        (found,) = runtime.checking_session(ir.to_proto(body).SerializeToString()).run([name], feeds)
+        (found,) = runtime.checking_session(proto).run([body.graph.outputs[0].name], feeds | weights)
     except Exception as error:  # ONNX Runtime raises a dozen classes without a common base
         raise ExportError(f"ONNX Runtime cannot run the ONNX model on the first batch: {error}") from error
     return torch.from_numpy(found)

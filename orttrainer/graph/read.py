@@ -6,6 +6,7 @@ import os
 
 import onnx
 import onnx_ir as ir
+from google.protobuf.message import EncodeError
 from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
 from orttrainer.errors import ModelError
@@ -53,7 +54,14 @@ def _checkable(proto: onnx.ModelProto) -> bool:
     types = [value.type for value in (*proto.graph.input, *proto.graph.output)]
     ranked = all(t.HasField("tensor_type") and t.tensor_type.HasField("shape") for t in types)
     checked = all(node.domain not in ("", "ai.onnx") or node.op_type not in unchecked for node in proto.graph.node)
-    return ranked and checked and proto.ByteSize() < onnx.checker.MAXIMUM_PROTOBUF
+    return ranked and checked and _is_small(proto)
+
+
+def _is_small(proto: onnx.ModelProto) -> bool:
+    try:
+        return proto.ByteSize() < onnx.checker.MAXIMUM_PROTOBUF
+    except EncodeError:  # protobuf counts by writing
+        return False
 
 
 def _detach(model: ir.Model) -> None:
