@@ -76,6 +76,26 @@ def test_a_sparse_constant_is_one():
     assert_trains_like(proto, lambda x, W: x @ W @ torch.tensor(SPARSE.T), BATCHES, W=W)
 
 
+# -- The domain of ONNX's own operators -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("opset", [13, 18])
+@pytest.mark.parametrize("named", ["the opset", "nodes", "both", "functions"])
+def test_the_default_domain_may_be_called_by_its_full_name(named, opset):
+    header = f'<ir_version: 8, opset_import: ["" : {opset}, "own" : 1]>'
+    function = f'<domain: "own", opset_import: ["" : {opset}]> squash (a) => (b) {{ b = Tanh (a) }}'
+    proto = onnx.parser.parse_model(
+        f"{header} g (float[rows, 3] x) => (float loss) {{ h = MatMul (x, W) r = own.squash (h) {LOSS} }} {function}"
+    )
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(W, "W"))
+    (inner,) = proto.functions
+    opsets = {"functions": inner.opset_import, "nodes": []}.get(named, proto.opset_import)
+    nodes = {"functions": inner.node, "the opset": []}.get(named, proto.graph.node)
+    for spelled in (*opsets, *nodes):
+        spelled.domain = spelled.domain or "ai.onnx"
+    assert_trains_like(proto, lambda x, W: torch.tanh(x @ W), BATCHES, W=W)
+
+
 # -- What is a weight -----------------------------------------------------------------------------
 
 

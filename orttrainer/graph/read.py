@@ -10,7 +10,7 @@ from google.protobuf.message import EncodeError
 from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
 from orttrainer.errors import ModelError
-from orttrainer.graph.sparse import dense
+from orttrainer.graph.spelling import in_usual_spelling
 
 STANDARD_DOMAINS = ("", "ai.onnx", "ai.onnx.ml")
 
@@ -32,7 +32,7 @@ def read_model(proto: onnx.ModelProto) -> ir.Model:
                 "onnx.load(path), which reads such data from the folder of the model."
             )
     try:
-        proto = dense(proto)
+        proto = in_usual_spelling(proto)
         if _checkable(proto):
             # Full: shapes and types as well, which ONNX infers only through operators that it knows.
             known = all(node.domain in STANDARD_DOMAINS for node in proto.graph.node)

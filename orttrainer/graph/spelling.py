@@ -1,4 +1,4 @@
-"""Sparse tensors of ONNX, which neither the IR nor ONNX's shape inference knows."""
+"""What ONNX can spell in two ways, and its checker or the IR know in one."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
+_DEFAULT_DOMAIN = "ai.onnx"  # in full; as a rule it is ""
 
-def dense(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with dense tensors in the place of its sparse ones, of which ONNX Runtime makes dense ones as well.
 
-    A model that has none is returned as it is.
+def in_usual_spelling(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with dense tensors in the place of sparse ones, as ONNX Runtime makes them, and "" for the domain "ai.onnx".
+
+    A model that has neither is returned as it is.
 
     Raises:
-        ValidationError: the indices of one do not fit its shape.
+        ValidationError: the indices of a sparse tensor do not fit its shape.
     """
-    if not _has_sparse(proto):
+    if not _has_sparse(proto) and not _names_default_domain(proto):
         return proto
     changed = onnx.ModelProto()
     changed.CopyFrom(proto)
@@ -26,11 +28,26 @@ def dense(proto: onnx.ModelProto) -> onnx.ModelProto:
         graph.ClearField("sparse_initializer")
     for attribute in _sparse_constants(changed):
         attribute.CopyFrom(onnx.helper.make_attribute("value", _dense(attribute.sparse_tensor)))
+    for node in _nodes(changed):
+        node.domain = _short(node.domain)
+    for owner in (changed, *changed.functions):
+        opsets = {_short(opset.domain): opset.version for opset in owner.opset_import}
+        del owner.opset_import[:]
+        owner.opset_import.extend(onnx.helper.make_opsetid(*opset) for opset in opsets.items())
     return changed
 
 
 def _has_sparse(proto: onnx.ModelProto) -> bool:
     return any(graph.sparse_initializer for graph in _graphs(proto)) or any(_sparse_constants(proto))
+
+
+def _names_default_domain(proto: onnx.ModelProto) -> bool:
+    opsets = (opset for owner in (proto, *proto.functions) for opset in owner.opset_import)
+    return any(named.domain == _DEFAULT_DOMAIN for named in (*opsets, *_nodes(proto)))
+
+
+def _short(domain: str) -> str:
+    return "" if domain == _DEFAULT_DOMAIN else domain
 
 
 def _dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
@@ -59,8 +76,12 @@ def _bodies(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.GraphProto]:
                 yield from _bodies(body.node)
 
 
-def _sparse_constants(proto: onnx.ModelProto) -> Iterator[onnx.AttributeProto]:
+def _nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
     for owner in (*_graphs(proto), *proto.functions):
-        for node in owner.node:
-            if node.op_type == "Constant":
-                yield from (attribute for attribute in node.attribute if attribute.HasField("sparse_tensor"))
+        yield from owner.node
+
+
+def _sparse_constants(proto: onnx.ModelProto) -> Iterator[onnx.AttributeProto]:
+    for node in _nodes(proto):
+        if node.op_type == "Constant":
+            yield from (attribute for attribute in node.attribute if attribute.HasField("sparse_tensor"))
