@@ -137,3 +137,38 @@ def test_an_output_that_no_step_can_return_is_refused_at_once(case):
     desc = ModelDescription([IODescription("x", ["rows", 3])], [IODescription("loss", []), IODescription(name, [])])
     with raises(ModelError, text):
         ORTTrainer(proto, None, desc, "SGDOptimizer", None, IODescription("rate", [1]), "cpu")
+
+
+# -- Old opsets -----------------------------------------------------------------------------------
+
+
+def old_normalization(opset: int, attributes: str = "") -> onnx.ModelProto:
+    call = f"BatchNormalization <epsilon = 0.001, momentum = 0.8 {attributes}> (h, scale, bias, m, v)"
+    proto = model(f"h = MatMul (x, W) [norm] r, m2, v2, saved_m, saved_v = {call}", "3", opset, W=W)
+    proto.ir_version = 4
+    for name, value in {"scale": [1, 2, 3, 4], "bias": [4, 3, 2, 1], "m": [0] * 4, "v": [1] * 4}.items():
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(np.float32(value), name))
+    return proto
+
+
+@pytest.mark.parametrize("opset, attributes", [(7, ""), (8, ", spatial = 1"), (9, ""), (11, ""), (13, "")])
+def test_batch_normalization_in_the_training_form_of_old_exporters_trains(opset, attributes):
+    trainer = make(old_normalization(opset, attributes), 3)
+    twin = torch.nn.BatchNorm1d(4, eps=0.001, momentum=0.2)
+    twin.weight.data, twin.bias.data = torch.tensor([1.0, 2, 3, 4]), torch.tensor([4.0, 3, 2, 1])
+    weight = torch.nn.Parameter(torch.tensor(W))
+    optimizer = torch.optim.SGD([weight, *twin.parameters()], LR.item())
+    for x in BATCHES:
+        optimizer.zero_grad()
+        loss = twin(x @ weight).square().mean()
+        torch.testing.assert_close(trainer.train_step(x, LR), loss.detach())
+        loss.backward()
+        optimizer.step()
+    state = trainer.state_dict()
+    for name, value in {"W": weight, "scale": twin.weight, "bias": twin.bias, "m": twin.running_mean}.items():
+        torch.testing.assert_close(state[name], value.detach())
+
+
+def test_batch_normalization_of_single_pixels_is_refused():
+    with raises(ModelError, "the moments of BatchNormalization node 'norm' are of single pixels"):
+        make(old_normalization(7, ", spatial = 0"), 3)

@@ -11,6 +11,7 @@ import onnx_ir.passes.common as common
 from onnx_ir import tensor_adapters
 
 from orttrainer.differentiate.limits import only_instructs
+from orttrainer.differentiate.prepare.opsets import unconvertible_aside
 from orttrainer.errors import ModelError, UnknownNameError
 from orttrainer.export.forward_graph import MAX_OPSET, ForwardGraph
 from orttrainer.export.initializers import constant_of
@@ -127,7 +128,8 @@ def _convert_opset(model):
     from orttrainer.export.normalize import convert_opset  # here: it imports the exporters, 40 MB
 
     given = model.opset_imports.get("", _CONVERTED_TO)
-    convert_opset(model, _CONVERTED_TO)
+    with unconvertible_aside(model):
+        convert_opset(model, _CONVERTED_TO)
     if given <= _COORDINATES_UNNAMED and model.opset_imports.get("") == _CONVERTED_TO:
         for node in model.graph.all_nodes():
             if node.op_type == "Resize" and node.domain == "":
