@@ -12,10 +12,17 @@ from orttrainer.errors import OrtTrainerError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0, or 2 after an error, which is one line on stderr."""
+    """Run one command and return its exit status: 0, or 2 after an error, which is one line on stderr.
+
+    Where the reader of a pipe has gone, as `head` does, it ends without a word, with 1.
+    """
     options = _parser().parse_args(arguments)
     try:
         options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would fail once more, at its end
+        return 1
     except (OrtTrainerError, OSError) as error:
         print(f"orttrainer: error: {' '.join(_text(error).split())}", file=sys.stderr)
         return 2
@@ -53,19 +60,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _gradient(options: argparse.Namespace) -> None:
-    import onnx
-
     from orttrainer.differentiate import build_gradient
+    from orttrainer.differentiate.build import load_model
     from orttrainer.graph.write import write_model
 
     if os.path.isdir(options.output):
         raise IsADirectoryError(f"{options.output!r} is a folder; name a file in it")
-    result = build_gradient(options.model, options.of, options.wrt)
-    given = onnx.load(options.model, load_external_data=False).graph
+    model = load_model(options.model)
+    result = build_gradient(model, options.of, options.wrt)
     write_model(result, options.output)
     print(f"wrote {options.output}")
-    print(f"gradients: {_listed(given.output, result.graph.output)}")
-    if cotangents := _listed(given.input, result.graph.input):
+    print(f"gradients: {_listed(model.graph.output, result.graph.output)}")
+    if cotangents := _listed(model.graph.input, result.graph.input):
         print(f"new inputs: {cotangents}")
 
 

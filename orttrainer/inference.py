@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 import torch
 from onnx_ir.passes import common
 
 from orttrainer import runtime
 from orttrainer.errors import ExecutionError, ExportMismatchError, StateError
+from orttrainer.graph.light import without_weights
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.inference import InferenceBatchNormalizationPass
 from orttrainer.graph.passes.padded_pools import PaddedPoolsPass
@@ -40,12 +40,15 @@ def inference_model(forward: ir.Model, outputs: Sequence[str]) -> ir.Model:
         InferenceBatchNormalizationPass(),
         common.RemoveUnusedNodesPass(),
         eliminate_identities,
+        common.OutputFixPass(),
         PaddedPoolsPass(),
         common.LiftConstantsToInitializersPass(lift_all_constants=False),
         common.TopologicalSortPass(),
         common.ClearMetadataAndDocStringPass(),
     ):
         rewrite(forward)
+    for value, name in zip(graph.outputs, outputs):
+        value.name = name  # of two outputs that were Identity of each other, one was left
     used = {value for node in graph for value in node_inputs(node)} | set(graph.outputs)
     for value in [value for value in graph.inputs if value not in used]:
         graph.inputs.remove(value)
@@ -73,15 +76,15 @@ def export_inference(
         StateError: the batch lacks an input.
         ExportMismatchError: an output differs; nothing is written.
     """
-    proto = ir.to_proto(inference_model(forward, outputs))
-    if missing := [value.name for value in proto.graph.input if value.name not in batch]:
+    model = inference_model(forward, outputs)
+    if missing := [value.name for value in model.graph.inputs if value.name not in batch]:
         raise StateError(f"the batch lacks {missing}; give export_inference a batch=... of all inputs")
-    check_inference(proto, batch, dict(zip(outputs, evaluate())), precision)
-    write_model(proto, path)
+    check_inference(model, batch, dict(zip(outputs, evaluate())), precision)
+    write_model(ir.to_proto(model), path)
 
 
 def check_inference(
-    model: onnx.ModelProto,
+    model: ir.Model,
     batch: Mapping[str, torch.Tensor],
     expected: Mapping[str, torch.Tensor],
     precision: ir.DataType | None = None,
@@ -97,9 +100,10 @@ def check_inference(
     Raises:
         ExportMismatchError: an output differs.
     """
-    feeds = {v.name: batch[v.name].detach().cpu().numpy() for v in model.graph.input}
+    feeds = {v.name: batch[v.name].detach().cpu().numpy() for v in model.graph.inputs}
+    proto, weights = without_weights(model)
     try:
-        found = runtime.checking_session(model.SerializeToString()).run(list(expected), feeds)
+        found = runtime.checking_session(proto).run(list(expected), feeds | weights)
     except Exception as error:  # ONNX Runtime raises a dozen classes without a common base
         raise ExecutionError(f"ONNX Runtime cannot run the inference graph: {error}") from error
     for (name, tensor), array in zip(expected.items(), found):

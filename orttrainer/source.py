@@ -19,7 +19,6 @@ from orttrainer import export, runtime
 from orttrainer.describe import InputSchema, InputSpec, ModelDescription
 from orttrainer.errors import (
     InvalidArgumentError,
-    ModelError,
     UnknownNameError,
     UnsupportedFeatureError,
 )
@@ -211,14 +210,8 @@ def _input_specs(model: ir.Model) -> list[InputSpec]:
     """What an ONNX model says of its inputs; a dimension it leaves open is None."""
     specs = []
     for value in model.graph.inputs:
-        try:
-            dtype = tensor_adapters.to_torch_dtype(value.dtype)
-        except (TypeError, ValueError) as error:
-            raise ModelError(
-                f"input {value.name!r} has dtype {value.dtype}, of which there is no torch tensor"
-            ) from error
         shape = None if value.shape is None else tuple(d if isinstance(d, int) else d.value for d in value.shape)
-        specs.append(InputSpec(value.name, dtype, shape))
+        specs.append(InputSpec(value.name, tensor_adapters.to_torch_dtype(value.dtype), shape))
     return specs
 
 

@@ -177,9 +177,9 @@ class TrainingGraph:
             return self.plain.model
         proto = ir.to_proto(self.graph)
         for entry in self.signature.state:
-            initializer = ir.to_proto(self.tensors[entry.name])
+            initializer = proto.graph.initializer.add()  # to append one is to copy it, which protobuf refuses past 2 GB
+            ir.serde.serialize_tensor_into(initializer, self.tensors[entry.name])
             initializer.name = entry.name
-            proto.graph.initializer.append(initializer)
         info = proto.training_info.add()
         for entry in self.signature.state:
             if entry.output is not None:

@@ -150,3 +150,62 @@ def test_a_model_without_an_opset_of_the_standard_domain_trains():
 @pytest.mark.parametrize("opset", [7, 8])
 def test_a_model_of_the_time_when_initializers_were_inputs_too_trains(opset):
     assert_trains_like_its_twin(product(opset, ir_version=3, listed=True), F.huber_loss)
+
+
+def test_numbers_of_the_loss_are_not_told_of_as_constants_of_the_model(caplog):
+    weights = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    assert_trains_like_its_twin(product(18), lambda output, label: ((output - label).square() * weights).mean())
+    assert not caplog.records
+
+
+# -- Sizes and names that the loss shares with the model -------------------------------------------
+
+TABLE = np.random.default_rng(0).standard_normal((7, 4)).astype(np.float32)
+
+
+def by_length(output, label):
+    """A loss that divides by the length of the sequences."""
+    return F.cross_entropy(output[:, 1:].flatten(0, 1), label[:, 1:].flatten(), reduction="sum") / output.shape[1]
+
+
+@pytest.mark.parametrize("output", [None, ["batch", "length", 4], [3, 5, 4], []], ids=str)
+@pytest.mark.parametrize("sizes", ["rows, tokens", "?, ?"])
+def test_the_sizes_of_the_prediction_are_those_of_each_batch(sizes, output):
+    """The loss was exported for the length that the first batch had, where the output was not described."""
+    proto = onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["" : 18]> g (int64[{sizes}] x) => (float[{sizes}, 4] output) {{ output = Gather (W, x) }}'
+    )
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(TABLE, "W"))
+    tokens = [IODescription(name, ["batch", "length"], torch.int64) for name in ("x", "label")]
+    outputs = [IODescription("loss", []), *([] if output is None else [IODescription("output", output)])]
+    trainer = make(proto, loss_fn=by_length, desc=ModelDescription(tokens, outputs))
+    table = torch.tensor(TABLE, requires_grad=True)
+    for shape in ((3, 5), (2, 7), (4, 2)):
+        x, label = torch.randint(7, shape), torch.randint(4, shape)
+        loss = by_length(table[x], label)
+        found = trainer.train_step(x, label, LR)
+        torch.testing.assert_close(found if output is None else found[0], loss.detach())
+        table = (table - LR * torch.autograd.grad(loss, table)[0]).detach().requires_grad_()
+    torch.testing.assert_close(trainer.state_dict()["W"], table.detach())
+
+
+@pytest.mark.parametrize("names", [("h", "label"), ("loss", "h"), ("loss", "prediction"), ("prediction", "label")])
+def test_loss_and_label_may_be_called_what_an_inner_value_is(names):
+    loss, label = names
+    proto = product(18, body="h = MatMul (x, W) output = Tanh (h)")
+    desc = ModelDescription([X, IODescription(label, ["rows", 4])], [IODescription(loss, []), OUTPUT])
+    trainer = make(proto, loss_fn=F.mse_loss, desc=desc)
+    x, y = torch.randn(5, 3), torch.randn(5, 4)
+    found = trainer.train_step(x, y, LR)[0]
+    torch.testing.assert_close(found, F.mse_loss(torch.tanh(x @ torch.ones(3, 4)), y))
+
+
+@pytest.mark.parametrize("names", [("W", "label"), ("loss", "W")])
+def test_loss_and_label_may_not_be_called_what_a_weight_is(names):
+    loss, label = names
+    desc = ModelDescription([X, IODescription(label, ["rows", 4])], [IODescription(loss, []), OUTPUT])
+    trainer = make(product(18), loss_fn=F.mse_loss, desc=desc)
+    with pytest.raises(
+        ModelError, match=r"the (loss|label) is described as 'W', which an initializer of the ONNX model is called"
+    ):
+        trainer.train_step(torch.randn(5, 3), torch.randn(5, 4), LR)

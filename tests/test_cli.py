@@ -33,6 +33,12 @@ def model(tmp_path):
     path = tmp_path / "model.onnx"
     onnx.save(onnx.parser.parse_model(MODEL), path)
     onnx.save(onnx.parser.parse_model(CUSTOM), tmp_path / "custom.onnx")
+    (tmp_path / "broken.json").write_text("{")
+    proto = onnx.parser.parse_model(MODEL)
+    for tensor in proto.graph.initializer:
+        tensor.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor), tensor.name))
+    onnx.save(proto, tmp_path / "short.onnx", save_as_external_data=True, location="short.data", size_threshold=0)
+    (tmp_path / "short.data").write_bytes(b"")
     return path
 
 
@@ -66,10 +72,30 @@ def test_the_file_computes_the_gradient(model):
     assert loss == pytest.approx(((output - label) ** 2).mean(), rel=1e-5)
 
 
+def test_a_model_is_read_once_so_that_it_may_come_from_a_pipe(model):
+    command = [sys.executable, "-m", "orttrainer", "gradient", "/dev/stdin", "-o", model.parent / "gradient.onnx"]
+    result = subprocess.run(command, input=model.read_bytes(), capture_output=True)
+    assert result.stderr == b""
+    assert result.stdout.endswith(b"gradients: W_grad, b_grad\n")
+
+
+def test_an_output_that_is_named_twice_has_one_cotangent(model):
+    twice, once = (build_gradient(str(model), of) for of in (["output", "output"], "output"))
+    assert twice == once
+
+
+def test_a_table_of_which_somebody_reads_the_beginning_ends_without_a_word():
+    command = f"{sys.executable} -m orttrainer operators | head -n 1"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert result.stdout.startswith("operator") and result.stderr == ""
+
+
 ERRORS = {
     "a model that is not there": (["no.onnx"], "'no.onnx': No such file or directory"),
     "a folder as the model": (["."], "'.': Is a directory"),
     "a file that is no model": (["old.onnx"], "'old.onnx' cannot be read as an ONNX model"),
+    "text that is no model": (["broken.json"], "'broken.json' cannot be read as an ONNX model"),
+    "weights that a file lacks": (["short.onnx"], "'short.onnx' cannot be read as an ONNX model: External data length"),
     "an unknown output": (["model.onnx", "--of", "cost"], "of='cost' is not an output of the model"),
     "an unknown weight": (["model.onnx", "--wrt", "b,V"], "wrt='V' is neither an input nor an initializer"),
     "an operator without a rule": (["custom.onnx"], "no gradient rule for 'Mix' (domain my.domain, opset 1)"),

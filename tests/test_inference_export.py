@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import models
+import numpy as np
 import onnx
 import onnxruntime
 import pytest
 import torch
 from marks import slow
+from onnx_models import model
 from small import batch, forward_model, make, net
 from torch import nn
 
@@ -138,3 +140,31 @@ def test_a_graph_that_differs_from_eval_step_is_not_written(tmp_path, monkeypatc
     with pytest.raises(ExportMismatchError, match="output 'output' of the inference graph differs"):
         trainer.export_inference(tmp_path / "model.onnx")
     assert not (tmp_path / "model.onnx").exists()
+
+
+SEVERAL = {
+    "one value twice": ("h = MatMul (x, W) output = Tanh (h) again = Identity (output)", ["output", "again"]),
+    "an input": ("output = MatMul (x, W) again = Identity (x)", ["again", "output"]),
+    "running statistics": (
+        "h = MatMul (x, W) output, mean, var = BatchNormalization <training_mode = 1> (h, scale, bias, m, v)",
+        ["var", "output", "mean"],
+    ),
+}
+
+
+@pytest.mark.parametrize("body, outputs", SEVERAL.values(), ids=SEVERAL)
+def test_several_outputs_of_an_onnx_model_keep_their_names(body, outputs, tmp_path):
+    proto = model(
+        f"{body} r = Neg (output)", "3", 18, W=np.eye(3), scale=[1, 2, 3], bias=[3, 2, 1], m=[0] * 3, v=[1] * 3
+    )
+    proto.graph.output.extend(
+        onnx.helper.make_value_info(name, onnx.TypeProto(tensor_type={"elem_type": 1})) for name in outputs
+    )
+    x = IODescription("x", ["rows", 3])
+    desc = ModelDescription([x], [IODescription(name, []) for name in ["loss", *outputs]])
+    trainer = make(proto, loss_fn=None, desc=desc)
+    trainer.train_step(torch.randn(5, 3), 0.1)
+    trainer.export_inference(tmp_path / "model.onnx")
+    assert [value.name for value in onnx.load(tmp_path / "model.onnx").graph.output] == outputs
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(run(tmp_path / "model.onnx", x), trainer.eval_step(x)[1:])

@@ -4,48 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-import onnx.parser
 import pytest
 import torch
 import torch.nn.functional as F
 from bad_input import raises
-from small import LR
+from onnx_models import assert_trains_like, make, model
 
-from orttrainer import IODescription, ModelDescription, ORTTrainer, build_gradient
+from orttrainer import build_gradient
 from orttrainer.errors import GradientError, ModelError
 
-LOSS = "s = Mul (r, r) loss = ReduceMean <keepdims = 0> (s)"
 WEIGHT = np.random.default_rng(0).standard_normal((2, 4, 4)).astype(np.float32)
-
-
-def model(body: str, x: str, opset: int, **initializers) -> onnx.ModelProto:
-    proto = onnx.parser.parse_model(
-        f'<ir_version: 8, opset_import: ["" : {opset}]> g (float[rows, {x}] x) => (float loss) {{ {body} {LOSS} }}'
-    )
-    for name, value in initializers.items():
-        proto.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(value, np.float32), name))
-    return proto
-
-
-def make(proto: onnx.ModelProto, *sizes: int) -> ORTTrainer:
-    desc = ModelDescription([IODescription("x", ["rows", *sizes], torch.float32)], [IODescription("loss", [])])
-    return ORTTrainer(proto, None, desc, "SGDOptimizer", None, IODescription("rate", [1]), "cpu")
-
-
-def assert_trains_like(proto, predict, batches, **weights):
-    """`predict(x, **weights)` is the twin in PyTorch; the loss is the mean of the squares."""
-    trainer = make(proto, *batches[0].shape[1:])
-    assert trainer.state_dict().keys() == weights.keys()
-    twins = {name: torch.tensor(weight, requires_grad=True) for name, weight in weights.items()}
-    optimizer = torch.optim.SGD(twins.values(), LR.item())
-    for x in batches:
-        loss = predict(x, **twins).square().mean()
-        torch.testing.assert_close(trainer.train_step(x, LR), loss.detach())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    for name, twin in twins.items():
-        torch.testing.assert_close(trainer.state_dict()[name], twin.detach())
 
 
 # -- Images resized by scales that are initializers -----------------------------------------------

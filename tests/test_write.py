@@ -94,6 +94,7 @@ def test_large_tensors_go_to_a_file_beside_the_model(tmp_path, monkeypatch):
     write.write_model(model(3), tmp_path / "model.onnx")
     assert sorted(os.listdir(tmp_path)) == ["model.onnx", "model.onnx.data"]
     assert value_of(tmp_path / "model.onnx") == 3
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1  # who may read one may read the other
     onnx.checker.check_model(str(tmp_path / "model.onnx"), full_check=True)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 import onnx
 import onnx_ir as ir
-from google.protobuf.message import DecodeError
 from onnx_ir.passes import common
 
 from orttrainer.differentiate.driver import FLOATS, differentiate
@@ -52,7 +51,7 @@ def build_gradient(
 
     Example: `onnx.save(build_gradient("model.onnx", of="loss"), "gradient.onnx")`
     """
-    return gradient_of(read_model(model if isinstance(model, onnx.ModelProto) else _load(model)), of, wrt)
+    return gradient_of(read_model(model if isinstance(model, onnx.ModelProto) else load_model(model)), of, wrt)
 
 
 def gradient_of(
@@ -81,12 +80,19 @@ def gradient_of(
     return ir.to_proto(forward)
 
 
-def _load(path: str | os.PathLike) -> onnx.ModelProto:
+def load_model(path: str | os.PathLike) -> onnx.ModelProto:
+    """Read a file, in the format that its name ends with.
+
+    Raises:
+        ModelError: it, or a file with data that it names, cannot be read as an ONNX model.
+    """
     if not isinstance(path, (str, os.PathLike)):
         raise InvalidArgumentError(f"model must be an onnx.ModelProto or the path of one, got {type(path).__name__}")
     try:
         return onnx.load(os.fspath(path))
-    except (DecodeError, onnx.checker.ValidationError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # each format has classes of its own
         raise ModelError(f"{os.fspath(path)!r} cannot be read as an ONNX model: {error}") from error
 
 
@@ -119,7 +125,7 @@ def _outputs(graph: ir.Graph, of: str | Sequence[str] | None) -> list[ir.Value]:
             raise ModelError(f"of={name!r} is not an output of the model; its outputs are {sorted(by_name)}")
         if by_name[name].dtype not in FLOATS:
             raise ModelError(f"output {name!r} has dtype {by_name[name].dtype}; only float outputs have gradients")
-    return [by_name[name] for name in names]
+    return [by_name[name] for name in dict.fromkeys(names)]
 
 
 def _default_sources(graph: ir.Graph) -> list[str]:

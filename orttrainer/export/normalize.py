@@ -19,7 +19,7 @@ from onnxscript.rewriter.rules import common as rules
 
 from orttrainer.errors import ExportError
 from orttrainer.export.batch_norm import copy_of, unbiased_running_var
-from orttrainer.export.initializers import add_initializer
+from orttrainer.export.initializers import add_initializer, free_name
 from orttrainer.export.quiet import silence
 from orttrainer.graph.passes.bools import BoolOperatorsPass
 from orttrainer.graph.passes.empty_means import EmptyMeansPass
@@ -58,7 +58,7 @@ def name_state(model, public: dict[str, str], tensors) -> None:
         del graph.initializers[name]
     for value in list(graph.initializers.values()):  # constants give way
         if value.name in by_name:
-            _rename_initializer(graph, value, _free_name(value.name, {*graph.initializers, *by_name}))
+            _rename_initializer(graph, value, free_name(value.name, {*graph.initializers, *by_name}))
     for name, value in by_name.items():
         value.name = name
         value.const_value = tensors[name]
@@ -69,10 +69,6 @@ def _rename_initializer(graph, value, name):
     del graph.initializers[value.name]
     value.name = name
     graph.register_initializer(value)
-
-
-def _free_name(name, taken):
-    return next(f"{name}_{i}" for i in range(1, len(taken) + 2) if f"{name}_{i}" not in taken)
 
 
 def name_interface(model, input_names, output_names, symbols) -> None:
@@ -86,7 +82,7 @@ def name_interface(model, input_names, output_names, symbols) -> None:
     reserved = {*input_names, *output_names}
     for value in _values(graph):
         if value.name in reserved:
-            _set_name(graph, value, _free_name(value.name, reserved))
+            _set_name(graph, value, free_name(value.name, reserved))
     for value, name in zip(graph.inputs, input_names, strict=True):
         value.name = name
     for value, name in zip(graph.outputs, output_names, strict=True):

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common
+from onnx_ir import tensor_adapters
 
 from orttrainer.differentiate.limits import only_instructs
+from orttrainer.differentiate.prepare.opsets import unconvertible_aside
 from orttrainer.errors import ModelError, UnknownNameError
 from orttrainer.export.forward_graph import MAX_OPSET, ForwardGraph
 from orttrainer.export.initializers import constant_of
@@ -32,17 +34,21 @@ _COORDINATES_UNNAMED = 10  # the last opset whose Resize does not say where pixe
 _INITIALIZERS_APART = 4  # the first IR version whose initializers need not be inputs too
 
 
-def from_onnx(model: onnx.ModelProto, description) -> ForwardGraph:
+def from_onnx(model: onnx.ModelProto, description, added: str | None = None) -> ForwardGraph:
     """Wrap an ONNX model whose first described output is the scalar loss.
 
     Every float initializer becomes a parameter, except the running statistics of a
     BatchNormalization (buffers; its training form updates them, as ONNX says), scalars
-    (constants, with a warning) and what is only scales or roi of a Resize (constants).
-    The others are buffers. The given model is not changed.
+    (constants, with a warning), what has no elements and what is only scales or roi of a Resize
+    (constants). The others are buffers. The given model is not changed.
+
+    Args:
+        model, description: as an `Engine` takes them.
+        added: what the names of values begin with that are not the user's; there is no warning of these.
 
     Raises:
         ModelError: a described name is not in the model, an input has neither description nor
-            initializer, or the first output is no scalar float.
+            initializer, an input or output is no tensor, or the first output is no scalar float.
     """
     model = open_model(model, [d.name_ for d in description.inputs_], [d.name_ for d in description.outputs_])
     _check_loss(model.graph.outputs[0])
@@ -51,21 +57,43 @@ def from_onnx(model: onnx.ModelProto, description) -> ForwardGraph:
     updates = _batch_norm_updates(model.graph)
     statistics = {_original(v).name for n in model.graph if _is_batch_norm(n) for v in n.inputs[3:5]}
     initializers = model.graph.initializers
-    instructions = {n for n, v in initializers.items() if only_instructs(v)}
-    floats = [n for n, v in initializers.items() if v.dtype in _FLOATS and n not in statistics | instructions]
+    constant = {n for n, v in initializers.items() if only_instructs(v) or 0 in v.shape.numpy()}
+    floats = [n for n, v in initializers.items() if v.dtype in _FLOATS and n not in statistics | constant]
     scalars = [n for n in floats if tuple(initializers[n].shape) == ()]
+    _warn_of_constants(model, scalars, added)
+    parameters = tuple(n for n in floats if n not in scalars)
+    buffers = tuple(n for n in initializers if n not in {*parameters, *scalars, *constant})
+    return ForwardGraph(model=model, parameters=parameters, buffers=buffers, updates=updates)
+
+
+def _warn_of_constants(model: ir.Model, scalars: Sequence[str], added: str | None) -> None:
+    """Name what may be meant as a weight and is none here."""
     if scalars:
         log.warning(
             "the 0-d initializers %s are taken for constants of the model and not trained; give one the shape [1] if it is a weight",
             ", ".join(map(repr, scalars)),
         )
-    parameters = tuple(n for n in floats if n not in scalars)
-    buffers = tuple(n for n in initializers if n not in {*parameters, *scalars, *instructions})
-    return ForwardGraph(model=model, parameters=parameters, buffers=buffers, updates=updates)
+    constants = [y for node in model.graph.all_nodes() if node.op_type == "Constant" for y in node.outputs]
+    tables = [y.name for y in constants if _may_be_a_weight(y)]
+    if tables := [name for name in tables if added is None or not name.startswith(added)]:
+        log.warning(
+            "the numbers of the Constant nodes %s are not trained; make initializers of those that are weights",
+            ", ".join(map(repr, tables)),
+        )
+
+
+def _may_be_a_weight(constant: ir.Value) -> bool:
+    tensor = ir.convenience.get_const_tensor(constant)
+    return tensor is not None and tensor.dtype in _FLOATS and tensor.size > 1 and not only_instructs(constant)
 
 
 def open_model(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[str]) -> ir.Model:
     """The part of a copy of the model between these inputs and outputs, in an opset that is known here."""
+    if sparse := [tensor.values.name for tensor in model.graph.sparse_initializer]:
+        log.warning(
+            "the sparse initializers %s are made dense, and train where they are zero as well",
+            ", ".join(map(repr, sparse)),
+        )
     model = read_model(model)
     common.InlinePass()(model)
     lift_initializers(model)  # those of bodies are weights as well
@@ -76,14 +104,32 @@ def open_model(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[
     _select_outputs(model.graph, outputs)
     common.RemoveUnusedNodesPass()(model)
     common.ShapeInferencePass(check_type=False, strict_mode=False)(model)
+    for role, values in (("input", model.graph.inputs), ("output", model.graph.outputs)):
+        for value in values:
+            _check_is_tensor(role, value)
     return model
+
+
+def _check_is_tensor(role: str, value: ir.Value) -> None:
+    if isinstance(value.type, ir.SequenceType):
+        raise ModelError(f"{role} {value.name!r} is a sequence, and a trainer takes and gives tensors only")
+    try:
+        tensor_adapters.to_torch_dtype(value.dtype or ir.DataType.FLOAT)
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"{role} {value.name!r} has dtype {value.dtype}, of which there is no torch tensor") from error
+    if value.is_initializer() and not value.uses():
+        raise ModelError(
+            f"{role} {value.name!r} is an initializer that nothing else reads, so no step computes it; leave it out of "
+            "the ModelDescription"
+        )
 
 
 def _convert_opset(model):
     from orttrainer.export.normalize import convert_opset  # here: it imports the exporters, 40 MB
 
     given = model.opset_imports.get("", _CONVERTED_TO)
-    convert_opset(model, _CONVERTED_TO)
+    with unconvertible_aside(model):
+        convert_opset(model, _CONVERTED_TO)
     if given <= _COORDINATES_UNNAMED and model.opset_imports.get("") == _CONVERTED_TO:
         for node in model.graph.all_nodes():
             if node.op_type == "Resize" and node.domain == "":

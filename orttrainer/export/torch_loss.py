@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import onnx
@@ -14,10 +14,12 @@ from torch import nn
 from orttrainer import runtime
 from orttrainer.describe import InputSchema, IODescription, ModelDescription, filled, leaves
 from orttrainer.differentiate.prepare.opsets import with_known_opset
-from orttrainer.errors import ExportError, SchemaError, UnsupportedModelError
+from orttrainer.errors import ExportError, ModelError, SchemaError, UnsupportedModelError
 from orttrainer.export.forward_graph import MAX_OPSET, ForwardGraph
+from orttrainer.export.initializers import free_name
 from orttrainer.export.module import export_module
 from orttrainer.export.onnx_model import from_onnx, open_model
+from orttrainer.graph.light import without_weights
 from orttrainer.graph.passes.constants import InitializersToConstantsPass
 
 __all__ = ["attach_loss", "lacks_loss"]
@@ -66,13 +68,14 @@ def attach_loss(
         )
     names = [output.name_ for output in outputs] or [model.graph.output[0].name]
     body = open_model(model, [*given], names)
+    _give_way(body.graph, {**dict.fromkeys(labels, "label"), description.outputs_[0].name_: "loss"})
     body.opset_imports.setdefault("", opset)
     body = with_known_opset(body)  # one that a loss is exported in: joined, the two have one opset
-    prediction = _prediction(body, [tensor for _, tensor in given.values()])
-    shape = outputs[0].shape_ if outputs else ["batch", *prediction.shape[1:]][: prediction.dim()]
-    of_prediction = IODescription("prediction", shape, prediction.dtype)
-    described = ModelDescription([of_prediction, *(label for label, _ in labels.values())], [description.outputs_[0]])
-    samples = [prediction, *(tensor for _, tensor in labels.values())]
+    found = _prediction(body, [tensor for _, tensor in given.values()])
+    shape = _shape(body.graph, [described for described, _ in given.values()], outputs, [*labels.values()], found)
+    prediction = IODescription(f"{PREFIX}prediction", shape, found.dtype)
+    described = ModelDescription([prediction, *(label for label, _ in labels.values())], [description.outputs_[0]])
+    samples = [found, *(tensor for _, tensor in labels.values())]
     loss = export_module(
         _Loss(loss_fn, description.label_), None, described, samples,
         schema=InputSchema.settle(described.inputs_, samples),
@@ -86,7 +89,7 @@ def attach_loss(
         )
     InitializersToConstantsPass({*loss.parameters, *loss.buffers})(loss.model)
     joined = _joined(body, loss.model, [*labels])
-    forward = from_onnx(joined, description)
+    forward = from_onnx(joined, description, added=PREFIX)
     trained = {f"{PREFIX}{name}" for name in loss.parameters}
     constant = {name for name in forward.parameters if name.startswith(PREFIX)} - trained
     return ForwardGraph(
@@ -111,12 +114,58 @@ class _Loss(nn.Module):
 def _prediction(body: ir.Model, batch: Sequence[torch.Tensor]) -> torch.Tensor:
     """What the model predicts for the first batch; its shape and dtype count."""
     feeds = {value.name: tensor.detach().cpu().numpy() for value, tensor in zip(body.graph.inputs, batch)}
-    name = body.graph.outputs[0].name
+    proto, weights = without_weights(body)
     try:
-        (found,) = runtime.checking_session(ir.to_proto(body).SerializeToString()).run([name], feeds)
+        (found,) = runtime.checking_session(proto).run([body.graph.outputs[0].name], feeds | weights)
     except Exception as error:  # ONNX Runtime raises a dozen classes without a common base
         raise ExportError(f"ONNX Runtime cannot run the ONNX model on the first batch: {error}") from error
     return torch.from_numpy(found)
+
+
+def _give_way(graph: ir.Graph, roles: Mapping[str, str]) -> None:
+    """Rename inner values that have one of the names which the loss and its label get; each is given with what gets it.
+
+    Raises:
+        ModelError: an initializer has it.
+    """
+    for name, role in roles.items():
+        if name in graph.initializers:
+            raise ModelError(
+                f"the {role} is described as {name!r}, which an initializer of the ONNX model is called; give it another name"
+            )
+    values = [value for node in graph.all_nodes() for value in node.outputs]
+    for value in values:
+        if value.name in roles and not value.is_graph_output():
+            value.name = free_name(value.name, {*graph.initializers, *(v.name for v in (*values, *graph.inputs))})
+
+
+def _shape(
+    graph: ir.Graph,
+    inputs: Sequence[IODescription],
+    outputs: Sequence[IODescription],
+    labels: Sequence[tuple[IODescription, torch.Tensor]],
+    prediction: torch.Tensor,
+) -> list[int | str]:
+    """Of the prediction: an axis varies where neither the model nor the description of an input fixes it.
+
+    Args:
+        outputs: as described, without the loss.
+        labels: with those of the first batch.
+        prediction: for the first batch.
+    """
+    names = {}  # of the model -> as described
+    for value, described in zip(graph.inputs, inputs):
+        names |= {dim.value: name for dim, name in zip(value.shape or (), described.shape_) if not isinstance(dim, int)}
+    names.pop(None, None)
+    fallback = [f"{PREFIX}size_{axis}" for axis in range(prediction.dim())]
+    for described in outputs[:1]:
+        if len(described.shape_) == prediction.dim():
+            fallback = [name if isinstance(name, str) else other for name, other in zip(described.shape_, fallback)]
+    for label in (label for label, given in labels if given.shape[:1] == prediction.shape[:1] and label.shape_):
+        fallback[:1] = label.shape_[:1]
+    dims = graph.outputs[0].shape or [ir.SymbolicDim(None)] * prediction.dim()
+    shape = [dim if isinstance(dim, int) else names.get(dim.value, other) for dim, other in zip(dims, fallback)]
+    return [name if isinstance(name, str) else size for name, size in zip(shape, prediction.shape)]
 
 
 def _joined(body: ir.Model, loss: ir.Model, labels: Sequence[str]) -> onnx.ModelProto:

@@ -6,9 +6,11 @@ import os
 
 import onnx
 import onnx_ir as ir
+from google.protobuf.message import EncodeError
 from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
 from orttrainer.errors import ModelError
+from orttrainer.graph.spelling import in_usual_spelling
 
 STANDARD_DOMAINS = ("", "ai.onnx", "ai.onnx.ml")
 
@@ -30,6 +32,7 @@ def read_model(proto: onnx.ModelProto) -> ir.Model:
                 "onnx.load(path), which reads such data from the folder of the model."
             )
     try:
+        proto = in_usual_spelling(proto)
         if _checkable(proto):
             # Full: shapes and types as well, which ONNX infers only through operators that it knows.
             known = all(node.domain in STANDARD_DOMAINS for node in proto.graph.node)
@@ -37,9 +40,7 @@ def read_model(proto: onnx.ModelProto) -> ir.Model:
         model = ir.from_proto(proto)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ir.serde.SerdeError) as error:
         raise ModelError(f"the ONNX model is broken: {_reason(error)}") from error
-    for node in model.graph.all_nodes():
-        if node.op_type == "Constant" and "value" in node.attributes:
-            _detach(node)
+    _detach(model)
     return model
 
 
@@ -53,15 +54,34 @@ def _checkable(proto: onnx.ModelProto) -> bool:
     types = [value.type for value in (*proto.graph.input, *proto.graph.output)]
     ranked = all(t.HasField("tensor_type") and t.tensor_type.HasField("shape") for t in types)
     checked = all(node.domain not in ("", "ai.onnx") or node.op_type not in unchecked for node in proto.graph.node)
-    return ranked and checked and proto.ByteSize() < onnx.checker.MAXIMUM_PROTOBUF
+    return ranked and checked and _is_small(proto)
 
 
-def _detach(constant: ir.Node) -> None:
-    """Let the tensor be renamed without renaming it in the caller's model."""
-    tensor = constant.attributes["value"].as_tensor()
-    if tensor.dtype != ir.DataType.STRING:
-        own = ir.Tensor(tensor.numpy(), tensor.dtype, shape=tensor.shape)
-        constant.attributes["value"] = ir.AttrTensor("value", own)
+def _is_small(proto: onnx.ModelProto) -> bool:
+    try:
+        return proto.ByteSize() < onnx.checker.MAXIMUM_PROTOBUF
+    except EncodeError:  # protobuf counts by writing
+        return False
+
+
+def _detach(model: ir.Model) -> None:
+    """Let tensors be renamed without renaming them in the caller's model."""
+    for graph in (model.graph, *model.graph.subgraphs()):
+        for value in graph.initializers.values():
+            value.const_value = _renamable(value.const_value)
+    for node in model.graph.all_nodes():
+        if node.op_type == "Constant" and "value" in node.attributes:
+            tensor = node.attributes["value"].as_tensor()
+            if tensor.dtype != ir.DataType.STRING:
+                own = ir.Tensor(tensor.numpy(), tensor.dtype, shape=tensor.shape)
+                node.attributes["value"] = ir.AttrTensor("value", own)
+
+
+def _renamable(tensor: ir.TensorProtocol | None) -> ir.TensorProtocol | None:
+    """A tensor of the caller's model, not copied, under a name of its own."""
+    if not isinstance(tensor, ir.serde.TensorProtoTensor):
+        return tensor
+    return ir.LazyTensor(lambda: tensor, dtype=tensor.dtype, shape=tensor.shape, name=tensor.name)
 
 
 def _reason(error: Exception) -> str:

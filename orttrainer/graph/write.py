@@ -152,5 +152,7 @@ def write_model(proto: onnx.ModelProto, path: str | os.PathLike) -> None:
         if os.path.exists(written):
             raise OSError(errno.EFBIG, "a model past 2 GB needs a file beside it, and this is no file", os.fspath(path))
         onnx.save(proto, written, save_as_external_data=True, location=data)
+        tensors = os.path.join(os.path.dirname(written), data)
+        os.chmod(tensors, stat.S_IMODE(os.stat(written).st_mode))  # onnx makes one that the user alone can read
         with replacing(f"{os.fspath(path)}.data") as beside:
-            shutil.move(os.path.join(os.path.dirname(written), data), beside)
+            shutil.move(tensors, beside)

@@ -39,7 +39,7 @@ def with_known_opset(model: ir.Model) -> ir.Model:
     from onnxscript import version_converter  # here: slow to import, seldom needed
 
     try:
-        with _without_its_warning(), _unconvertible_aside(model):
+        with _without_its_warning(), unconvertible_aside(model):
             version_converter.convert_version(model, OLDEST_OPSET, fallback=True)
     except Exception as error:  # the converter raises whatever its adapters raise
         raise ModelError(
@@ -89,13 +89,13 @@ def _brought_down(model: ir.Model, opset: int) -> ir.Model:
 
 
 @contextlib.contextmanager
-def _unconvertible_aside(model: ir.Model) -> Iterator[None]:
+def unconvertible_aside(model: ir.Model) -> Iterator[None]:
     """Keep from ONNX's converter what it stops at: BatchNormalization in training form, and what the opset does not have.
 
     Before opset 14 that form is told by more outputs than one: Y, running mean and variance, and two that nobody may use.
     The rest is what ONNX Runtime's optimizer writes into models of any opset, in the form of later ones.
     """
-    aside, opset = "orttrainer.aside", model.opset_imports[""]
+    aside, opset = "orttrainer.aside", model.opset_imports.get("", OLDEST_OPSET)
     for node in model.graph.all_nodes():
         training = node.op_type == "BatchNormalization" and len(node.outputs) > 1 and opset < 14
         if node.domain == "" and (training or schema_of(node, model.opset_imports) is None):
@@ -113,4 +113,10 @@ def _unconvertible_aside(model: ir.Model) -> Iterator[None]:
                 )
             node.resize_outputs(min(len(node.outputs), 3))
             node.attributes["training_mode"] = ir.AttrInt64("training_mode", 1)
+            if not node.attributes.get_int("spatial", 1):
+                raise ModelError(
+                    f"the moments of BatchNormalization node {node.name!r} are of single pixels (spatial=0), which newer "
+                    "opsets have no more; export the model with a newer opset"
+                )
+            node.attributes.pop("spatial", None)  # of opsets 7 and 8
     model.opset_imports.pop(aside, None)

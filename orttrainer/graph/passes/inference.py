@@ -20,13 +20,20 @@ class InferenceBatchNormalizationPass(ir.passes.InPlacePass):
             statistics = [state_behind(without_copy(value)) for value in node.inputs[3:5]]
             epsilon = ir.AttrFloat32("epsilon", node.attributes.get_float("epsilon", 1e-5))
             new = ir.Node("", "BatchNormalization", [*node.inputs[:3], *statistics], [epsilon], name=node.name)
-            (y,) = new.outputs
-            y.type, y.shape = node.outputs[0].type, node.outputs[0].shape
             node.graph.insert_before(node, new)
-            for old, value in zip(node.outputs, (y, *statistics)):
-                name = old.name
-                old.replace_all_uses_with(value, replace_graph_outputs=value is y)
-                if value is y:
-                    y.name, old.name = name, None
+            _take_place(node.outputs[0], new.outputs[0])
+            for old, statistic in zip(node.outputs[1:], statistics):
+                if old.is_graph_output():
+                    copy = ir.node("Identity", [statistic])
+                    node.graph.insert_before(node, copy)
+                    _take_place(old, copy.outputs[0])
+                else:
+                    old.replace_all_uses_with(statistic)
             node.graph.remove(node, safe=True)
         return ir.passes.PassResult(model, bool(nodes))
+
+
+def _take_place(old: ir.Value, new: ir.Value) -> None:
+    new.type, new.shape = old.type, old.shape
+    old.replace_all_uses_with(new, replace_graph_outputs=True)
+    new.name, old.name = old.name, None

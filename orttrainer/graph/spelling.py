@@ -1,0 +1,87 @@
+"""What ONNX can spell in two ways, and its checker or the IR know in one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+_DEFAULT_DOMAIN = "ai.onnx"  # in full; as a rule it is ""
+
+
+def in_usual_spelling(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with dense tensors in the place of sparse ones, as ONNX Runtime makes them, and "" for the domain "ai.onnx".
+
+    A model that has neither is returned as it is.
+
+    Raises:
+        ValidationError: the indices of a sparse tensor do not fit its shape.
+    """
+    if not _has_sparse(proto) and not _names_default_domain(proto):
+        return proto
+    changed = onnx.ModelProto()
+    changed.CopyFrom(proto)
+    for graph in _graphs(changed):
+        graph.initializer.extend(map(_dense, graph.sparse_initializer))
+        graph.ClearField("sparse_initializer")
+    for attribute in _sparse_constants(changed):
+        attribute.CopyFrom(onnx.helper.make_attribute("value", _dense(attribute.sparse_tensor)))
+    for node in _nodes(changed):
+        node.domain = _short(node.domain)
+    for owner in (changed, *changed.functions):
+        opsets = {_short(opset.domain): opset.version for opset in owner.opset_import}
+        del owner.opset_import[:]
+        owner.opset_import.extend(onnx.helper.make_opsetid(*opset) for opset in opsets.items())
+    return changed
+
+
+def _has_sparse(proto: onnx.ModelProto) -> bool:
+    return any(graph.sparse_initializer for graph in _graphs(proto)) or any(_sparse_constants(proto))
+
+
+def _names_default_domain(proto: onnx.ModelProto) -> bool:
+    opsets = (opset for owner in (proto, *proto.functions) for opset in owner.opset_import)
+    return any(named.domain == _DEFAULT_DOMAIN for named in (*opsets, *_nodes(proto)))
+
+
+def _short(domain: str) -> str:
+    return "" if domain == _DEFAULT_DOMAIN else domain
+
+
+def _dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
+    onnx.checker.check_sparse_tensor(sparse)
+    values, places = numpy_helper.to_array(sparse.values), numpy_helper.to_array(sparse.indices)
+    array = np.zeros(sparse.dims, values.dtype)
+    if places.ndim == 1:
+        array.flat[places] = values
+    else:
+        array[tuple(places.T)] = values
+    return numpy_helper.from_array(array, sparse.values.name)
+
+
+def _graphs(proto: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
+    """The graph, and all bodies of it and of functions."""
+    yield proto.graph
+    for owner in (proto.graph, *proto.functions):
+        yield from _bodies(owner.node)
+
+
+def _bodies(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.GraphProto]:
+    for node in nodes:
+        for attribute in node.attribute:
+            for body in [attribute.g] if attribute.HasField("g") else attribute.graphs:
+                yield body
+                yield from _bodies(body.node)
+
+
+def _nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    for owner in (*_graphs(proto), *proto.functions):
+        yield from owner.node
+
+
+def _sparse_constants(proto: onnx.ModelProto) -> Iterator[onnx.AttributeProto]:
+    for node in _nodes(proto):
+        if node.op_type == "Constant":
+            yield from (attribute for attribute in node.attribute if attribute.HasField("sparse_tensor"))

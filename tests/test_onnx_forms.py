@@ -1,0 +1,174 @@
+"""ONNX models in the forms that people and other tools write them in."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+import torch
+from bad_input import cases, raises
+from onnx_models import LOSS, assert_trains_like, make, model
+from small import LR
+
+from orttrainer import IODescription, ModelDescription, ORTTrainer, build_gradient
+from orttrainer.errors import ModelError
+
+W = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
+
+
+def rows(count: int = 5) -> torch.Tensor:
+    return torch.randn(count, 3, generator=torch.Generator().manual_seed(count))
+
+
+BATCHES = [rows(), rows(2), rows(7)]
+
+
+# -- The caller's model ----------------------------------------------------------------------------
+
+
+def test_a_model_stays_as_it_was_given_also_when_its_trained_graph_is_written(tmp_path):
+    """What is no weight is a Constant node in the file, and so had no name any more."""
+    proto = model("h = MatMul (x, W) r = Mul (h, c)", "3", 18, W=W, c=2.0)
+    given = proto.SerializeToString()
+    trainer = make(proto, 3)
+    trainer.train_step(rows(), LR)
+    trainer.export_inference(tmp_path / "model.onnx")
+    trainer.save_as_onnx(tmp_path / "trained.onnx")
+    assert proto.SerializeToString() == given
+
+
+# -- Sparse tensors -------------------------------------------------------------------------------
+
+SPARSE = np.array([[0, 5, 0, 0], [0, 0, 0, 7], [6, 0, 0, 0]], np.float32)
+PLACES = {"coordinates": [[0, 1], [1, 3], [2, 0]], "flat": [1, 7, 8]}
+
+
+def sparse(name: str, places) -> onnx.SparseTensorProto:
+    numbers = onnx.numpy_helper.from_array(np.array([5, 7, 6], np.float32), name)
+    return onnx.helper.make_sparse_tensor(numbers, onnx.numpy_helper.from_array(np.array(places), "places"), [3, 4])
+
+
+@pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
+def test_a_sparse_initializer_is_a_weight_all_of_which_trains(places, caplog):
+    proto = model("r = MatMul (x, S)", "3", 18)
+    proto.graph.sparse_initializer.append(sparse("S", places))
+    assert_trains_like(proto, lambda x, S: x @ S, BATCHES, S=SPARSE)
+    assert "the sparse initializers 'S' are made dense, and train where they are zero as well" in caplog.text
+
+
+def test_a_sparse_weight_of_a_branch_has_a_gradient_and_the_model_stays_sparse():
+    body = "t = ReduceSum <keepdims = 0> (x) g = Cast <to = 9> (t) r = If (g) <then_branch = yes () => (float[rows, 4] a) { a = MatMul (x, S) }, else_branch = no () => (float[rows, 4] b) { b = MatMul (x, W) }>"
+    proto = model(body, "3", 18, W=W)
+    proto.graph.node[2].attribute[0].g.sparse_initializer.append(sparse("S", PLACES["flat"]))
+    given = proto.SerializeToString()
+    outputs = build_gradient(proto).graph.output
+    assert [value.name for value in outputs] == ["loss", "W_grad", "S_grad"]
+    assert proto.SerializeToString() == given
+
+
+def test_a_sparse_constant_is_one():
+    proto = model("h = MatMul (x, W) r = MatMul (h, c)", "3", 18, W=W)
+    constant = onnx.helper.make_node("Constant", [], ["c"], sparse_value=sparse("", PLACES["flat"]))
+    proto.graph.node.insert(0, constant)
+    proto.graph.node[2].input[:] = ["h", "t"]
+    proto.graph.node.insert(1, onnx.helper.make_node("Transpose", ["c"], ["t"]))
+    assert_trains_like(proto, lambda x, W: x @ W @ torch.tensor(SPARSE.T), BATCHES, W=W)
+
+
+# -- The domain of ONNX's own operators -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("opset", [13, 18])
+@pytest.mark.parametrize("named", ["the opset", "nodes", "both", "functions"])
+def test_the_default_domain_may_be_called_by_its_full_name(named, opset):
+    header = f'<ir_version: 8, opset_import: ["" : {opset}, "own" : 1]>'
+    function = f'<domain: "own", opset_import: ["" : {opset}]> squash (a) => (b) {{ b = Tanh (a) }}'
+    proto = onnx.parser.parse_model(
+        f"{header} g (float[rows, 3] x) => (float loss) {{ h = MatMul (x, W) r = own.squash (h) {LOSS} }} {function}"
+    )
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(W, "W"))
+    (inner,) = proto.functions
+    opsets = {"functions": inner.opset_import, "nodes": []}.get(named, proto.opset_import)
+    nodes = {"functions": inner.node, "the opset": []}.get(named, proto.graph.node)
+    for spelled in (*opsets, *nodes):
+        spelled.domain = spelled.domain or "ai.onnx"
+    assert_trains_like(proto, lambda x, W: torch.tanh(x @ W), BATCHES, W=W)
+
+
+# -- What is a weight -----------------------------------------------------------------------------
+
+
+def test_constant_nodes_that_may_be_meant_as_weights_are_named_in_a_warning(caplog):
+    """Some converters write the weights so, and nothing would train them, without a word."""
+    body = "V = Constant <value = float[4] {1, 2, 3, 4}> () two = Constant <value_float = 2.0> () h = MatMul (x, W) k = Mul (h, two) r = Add (k, V)"
+    assert_trains_like(
+        model(body, "3", 18, W=W), lambda x, W: x @ W * 2 + torch.tensor([1.0, 2.0, 3.0, 4.0]), BATCHES, W=W
+    )
+    assert "the numbers of the Constant nodes 'V' are not trained; make initializers of those that are" in caplog.text
+
+
+def test_a_weight_without_elements_is_a_constant():
+    empty = np.zeros((0, 4), np.float32)
+    proto = model("h = MatMul (x, W) r = Concat <axis = 0> (h, E)", "3", 18, W=W, E=empty)
+    assert_trains_like(proto, lambda x, W: x @ W, BATCHES, W=W)
+
+
+# -- Outputs --------------------------------------------------------------------------------------
+
+OUTPUTS = {
+    "texts": ('string c', 'c = Constant <value_string = "red"> ()', "output 'c' has dtype STRING, of which there is no torch tensor"),
+    "numbers of 4 bits": ("int4[rows, 4] c", "c = Cast <to = 22> (r)", "output 'c' has dtype INT4, of which there is no torch tensor"),
+    "a sequence": ("seq(float[rows, 1]) c", "c = SplitToSequence <axis = 1> (r)", "output 'c' is a sequence, and a trainer takes and gives tensors"),
+    "numbers that nothing reads": ("int64[4] B", "", "output 'B' is an initializer that nothing else reads...leave it out of the ModelDescription"),
+}  # fmt: skip
+
+
+@cases(OUTPUTS)
+def test_an_output_that_no_step_can_return_is_refused_at_once(case):
+    declared, body, text = case
+    proto = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : 21]> g (float[rows, 3] x) => (float loss, {declared}) {{ r = MatMul (x, W) {body} {LOSS} }}'
+    )
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(W, "W"))
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.arange(4), "B"))
+    assert_trains_like(proto, lambda x, W: x @ W, BATCHES, W=W)  # where it is not described
+    name = proto.graph.output[1].name
+    desc = ModelDescription([IODescription("x", ["rows", 3])], [IODescription("loss", []), IODescription(name, [])])
+    with raises(ModelError, text):
+        ORTTrainer(proto, None, desc, "SGDOptimizer", None, IODescription("rate", [1]), "cpu")
+
+
+# -- Old opsets -----------------------------------------------------------------------------------
+
+
+def old_normalization(opset: int, attributes: str = "") -> onnx.ModelProto:
+    call = f"BatchNormalization <epsilon = 0.001, momentum = 0.8 {attributes}> (h, scale, bias, m, v)"
+    proto = model(f"h = MatMul (x, W) [norm] r, m2, v2, saved_m, saved_v = {call}", "3", opset, W=W)
+    proto.ir_version = 4
+    for name, value in {"scale": [1, 2, 3, 4], "bias": [4, 3, 2, 1], "m": [0] * 4, "v": [1] * 4}.items():
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(np.float32(value), name))
+    return proto
+
+
+@pytest.mark.parametrize("opset, attributes", [(7, ""), (8, ", spatial = 1"), (9, ""), (11, ""), (13, "")])
+def test_batch_normalization_in_the_training_form_of_old_exporters_trains(opset, attributes):
+    trainer = make(old_normalization(opset, attributes), 3)
+    twin = torch.nn.BatchNorm1d(4, eps=0.001, momentum=0.2)
+    twin.weight.data, twin.bias.data = torch.tensor([1.0, 2, 3, 4]), torch.tensor([4.0, 3, 2, 1])
+    weight = torch.nn.Parameter(torch.tensor(W))
+    optimizer = torch.optim.SGD([weight, *twin.parameters()], LR.item())
+    for x in BATCHES:
+        optimizer.zero_grad()
+        loss = twin(x @ weight).square().mean()
+        torch.testing.assert_close(trainer.train_step(x, LR), loss.detach())
+        loss.backward()
+        optimizer.step()
+    state = trainer.state_dict()
+    for name, value in {"W": weight, "scale": twin.weight, "bias": twin.bias, "m": twin.running_mean}.items():
+        torch.testing.assert_close(state[name], value.detach())
+
+
+def test_batch_normalization_of_single_pixels_is_refused():
+    with raises(ModelError, "the moments of BatchNormalization node 'norm' are of single pixels"):
+        make(old_normalization(7, ", spatial = 0"), 3)
