@@ -313,9 +313,10 @@ def _called(wrapper, *batches):
 def _rewind(wrapper, buffers: Mapping[str, torch.Tensor], moved: Moved, tensors: Sequence[torch.Tensor]) -> None:
     """Let buffers, and `tensors` that were written to, hold again what they did before a call."""
     moved.back(tensors)
-    for name, buffer in wrapper.named_buffers():
-        if name in buffers and buffer.shape == buffers[name].shape:
-            buffer.copy_(buffers[name])
+    with torch.no_grad():
+        for name, buffer in wrapper.named_buffers():
+            if name in buffers and buffer.shape == buffers[name].shape:
+                buffer.copy_(buffers[name])
 
 
 def _other_values(inputs):
