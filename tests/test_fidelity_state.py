@@ -130,6 +130,30 @@ class StartsAtZero(nn.Linear):
         return y + total + (x - y).square().mean() - self.mean.detach()
 
 
+class Severed(nn.Linear):
+    """Computes with a buffer to which it has written, by a way that autograd does not see, what has a gradient."""
+
+    def __init__(self, change):
+        super().__init__(6, 6)
+        self.register_buffer("mean", torch.ones(6))
+        self.change = change
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.change(self.mean, y.mean(0))
+        return y * self.mean + y
+
+
+SEVERED = {
+    "data": lambda mean, y: mean.data.copy_(y),
+    "data, step by step": lambda mean, y: mean.data.mul_(0.9).add_(y, alpha=0.1),
+    "data assigned": lambda mean, y: setattr(mean, "data", y),
+    "elements of data": lambda mean, y: mean.data.__setitem__(slice(1, 3), y[1:3]),
+    "a view of data": lambda mean, y: mean.data.view(2, 3)[1].add_(y[:3]),
+    "detached": lambda mean, y: mean.detach().lerp_(y, 0.1),
+}
+
+
 class Wrapped(nn.Module):
     def __init__(self, inner):
         super().__init__()
@@ -193,6 +217,11 @@ ONLY_TRAINING = {  # what these do in forward they do in evaluation too, which a
 ])  # fmt: skip
 def test_buffers_change_as_in_pytorch(make_layer):
     assert_trains_as_in_pytorch(make_layer, vectors, evaluates=False)
+
+
+@pytest.mark.parametrize("change", SEVERED.values(), ids=SEVERED)
+def test_what_is_written_to_a_buffer_unseen_by_autograd_has_no_gradient(change):
+    assert_trains_as_in_pytorch(lambda: Severed(change), vectors, evaluates=False)
 
 
 def test_a_network_under_two_names_changes_its_buffers_once():

@@ -112,8 +112,8 @@ class _Rewrites(TorchFunctionMode):
         if (apart := self._changed.detached(func, args)) is not None:
             return apart
         args, kwargs = self._changed.read(func, args, kwargs)
-        if not torch.is_grad_enabled() and not self.functions.depth:
-            args, kwargs = stop_gradient.written_apart(func, args, kwargs)
+        if not self.functions.depth:
+            args, kwargs = stop_gradient.written_apart(func, args, kwargs, self._wrapper.buffers())
         args, kwargs = told.with_numbers(func, args, kwargs, self)
         args, kwargs = embedding.shortened(func, args, kwargs, self)
         if func not in self._rewrites and (

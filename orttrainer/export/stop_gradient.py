@@ -11,7 +11,7 @@ import torch
 from torch import library
 from torch.utils import _pytree as pytree
 
-from orttrainer.export.untouched import written
+from orttrainer.export.untouched import memory_of, written
 from orttrainer.graph.passes.gradient_marks import CHANGED, DOMAIN, STOP_GRADIENT
 
 __all__ = ["REWRITES", "mark_changed", "register_symbolic", "stopped", "written_apart"]
@@ -58,12 +58,23 @@ def stopped(result):
     return result
 
 
-def written_apart(func, args, kwargs):
-    """The arguments of a call under `no_grad`: what it writes, such as a parameter to a buffer that follows it, has no gradient."""
-    if not torch.compiler.is_exporting() or next(written(func, args, kwargs), None) is None:
+def written_apart(func, args, kwargs, buffers):
+    """The arguments of a call, of which what it writes has no gradient where autograd does not see it.
+
+    That is under `no_grad`, such as a parameter to a buffer that follows it, or by way of the `data` of one of `buffers`.
+    """
+    target = next(written(func, args, kwargs), None) if torch.compiler.is_exporting() else None
+    if target is None or (torch.is_grad_enabled() and not _shows_apart(target, buffers)):
         return args, kwargs
     apart = lambda x: stopped(x) if isinstance(x, torch.Tensor) and x.requires_grad else x  # noqa: E731
     return (*args[:1], *pytree.tree_map(apart, args[1:])), pytree.tree_map(apart, kwargs)
+
+
+def _shows_apart(x, buffers):
+    """Whether `x` shows the memory of a buffer, and is no view of it for autograd."""
+    memory = memory_of(x)
+    shown = [buffer for buffer in buffers if memory is not None and memory_of(buffer) == memory]
+    return bool(shown) and not any(buffer is x or buffer is x._base for buffer in shown)
 
 
 def _detached(x):
