@@ -115,6 +115,45 @@ class Usage(nn.Linear):
         return result + self.norm(x * late)
 
 
+class StartsAtZero(nn.Linear):
+    """Sums from a buffer on, which needs a gradient as soon as there are any, as VectorQuantize does."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.register_buffer("zero", torch.tensor(0.0))
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        y = super().forward(x)
+        total = self.zero.requires_grad_(y.requires_grad)
+        self.mean.lerp_(y.mean(0), 0.1)
+        return y + total + (x - y).square().mean() - self.mean.detach()
+
+
+class Severed(nn.Linear):
+    """Computes with a buffer to which it has written, by a way that autograd does not see, what has a gradient."""
+
+    def __init__(self, change):
+        super().__init__(6, 6)
+        self.register_buffer("mean", torch.ones(6))
+        self.change = change
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.change(self.mean, y.mean(0))
+        return y * self.mean + y
+
+
+SEVERED = {
+    "data": lambda mean, y: mean.data.copy_(y),
+    "data, step by step": lambda mean, y: mean.data.mul_(0.9).add_(y, alpha=0.1),
+    "data assigned": lambda mean, y: setattr(mean, "data", y),
+    "elements of data": lambda mean, y: mean.data.__setitem__(slice(1, 3), y[1:3]),
+    "a view of data": lambda mean, y: mean.data.view(2, 3)[1].add_(y[:3]),
+    "detached": lambda mean, y: mean.detach().lerp_(y, 0.1),
+}
+
+
 class Wrapped(nn.Module):
     def __init__(self, inner):
         super().__init__()
@@ -163,6 +202,7 @@ ONLY_TRAINING = {  # what these do in forward they do in evaluation too, which a
     "copies of fewer dimensions": CopiedInto,
     "a table that the first call fills": Positions,
     "what the first batch leaves as it is": Usage,
+    "one that forward lets need a gradient": StartsAtZero,
     **{
         f"a buffer by {name}{', under no_grad' * (not grad)}": lambda f=f, grad=grad: Changed(f, grad)
         for name, f in CHANGES.items()
@@ -177,6 +217,11 @@ ONLY_TRAINING = {  # what these do in forward they do in evaluation too, which a
 ])  # fmt: skip
 def test_buffers_change_as_in_pytorch(make_layer):
     assert_trains_as_in_pytorch(make_layer, vectors, evaluates=False)
+
+
+@pytest.mark.parametrize("change", SEVERED.values(), ids=SEVERED)
+def test_what_is_written_to_a_buffer_unseen_by_autograd_has_no_gradient(change):
+    assert_trains_as_in_pytorch(lambda: Severed(change), vectors, evaluates=False)
 
 
 def test_a_network_under_two_names_changes_its_buffers_once():
@@ -306,12 +351,14 @@ def test_a_momentum_encoder_of_frozen_parameters_trains_as_in_pytorch():
     assert_trains_as_in_pytorch(MomentumEncoder, vectors, evaluates=False)
 
 
-def test_a_trainer_is_made_without_a_trace_of_it():
-    module, batch = rebuilt(MomentumEncoder), vectors(0)
+@pytest.mark.parametrize("make_layer", [MomentumEncoder, StartsAtZero])
+def test_a_trainer_is_made_without_a_trace_of_it(make_layer):
+    module, batch = rebuilt(make_layer), vectors(0)
     state = copy.deepcopy(module.state_dict())
     make(module, loss_fn=None, desc=described(batch)).eval_step(*batch)
     for name, value in module.state_dict().items():
         assert torch.equal(value, state[name]), name
+    assert not any(buffer.requires_grad for buffer in module.buffers())
 
 
 def test_a_parameter_that_is_given_its_own_data_is_no_hindrance():

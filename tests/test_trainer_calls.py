@@ -14,6 +14,7 @@ from torch import nn
 from orttrainer import IODescription, ModelDescription, ORTTrainer, in_use, phase
 from orttrainer.errors import (
     DescriptionMismatchWarning,
+    OrtTrainerError,
     SchemaError,
 )
 
@@ -115,6 +116,24 @@ def test_one_described_output_is_a_bare_tensor():
     for result in (trainer.train_step(*batch(), 0.0), trainer.eval_step(*batch())):
         assert isinstance(result, torch.Tensor) and result.shape == ()
         torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize("shape", [[1], [1, 1]])
+def test_a_loss_of_one_element_trains_as_in_pytorch_and_is_0_d(shape):
+    loss_fn = lambda prediction, label: nn.functional.cross_entropy(prediction, label).reshape(shape)  # noqa: E731
+    module = net()
+    trainer = make(copy.deepcopy(module), loss_fn=loss_fn)
+    for step in range(2):
+        expected = torch_step(module, *batch(step), loss_fn=loss_fn)
+        loss, _ = trainer.train_step(*batch(step), LR)
+        assert loss.shape == ()
+        torch.testing.assert_close(loss, expected.reshape(()))
+
+
+def test_a_loss_for_each_element_is_refused_of_a_batch_of_one_too():
+    trainer = make(loss_fn=lambda prediction, label: nn.functional.cross_entropy(prediction, label, reduction="none"))
+    with pytest.raises(OrtTrainerError, match=r"must be a 0-d float tensor; it has shape"):
+        trainer.train_step(*batch(rows=1), LR)
 
 
 def test_later_steps_do_not_overwrite_what_a_step_returned():

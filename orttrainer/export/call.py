@@ -107,13 +107,14 @@ class LossModule(nn.Module):
             if not isinstance(output, torch.Tensor):
                 raise SchemaError(f"output {name!r} is a {type(output).__name__}, not a tensor.")
         loss = outputs[0]
-        if loss.dim() != 0 or not loss.is_floating_point():
+        if any(type(size) is not int or size != 1 for size in loss.shape) or not loss.is_floating_point():
             raise SchemaError(
                 f"the first output, {names[0]!r}, is trained as the loss and must be a 0-d float tensor; "
                 f"it has shape {list(loss.shape)} and dtype {loss.dtype}. Reduce it (mean or sum), or "
                 f"pass a loss_fn."
             )
-        return outputs[: len(names)]
+        # Of one element in more dimensions autograd has a gradient, too.
+        return [loss.reshape(()), *outputs[1 : len(names)]] if loss.dim() else outputs[: len(names)]
 
 
 def state_names(wrapper: LossModule) -> dict[str, str]:

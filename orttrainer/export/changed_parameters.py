@@ -18,10 +18,10 @@ from torch.utils import _pytree as pytree
 from orttrainer.export import stop_gradient
 from orttrainer.export.untouched import memory_of, written
 
-__all__ = ["ChangedParameters"]
+__all__ = ["VIEWS", "ChangedParameters"]
 
 _DETACHING = {torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__}
-_VIEWS = {
+VIEWS = {
     "__getitem__", "chunk", "detach", "diagonal", "expand", "expand_as", "flatten", "movedim", "narrow", "permute", "reshape",
     "select", "split", "squeeze", "swapaxes", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view", "view_as", "__get__",
 }  # fmt: skip
@@ -52,7 +52,7 @@ class ChangedParameters:
 
     def read(self, func: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The arguments of `func`: in the place of what was read apart, and is not written to, what has no gradient."""
-        if not self._wrapper.changed or not _shown(args, kwargs) or getattr(func, "__name__", "") in _VIEWS:
+        if not self._wrapper.changed or not _shown(args, kwargs) or getattr(func, "__name__", "") in VIEWS:
             return args, kwargs
         kept = set(map(id, written(func, args, kwargs)))
         stopped = lambda x: stop_gradient.stopped(x) if hasattr(x, "is_apart") and id(x) not in kept else x  # noqa: E731
@@ -62,7 +62,7 @@ class ChangedParameters:
         """`result`, of which it is known that it shows what was read apart, or that it has no gradient."""
         if (
             not self._wrapper.changed
-            or getattr(func, "__name__", "") not in _VIEWS
+            or getattr(func, "__name__", "") not in VIEWS
             or not (shown := _shown(args, kwargs))
         ):
             return result

@@ -20,7 +20,7 @@ from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from orttrainer.errors import UnsupportedModelError
-from orttrainer.export import builtin_functions, conditions, stop_gradient, told
+from orttrainer.export import builtin_functions, conditions, stop_gradient, told, unseen
 from orttrainer.export.call import without_checkpoints
 from orttrainer.export.changed_parameters import ChangedParameters
 from orttrainer.export.numbers import Numbers
@@ -112,8 +112,12 @@ class _Rewrites(TorchFunctionMode):
         if (apart := self._changed.detached(func, args)) is not None:
             return apart
         args, kwargs = self._changed.read(func, args, kwargs)
-        if not torch.is_grad_enabled() and not self.functions.depth:
-            args, kwargs = stop_gradient.written_apart(func, args, kwargs)
+        if not self.functions.depth:
+            if not torch.is_grad_enabled() and (copy := unseen.copied(func, args)) is not None:
+                with self:
+                    result = func(copy, *args[1:], **kwargs)
+                return args[0] if result is copy else result
+            args, kwargs = unseen.written_apart(func, args, kwargs, self._wrapper.buffers())
         args, kwargs = told.with_numbers(func, args, kwargs, self)
         args, kwargs = embedding.shortened(func, args, kwargs, self)
         if func not in self._rewrites and (
@@ -128,6 +132,7 @@ class _Rewrites(TorchFunctionMode):
                 return self.numbers.formatted(*args)
         self.numbers.check_script(func, args)
         result = self._rewrites.get(func, func)(*self.numbers.chosen(func, args), **kwargs)
+        unseen.write_back(func, args, kwargs)
         self._changed.mark(func, args, kwargs)
         result = self._changed.viewed(func, args, kwargs, result)
         if self._wrapper.followed.hints is not None and func is not torch.Tensor.__getitem__:

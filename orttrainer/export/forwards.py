@@ -67,9 +67,10 @@ def called(wrapper, *batches):
 def rewind(wrapper, buffers: Mapping[str, torch.Tensor], moved: Moved, tensors: Sequence[torch.Tensor]) -> None:
     """Let buffers, and `tensors` that were written to, hold again what they did before a call."""
     moved.back(tensors)
-    for name, buffer in wrapper.named_buffers():
-        if name in buffers and buffer.shape == buffers[name].shape:
-            buffer.copy_(buffers[name])
+    with torch.no_grad():
+        for name, buffer in wrapper.named_buffers():
+            if name in buffers and buffer.shape == buffers[name].shape:
+                buffer.copy_(buffers[name])
 
 
 def values_of_buffers(wrapper) -> dict[str, torch.Tensor]:

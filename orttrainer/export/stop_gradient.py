@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import torch
 from torch import library
-from torch.utils import _pytree as pytree
 
-from orttrainer.export.untouched import written
 from orttrainer.graph.passes.gradient_marks import CHANGED, DOMAIN, STOP_GRADIENT
 
-__all__ = ["REWRITES", "mark_changed", "register_symbolic", "stopped", "written_apart"]
+__all__ = ["REWRITES", "detached", "mark_changed", "register_symbolic", "stopped"]
 
 
 @library.custom_op("orttrainer::stop_gradient", mutates_args=())
@@ -58,18 +56,10 @@ def stopped(result):
     return result
 
 
-def written_apart(func, args, kwargs):
-    """The arguments of a call under `no_grad`: what it writes, such as a parameter to a buffer that follows it, has no gradient."""
-    if not torch.compiler.is_exporting() or next(written(func, args, kwargs), None) is None:
-        return args, kwargs
-    apart = lambda x: stopped(x) if isinstance(x, torch.Tensor) and x.requires_grad else x  # noqa: E731
-    return (*args[:1], *pytree.tree_map(apart, args[1:])), pytree.tree_map(apart, kwargs)
-
-
-def _detached(x):
+def detached(x):
     """`x.detach()`, which shows the memory of `x`: a buffer may be changed through it.
 
-    What stands for that of a parameter has an attribute `data_of`: in `x.data = x.data.to(device)` nothing is written.
+    What stands for it where `x` has a gradient has an attribute `data_of`: in `x.data = x.data.to(device)` nothing is written.
     """
     if x.requires_grad:
         result = stopped(x)
@@ -80,7 +70,7 @@ def _detached(x):
 
 def _deep_copied(x, memo):
     """`copy.deepcopy(x)`: a tensor of its own, to which no gradient comes."""
-    return _detached(x).clone()
+    return detached(x).clone()
 
 
 def _item(x):
@@ -92,7 +82,7 @@ def _item(x):
 REWRITES = {
     torch.Tensor.__deepcopy__: _deep_copied,
     torch.Tensor.item: _item,
-    torch.Tensor.detach: _detached,
-    torch.detach: _detached,
-    torch.Tensor.data.__get__: _detached,
+    torch.Tensor.detach: detached,
+    torch.detach: detached,
+    torch.Tensor.data.__get__: detached,
 }

@@ -32,7 +32,7 @@ def unchanged(module: torch.nn.Module, inputs: Sequence[torch.Tensor] = ()) -> I
     buffers = [(b, b.detach().clone()) for b in module.buffers()]
     flags = [(p, p.requires_grad, p.grad) for p in module.parameters()]
     parameters = [parameter for parameter, *_ in flags]
-    flags += [(x, x.requires_grad, x.grad) for x in inputs if x.is_leaf]
+    flags += [(x, x.requires_grad, x.grad) for x in (*module.buffers(), *inputs) if x.is_leaf]
     generators = random.getstate(), np.random.get_state()
     devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
     moved = Moved([*parameters, *attributes.tensors, *inputs])
@@ -48,9 +48,11 @@ def unchanged(module: torch.nn.Module, inputs: Sequence[torch.Tensor] = ()) -> I
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)
-            for parameter, requires_grad, grad in flags:
-                parameter.requires_grad_(requires_grad)
-                parameter.grad = grad
+            for tensor, requires_grad, grad in flags:
+                if not tensor.is_leaf:  # a buffer that took in what was computed
+                    tensor.detach_()
+                tensor.requires_grad_(requires_grad)
+                tensor.grad = grad
 
 
 class _Containers:

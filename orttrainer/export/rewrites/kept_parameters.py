@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from orttrainer.export import unseen
 from orttrainer.export.untouched import SET_DATA, memory_of
 
 __all__ = ["REWRITES", "apply"]
@@ -25,8 +26,7 @@ def _set_data(self, value):
     if value.shape != self.shape or value.dtype != self.dtype:
         SET_DATA(self, value)
     elif memory_of(value) != memory_of(self) and getattr(value, "data_of", None) is not self:
-        with torch.no_grad():
-            self.copy_(value)
+        unseen.write(self, value)
 
 
 def _requires_grad_(self, requires_grad=True):
