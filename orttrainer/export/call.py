@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from orttrainer.errors import InvalidArgumentError, SchemaError, UnsupportedModelError
 from orttrainer.export.conditions import Followed
+from orttrainer.export.outside import noticed
 from orttrainer.export.untouched import unchanged
 
 __all__ = [
@@ -197,7 +198,7 @@ def asks_for_gradients(error: Exception) -> bool:
 
 
 def count_outputs(module: nn.Module, inputs) -> int:
-    """How many tensors `module` returns as it trains, up to the first thing that is none; `module` is left as it is.
+    """How many tensors `module` returns as it trains, up to the first thing that is none; it and what it calls are left as they are.
 
     Args:
         inputs: a sequence of tensors, or a dict of them by the names that forward has.
@@ -207,7 +208,7 @@ def count_outputs(module: nn.Module, inputs) -> int:
     positional = () if isinstance(inputs, Mapping) else inputs
 
     def call():
-        with unchanged(module, (*positional, *keywords.values())), in_train_mode(module):
+        with unchanged(module, (*positional, *keywords.values())), in_train_mode(module), noticed(module):
             return module(
                 *(x.detach().to(device) for x in positional), **{k: x.detach().to(device) for k, x in keywords.items()}
             )
