@@ -27,6 +27,7 @@ __all__ = [
     "count_outputs",
     "in_train_mode",
     "named_state",
+    "sparse_refused",
     "state_names",
     "without_checkpoints",
 ]
@@ -184,11 +185,14 @@ def _check_dense(path: str, layer: nn.Module) -> None:
     for name, held in {**layer._parameters, **layer._buffers, **vars(layer)}.items():
         tensors = held.values() if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else [held]
         for tensor in (x for x in tensors if isinstance(x, torch.Tensor) and x.layout != torch.strided):
-            raise UnsupportedModelError(
-                f"{f'{path}.{name}'.lstrip('.')!r} is a sparse tensor ({tensor.layout}), and no operator of ONNX takes one. Make it "
-                f"dense (to_dense()); or keep indices and values, and sum what rows they name: "
-                f"out.index_add(0, rows, values[:, None] * x[columns])."
-            )
+            raise sparse_refused(repr(f"{path}.{name}".lstrip(".")), tensor)
+
+
+def sparse_refused(what: str, tensor: torch.Tensor) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{what} is a sparse tensor ({tensor.layout}), and no operator of ONNX takes one. Make it dense (to_dense()); or keep "
+        "indices and values, and sum what rows they name: out.index_add(0, rows, values[:, None] * x[columns])."
+    )
 
 
 def asks_for_gradients(error: Exception) -> bool:
