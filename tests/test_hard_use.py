@@ -198,6 +198,34 @@ def test_any_view_of_a_batch_trains_like_a_plain_tensor_of_its_values(view, firs
     torch.testing.assert_close(dict(trainer._engine.model.state_dict()), dict(twin.state_dict()))
 
 
+class Smoothed(nn.Module):
+    """The loss of "The Annotated Transformer", without a share for padding, 0."""
+
+    def forward(self, scores, label):
+        label = label.contiguous().view(-1)
+        target = scores.detach().view(-1, 4) * 0 + 0.1
+        target.scatter_(1, label.unsqueeze(1), 0.7)
+        target[:, 0] = 0
+        target.index_fill_(0, (label == 0).nonzero().squeeze(), 0)
+        return nn.functional.kl_div(scores.log_softmax(-1).view(-1, 4), target, reduction="sum")
+
+
+def test_strides_of_the_first_batch_are_no_part_of_the_graph():
+    """Words and those that follow them, as slices of one tensor."""
+    module, twin = (nn.Embedding.from_pretrained(torch.eye(4), freeze=False) for _ in range(2))
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (module, twin)]
+    trainer = orttrainer.trainer(module, Smoothed(), optimizers[0])
+    for step in range(3):
+        words = torch.randint(step % 2, 4, (3, 6), generator=torch.Generator().manual_seed(step))
+        loss, _ = trainer.step(words[:, :-1], words[:, 1:])
+        optimizers[1].zero_grad()
+        expected = Smoothed()(twin(words[:, :-1]), words[:, 1:])
+        expected.backward()
+        optimizers[1].step()
+        torch.testing.assert_close(loss, expected.detach())
+        torch.testing.assert_close(module.weight, twin.weight)
+
+
 @pytest.mark.parametrize("checks", [True, False])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_training_works_where_torch_records_nothing(mode, checks):

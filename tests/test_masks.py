@@ -61,8 +61,18 @@ FUNCTIONS = {  # of y of [n, 6], masks of its rows and columns, and a place in e
     "read one column": read(rows, 0),
     "read a mask of two axes, then a number": lambda y, *given: read(both, 1)(torch.stack([y, y.sin()], -1), *given),
     "read behind a mask of two axes": lambda y, *given: read(ALL, both)(torch.stack([y, y.sin()]), *given),
+    "any of the chosen rows": lambda y, rows, *_: y * (y[rows] > 0).any(0) + (y[rows] > 0).any(),
+    "filled at chosen rows": lambda y, rows, *_: y.index_fill(0, rows.nonzero()[:, 0], 0.5),
+    "in a list or not": lambda y, rows, columns, place: (
+        y[torch.isin(place, rows.nonzero())].sum(0) + y.sum() * torch.isin(place, 2, invert=True)[:, None]
+    ),
+    "sums of masks": lambda y, rows, columns, place: y * ((y > 0) + columns) + y * sum([rows, place > 3])[:, None],
+    "sorted masks": lambda y, *_: y * (y > 0).sort(1, descending=True)[0] + y.gather(1, (y > 0).argsort(1)),
 }
-USUAL = "a number in columns", "vectors in columns", "a number at a place of each row", "read a place of each row"
+USUAL = (
+    "a number in columns", "vectors in columns", "a number at a place of each row", "read a place of each row",
+    "any of the chosen rows", "in a list or not", "sums of masks", "sorted masks",
+)  # fmt: skip
 
 
 class Masked(nn.Module):

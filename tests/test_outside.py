@@ -11,6 +11,7 @@ from pairs import Pair, second_of
 from small import batch
 from torch import nn
 
+import orttrainer
 from orttrainer.export import child
 
 STEPS = 4
@@ -190,6 +191,18 @@ def test_what_the_export_runs_leaves_statistics_outside_alone():
     pair.engine.compile(dict(zip(("x", "label"), batch())))
     for name, value in teacher.state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+def test_how_many_outputs_there_are_is_asked_without_a_trace_in_statistics_outside():
+    """The front end that is given no description calls the module once for it."""
+    teacher, reference = net(1), net(1)
+    module = Student(teacher)
+    trainer = orttrainer.trainer(module, nn.CrossEntropyLoss(), torch.optim.SGD(module.parameters(), lr=0.1))
+    for step in range(2):
+        trainer.step(*batch(step))
+        reference(batch(step)[0])
+        torch.testing.assert_close(teacher[1].running_var, reference[1].running_var)
+        assert teacher[1].num_batches_tracked == step + 1
 
 
 def test_a_loss_that_is_made_in_each_call_makes_no_difference(exports):

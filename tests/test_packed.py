@@ -74,6 +74,20 @@ def rows_changed_in_place(y, states, first):
     return pad_packed_sequence(y, batch_first=first)[0]
 
 
+def labelled(y, states, first):
+    """CTC, whose time is as long as the longest sample."""
+    x, lengths = pad_packed_sequence(y, batch_first=first)
+    log_probs = torch.log_softmax(x, -1).transpose(0, 1) if first else torch.log_softmax(x, -1)
+    labels = torch.ones(lengths.shape[0], 1, dtype=torch.int64)
+    return nn.functional.ctc_loss(log_probs, labels, lengths, labels[:, 0])
+
+
+def normalized(y, states, first):
+    """Over samples and time, of which PyTorch asks that they are more than one."""
+    x = pad_packed_sequence(y, batch_first=first)[0]
+    return nn.functional.batch_norm(x.reshape(x.shape[0] * x.shape[1], -1), None, None, training=True).exp()
+
+
 CASES = {
     "rows changed in place": lambda: Reader("GRU", rows_changed_in_place),
     "the last state": lambda: Reader("LSTM", last, batch_first=True),
@@ -86,6 +100,8 @@ CASES = {
     "padded again": lambda: Reader("LSTM", padded, batch_first=True, bidirectional=True),
     "rows": lambda: Reader("LSTM", rows),
     "scaled rows": lambda: Reader("LSTM", scaled_rows),
+    "labelled": lambda: Reader("GRU", labelled, batch_first=True),
+    "normalized": lambda: Reader("GRU", normalized),
     "padded with something": lambda: Reader("GRU", padded_with_something),
     "padded to more": lambda: Reader("LSTM", padded_to_more, batch_first=True),
 }
@@ -108,7 +124,9 @@ def train(module, batches):
     return engine
 
 
-@pytest.mark.parametrize("case", usual(CASES, "rows changed in place", "the last state", "falling lengths", "RNN"))
+@pytest.mark.parametrize(
+    "case", usual(CASES, "rows changed in place", "the last state", "falling lengths", "RNN", "labelled", "normalized")
+)
 def test_trains_as_in_pytorch(case):
     torch.manual_seed(0)
     engine = train(CASES[case](), [(torch.randn(len(n), STEPS, FEATURES), torch.tensor(n)) for n in LENGTHS])

@@ -73,3 +73,15 @@ def test_a_sparse_tensor_of_a_module_is_refused_by_name(layout, place):
     adjacency = torch.eye(4).to_sparse(layout=layout)
     with pytest.raises(UnsupportedModelError, match=r"'adjacency' is a sparse tensor .*to_dense.*index_add"):
         make(Keeps(adjacency, place)).train_step(*batch(), 0.1)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_a_sparse_tensor_around_a_loss_is_refused(layout):
+    adjacency = torch.eye(6).to_sparse(layout=layout)
+
+    def loss(scores, label):
+        return nn.functional.cross_entropy(torch.sparse.mm(adjacency, scores), label)
+
+    with pytest.raises(UnsupportedModelError, match=r"the loss computes with is a sparse tensor .*to_dense.*index_add"):
+        make(nn.Linear(4, 3), loss_fn=loss).train_step(*batch(), 0.1)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from orttrainer.describe import filled
 from orttrainer.errors import InvalidArgumentError, SchemaError, UnsupportedModelError
 from orttrainer.export.conditions import Followed
+from orttrainer.export.outside import noticed
 from orttrainer.export.untouched import unchanged
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "count_outputs",
     "in_train_mode",
     "named_state",
+    "sparse_refused",
     "state_names",
     "without_checkpoints",
 ]
@@ -187,11 +189,14 @@ def _check_dense(path: str, layer: nn.Module) -> None:
     for name, held in {**layer._parameters, **layer._buffers, **vars(layer)}.items():
         tensors = held.values() if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else [held]
         for tensor in (x for x in tensors if isinstance(x, torch.Tensor) and x.layout != torch.strided):
-            raise UnsupportedModelError(
-                f"{f'{path}.{name}'.lstrip('.')!r} is a sparse tensor ({tensor.layout}), and no operator of ONNX takes one. Make it "
-                f"dense (to_dense()); or keep indices and values, and sum what rows they name: "
-                f"out.index_add(0, rows, values[:, None] * x[columns])."
-            )
+            raise sparse_refused(repr(f"{path}.{name}".lstrip(".")), tensor)
+
+
+def sparse_refused(what: str, tensor: torch.Tensor) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{what} is a sparse tensor ({tensor.layout}), and no operator of ONNX takes one. Make it dense (to_dense()); or keep "
+        "indices and values, and sum what rows they name: out.index_add(0, rows, values[:, None] * x[columns])."
+    )
 
 
 def asks_for_gradients(error: Exception) -> bool:
@@ -201,7 +206,7 @@ def asks_for_gradients(error: Exception) -> bool:
 
 
 def count_outputs(module: nn.Module, inputs) -> int:
-    """How many tensors `module` returns as it trains, up to the first thing that is none; `module` is left as it is.
+    """How many tensors `module` returns as it trains, up to the first thing that is none; it and what it calls are left as they are.
 
     Args:
         inputs: a sequence of tensors, or a dict of them by the names that forward has.
@@ -211,7 +216,7 @@ def count_outputs(module: nn.Module, inputs) -> int:
     positional = () if isinstance(inputs, Mapping) else inputs
 
     def call():
-        with unchanged(module, (*positional, *keywords.values())), in_train_mode(module):
+        with unchanged(module, (*positional, *keywords.values())), in_train_mode(module), noticed(module):
             return module(
                 *(x.detach().to(device) for x in positional), **{k: x.detach().to(device) for k, x in keywords.items()}
             )

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export import builtin_functions, conditions, stop_gradient, told, unseen
-from orttrainer.export.call import without_checkpoints
+from orttrainer.export.call import sparse_refused, without_checkpoints
 from orttrainer.export.changed_parameters import ChangedParameters
 from orttrainer.export.numbers import Numbers
 from orttrainer.export.opened import opened
@@ -148,6 +148,8 @@ class _Rewrites(TorchFunctionMode):
 
     def _registered(self, argument):
         """`argument`, with what the exporter has in the place of state that forward finds elsewhere, such as in a list."""
+        if isinstance(argument, torch.Tensor) and argument.layout != torch.strided:  # not made by forward: see `sparse`
+            raise sparse_refused("A tensor that forward or the loss computes with", argument)
         if type(argument) in (tuple, list):
             return type(argument)(map(self._registered, argument))
         name = self._names.get(id(argument))

@@ -1,7 +1,7 @@
-"""Reads and writes at masks, as torch's dynamo exporter should write them down.
+"""Masks, and reads and writes at them, as torch's dynamo exporter should write them down.
 
 Its own forms take numbers beside a mask for masks, forget what stands behind a mask of several axes, and know no writes
-but those of one mask that comes first.
+but those of one mask that comes first; to them something is true where there is nothing, and a sum of masks is one of numbers.
 """
 
 from __future__ import annotations
@@ -58,4 +58,26 @@ def _places(indices):
     return found
 
 
-TRANSLATIONS = {aten.index.Tensor: _index, aten.index_put.default: _index_put}
+def _any(self):
+    """aten.any over all axes."""
+    return _any_of(self, None, False) if len(self.shape) else op.Cast(self, to=ir.DataType.BOOL)
+
+
+def _any_dim(self, dim, keepdim=False):
+    """aten.any along an axis."""
+    return _any_of(self, op.Constant(value_ints=[dim % len(self.shape)]), keepdim) if len(self.shape) else _any(self)
+
+
+def _any_of(self, axes, keepdim):
+    """By a count: of no elements ONNX Runtime's largest is true."""
+    true = op.Cast(op.Cast(self, to=ir.DataType.BOOL), to=ir.DataType.INT64)
+    return op.Cast(op.ReduceSum(true, axes, keepdims=keepdim), to=ir.DataType.BOOL)
+
+
+TRANSLATIONS = {
+    aten.add.Tensor: core.aten_add,
+    aten.any.default: _any,
+    aten.any.dim: _any_dim,
+    aten.index.Tensor: _index,
+    aten.index_put.default: _index_put,
+}

@@ -106,6 +106,7 @@ class _Job:
     def look(self):
         """See what forward does with the first batch."""
         self.observed = observe(self.wrapper, self.inputs)
+        self.inputs = [x.contiguous() for x in self.inputs]  # of other strides a trace makes sizes
         self._take_state()
         self.wrapper.differentiates |= self.observed.differentiates
         self.wrapper.followed.observed, self.wrapper.followed.told = self.observed.decisions, self.observed.told

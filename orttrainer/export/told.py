@@ -35,8 +35,8 @@ __all__ = [
 NUMBERS = {torch.Tensor.item, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__}
 ARRAYS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
 _SIZES = {
-    "__getitem__", "_unique2", "argwhere", "bincount", "masked_select", "narrow", "nonzero", "repeat_interleave", "split",
-    "split_with_sizes", "unique", "unique_consecutive", "where",
+    "__getitem__", "_pack_padded_sequence", "_unique2", "argwhere", "bincount", "masked_select", "narrow", "nonzero",
+    "repeat_interleave", "split", "split_with_sizes", "unique", "unique_consecutive", "where",
 }  # fmt: skip
 
 _BOTH = "chunk cumsum diagonal narrow reshape roll tile topk unflatten"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch._higher_order_ops.scan import scan
 
+from orttrainer.export.rewrites.packed import uncut
 from orttrainer.export.stop_gradient import stop_gradient
 
 __all__ = ["REWRITES"]
@@ -26,8 +27,12 @@ def _ctc_loss(log_probs, targets, input_lengths, target_lengths, blank=0, reduct
     steps, batch = log_probs.shape[:2]
     longest = max(target_lengths) if isinstance(target_lengths, (tuple, list)) else None
     input_lengths, target_lengths = (_lengths(x, log_probs.device) for x in (input_lengths, target_lengths))
+    whole = uncut(steps)
+    if whole is not steps:  # a scan takes no sizes that only values tell; what is past its end is not read
+        index = torch.minimum(torch.arange(whole, device=log_probs.device), input_lengths.max() - 1)
+        log_probs, steps = log_probs[index], whole
     if longest is None and targets.dim() == 1 and not isinstance(targets.shape[0], int):
-        longest = steps  # a scan takes no sizes that only values tell, and no path is longer
+        longest = steps  # nor here, and no path is longer
     targets = _padded(targets.long(), target_lengths, longest, blank)
     blanks = torch.full_like(targets, blank)
     path = torch.cat(

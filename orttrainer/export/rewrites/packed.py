@@ -15,7 +15,7 @@ import torch
 
 from orttrainer.errors import UnsupportedModelError
 
-__all__ = ["REWRITES", "padded_from", "rows", "unchecked"]
+__all__ = ["REWRITES", "padded_from", "rows", "unchecked", "uncut"]
 
 
 class Padded(NamedTuple):
@@ -58,10 +58,24 @@ def _pad(data, batch_sizes, batch_first, padding_value, total_length):
     inside = padded.mask.reshape(*padded.mask.shape, *[1] * (padded.x.dim() - 2))
     x = torch.where(inside, padded.x, torch.as_tensor(padding_value, dtype=padded.x.dtype, device=padded.x.device))
     present = x.shape[0]
-    x = x[:total_length] if isinstance(total_length, torch.SymInt) or total_length <= present else x
+    if isinstance(total_length, torch.SymInt) or total_length <= present:
+        x = x[:total_length]
+        _note_cut(x.shape[0], present)
     if not isinstance(total_length, torch.SymInt) and total_length > present:
         x = torch.cat([x, x.new_full((total_length - present, *x.shape[1:]), padding_value)])
     return x.transpose(0, 1) if batch_first else x, padded.lengths
+
+
+def _note_cut(size, uncut):
+    if isinstance(size, torch.SymInt):
+        vars(size.node.shape_env).setdefault("uncut", {})[size.node.expr] = uncut
+
+
+def uncut(size):
+    """Of what was cut to its longest sample, whose `size` values alone tell, the size before; of all else `size`."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    return getattr(size.node.shape_env, "uncut", {}).get(size.node.expr, size)
 
 
 def padded_from(data, batch_sizes) -> Padded:

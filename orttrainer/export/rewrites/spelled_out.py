@@ -181,12 +181,15 @@ def _vecdot(x, y, *, dim=-1, out=None):
 
 
 def _sort(input, dim=-1, descending=False, *, stable=None):
-    """ONNX's is always stable."""
-    return torch.sort(input, dim, descending)
+    """ONNX's is always stable, and knows no masks."""
+    if input.dtype != torch.bool:
+        return torch.sort(input, dim, descending)
+    values, indices = torch.sort(input.int(), dim, descending)
+    return torch.return_types.sort((values.bool(), indices))
 
 
 def _argsort(input, dim=-1, descending=False, *, stable=None):
-    return torch.sort(input, dim, descending)[1]
+    return _sort(input, dim, descending)[1]
 
 
 def _kthvalue(input, k, dim=-1, keepdim=False):
@@ -297,6 +300,13 @@ def _bucketize(input, boundaries, *, out_int32=False, right=False):
     return _searchsorted(boundaries, input, out_int32=out_int32, right=right)
 
 
+def _isin(elements, test_elements, *, assume_unique=False, invert=False):
+    """By comparison with all, where torch sorts."""
+    elements, others = (torch.as_tensor(x) for x in (elements, test_elements))
+    found = (elements.unsqueeze(-1) == others.flatten()).any(-1)
+    return ~found if invert else found
+
+
 def _hstack(tensors):
     tensors = [torch.atleast_1d(x) for x in tensors]
     return torch.cat(tensors, 0 if tensors[0].dim() == 1 else 1)
@@ -405,6 +415,7 @@ REWRITES = {
         histc=_histc,
         hstack=_hstack,
         hypot=_hypot,
+        isin=_isin,
         kthvalue=_kthvalue,
         log1p=_log1p,
         median=_median,
