@@ -1,0 +1,49 @@
+"""One rank of a run whose ranks step different trainers.
+
+python other_trainers.py <folder>: leaves <folder>/<rank>.pt
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+
+import small
+import torch
+from torch import nn
+
+import orttrainer
+from orttrainer.distributed import find_collective
+
+
+def sketch(module: nn.Module) -> orttrainer.sketch.Trainer:
+    optimizer = torch.optim.SGD(module.parameters(), small.RATE)
+    return orttrainer.trainer(module, nn.functional.cross_entropy, optimizer)
+
+
+def said(call) -> str:
+    """The error that it raises, else "fine"."""
+    try:
+        call()
+    except orttrainer.errors.OrtTrainerError as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+def first_step_of_another(rank: int) -> str:
+    """Rank 0 makes the first step of a trainer that rank 1 has not."""
+    trainer, other = sketch(small.net()), sketch(small.net())
+    trainer.step(*small.batch())
+    return said(lambda: (other if rank == 0 else trainer).step(*small.batch()))
+
+
+def main(folder: pathlib.Path, *parts: str) -> None:
+    rank = find_collective().rank
+    known = {"first step": first_step_of_another}
+    torch.save({part: known[part](rank) for part in parts}, folder / f"{rank}.pt")
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]), *sys.argv[2:])
