@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -41,6 +42,8 @@ from orttrainer.ways import Ways, check_can_go_on
 
 if TYPE_CHECKING:
     from orttrainer.export import ForwardGraph
+
+_numbers = itertools.count()  # the same on all ranks, which compile together
 
 
 class InUse(NotCopied):
@@ -195,6 +198,7 @@ class InUse(NotCopied):
             graph = self._training_graph(self._forward, counts)
         try:
             with failing_together(self.collective, "sharing its state"):
+                self._number = next(_numbers) if self.collective.size > 1 else 0
                 self._open_on_state(graph)
             self._check_what_ranks_loaded()
         except Exception:
@@ -231,6 +235,7 @@ class InUse(NotCopied):
         return Runner(
             graph, state.stored, self.device, self.settings.providers, self.collective, self.settings.session_options,
             accept=accept, disabled_passes=self.settings.disabled_passes, native_kernels=self._native,
+            number=self._number,
         )  # fmt: skip
 
     def _go_on(self, forward: ForwardGraph, graph: TrainingGraph, state: TrainedState, runner: Runner) -> None:

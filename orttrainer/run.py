@@ -39,6 +39,7 @@ class Runner:
             state as it was.
         disabled_passes: names of passes over the sessions' graphs to leave out, see `compile_training_graph`.
         native_kernels: compile kernels in C for what works element by element.
+        number: of the trainer, among those that the ranks step together.
 
     Attributes:
         gradient_norm: of the last update, before clipping: a 0-d tensor.
@@ -58,8 +59,10 @@ class Runner:
         accept: Callable[[list[torch.Tensor]], None] | None = None,
         disabled_passes: Sequence[str] = (),
         native_kernels: bool = False,
+        number: int = 0,
     ):
         self.graph = graph
+        self.number = number
         self.state = state
         self._interruptions: list[BaseException] = []
         self._opened: weakref.WeakSet[Phase] = weakref.WeakSet()
@@ -374,12 +377,12 @@ class _SplitStep:
             return
         batches = runner.accumulated + 1
         signals = runner._buffers[0][-SIGNALS:]
-        announce(signals, batches, failure is not None)
+        announce(signals, runner.number, batches, failure is not None)
         for buffer in runner._buffers:
             collective.all_reduce_mean_(buffer)
         dropped = f" Batches accumulated before it are dropped: {runner.accumulated}." if runner.accumulated else ""
         try:
-            check_announced(collective, signals, batches, failure, dropped)
+            check_announced(collective, signals, runner.number, batches, failure, dropped)
         except Exception:
             self._drop()
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from launched import ONE_LAUNCHER, launch
+from launched import ONE_LAUNCHER, launch, results
 
 AVERAGING = {
     "mpiexec": "rank 0 of 2 waits for another rank, but that has ended its script: the ranks had different numbers of",
@@ -40,3 +40,13 @@ def test_ranks_that_wait_in_different_trainers_are_told_so_and_the_run_ends(tmp_
         "DistributedError: rank 1 of 2 waits for another rank, but rank 0 makes the first step of another trainer, or "
         f"failed in one. {same}"
     )
+
+
+@pytest.mark.parametrize("launcher", ONE_LAUNCHER)
+def test_ranks_that_step_trainers_in_another_order_are_told_so_and_nothing_is_updated(launcher, tmp_path):
+    for rank in results(launcher, "other_trainers.py", tmp_path, "order"):
+        assert rank["order"]["said"] == (
+            "DistributedError: the ranks step different trainers: [0, 1], in the order of the ranks, counted from 0 by their "
+            "first steps. Every rank has to step the same ones, in the same order. Nothing was updated."
+        )
+        assert rank["order"]["kept"] and rank["order"]["then"] == ["fine", "fine"]

@@ -32,6 +32,23 @@ def said(call) -> str:
     return "fine"
 
 
+def in_another_order(rank: int) -> dict:
+    """Each rank steps the trainer that the other one does not; then both step both."""
+    modules = [small.net(seed=index) for index in range(2)]
+    trainers = [sketch(module) for module in modules]
+    for trainer in trainers:
+        trainer.step(*small.batch())
+    before = [trainer.state_dict() for trainer in trainers]
+    found = {"said": said(lambda: trainers[rank].step(*small.batch()))}
+    found["kept"] = all(
+        torch.equal(tensor, other[name])
+        for trainer, other in zip(trainers, before)
+        for name, tensor in trainer.state_dict(False).items()
+    )
+    found["then"] = [said(lambda trainer=trainer: trainer.step(*small.batch())) for trainer in trainers]
+    return found
+
+
 def first_step_of_another(rank: int) -> str:
     """Rank 0 makes the first step of a trainer that rank 1 has not."""
     trainer, other = sketch(small.net()), sketch(small.net())
@@ -41,7 +58,7 @@ def first_step_of_another(rank: int) -> str:
 
 def main(folder: pathlib.Path, *parts: str) -> None:
     rank = find_collective().rank
-    known = {"first step": first_step_of_another}
+    known = {"order": in_another_order, "first step": first_step_of_another}
     torch.save({part: known[part](rank) for part in parts}, folder / f"{rank}.pt")
 
 
