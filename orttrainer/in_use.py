@@ -85,7 +85,7 @@ class InUse(NotCopied):
         if description is not None:
             self.describe(description)
         self.training_graph: TrainingGraph | None = None
-        self.source = Source(model, loss_fn, self.device, settings)
+        self.source = Source(model, loss_fn, self.device, settings, self.collective.size)
         self._rates_fed = 1  # that the graph takes
         self._pending_state: tuple[dict, bool] = ({}, False)
         self._runner: Runner | None = None
