@@ -18,6 +18,7 @@ from orttrainer.compile import compile_training_graph
 from orttrainer.describe import InputSchema, ModelDescription
 from orttrainer.distributed import (
     Collective,
+    SingleProcess,
     check_ranks_agree,
     device_of_rank,
     failing_together,
@@ -70,7 +71,11 @@ class InUse(NotCopied):
         self._lock = threading.RLock()
         self._optimizer = optimizer
         kind = runtime.parse_device(settings.device).type
-        self.collective: Collective = find_collective(settings.world_rank, settings.world_size, kind)
+        self.collective: Collective = (
+            find_collective(settings.world_rank, settings.world_size, kind)
+            if settings.data_parallel
+            else SingleProcess()
+        )
         self.device = runtime.parse_device(device_of_rank(torch.device(settings.device), self.collective))
         runtime.check_device(self.device)
         self._native = is_wanted(settings.native_kernels, self.device.type, settings.providers)

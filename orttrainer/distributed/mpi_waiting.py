@@ -22,7 +22,10 @@ _LONG = 1.0  # seconds, after which a rank that waits looks for what the others 
 _GRACE = 5.0  # seconds for a call in which a rank that has gone on since did take part
 _TOLD = 60.0  # seconds, after which it says that it waits
 
-_SAME_CALLS = "Every rank has to make the same trainers, and step them in the same order."
+_SAME_CALLS = (
+    "Every rank has to make the same trainers, and step them in the same order; but for those made by "
+    "orttrainer.trainer(..., data_parallel=False), which train on one rank alone."
+)
 
 _sending: list = []  # requests, which keep what they send
 

@@ -18,9 +18,9 @@ import orttrainer
 from orttrainer.distributed import find_collective
 
 
-def sketch(module: nn.Module) -> orttrainer.sketch.Trainer:
+def sketch(module: nn.Module, **settings) -> orttrainer.sketch.Trainer:
     optimizer = torch.optim.SGD(module.parameters(), small.RATE)
-    return orttrainer.trainer(module, nn.functional.cross_entropy, optimizer)
+    return orttrainer.trainer(module, nn.functional.cross_entropy, optimizer, **settings)
 
 
 def said(call) -> str:
@@ -49,6 +49,17 @@ def in_another_order(rank: int) -> dict:
     return found
 
 
+def of_one_rank_alone(rank: int) -> dict:
+    """Rank 1 trains a module alone, between the steps of both."""
+    both, alone = small.net(), small.net()
+    trainer, probe = sketch(both), sketch(alone, data_parallel=False)
+    for step in range(2):
+        trainer.step(*small.batch(step + 10 * rank))
+        if rank == 1:
+            probe.step(*small.batch(step))
+    return {"both": both.state_dict(), "alone": alone.state_dict()}
+
+
 def first_step_of_another(rank: int) -> str:
     """Rank 0 makes the first step of a trainer that rank 1 has not."""
     trainer, other = sketch(small.net()), sketch(small.net())
@@ -58,7 +69,7 @@ def first_step_of_another(rank: int) -> str:
 
 def main(folder: pathlib.Path, *parts: str) -> None:
     rank = find_collective().rank
-    known = {"order": in_another_order, "first step": first_step_of_another}
+    known = {"order": in_another_order, "alone": of_one_rank_alone, "first step": first_step_of_another}
     torch.save({part: known[part](rank) for part in parts}, folder / f"{rank}.pt")
 
 
