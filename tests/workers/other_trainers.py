@@ -60,6 +60,24 @@ def of_one_rank_alone(rank: int) -> dict:
     return {"both": both.state_dict(), "alone": alone.state_dict()}
 
 
+def uneven(rank: int) -> dict:
+    """Updates of blocks that are not whole: of two batches on each rank, of one and two, of one and one."""
+    module = small.net()
+    trainer = sketch(module, gradient_accumulation_steps=4)
+
+    def steps(*numbers: int) -> None:
+        for number in numbers:
+            trainer.step(*small.batch(number + 50 * rank))
+
+    steps(0, 1)
+    found = [[trainer.update(), trainer.update()]]
+    steps(*range(2, 3 + rank))
+    found.append(said(trainer.update))
+    steps(2)
+    found.append(said(trainer.update))
+    return {"said": found, "state": module.state_dict()}
+
+
 def first_step_of_another(rank: int) -> str:
     """Rank 0 makes the first step of a trainer that rank 1 has not."""
     trainer, other = sketch(small.net()), sketch(small.net())
@@ -69,7 +87,12 @@ def first_step_of_another(rank: int) -> str:
 
 def main(folder: pathlib.Path, *parts: str) -> None:
     rank = find_collective().rank
-    known = {"order": in_another_order, "alone": of_one_rank_alone, "first step": first_step_of_another}
+    known = {
+        "order": in_another_order,
+        "alone": of_one_rank_alone,
+        "uneven": uneven,
+        "first step": first_step_of_another,
+    }
     torch.save({part: known[part](rank) for part in parts}, folder / f"{rank}.pt")
 
 
