@@ -109,6 +109,26 @@ class Engine(InUse):
         self._watch.count(outputs[0])
         return outputs, finite if last else None
 
+    @one_at_a_time
+    def update(self, rate: float, loss_scale: float = 1.0) -> bool | None:
+        """The update with the batches that are accumulated, fewer than a block has; on several ranks all call it.
+
+        Args:
+            rate, loss_scale: as for `train_step`.
+
+        Returns:
+            None where no batches are accumulated, else whether their gradients were finite; where not, nothing was updated.
+        """
+        if self._runner is None:
+            return None
+        with self.preparing_a_step(last=True):
+            scale = None if self.precision is None else self._scale.fill_(checked_loss_scale(loss_scale))
+            self._follow_module()
+            rates = self._rates_at(rate)
+        batches = self.accumulated
+        made = self._runner.update(rates, scale)
+        return made if batches else None
+
     def raise_interruption(self) -> None:
         """Raise what interrupted the step (Ctrl-C): it was made, and whoever counts steps has counted it before calling this."""
         self._runner.raise_interruption()
@@ -122,13 +142,17 @@ class Engine(InUse):
         self._rate = rate
         return self._rates
 
-    def preparing_a_step(self) -> PreparingAStep:
-        """A context: what fails in it fails on all ranks, where they wait for the gradients of this one."""
-        return PreparingAStep(self)
+    def preparing_a_step(self, last: bool = False) -> PreparingAStep:
+        """A context: what fails in it fails on all ranks, where they wait for the gradients of this one.
 
-    def give_up_a_step(self, error: Exception) -> None:
+        Args:
+            last: whether an update comes next, however many batches are accumulated.
+        """
+        return PreparingAStep(self, last)
+
+    def give_up_a_step(self, error: Exception, last: bool = False) -> None:
         """Fail on all ranks, where they wait for the gradients of this one; of a single rank nothing."""
-        if self._runner is not None and self._is_last:
+        if self._runner is not None and (last or self._is_last):
             self._runner.give_up(error)
 
     @property
@@ -168,17 +192,17 @@ class Engine(InUse):
 
     @property
     def accumulation_steps(self) -> int:
-        """Batches per update; may be changed between updates."""
+        """Batches per update; may be changed, to more than are accumulated already."""
         return self._accumulation_steps
 
     @accumulation_steps.setter
     @one_at_a_time
     def accumulation_steps(self, steps: int) -> None:
         steps = checked_steps(steps)
-        if self.accumulated and steps != self._accumulation_steps:
+        if steps <= self.accumulated:
             raise InvalidArgumentError(
-                f"gradient_accumulation_steps can be changed between updates only: {self.accumulated} of "
-                f"{self._accumulation_steps} batches are accumulated now. Change it after the next update."
+                f"gradient_accumulation_steps={steps} is too late: {self.accumulated} of {self._accumulation_steps} batches are "
+                f"accumulated already. Set it to {self.accumulated + 1} to make the update with the next one."
             )
         grows = self._runner is not None and steps > 1 and not self._runner.accumulators
         self._accumulation_steps = steps

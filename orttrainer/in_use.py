@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from orttrainer.compile import compile_training_graph
 from orttrainer.describe import InputSchema, ModelDescription
 from orttrainer.distributed import (
     Collective,
+    SingleProcess,
     check_ranks_agree,
     device_of_rank,
     failing_together,
@@ -41,6 +43,8 @@ from orttrainer.ways import Ways, check_can_go_on
 
 if TYPE_CHECKING:
     from orttrainer.export import ForwardGraph
+
+_numbers = itertools.count()  # the same on all ranks, which compile together
 
 
 class InUse(NotCopied):
@@ -67,7 +71,11 @@ class InUse(NotCopied):
         self._lock = threading.RLock()
         self._optimizer = optimizer
         kind = runtime.parse_device(settings.device).type
-        self.collective: Collective = find_collective(settings.world_rank, settings.world_size, kind)
+        self.collective: Collective = (
+            find_collective(settings.world_rank, settings.world_size, kind)
+            if settings.data_parallel
+            else SingleProcess()
+        )
         self.device = runtime.parse_device(device_of_rank(torch.device(settings.device), self.collective))
         runtime.check_device(self.device)
         self._native = is_wanted(settings.native_kernels, self.device.type, settings.providers)
@@ -82,7 +90,7 @@ class InUse(NotCopied):
         if description is not None:
             self.describe(description)
         self.training_graph: TrainingGraph | None = None
-        self.source = Source(model, loss_fn, self.device, settings)
+        self.source = Source(model, loss_fn, self.device, settings, self.collective.size)
         self._rates_fed = 1  # that the graph takes
         self._pending_state: tuple[dict, bool] = ({}, False)
         self._runner: Runner | None = None
@@ -195,6 +203,7 @@ class InUse(NotCopied):
             graph = self._training_graph(self._forward, counts)
         try:
             with failing_together(self.collective, "sharing its state"):
+                self._number = next(_numbers) if self.collective.size > 1 else 0
                 self._open_on_state(graph)
             self._check_what_ranks_loaded()
         except Exception:
@@ -231,6 +240,7 @@ class InUse(NotCopied):
         return Runner(
             graph, state.stored, self.device, self.settings.providers, self.collective, self.settings.session_options,
             accept=accept, disabled_passes=self.settings.disabled_passes, native_kernels=self._native,
+            number=self._number,
         )  # fmt: skip
 
     def _go_on(self, forward: ForwardGraph, graph: TrainingGraph, state: TrainedState, runner: Runner) -> None:

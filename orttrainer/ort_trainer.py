@@ -56,7 +56,7 @@ class ORTTrainer(FrontEnd):
         device: "cpu", "cuda", "cuda:1" or a `torch.device`. In a data-parallel run "cuda" is
             this rank's own GPU.
         gradient_accumulation_steps: batches per update, whose gradients are averaged; may be changed
-            between updates (`trainer.gradient_accumulation_steps = 8`).
+            (`trainer.gradient_accumulation_steps = 8`), also to make a block that lasts a shorter one.
         use_mixed_precision: forward and backward in half precision, parameters in float32.
         loss_scaler: a `LossScaler`, or any object with `loss_scale_` and `update_loss_scale(bool)`;
             None: `train_step` takes the loss scale after the learning rate and returns at each
@@ -255,7 +255,7 @@ class ORTTrainer(FrontEnd):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Batches per update; may be set between updates."""
+        """Batches per update; may be set, to more than are accumulated already."""
         return self._engine.accumulation_steps
 
     @gradient_accumulation_steps.setter

@@ -39,6 +39,7 @@ class Runner:
             state as it was.
         disabled_passes: names of passes over the sessions' graphs to leave out, see `compile_training_graph`.
         native_kernels: compile kernels in C for what works element by element.
+        number: of the trainer, among those that the ranks step together.
 
     Attributes:
         gradient_norm: of the last update, before clipping: a 0-d tensor.
@@ -58,8 +59,10 @@ class Runner:
         accept: Callable[[list[torch.Tensor]], None] | None = None,
         disabled_passes: Sequence[str] = (),
         native_kernels: bool = False,
+        number: int = 0,
     ):
         self.graph = graph
+        self.number = number
         self.state = state
         self._interruptions: list[BaseException] = []
         self._opened: weakref.WeakSet[Phase] = weakref.WeakSet()
@@ -107,12 +110,28 @@ class Runner:
             with runtime.garbage_kept():
                 rows = max((x.numel() for x in indices), default=0)
                 self._step = self._make_step(rows, {name: x.shape for name, x in inputs.items()})
-        signature = self.graph.signature
-        feeds = {**inputs, signature.learning_rate: learning_rate, signature.ordered_learning_rate: learning_rate}
-        feeds["training_mode"] = self._on
-        if loss_scale is not None:
-            feeds[signature.loss_scale] = loss_scale
+        feeds = {**inputs, **self._settings_of_a_step(learning_rate, loss_scale), "training_mode": self._on}
         return self._step(feeds, update)
+
+    def update(self, learning_rate: torch.Tensor, loss_scale: torch.Tensor | None = None) -> bool:
+        """The update with the batches that are accumulated, with no further one; on several ranks all call it, also without any.
+
+        Args:
+            learning_rate, loss_scale: as for `train_step`.
+
+        Returns:
+            Whether it was made: there were batches, and all gradients were finite.
+        """
+        if not self.accumulators or (self._collective.size == 1 and not self.accumulated):
+            return False
+        if self._step is None:
+            self._step = self._make_step()
+        return self._step.update(self._settings_of_a_step(learning_rate, loss_scale))
+
+    def _settings_of_a_step(self, learning_rate: torch.Tensor, loss_scale: torch.Tensor | None) -> dict:
+        signature = self.graph.signature
+        feeds = {signature.learning_rate: learning_rate, signature.ordered_learning_rate: learning_rate}
+        return feeds if loss_scale is None else feeds | {signature.loss_scale: loss_scale}
 
     def raise_interruption(self) -> None:
         """Raise what a handler of a signal, such as that of Ctrl-C, raised in a step or an evaluation, which was done first."""
@@ -131,7 +150,7 @@ class Runner:
             return
         if self._step is None:
             self._step = self._make_step()
-        self._step.average(error)
+        self._step.average(self.accumulated + 1, error)
 
     def drop_accumulated(self, loaded: int = 0) -> None:
         """Forget the gradients of the batches since the last update.
@@ -345,10 +364,7 @@ class _SplitStep:
             if runner._accept is not None:
                 self._check_outputs(outputs, update)
             if update:
-                self.average()
-                finite = self._check is None or bool(self._check.run(feeds)[0])
-                if finite:
-                    self._update.run(feeds)
+                finite = self._averaged_update(feeds, runner.accumulated + 1)
         except BaseException:
             self._drop()
             raise
@@ -363,23 +379,48 @@ class _SplitStep:
             runner.accumulated += 1
         return outputs, True
 
-    def average(self, failure: Exception | None = None) -> None:
+    def update(self, feeds: dict[str, torch.Tensor]) -> bool:
+        """The update with the batches before; whether it was made. Where it fails, they are dropped."""
+        runner = self._runner
+        batches = runner.accumulated
+        feeds[runner.graph.signature.accumulated_batches] = self._batches.fill_(batches)
+        try:
+            made = self._averaged_update(feeds, batches)
+        except BaseException:
+            self._drop()
+            raise
+        if not made:
+            self._drop()
+            return False
+        self._update.keep()
+        runner.drop_accumulated()
+        return True
+
+    def _averaged_update(self, feeds: dict[str, torch.Tensor], batches: int) -> bool:
+        """The update by the mean over the ranks; whether there was anything to update with, all of it finite."""
+        self.average(batches)
+        if not batches or not (self._check is None or bool(self._check.run(feeds)[0])):
+            return False
+        self._update.run(feeds)
+        return True
+
+    def average(self, batches: int, failure: Exception | None = None) -> None:
         """Replace the gradients by their means over the ranks; where one has failed, raise on all.
 
         Args:
+            batches: whose gradients there are.
             failure: why this rank has no gradients.
         """
         runner, collective = self._runner, self._runner._collective
         if collective.size == 1:
             return
-        batches = runner.accumulated + 1
         signals = runner._buffers[0][-SIGNALS:]
-        announce(signals, batches, failure is not None)
+        announce(signals, runner.number, batches, failure is not None)
         for buffer in runner._buffers:
             collective.all_reduce_mean_(buffer)
         dropped = f" Batches accumulated before it are dropped: {runner.accumulated}." if runner.accumulated else ""
         try:
-            check_announced(collective, signals, batches, failure, dropped)
+            check_announced(collective, signals, runner.number, batches, failure, dropped)
         except Exception:
             self._drop()
             raise

@@ -37,6 +37,7 @@ class Settings:
         provider_options: name of an execution provider -> options for it; one that is not among the providers
             goes before them.
         world_rank, world_size: found from the launcher (mpiexec, torchrun); if given they must agree.
+        data_parallel: False trains on this rank alone, whatever the launcher says: a probe on one of several ranks.
         accumulation_steps: batches per update.
         precision: None, "float16" or "bfloat16": forward and backward in it, parameters in float32.
         frozen: names of parameters that are not trained.
@@ -59,6 +60,7 @@ class Settings:
     provider_options: Mapping[str, Mapping] | None = None
     world_rank: int = 0
     world_size: int = 1
+    data_parallel: bool = True
     accumulation_steps: int = 1
     precision: str | None = None
     frozen: Sequence[str] = ()

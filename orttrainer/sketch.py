@@ -67,8 +67,8 @@ def trainer(
             axes vary as well, describe them here, with a name for each size that does.
         device: "cpu", "cuda", "cuda:1" or a `torch.device`; by default where the model is.
         max_grad_norm: scale gradients down to this global norm, where theirs is above it.
-        gradient_accumulation_steps: batches per update; may be changed between updates
-            (`trainer.gradient_accumulation_steps = 8`).
+        gradient_accumulation_steps: batches per update; may be changed (`trainer.gradient_accumulation_steps = 8`).
+            Where an epoch ends with fewer, `trainer.update()` makes the update of these.
         mixed_precision: "float16" or "bfloat16": forward and backward in it; parameters stay in float32.
         loss_scaler: an `orttrainer.LossScaler`; by default a dynamic one for float16, none for bfloat16.
         settings: more fields of `orttrainer.engine.Settings`, such as `providers` or `check_export`.
@@ -152,23 +152,41 @@ class Trainer(FrontEnd):
             ExecutionError: ONNX Runtime failed; the state is as before.
         """
         with self._engine.preparing_a_step():
-            refuse_pre_hooks(self.optimizer, self._moments.own_hook)
-            self._follow_groups()
+            self._follow_optimizer()
             given = self._checked(batch, "step")
             if self._moments.holder is not self._holding:
                 self._take_moments()
         if not (self.model.training or self._told_of_eval_mode):
             self._tell_of_eval_mode()
-        scale = 1.0 if self._loss_scaler is None else self._loss_scaler.loss_scale_
-        outputs, finite = self._run(self._engine.train_step, given, 0.0, scale)
-        if finite is not None:
-            self.optimizer._opt_called = True  # a torch scheduler warns where no update came before its own step
-            if self._loss_scaler is not None:
-                self._loss_scaler.update_loss_scale(finite)
-        if finite:
-            call_post_hooks(self.optimizer)
-        self._engine.raise_interruption()
+        outputs, finite = self._run(self._engine.train_step, given, 0.0, self._loss_scale)
+        self._count_update(finite)
         return _loss_and_prediction(outputs)
+
+    def update(self) -> bool:
+        """Make the update with the batches since the last one, of which a block has more: where an epoch ends within one.
+
+        It is that of these batches alone, averaged over as many. On several ranks all have to call it, with as many batches.
+
+        Returns:
+            Whether there was any, with finite gradients; else nothing is updated.
+
+        Raises:
+            InvalidArgumentError, UnsupportedFeatureError, ExecutionError: as `step`.
+
+        Example:
+            for x, y in batches:
+                trainer.step(x, y)
+            trainer.update()
+        """
+        if not self._engine.is_compiled:
+            return False
+        with self._engine.preparing_a_step(last=True):
+            self._follow_optimizer()
+            if self._moments.holder is not self._holding:
+                self._take_moments()
+        finite = self._engine.update(0.0, self._loss_scale)
+        self._count_update(finite)
+        return bool(finite)
 
     def eval_step(self, *batch) -> tuple[torch.Tensor, Any]:
         """Run forward and loss in evaluation mode: dropout off, running statistics, no update. Else as `step`."""
@@ -180,7 +198,7 @@ class Trainer(FrontEnd):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Batches per update; may be set between updates."""
+        """Batches per update; may be set, to more than are accumulated already."""
         return self._engine.accumulation_steps
 
     @gradient_accumulation_steps.setter
@@ -232,6 +250,24 @@ class Trainer(FrontEnd):
         self._engine.export_inference(path)
 
     # -- inside ---------------------------------------------------------------------------
+
+    @property
+    def _loss_scale(self) -> float:
+        return 1.0 if self._loss_scaler is None else self._loss_scaler.loss_scale_
+
+    def _count_update(self, finite: bool | None) -> None:
+        """Tell whoever counts updates of one that was made, if its gradients were finite; None: there was none."""
+        if finite is not None:
+            self.optimizer._opt_called = True  # a torch scheduler warns where no update came before its own step
+            if self._loss_scaler is not None:
+                self._loss_scaler.update_loss_scale(finite)
+        if finite:
+            call_post_hooks(self.optimizer)
+        self._engine.raise_interruption()
+
+    def _follow_optimizer(self) -> None:
+        refuse_pre_hooks(self.optimizer, self._moments.own_hook)
+        self._follow_groups()
 
     def _checked(self, batch: tuple, call: str) -> dict[str, torch.Tensor]:
         """The batch by name, of which the first compiles."""

@@ -40,10 +40,11 @@ class Source:
         model, loss_fn: as an `Engine` takes them.
         device: where torch modules are brought.
         settings: of the engine.
+        ranks: how many train it.
     """
 
-    def __init__(self, model, loss_fn: Callable | None, device: torch.device, settings: Settings):
-        self.model, self.loss_fn, self._device, self.settings = model, loss_fn, device, settings
+    def __init__(self, model, loss_fn: Callable | None, device: torch.device, settings: Settings, ranks: int = 1):
+        self.model, self.loss_fn, self._device, self.settings, self._ranks = model, loss_fn, device, settings, ranks
         self._bring_modules()
 
     def _bring_modules(self) -> None:
@@ -117,6 +118,9 @@ class Source:
         self, description: ModelDescription, batch: Sequence[torch.Tensor], schema: InputSchema
     ) -> ForwardGraph:
         """The forward graph of what is in torch, checked on the first batch."""
+        for part in self.parts.values() if self._ranks > 1 else ():
+            if isinstance(part, torch.nn.Module):
+                export.refuse_synchronized(part)
         with torch.inference_mode(False):  # in which there are no gradients to compare with, and nothing can be traced
             return self._forward_graph(description, [x.clone() if x.is_inference() else x for x in batch], schema)
 

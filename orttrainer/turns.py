@@ -6,17 +6,25 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from orttrainer.engine import Engine
 
 
 def one_at_a_time(method: Callable) -> Callable:
-    """A method that waits until no other thread is in one: state and bindings are shared by all calls."""
+    """A method that waits until no other thread is in one: state and bindings are shared by all calls.
+
+    It runs outside of `torch.inference_mode`: of what an evaluation there makes, later steps write to some.
+    """
 
     @functools.wraps(method)
     def locked(self, *args, **kwargs):
         with self._lock:
-            return method(self, *args, **kwargs)
+            if not torch.is_inference_mode_enabled():
+                return method(self, *args, **kwargs)
+            with torch.inference_mode(False):
+                return method(self, *args, **kwargs)
 
     return locked
 
@@ -27,12 +35,12 @@ class PreparingAStep:
     A class: a generator as context manager costs each step another microsecond.
     """
 
-    def __init__(self, engine: Engine):
-        self._engine = engine
+    def __init__(self, engine: Engine, last: bool):
+        self._engine, self._last = engine, last
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind, error, traceback) -> None:
         if isinstance(error, Exception):
-            self._engine.give_up_a_step(error)
+            self._engine.give_up_a_step(error, self._last)

@@ -63,8 +63,8 @@ def launch(launcher: str, worker: str, *arguments: str, timeout: float = TIMEOUT
     )  # fmt: skip
 
 
-def results(launcher: str, worker: str, folder: pathlib.Path) -> list[dict]:
+def results(launcher: str, worker: str, folder: pathlib.Path, *arguments: str) -> list[dict]:
     """What each of two ranks left in `folder`."""
-    result = launch(launcher, worker, str(folder))
+    result = launch(launcher, worker, str(folder), *arguments)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]

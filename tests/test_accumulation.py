@@ -137,11 +137,11 @@ def test_the_batches_per_update_may_change_between_updates():
     torch.testing.assert_close(trainer.state_dict(), twin.state_dict(), rtol=1e-5, atol=1e-6)
 
 
-def test_the_batches_per_update_cannot_change_within_a_block():
+def test_a_block_cannot_have_fewer_batches_than_are_accumulated():
     trainer = make(gradient_accumulation_steps=3)
     trainer.train_step(*batch(), RATE)
-    with pytest.raises(InvalidArgumentError, match="between updates only: 1 of 3 batches are accumulated"):
-        trainer.gradient_accumulation_steps = 2
+    with pytest.raises(InvalidArgumentError, match="=1 is too late: 1 of 3 batches are accumulated already"):
+        trainer.gradient_accumulation_steps = 1
     assert trainer.gradient_accumulation_steps == 3
     with pytest.raises(InvalidArgumentError, match="number of batches per update, an int >= 1; got 0"):
         trainer.gradient_accumulation_steps = 0

@@ -79,6 +79,14 @@ def test_batch_normalization_trains_on_the_rows_of_each_rank(ranks):
             torch.testing.assert_close(ranks[rank]["batch norm"]["state"][name], want, rtol=1e-4, atol=1e-5)
 
 
+def test_statistics_over_all_ranks_are_refused_and_those_that_are_kept_are_not(ranks):
+    for rank in ranks:
+        refused, kept = rank["synchronized"]
+        assert refused.startswith("SyncBatchNorm '1' cannot be trained on several ranks: ")
+        assert "Put nn.BatchNorm1d, 2d or 3d there" in refused
+        assert kept == "fine"
+
+
 def test_the_legacy_arguments_are_accepted_without_a_warning(ranks):
     assert [r["arguments"] for r in ranks] == [{"rank": rank, "size": 2, "warnings": []} for rank in range(2)]
 

@@ -225,6 +225,46 @@ def test_a_child_that_crashed_does_not_advise_to_crash_here():
 
 
 @linux
+def test_a_signal_to_all_processes_calls_the_handler_in_the_parent_alone():
+    called = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: called.append(os.getpid()))
+    try:
+        with child.Child(lambda receive: [receive(), os.kill(os.getpid(), signal.SIGUSR1), [*called]]) as other:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            other.send("go on")
+            assert other.result() == ["go on", None, []]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert called == [os.getpid()]
+
+
+def runs(pid: int) -> bool:
+    """Whether there is such a process, other than one that has ended and was not waited for."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@linux
+def test_a_child_ends_when_its_parent_is_killed():
+    code = (
+        "import os, signal, time; from orttrainer.export import child\n"
+        "other = child.Child(lambda receive: time.sleep(100))\n"
+        "print(other.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        pid = int(parent.stdout.readline())
+        parent.wait()
+        end = time.monotonic() + 10
+        while (alive := runs(pid)) and time.monotonic() < end:
+            time.sleep(0.01)
+        if alive:
+            os.kill(pid, signal.SIGKILL)
+    assert not alive
+
+
+@linux
 def test_a_child_that_stands_still_is_ended(monkeypatch, caplog):
     monkeypatch.setattr(child, "_PATIENCE", 0.1)
     begun = time.monotonic()

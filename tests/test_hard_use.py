@@ -235,6 +235,20 @@ def test_training_works_where_torch_records_nothing(mode, checks):
     assert losses == pytest.approx([torch_step(twin, *batch(step)).item() for step in range(3)], rel=1e-5)
 
 
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("call", ["eval_step", "train_step"])
+def test_training_goes_on_behind_a_first_call_in_inference_mode(call, batches):
+    trainer = make(optimizer="AdamOptimizer", check_export=False, gradient_accumulation_steps=batches)
+    twin = make(optimizer="AdamOptimizer", check_export=False, gradient_accumulation_steps=batches)
+    for made, mode in ((trainer, torch.inference_mode), (twin, torch.no_grad)):
+        with mode():
+            getattr(made, call)(*batch(), *([RATE] if call == "train_step" else []))
+    for step in range(1, 5):
+        trainer.load_state_dict(trainer.state_dict())
+        assert trainer.train_step(*batch(step), RATE)[0] == twin.train_step(*batch(step), RATE)[0]
+    assert all(torch.equal(value, twin.state_dict()[name]) for name, value in trainer.state_dict().items())
+
+
 @pytest.mark.parametrize("first", [True, False], ids=["first step", "later"])
 @pytest.mark.parametrize(
     "change, text",

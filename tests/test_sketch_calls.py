@@ -167,7 +167,7 @@ def test_batches_per_update_may_be_changed_between_updates():
         torch_step(reference, theirs, *(torch.cat(tensors) for tensors in zip(*batches)))
         assert_parameters_close(module, reference)
     trainer.step(*batch())
-    with pytest.raises(InvalidArgumentError, match="between updates only: 1 of 3 batches are accumulated"):
+    with pytest.raises(InvalidArgumentError, match="1 of 3 batches are accumulated already"):
         trainer.gradient_accumulation_steps = 1
 
 

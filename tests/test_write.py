@@ -125,6 +125,22 @@ def test_a_file_that_is_replaced_keeps_its_permissions(tmp_path, mode):
     assert stat.S_IMODE(path.stat().st_mode) == mode and value_of(path) == 2
 
 
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EINVAL, errno.ENOTSUP], ids=errno.errorcode.get)
+@pytest.mark.parametrize("call", ["chown", "chmod"])
+def test_a_file_is_replaced_where_there_are_no_owners_or_permissions(tmp_path, monkeypatch, call, code):
+    """As in a container without the user whose the file is, and on drives without either."""
+
+    def refuse(*_):
+        raise OSError(code, os.strerror(code))
+
+    path = tmp_path / "model"
+    path.write_text("old")
+    monkeypatch.setattr(os, call, refuse)
+    with write.replacing(path) as written, open(written, "w") as file:
+        file.write("new")
+    assert path.read_text() == "new"
+
+
 def test_a_fifo_takes_the_model_and_stays_a_fifo(tmp_path, monkeypatch):
     path, received = tmp_path / "model.onnx", []
     os.mkfifo(path)

@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     import torch
 
 # Of the signals that travel at the end of the gradients: one says that a rank has failed, the others, of which each
-# rank sets one in each group, show its number of batches by two remainders.
+# rank sets one in each group, show its number of batches by two remainders, and which trainer it steps by one.
 _REMAINDERS = (7, 8)
-SIGNALS = 1 + sum(_REMAINDERS)  # 16 elements, a cache line of float32
+_TRAINERS = 16
+SIGNALS = 1 + sum(_REMAINDERS) + _TRAINERS  # 32 elements, two cache lines of float32
 
 
 @contextlib.contextmanager
@@ -40,33 +41,34 @@ def failing_together(collective: Collective, what: str) -> Iterator[None]:
     _raise_of_others(collective, collective.all_gather_object(None), what)
 
 
-def announce(signals: torch.Tensor, batches: int, failed: bool) -> None:
+def announce(signals: torch.Tensor, trainer: int, batches: int, failed: bool) -> None:
     """Write what this rank has to say, before the mean over the ranks is taken.
 
     Args:
         signals: float [SIGNALS].
+        trainer: its number among those of the ranks.
         batches: whose gradients it has summed for this update.
         failed: whether it has none that can be used.
     """
     signals.zero_()
     signals[0] = failed
-    for place in _places(batches):
+    for place in _places(trainer, batches):
         signals[place] = 1
 
 
 def check_announced(
-    collective: Collective, signals: torch.Tensor, batches: int, own: Exception | None, dropped: str
+    collective: Collective, signals: torch.Tensor, trainer: int, batches: int, own: Exception | None, dropped: str
 ) -> None:
-    """Raise on every rank, if one has failed or the ranks have different numbers of batches.
+    """Raise on every rank, if one has failed, steps another trainer, or has another number of batches.
 
     Args:
         signals: their mean over the ranks.
-        batches: as announced.
+        trainer, batches: as announced.
         own: why this rank has failed; None if it has not.
         dropped: what is lost then, for the message.
 
     Raises:
-        DistributedError: another rank has failed, or has another number of batches.
+        DistributedError: another rank has failed, steps another trainer, or has another number of batches.
         Exception: `own`, with a note of what that means for all.
     """
     heard = signals.tolist()
@@ -78,17 +80,22 @@ def check_announced(
             raise own
         _raise_of_others(collective, texts, "this step", f" {then}")
     least = 1.0 - 0.5 / collective.size  # of a sum of equal ones, in whatever order it was taken
-    if any(heard[place] < least for place in _places(batches)):
-        counts = collective.all_gather_object(batches)
+    if any(heard[place] < least for place in _places(trainer, batches)):
+        trainers, counts = zip(*collective.all_gather_object((trainer, batches)))
+        if len({*trainers}) > 1:
+            raise DistributedError(
+                f"the ranks step different trainers: {[*trainers]}, in the order of the ranks, counted from 0 by their first "
+                f"steps. Every rank has to step the same ones, in the same order. Nothing was updated.{dropped}"
+            )
         raise DistributedError(
-            f"the ranks have summed the gradients of different numbers of batches for one update: {counts}, in the order "
+            f"the ranks have summed the gradients of different numbers of batches for one update: {[*counts]}, in the order "
             f"of the ranks. Give every rank the same gradient_accumulation_steps. Nothing was updated.{dropped}"
         )
 
 
-def _places(batches: int) -> list[int]:
-    """The signals that a rank with so many batches sets."""
-    places, start, rest = [], 1, batches
+def _places(trainer: int, batches: int) -> list[int]:
+    """The signals that a rank sets that steps this trainer and has so many batches."""
+    places, start, rest = [SIGNALS - _TRAINERS + trainer % _TRAINERS], 1, batches
     for divisor in _REMAINDERS:
         rest, remainder = divmod(rest, divisor)
         places.append(start + remainder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import socket
 import sys
 import time
@@ -14,6 +15,13 @@ import torch
 import torch.distributed as dist
 
 from orttrainer.distributed.collective import Collective, check_mean_operand, check_root, communication_failed
+from orttrainer.distributed.mpi_waiting import (
+    gather_objects,
+    tell_absence,
+    tell_the_end,
+    wait,
+    why_tensors_never_come,
+)
 from orttrainer.distributed.torch_distributed import TorchCollective, backend_for, join_group, local_rank_or_guess
 from orttrainer.errors import DistributedError
 
@@ -23,12 +31,6 @@ if TYPE_CHECKING:
 # Elements of one message. MPI-3 counts elements in 32 bits, and a bounded message bounds the host
 # buffer through which CUDA and 16-bit tensors go (64 MiB of float32).
 _CHUNK = 1 << 24
-
-# A rank that has ended waits in MPI_Finalize for the others, and they for it in their next all-reduce, for ever. So it
-# tells them, with a message of this tag, and an all-reduce that takes long looks for one.
-_ENDED = 31_413  # every MPI has tags up to 32767
-_LONG = 1.0  # seconds
-_GRACE = 5.0  # seconds for an all-reduce in which the rank that has ended since did take part
 
 
 def open_mpi(launch: Launch, device: str | torch.device, *, cuda_aware: bool) -> Collective:
@@ -41,7 +43,7 @@ def open_mpi(launch: Launch, device: str | torch.device, *, cuda_aware: bool) ->
     comm = mpi.COMM_WORLD
     _check_same_mpi(mpi, launch)
     abort_all_on_uncaught_exception(comm)
-    _tell_the_end(comm)
+    tell_the_end(comm, mpi)
     local_rank = local_rank_or_guess(launch.local_rank, comm.Get_rank())
     if not cuda_aware and "nccl" in backend_for(device):
         _join_group_over_mpi(comm, backend_for(device))
@@ -113,22 +115,17 @@ class MpiCollective(Collective):
         if buffer.is_cuda:  # not every MPI that takes CUDA memory takes it for this without blocking
             self._comm.Allreduce(_in_place(), _as_mpi(buffer))
             return
-        request = self._comm.Iallreduce(_in_place(), _as_mpi(buffer))
-        begin, ended_by = time.monotonic(), None
-        while not request.Test():
-            now = time.monotonic()
-            if now < begin + _LONG:
-                continue
-            time.sleep(1e-3)
-            if ended_by is None and self._comm.Iprobe(tag=_ENDED):
-                ended_by = now + _GRACE
-            elif ended_by is not None and now > ended_by:
-                self._unfinished.append((request, buffer))
-                atexit.register(_abort, self._comm)  # MPI_Finalize would wait for this all-reduce
-                raise DistributedError(
-                    f"rank {self.rank} of {self.size} waits for another rank, but that has ended its script: the ranks "
-                    "had different numbers of batches. Give each rank as many, e.g. drop the last ones."
-                )
+        self._finish("all_reduce_mean_", self._comm.Iallreduce(_in_place(), _as_mpi(buffer)), buffer)
+
+    def _finish(self, call: str, request: Any, buffer: torch.Tensor) -> None:
+        """Wait for a request, which writes to `buffer`; where it will never be done, all ranks end with this one."""
+        try:
+            wait(self._comm, call, request.Test, functools.partial(why_tensors_never_come, self._comm))
+        except BaseException:
+            self._unfinished.append((request, buffer))
+            atexit.register(_abort, self._comm)  # MPI_Finalize would wait for it
+            tell_absence(self._comm)
+            raise
 
     def broadcast_(self, tensor: torch.Tensor, root: int = 0) -> None:
         check_root(root, self.size)
@@ -137,20 +134,26 @@ class MpiCollective(Collective):
         for chunk in contiguous.view(-1).view(torch.uint8).split(4 * _CHUNK):
             buffer = self._buffer(chunk, torch.uint8)
             with self._restated("broadcast_"):
-                self._comm.Bcast(_as_mpi(buffer), root=root)
+                self._send(buffer, root)
             if buffer is not chunk:
                 chunk.copy_(buffer)
         if contiguous.data_ptr() != tensor.data_ptr():
             tensor.copy_(contiguous)
         _wait_for_writes(tensor)
 
+    def _send(self, buffer: torch.Tensor, root: int) -> None:
+        if buffer.is_cuda:
+            self._comm.Bcast(_as_mpi(buffer), root=root)
+        else:
+            self._finish("broadcast_", self._comm.Ibcast(_as_mpi(buffer), root=root), buffer)
+
     def all_gather_object(self, obj: Any) -> list:
         with self._restated("all_gather_object"):
-            return self._comm.allgather(obj)
+            return gather_objects(self._comm, obj)
 
     def barrier(self) -> None:
         with self._restated("barrier"):
-            self._comm.Barrier()
+            gather_objects(self._comm, None)
 
     def _buffer(self, chunk: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return memory that MPI can read and write with the chunk's values: the chunk, or a copy.
@@ -180,33 +183,6 @@ class MpiCollective(Collective):
             yield
         except import_mpi().Exception as error:
             raise communication_failed(self, call, error) from error
-
-
-_telling: list = []  # one list of requests in a process, which keep what they send
-
-
-def _tell_the_end(comm: Any) -> None:
-    """Let this rank tell the others, at the end of its script, that it will take part in nothing any more."""
-    if comm.Get_size() == 1 or _telling:
-        return
-    requests: list = []
-    _telling.append(requests)
-
-    def tell() -> None:
-        if import_mpi().Is_finalized():
-            return
-        others = set(range(comm.Get_size())) - {comm.Get_rank()}
-        requests.extend(comm.isend(None, dest=rank, tag=_ENDED) for rank in others)
-        # MPI_Finalize waits for the others as well, and with messages that nobody took MPICH kills a rank there.
-        while others:
-            for rank in [rank for rank in others if comm.Iprobe(source=rank, tag=_ENDED)]:
-                comm.recv(source=rank, tag=_ENDED)
-                others.remove(rank)
-            time.sleep(1e-3)
-        for request in requests:
-            request.wait()
-
-    atexit.register(tell)
 
 
 def _abort(comm: Any) -> None:

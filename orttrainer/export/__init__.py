@@ -24,6 +24,7 @@ _HOME = {
     "named_state": "call",
     "names_in": "run_code",
     "observe_gradients": "observed_gradients",
+    "refuse_synchronized": "call",
 }
 
 __all__ = [
@@ -45,10 +46,18 @@ __all__ = [
     "named_state",
     "names_in",
     "observe_gradients",
+    "refuse_synchronized",
 ]
 
 if TYPE_CHECKING:
-    from orttrainer.export.call import OUTSIDE, check_layers, count_outputs, in_train_mode, named_state
+    from orttrainer.export.call import (
+        OUTSIDE,
+        check_layers,
+        count_outputs,
+        in_train_mode,
+        named_state,
+        refuse_synchronized,
+    )
     from orttrainer.export.conditions import Asked, Conditions
     from orttrainer.export.forward_graph import ForwardGraph
     from orttrainer.export.initializers import as_real

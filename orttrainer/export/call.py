@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils.checkpoint import CheckpointFunction
 
 from orttrainer.describe import filled
-from orttrainer.errors import InvalidArgumentError, SchemaError, UnsupportedModelError
+from orttrainer.errors import InvalidArgumentError, SchemaError, UnsupportedFeatureError, UnsupportedModelError
 from orttrainer.export.conditions import Followed
 from orttrainer.export.outside import noticed
 from orttrainer.export.untouched import unchanged
@@ -28,6 +28,7 @@ __all__ = [
     "count_outputs",
     "in_train_mode",
     "named_state",
+    "refuse_synchronized",
     "sparse_refused",
     "state_names",
     "without_checkpoints",
@@ -182,6 +183,19 @@ def check_layers(module: nn.Module) -> None:
             raise UnsupportedModelError(
                 f"{type(layer).__name__} {name!r} has no parameters yet. Run one batch through the module, "
                 f"then make the trainer."
+            )
+
+
+def refuse_synchronized(module: nn.Module) -> None:
+    """Refuse layers that average over the ranks in the midst of forward, of which there are several."""
+    for name, layer in module.named_modules():
+        trains = layer.training or not module.training  # see `in_train_mode`
+        if isinstance(layer, nn.SyncBatchNorm) and trains:
+            raise UnsupportedFeatureError(
+                f"SyncBatchNorm {name!r} cannot be trained on several ranks: the ranks average gradients, between graphs, and no "
+                "statistics, within one. Put nn.BatchNorm1d, 2d or 3d there, which takes the statistics of each rank's rows "
+                "as in DistributedDataParallel, or nn.GroupNorm, which needs none of other rows; or keep its running "
+                "statistics, by model.train() and then .eval() on this layer."
             )
 
 

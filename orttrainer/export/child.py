@@ -7,6 +7,7 @@ module's tensors without a copy, and what it leaves behind ends with it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import logging
 import os
@@ -31,6 +32,7 @@ _EXPORTER = "torch.onnx._internal.exporter._core"
 _ALONE = ("jax", "mpi4py.MPI")  # modules whose processes are not to be forked: threads of their own, other ranks
 _CHILDREN = 2  # of one process: a child imports the exporter, 2 seconds; who exports more often shall import it once
 _CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _PATIENCE = 60.0  # seconds without an answer and without any work
 
 _forked = 0
@@ -75,6 +77,7 @@ class Child:
 
     def __init__(self, work: Callable[[Callable[[], object]], object]):
         global _forked
+        parent = os.getpid()
         orders, self._orders = os.pipe()
         self._answers, answers = os.pipe()
         try:
@@ -86,7 +89,7 @@ class Child:
         if self.pid == 0:
             os.close(self._orders)
             os.close(self._answers)
-            _work_and_leave(work, orders, answers)
+            _work_and_leave(work, orders, answers, parent)
         os.close(orders)
         os.close(answers)
         self._runs, self._threads = True, torch.get_num_threads()
@@ -185,10 +188,11 @@ def _fork() -> int:
         return os.fork()
 
 
-def _work_and_leave(work: Callable, orders: int, answers: int) -> None:
+def _work_and_leave(work: Callable, orders: int, answers: int, parent: int) -> None:
     """What the child does. It must not return into the parent's code, nor run what the parent does at its exit."""
     status = 1
     try:
+        _leave_signals_to(parent)
         torch.set_num_threads(1)  # the threads that torch computes with are not in the child
         gc.disable()  # of what it makes nothing stays
         with open(orders, "rb") as given, open(answers, "wb") as taken:
@@ -198,6 +202,20 @@ def _work_and_leave(work: Callable, orders: int, answers: int) -> None:
         log.debug("the export in a child failed: %r", error)
     finally:
         os._exit(status)
+
+
+def _leave_signals_to(parent: int) -> None:
+    """Be deaf to signals of which the parent has handlers, which often go to all processes, and end with the parent.
+
+    A handler that saves a checkpoint and exits is to do so once; and a child whose parent was killed would compute on.
+    """
+    for number in signal.valid_signals() - {signal.SIGCHLD}:
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was killed before
+        os._exit(1)
 
 
 def _processor_time(pid: int) -> str:

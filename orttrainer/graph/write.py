@@ -132,9 +132,20 @@ def _what_is_there(path: str) -> os.stat_result | None:
 def _give_access(written: str, old: os.stat_result) -> None:
     """Owner and permissions of the file that is replaced: what one user alone could read stays so."""
     if hasattr(os, "chown"):
-        with contextlib.suppress(PermissionError):  # to give a file away is the right of root
+        with _where_allowed():
             os.chown(written, old.st_uid, old.st_gid)
-    os.chmod(written, stat.S_IMODE(old.st_mode))
+    with _where_allowed():
+        os.chmod(written, stat.S_IMODE(old.st_mode))
+
+
+@contextlib.contextmanager
+def _where_allowed() -> Iterator[None]:
+    """To give a file away is the right of root, in a container to users that it has, and FAT and some network drives have neither."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP):
+            raise
 
 
 def write_model(proto: onnx.ModelProto, path: str | os.PathLike) -> None:

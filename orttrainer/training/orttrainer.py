@@ -54,8 +54,8 @@ class ORTTrainer(FrontEnd):
         RuntimeNotFoundError: no ONNX Runtime for the device.
 
     Attributes:
-        options, optim_config, loss_fn: as given. `options.batch.gradient_accumulation_steps` may be set
-            between updates.
+        options, optim_config, loss_fn: as given. `options.batch.gradient_accumulation_steps` may be set,
+            to more batches than are accumulated already.
         model_desc: the checked description, with dtypes once the model is compiled.
 
     Example:

@@ -15,12 +15,13 @@ from torch import nn
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 import models
+import small
 from fast_export import share_operator_table
 from test_parity import OPTIMIZERS
 
 from orttrainer import IODescription, ModelDescription, ORTTrainer, set_seed
 from orttrainer.distributed import find_collective
-from orttrainer.errors import DistributedError
+from orttrainer.errors import DistributedError, UnsupportedFeatureError
 
 STEPS = 20
 
@@ -33,6 +34,7 @@ def main(folder: str) -> None:
     for optimizer in ("sgd", "adam", "lamb"):
         results[optimizer] = train("mlp", optimizer, rank, size)
     results["batch norm"] = train("cnn", "sgd", rank, size, steps=3)
+    results["synchronized"] = synchronized()
     results["arguments"] = legacy_arguments(rank, size)
     results["evaluation"] = evaluate_on_rank_0(rank, collective)
     results["dropout"] = dropout()
@@ -63,6 +65,20 @@ def train(name: str, optimizer: str, rank: int, size: int, steps: int = STEPS) -
         losses.append(trainer.train_step(*share(setup.batch(step), rank, size), rate)[0].item())
         norms.append(trainer.last_grad_norm.item())
     return {"losses": losses, "norms": norms, "state": trainer.state_dict()}
+
+
+def synchronized() -> list[str]:
+    """What is said of a SyncBatchNorm that trains, and of one that keeps its statistics."""
+    said = []
+    for trains in (True, False):
+        module = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)))
+        module[1].train(trains)
+        try:
+            small.make(module).train_step(*small.batch(), small.RATE)
+            said.append("fine")
+        except UnsupportedFeatureError as error:
+            said.append(str(error))
+    return said
 
 
 def legacy_arguments(rank: int, size: int) -> dict:

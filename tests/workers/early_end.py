@@ -1,6 +1,6 @@
-"""One rank of a run in which rank 1 ends after two steps, and rank 0 goes on.
+"""One rank of a run in which rank 1 ends after some steps, and rank 0 goes on.
 
-python early_end.py
+python early_end.py <steps>
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import small
 from orttrainer.distributed import find_collective
 
 
-def main() -> None:
+def main(steps: int) -> None:
     rank = find_collective().rank
     trainer = small.make()
-    for step in range(2 if rank == 1 else 4):
+    for step in range(steps if rank == 1 else steps + 2):
         trainer.train_step(*small.batch(step), small.RATE)
         print(f"rank {rank} made step {step}", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

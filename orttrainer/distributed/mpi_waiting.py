@@ -1,0 +1,145 @@
+"""Waiting for other ranks of MPI that may never come: they have ended, or wait for this one in another call."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from orttrainer.errors import DistributedError
+
+log = logging.getLogger("orttrainer.distributed")
+
+# Tags of messages; every MPI has them up to 32767. A rank that has ended waits in MPI_Finalize for the others, and they for
+# it in their next call, for ever: so it tells them.
+_ENDED = 31_413
+_OBJECT = 31_414
+
+_LONG = 1.0  # seconds, after which a rank that waits looks for what the others do
+_GRACE = 5.0  # seconds for a call in which a rank that has gone on since did take part
+_TOLD = 60.0  # seconds, after which it says that it waits
+
+_SAME_CALLS = (
+    "Every rank has to make the same trainers, and step them in the same order; but for those made by "
+    "orttrainer.trainer(..., data_parallel=False), which train on one rank alone."
+)
+
+_sending: list = []  # requests, which keep what they send
+
+
+@dataclass(frozen=True)
+class _Absent:
+    """What a rank that waits in a call on tensors sends in place of an object."""
+
+
+def wait(comm: Any, call: str, done: Callable[[], bool], why_never: Callable[[], str | None]) -> None:
+    """Wait until `done()`.
+
+    Args:
+        comm: an mpi4py communicator.
+        call: what is waited in, for the log.
+        why_never: asked when that takes long; returns why it will not be done, or None.
+
+    Raises:
+        DistributedError: it will not be done.
+    """
+    here = f"rank {comm.Get_rank()} of {comm.Get_size()}"
+    begin, told, reason, give_up = time.monotonic(), False, None, 0.0
+    while not done():
+        now = time.monotonic()
+        if now < begin + _LONG:
+            continue
+        time.sleep(1e-3)
+        if reason is None:
+            reason, give_up = why_never(), now + _GRACE
+        elif now > give_up:
+            raise DistributedError(f"{here} waits for another rank, but {reason}")
+        if now > begin + _TOLD and not told:
+            log.warning("%s has waited %d seconds for another rank, in %s", here, _TOLD, call)
+            told = True
+
+
+def why_tensors_never_come(comm: Any) -> str | None:
+    """Why a call on tensors will not be done: a rank has ended, or waits in `gather_objects`."""
+    if comm.Iprobe(tag=_ENDED):
+        return (
+            "that has ended its script: the ranks had different numbers of batches. Give each rank as many, e.g. drop the "
+            "last ones."
+        )
+    if waiting := _waiting_for_an_object(comm):
+        return f"rank {waiting[0]} makes the first step of another trainer, or failed in one. {_SAME_CALLS}"
+    return None
+
+
+def tell_absence(comm: Any) -> None:
+    """Tell the ranks that wait in `gather_objects` that this one will not come."""
+    for rank in _waiting_for_an_object(comm):
+        _sending.append(comm.isend(_Absent(), dest=rank, tag=_OBJECT))
+
+
+def gather_objects(comm: Any, obj: Any) -> list:
+    """The objects of all ranks, in rank order, by messages that no call on tensors can take for its own.
+
+    Raises:
+        DistributedError: a rank has ended, or waits in a call on tensors.
+    """
+    rank, size = comm.Get_rank(), comm.Get_size()
+    _sending[:] = [request for request in _sending if not request.Test()]
+    _sending.extend(comm.isend(obj, dest=other, tag=_OBJECT) for other in range(size) if other != rank)
+    objects = [obj if other == rank else _object_of(comm, other) for other in range(size)]
+    for other, received in enumerate(objects):
+        if isinstance(received, _Absent):
+            raise DistributedError(
+                f"rank {rank} of {size} waits for another rank in the first step of a trainer, or with an error, but rank "
+                f"{other} averages the gradients of a step. {_SAME_CALLS}"
+            )
+    return objects
+
+
+def _object_of(comm: Any, other: int) -> Any:
+    def why_never() -> str | None:
+        if not comm.Iprobe(source=other, tag=_ENDED):
+            return None
+        return f"rank {other} has ended its script. {_SAME_CALLS}"
+
+    wait(comm, "all_gather_object", lambda: comm.Iprobe(source=other, tag=_OBJECT), why_never)
+    return comm.recv(source=other, tag=_OBJECT)
+
+
+def _waiting_for_an_object(comm: Any) -> list[int]:
+    return [rank for rank in range(comm.Get_size()) if comm.Iprobe(source=rank, tag=_OBJECT)]
+
+
+_telling: list = []  # one list of requests in a process
+
+
+def tell_the_end(comm: Any, mpi: Any) -> None:
+    """Let this rank tell the others, at the end of its script, that it will take part in nothing any more.
+
+    Args:
+        comm: an mpi4py communicator of all ranks.
+        mpi: the module `mpi4py.MPI`.
+    """
+    if comm.Get_size() == 1 or _telling:
+        return
+    requests: list = []
+    _telling.append(requests)
+
+    def tell() -> None:
+        if mpi.Is_finalized():
+            return
+        others = set(range(comm.Get_size())) - {comm.Get_rank()}
+        requests.extend(comm.isend(None, dest=rank, tag=_ENDED) for rank in others)
+        # MPI_Finalize waits for the others as well, and with messages that nobody took MPICH kills a rank there.
+        while others:
+            for rank in [rank for rank in others if comm.Iprobe(source=rank, tag=_ENDED)]:
+                comm.recv(source=rank, tag=_ENDED)
+                others.remove(rank)
+            time.sleep(1e-3)
+        for request in requests:
+            request.wait()
+
+    atexit.register(tell)

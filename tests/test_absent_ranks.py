@@ -1,0 +1,81 @@
+"""What a rank is told that waits for another which has ended, or which steps another trainer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from launched import ONE_LAUNCHER, launch, results
+from small import RATE, batch, net, torch_step
+from torch import nn
+
+AVERAGING = {
+    "mpiexec": "rank 0 of 2 waits for another rank, but that has ended its script: the ranks had different numbers of",
+    "torchrun": "all_reduce_mean_ failed on rank 0 of 2",
+}
+COMPILING = {
+    "mpiexec": "rank 0 of 2 waits for another rank, but rank 1 has ended its script. Every rank has to make the same",
+    "torchrun": "all_gather_object failed on rank 0 of 2",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ONE_LAUNCHER)
+@pytest.mark.parametrize("steps, said", [(2, AVERAGING), (0, COMPILING)], ids=["in a later step", "in the first step"])
+def test_a_rank_that_ends_before_the_others_ends_the_run_with_an_error(launcher, steps, said):
+    result = launch(launcher, "early_end.py", str(steps), timeout=120)
+    assert result.returncode != 0
+    assert f"DistributedError: {said[launcher]}" in result.stderr
+    assert result.stdout.count("made step") == 2 * steps  # both ranks made the steps that both have a batch for
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_in_different_trainers_are_told_so_and_the_run_ends(tmp_path):
+    result = launch("mpiexec", "other_trainers.py", str(tmp_path), "first step", timeout=120)
+    assert result.returncode != 0  # the average that nobody takes part in is never done
+    compiles, steps = (torch.load(tmp_path / f"{rank}.pt")["first step"] for rank in range(2))
+    same = (
+        "Every rank has to make the same trainers, and step them in the same order; but for those made by "
+        "orttrainer.trainer(..., data_parallel=False), which train on one rank alone."
+    )
+    assert compiles == (
+        "DistributedError: rank 0 of 2 waits for another rank in the first step of a trainer, or with an error, but rank 1 "
+        f"averages the gradients of a step. {same}"
+    )
+    assert steps == (
+        "DistributedError: rank 1 of 2 waits for another rank, but rank 0 makes the first step of another trainer, or "
+        f"failed in one. {same}"
+    )
+
+
+@pytest.fixture(scope="module", params=ONE_LAUNCHER)
+def ranks(request, tmp_path_factory) -> list[dict]:
+    """What each of two ranks gave."""
+    folder = tmp_path_factory.mktemp(request.param)
+    return results(request.param, "other_trainers.py", folder, "order", "alone")
+
+
+def test_ranks_that_step_trainers_in_another_order_are_told_so_and_nothing_is_updated(ranks):
+    for rank in ranks:
+        assert rank["order"]["said"] == (
+            "DistributedError: the ranks step different trainers: [0, 1], in the order of the ranks, counted from 0 by their "
+            "first steps. Every rank has to step the same ones, in the same order. Nothing was updated."
+        )
+        assert rank["order"]["kept"] and rank["order"]["then"] == ["fine", "fine"]
+
+
+def test_a_trainer_of_one_rank_alone_trains_between_the_steps_of_all(ranks):
+    both, alone = net(), net()
+    for step in range(2):
+        batches = [batch(step + 10 * rank) for rank in range(2)]
+        loss = sum(nn.functional.cross_entropy(both(x), y) for x, y in batches) / 2
+        for parameter, gradient in zip(both.parameters(), torch.autograd.grad(loss, list(both.parameters()))):
+            parameter.data.sub_(RATE * gradient)
+        torch_step(alone, *batch(step))
+    for rank, trained in enumerate((net(), alone)):
+        assert_near(ranks[rank]["alone"]["both"], both.state_dict())
+        assert_near(ranks[rank]["alone"]["alone"], trained.state_dict())
+
+
+def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, want in expected.items():
+        torch.testing.assert_close(found[name], want, rtol=1e-5, atol=1e-6)
