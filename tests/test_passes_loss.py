@@ -5,7 +5,10 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
+import torch
+from fidelity import assert_trains_as_in_pytorch, vectors
 from onnx import TensorProto, helper
+from torch.nn.functional import nll_loss
 
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogSoftmaxNllPass
 
@@ -146,6 +149,26 @@ def test_a_log_softmax_along_the_last_of_three_axes_stays():
     ]
     after, modified = rewritten(model_of(nodes, LABELS["3-d"], ["loss"]), FuseLogSoftmaxNllPass())
     assert not modified and op_types(after) == ["LogSoftmax", "NegativeLogLikelihoodLoss"]
+
+
+@pytest.mark.parametrize("made_of_it", ["labels", "weights", "labels of each other"])
+def test_what_is_made_of_the_log_probabilities_can_be_labels_and_weights(made_of_it):
+    """Pseudo-labels; two models that teach each other."""
+
+    class Taught(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = torch.nn.Linear(6, 4), torch.nn.Linear(6, 4)
+
+        def forward(self, x):
+            p, q = (layer(x).log_softmax(1) for layer in (self.one, self.other))
+            if made_of_it == "labels":
+                return nll_loss(p, p.argmax(1)) + q.exp().square().mean()
+            if made_of_it == "weights":
+                return nll_loss(p, q.argmax(1), p.detach().exp().mean(0))
+            return nll_loss(p, q.argmax(1)) + nll_loss(q, p.argmax(1))
+
+    assert_trains_as_in_pytorch(Taught, vectors, evaluates=True)
 
 
 def test_equal_models_give_equal_files():

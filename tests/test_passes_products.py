@@ -75,6 +75,19 @@ def test_a_scale_stays_where_a_reader_cannot_do_without(reader, output):
     assert ops[0] == "Mul" and ops.count("Mul") == 1
 
 
+def test_scales_of_one_row_that_is_repeated_for_them_stay():
+    ops = rewritten(
+        """g (float[1,16] q, float[n,1] c, float[n,2] a) => (float[2,16] z) {
+          s = Mul(q, c)
+          t = Transpose <perm=[1, 0]> (a)
+          z = MatMul(t, s)
+        }""",
+        products.ScaleSmallOperandPass(),
+        {"q": array(1, 16), "c": array(4, 1), "a": array(4, 2)},
+    )
+    assert ops == ["Mul", "Transpose", "MatMul"]
+
+
 def test_a_factor_for_each_column_stays():
     ops = rewritten(
         """g (float[4,16] q, float[1,16] c, float[16,3] b) => (float[4,3] y) {

@@ -180,3 +180,15 @@ def test_a_sum_of_parts_is_joined_where_each_row_has_one_part(rows, start, joine
     assert [node.op_type for node in model.graph] == (["Concat"] if joined else ["Pad"] * 3 + ["Add"] * 2)
     assert [value.name for value in model.graph.outputs] == ["y"]
     np.testing.assert_array_equal(evaluate(ir.to_proto(model), feeds)["y"], before)
+
+
+def test_parts_that_are_repeated_to_meet_each_other_are_added():
+    model = ir.from_onnx_text(
+        """<ir_version: 8, opset_import: ["" : 18]>
+        g (float[3,1] a, float[3,5] b) => (float[6,5] y) <int64[4] first = {0, 0, 3, 0}, int64[4] second = {3, 0, 0, 0}> {
+          p = Pad (a, first)
+          q = Pad (b, second)
+          y = Add (p, q)
+        }"""
+    )
+    assert not JoinPadsPass()(model).modified

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from fidelity import assert_trains_as_in_pytorch, vectors
@@ -19,6 +21,7 @@ FUNCTIONS = {
     "erfinv": (torch.erfinv, -0.95, 0.95),
     "ndtri": (torch.special.ndtri, 0.02, 0.98),
     "log_ndtr": (torch.special.log_ndtr, -10.0, 5.0),
+    "erfcx": (torch.special.erfcx, -2.0, 20.0),
 }
 
 
@@ -51,6 +54,7 @@ FAR = {
     "i1e": (torch.special.i1e, [0.0, 1e4, -1e6]),
     "ndtri": (torch.special.ndtri, [1e-37, 1e-12, 3e-4, 0.5, 1 - 1e-6, 0.0, 1.0]),
     "log_ndtr": (torch.special.log_ndtr, [-1e6, -40.0, -0.0, 0.0, 9.0, 40.0]),
+    "erfcx": (torch.special.erfcx, [-9.0, -0.5, -0.0, 0.0, 3.0, 12.0, 1e6, math.inf]),
 }
 
 

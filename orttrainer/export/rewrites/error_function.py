@@ -1,4 +1,4 @@
-"""The inverse of the error function and that of the normal distribution; the logarithm of the latter."""
+"""The inverse of the error function and that of the normal distribution; the logarithm of the latter; erfc without its decay."""
 
 from __future__ import annotations
 
@@ -74,13 +74,27 @@ _LOG_ERFCX = (
 )  # fmt: skip
 
 
+def _log_erfcx(z):
+    """log(erfc(z) e^(z^2)) for z >= 0."""
+    t = 1 / (1 + z / 2)
+    return t.log() + polynomial(_LOG_ERFCX, 2 * t - 1)
+
+
 def _log_ndtr(input, *, out=None):
     """log P(Y < x) for a normal Y."""
     x = in_float64(input)
     z = torch.where(x < 0, -x, x) / math.sqrt(2)
-    t = 1 / (1 + z / 2)
-    less = t.log() + polynomial(_LOG_ERFCX, 2 * t - 1) - z * z - math.log(2)  # that of -|x|
+    less = _log_erfcx(z) - z * z - math.log(2)  # that of -|x|
     value = torch.where(x < 0, less, torch.log1p(-less.exp()))
+    return value.to(float_of(input))
+
+
+def _erfcx(input, *, out=None):
+    """erfc(x) e^(x^2), where the one may be 0 and the other infinite."""
+    x = in_float64(input)
+    right = _log_erfcx(torch.where(x < 0, -x, x)).exp()
+    left = torch.where(x < 0, x, 0.0)
+    value = torch.where(x < 0, 2 * (left * left).exp() - right, right)
     return value.to(float_of(input))
 
 
@@ -88,4 +102,5 @@ REWRITES = {
     **dict.fromkeys([torch.erfinv, torch.Tensor.erfinv, torch.special.erfinv], _erfinv),
     torch.special.ndtri: _ndtri,
     torch.special.log_ndtr: _log_ndtr,
+    torch.special.erfcx: _erfcx,
 }

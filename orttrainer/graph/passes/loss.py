@@ -8,13 +8,15 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 
+from orttrainer.graph.activations import ancestors
 from orttrainer.graph.builder import Builder
 
 
 class FuseLogSoftmaxNllPass(ir.passes.InPlacePass):
     """NegativeLogLikelihoodLoss(LogSoftmax(x, axis=1), y, w) -> SoftmaxCrossEntropyLoss(x, y, w).
 
-    The new node's log_prob output stands for the LogSoftmax where something else reads that.
+    The new node's log_prob output stands for the LogSoftmax where something else reads that, but for labels and weights
+    that are made of it, which the new node would wait for.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -22,6 +24,8 @@ class FuseLogSoftmaxNllPass(ir.passes.InPlacePass):
         for node in list(model.graph):
             softmax = node.inputs[0].producer() if _is(node, "NegativeLogLikelihoodLoss") else None
             if softmax is None or not _is(softmax, "LogSoftmax") or not _is_along_classes(softmax):
+                continue
+            if softmax in ancestors(value for value in node.inputs[1:] if value is not None):
                 continue
             (log_prob,) = softmax.outputs
             fused = ir.Node(

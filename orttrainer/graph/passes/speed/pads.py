@@ -13,13 +13,13 @@ from orttrainer.graph.rows import origin_of_rows
 
 
 class Part(NamedTuple):
-    """What a Pad surrounds with zeros along one axis: `source` goes from `start` to `end` of `size`."""
+    """What a Pad surrounds with zeros along one axis: `source` goes from `start` to `end` there, `dims` are of all."""
 
     source: ir.Value
     axis: int
     start: int
     end: int
-    size: int
+    dims: tuple[int, ...]
 
 
 class JoinPadsPass(ir.passes.InPlacePass):
@@ -38,11 +38,11 @@ class JoinPadsPass(ir.passes.InPlacePass):
             if node.op_type != "Add" or node.domain or _is_inner(node.outputs[0]):
                 continue
             parts = [_part(value) for value in _terms(node)]
-            if None in parts or len({(part.axis, part.size) for part in parts}) != 1:
+            if None in parts or len({(part.axis, part.dims) for part in parts}) != 1:
                 continue
             parts.sort(key=lambda part: part.start)
             ends = [0, *(part.end for part in parts)]
-            if ends[:-1] == [part.start for part in parts] and ends[-1] == parts[0].size:
+            if ends[:-1] == [part.start for part in parts] and ends[-1] == parts[0].dims[parts[0].axis]:
                 old, axis = node.outputs[0], parts[0].axis
                 joined = op.Concat(*(part.source for part in parts), axis=axis)
                 if axis == 0 and (whole := _whole(joined)) is not None:
@@ -110,4 +110,5 @@ def _part(x: ir.Value) -> Part | None:
         return None
     axis, start = int(places[wide[0]]) % len(dims), int(before[wide[0]])
     end = start + dims[axis]
-    return Part(source, axis, start, end, end + int(after[wide[0]]))
+    whole = (*dims[:axis], end + int(after[wide[0]]), *dims[axis + 1 :])
+    return Part(source, axis, start, end, whole)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from orttrainer.graph.builder import Builder
+from orttrainer.graph.builder import Builder, same_dim
 from orttrainer.graph.passes.speed.tile_products import length_at_hand
 
 WIDE = 4  # columns of the large operand over those of the small one
@@ -53,7 +53,9 @@ class ScaleSmallOperandPass(ir.passes.InPlacePass):
         if (_columns(q) or 0) < self.LARGE or c.shape is None:
             return False
         dims = c.shape.dims
-        return (all(d == 1 for d in dims) and len(dims) < 3) or (len(dims) == 2 and dims[1] == 1)
+        if len(dims) < 3 and all(d == 1 for d in dims):
+            return True
+        return len(dims) == 2 and dims[1] == 1 and same_dim(dims[0], q.shape[0])  # one row is repeated for several c
 
     def _move(self, op: Builder, node: ir.Node, q: ir.Value, c: ir.Value) -> bool:
         (scaled,) = node.outputs
