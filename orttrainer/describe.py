@@ -33,7 +33,13 @@ class IODescription:
     Example: `IODescription("src", ["bptt", "batch"], torch.int64)`
     """
 
-    def __init__(self, name, shape, dtype=None, num_classes=None):
+    def __init__(
+        self,
+        name: str,
+        shape: Sequence[int | str],
+        dtype: torch.dtype | None = None,
+        num_classes: int | None = None,
+    ):
         self.name_ = _checked_name(name)
         self.shape_ = _checked_shape(name, shape)
         self.dtype_ = _checked_dtype(name, dtype)
@@ -56,7 +62,7 @@ class ModelDescription:
         loss_position: where the loss comes among what a torch module that makes it itself returns.
     """
 
-    def __init__(self, inputs, outputs, *, loss_position=0):
+    def __init__(self, inputs: Sequence[IODescription], outputs: Sequence[IODescription], *, loss_position: int = 0):
         self.loss_position_ = loss_position
         self.inputs_ = _checked_descriptions("inputs", inputs)
         self.outputs_ = _checked_descriptions("outputs", outputs)
@@ -73,7 +79,7 @@ class ModelDescription:
         return f"ModelDescription(inputs={self.inputs_!r}, outputs={self.outputs_!r})"
 
 
-def generate_sample(desc, device=None):
+def generate_sample(desc: IODescription, device: str | torch.device | None = None) -> torch.Tensor:
     """Return a random tensor that fits `desc`, an `IODescription`; symbolic axes get size 1."""
     if not isinstance(desc, IODescription):
         raise SchemaError(f"generate_sample takes an IODescription, got {desc!r}")
