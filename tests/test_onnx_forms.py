@@ -139,6 +139,44 @@ def test_an_output_that_no_step_can_return_is_refused_at_once(case):
         ORTTrainer(proto, None, desc, "SGDOptimizer", None, IODescription("rate", [1]), "cpu")
 
 
+# -- scikit-learn's classifiers ---------------------------------------------------------------------
+
+CLASSIFIER = """<ir_version: 8, opset_import: ["" : 18, "ai.onnx.ml" : 3]>
+g (float[N, 3] x) => (int64[N] label, float[N, 4] probabilities, seq(map(int64, float[])) named) {
+    h = MatMul (x, W) probabilities = Softmax (h) label = ArgMax <axis = 1, keepdims = 0> (probabilities)
+    named = ai.onnx.ml.ZipMap <classlabels_int64s = [0, 1, 2, 3]> (probabilities) }"""
+
+
+def classifier() -> onnx.ModelProto:
+    proto = onnx.parser.parse_model(CLASSIFIER)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(W, "W"))
+    return proto
+
+
+def test_a_classifier_that_gives_a_map_as_well_trains_by_its_probabilities():
+    def likelihood(probabilities, y):
+        return torch.nn.functional.nll_loss(probabilities.log(), y)
+
+    inputs = [IODescription("x", ["rows", 3]), IODescription("y", ["rows"], torch.int64)]
+    outputs = [IODescription("loss", []), IODescription("probabilities", ["rows", 4]), IODescription("label", ["rows"])]
+    desc, rate = ModelDescription(inputs, outputs), IODescription("rate", [1])
+    trainer = ORTTrainer(classifier(), likelihood, desc, "SGDOptimizer", None, rate, "cpu")
+    weight = torch.tensor(W, requires_grad=True)
+    for x in BATCHES:
+        y = torch.arange(len(x)) % 4
+        probabilities = (x @ weight).softmax(1)
+        loss = likelihood(probabilities, y)
+        expected = [loss, probabilities, probabilities.argmax(1)]
+        torch.testing.assert_close(trainer.train_step(x, y, LR), [value.detach() for value in expected])
+        weight = (weight - LR * torch.autograd.grad(loss, weight)[0]).detach().requires_grad_()
+    torch.testing.assert_close(trainer.state_dict()["W"], weight.detach())
+
+
+def test_a_gradient_of_a_classifier_leaves_the_map_out():
+    outputs = build_gradient(classifier(), "probabilities").graph.output
+    assert [value.name for value in outputs] == ["label", "probabilities", "W_grad"]
+
+
 # -- Old opsets -----------------------------------------------------------------------------------
 
 
