@@ -96,6 +96,17 @@ def test_the_default_domain_may_be_called_by_its_full_name(named, opset):
     assert_trains_like(proto, lambda x, W: torch.tanh(x @ W), BATCHES, W=W)
 
 
+# -- Sizes ----------------------------------------------------------------------------------------
+
+
+def test_a_size_below_0_is_one_that_varies():
+    proto = model("r = MatMul (x, W)", "3", 18, W=W)
+    proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value = -1
+    assert_trains_like(proto, lambda x, W: x @ W, BATCHES, W=W)
+    (batch, _) = build_gradient(proto, wrt="x").graph.output[-1].type.tensor_type.shape.dim
+    assert not batch.HasField("dim_value")
+
+
 # -- What is a weight -----------------------------------------------------------------------------
 
 

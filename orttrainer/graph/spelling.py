@@ -14,13 +14,14 @@ _DEFAULT_DOMAIN = "ai.onnx"  # in full; as a rule it is ""
 def in_usual_spelling(proto: onnx.ModelProto) -> onnx.ModelProto:
     """The model with dense tensors in the place of sparse ones, as ONNX Runtime makes them, and "" for the domain "ai.onnx".
 
+    Sizes below 0, which some tools write for those that vary, become unknown ones, as they are to ONNX Runtime.
     Outputs that are maps, as scikit-learn's classifiers have one beside their probabilities, are left out.
     A model that has none of these is returned as it is.
 
     Raises:
         ValidationError: the indices of a sparse tensor do not fit its shape.
     """
-    if not (_has_sparse(proto) or _names_default_domain(proto) or _has_maps(proto)):
+    if not (_has_sparse(proto) or _names_default_domain(proto) or _has_maps(proto) or any(_negative_sizes(proto))):
         return proto
     changed = onnx.ModelProto()
     changed.CopyFrom(proto)
@@ -30,6 +31,8 @@ def in_usual_spelling(proto: onnx.ModelProto) -> onnx.ModelProto:
     for attribute in _sparse_constants(changed):
         attribute.CopyFrom(onnx.helper.make_attribute("value", _dense(attribute.sparse_tensor)))
     _drop_maps(changed.graph)
+    for size in _negative_sizes(changed):
+        size.Clear()
     for node in _nodes(changed):
         node.domain = _short(node.domain)
     for owner in (changed, *changed.functions):
@@ -61,6 +64,11 @@ def _drop_maps(graph: onnx.GraphProto) -> None:
 
 def _has_maps(proto: onnx.ModelProto) -> bool:
     return any(_is_map(value.type) for value in (*proto.graph.output, *proto.graph.value_info))
+
+
+def _negative_sizes(proto: onnx.ModelProto) -> Iterator[onnx.TensorShapeProto.Dimension]:
+    for value in (*proto.graph.input, *proto.graph.output, *proto.graph.value_info):
+        yield from (size for size in value.type.tensor_type.shape.dim if size.dim_value < 0)
 
 
 def _is_map(of: onnx.TypeProto) -> bool:
