@@ -11,10 +11,10 @@ import torch
 
 from orttrainer import export
 from orttrainer.arguments import inputs_by_name
-from orttrainer.describe import IODescription, ModelDescription, leaves
+from orttrainer.describe import IODescription, ModelDescription, leaves, mapped
 from orttrainer.errors import SchemaError
 
-__all__ = ["batch_by_name", "described", "inputs_and_label"]
+__all__ = ["batch_by_name", "described", "in_form_of", "inputs_and_label"]
 
 
 def inputs_and_label(batch: tuple, labelled: bool) -> tuple[tuple | Mapping, tuple]:
@@ -22,12 +22,14 @@ def inputs_and_label(batch: tuple, labelled: bool) -> tuple[tuple | Mapping, tup
     inputs, label = (batch[:-1], batch[-1:]) if labelled else (batch, ())
     if len(inputs) == 1 and isinstance(inputs[0], (tuple, list, Mapping)):
         inputs = inputs[0] if isinstance(inputs[0], Mapping) else tuple(inputs[0])
-    for value in (*(inputs.values() if isinstance(inputs, Mapping) else inputs), *leaves(label)):
+    if not _is_nested(inputs) and not _is_nested(label):
+        return inputs, label
+    for value in leaves((inputs, label)):
         if not isinstance(value, torch.Tensor):
             raise SchemaError(
                 f"a batch has a {type(value).__name__} where a tensor belongs; give what forward takes, in its order, then "
-                "the label, a tensor or several in a tuple, list or dict: step(x, y), step(x1, x2, y), step((x1, x2), y) or "
-                "step({'x1': x1, 'x2': x2}, (y1, y2))"
+                "the label: step(x, y), step(x1, x2, y), step((x1, x2), y) or step({'x1': x1, 'x2': x2}, y), each of them a tensor, or "
+                "several in tuples, lists or dicts"
             )
     return inputs, label
 
@@ -36,33 +38,62 @@ def batch_by_name(
     inputs: tuple | Mapping, label: tuple, description: ModelDescription, names: Sequence[str], call: str
 ) -> dict[str, torch.Tensor]:
     """What `inputs_and_label` gives, by the names of the description, `names`."""
-    if label and isinstance(label[0], torch.Tensor) and description.label_ == names[-1] and isinstance(inputs, tuple):
-        return inputs_by_name((*inputs, *label), {}, names, call)  # as nearly every step is called
-    labels = _named(description.label_, label[0]) if label else {}
-    if isinstance(inputs, tuple):
+    arguments = description.arguments_
+    if arguments is None and (
+        not label or (description.label_ == names[-1] and not _is_nested(label))
+    ):  # as nearly all are
+        if isinstance(inputs, tuple):
+            return inputs_by_name((*inputs, *label), {}, names, call)
+        return inputs_by_name((), {**inputs, **dict(zip(names[-1:], label))}, names, call)
+    labels = _named(description.label_, label[0], "the label") if label else {}
+    if arguments is not None:
+        inputs = _named(arguments, inputs, "what comes before the label" if label else "what is given")
+    elif isinstance(inputs, tuple):
         inputs = inputs_by_name(inputs, {}, [name for name in names if name not in labels], call)
     return inputs_by_name((), {**inputs, **labels}, names, call)
 
 
-def _named(names: Any, label: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a label by the names that stand in their places."""
-    if isinstance(names, str) and isinstance(label, torch.Tensor):
-        return {names: label}
-    if isinstance(names, Mapping) and isinstance(label, Mapping) and names.keys() == label.keys():
-        pairs = [(part, label[key]) for key, part in names.items()]
-    elif isinstance(names, (tuple, list)) and isinstance(label, (tuple, list)) and len(names) == len(label):
-        pairs = [*zip(names, label)]
+def _named(names: Any, value: Any, part: str) -> dict[str, torch.Tensor]:
+    """The tensors of a part of a batch by the names that stand in their places."""
+    if isinstance(names, str) and isinstance(value, torch.Tensor):
+        return {names: value}
+    if isinstance(names, Mapping) and isinstance(value, Mapping) and names.keys() == value.keys():
+        pairs = [(inner, value[key]) for key, inner in names.items()]
+    elif isinstance(names, (tuple, list)) and isinstance(value, (tuple, list)) and len(names) == len(value):
+        pairs = [*zip(names, value)]
     else:
-        found = f"a {type(label).__name__}"
-        if isinstance(label, Mapping):
-            found += f" of {list(label)}"
-        elif isinstance(label, (tuple, list)):
-            found += f" of {len(label)}"
+        found = f"a {type(value).__name__}"
+        if isinstance(value, Mapping):
+            found += f" of {list(value)}"
+        elif isinstance(value, (tuple, list)):
+            found += f" of {len(value)}"
         raise SchemaError(
-            f"the label, or a part of it, is {found}, and is described as {names!r}; give the inputs and then the label, "
+            f"{part}, or something in it, is {found}, and is described as {names!r}; give the inputs and then the label, "
             "step(x, y), in the form of the first batch's"
         )
-    return {name: tensor for part in pairs for name, tensor in _named(*part).items()}
+    return {name: tensor for pair in pairs for name, tensor in _named(*pair, part).items()}
+
+
+def in_form_of(inputs: tuple | Mapping, label: tuple, given: ModelDescription) -> ModelDescription:
+    """What is described, and lies in tuples, lists and dicts, of which the description does not tell, as in this batch."""
+    told = given.arguments_ is not None or not isinstance(given.label_, str)
+    if told or not (_is_nested(inputs) or _is_nested(label)):
+        return given
+    names = [described.name_ for described in given.inputs_]
+    if len([*leaves((inputs, label))]) != len(names):
+        raise SchemaError(
+            f"the first batch has {len([*leaves((inputs, label))])} tensors, described are {len(names)}: {names}"
+        )
+    rest = iter(names)
+    arguments, labels = mapped(lambda _: next(rest), (inputs, label))
+    label = labels[0] if labels else None
+    return ModelDescription(
+        given.inputs_, given.outputs_, loss_position=given.loss_position_, label=label, arguments=arguments
+    )
+
+
+def _is_nested(inputs: tuple | Mapping) -> bool:
+    return not all(isinstance(x, torch.Tensor) for x in (inputs.values() if isinstance(inputs, Mapping) else inputs))
 
 
 def described(model: torch.nn.Module, inputs: tuple | Mapping, label: tuple) -> ModelDescription:
@@ -70,10 +101,14 @@ def described(model: torch.nn.Module, inputs: tuple | Mapping, label: tuple) -> 
     if not inputs:
         raise SchemaError("the first batch has no inputs; give those of the model, then the label: step(x, y)")
     taken = {*dict(model.named_parameters()), *dict(model.named_buffers())}
-    names = inputs if isinstance(inputs, Mapping) else _input_names(model, len(inputs), taken)
-    by_name = dict(zip(names, inputs.values() if isinstance(inputs, Mapping) else inputs))
-    names_of_label = _names_of_label(label[0], "label", {*taken, *by_name}) if label else None
-    batch = by_name | (_named(names_of_label, label[0]) if label else {})
+    if isinstance(inputs, Mapping):
+        arguments = {key: _names_of(part, key, {*taken} - {key}) for key, part in inputs.items()}
+    else:
+        names = _input_names(model, len(inputs), taken)
+        arguments = tuple(_names_of(part, name, taken) for name, part in zip(names, inputs))
+    batch = _named(arguments, inputs, "")
+    names_of_label = _names_of(label[0], "label", {*taken, *batch}) if label else None
+    batch |= _named(names_of_label, label[0], "") if label else {}
     sizes = collections.Counter(tensor.shape[0] for tensor in batch.values() if tensor.dim())
     size, times = sizes.most_common(1)[0] if sizes else (0, 0)
     varies = times > 1 or len(batch) == 1
@@ -89,7 +124,8 @@ def described(model: torch.nn.Module, inputs: tuple | Mapping, label: tuple) -> 
         raise
     predictions = ["output"] if count == 1 else [f"output_{index}" for index in range(count)]
     outputs = [IODescription(_free(name, {*taken, *batch}), []) for name in ("loss", *predictions)]
-    return ModelDescription(descriptions, outputs, label=names_of_label)
+    nested = arguments if _is_nested(inputs) else None
+    return ModelDescription(descriptions, outputs, label=names_of_label, arguments=nested)
 
 
 def _refuse_what_forward_does_not_take(model: torch.nn.Module, inputs: tuple | Mapping, error: TypeError) -> None:
@@ -109,20 +145,19 @@ def _refuse_what_forward_does_not_take(model: torch.nn.Module, inputs: tuple | M
         if len(signature.parameters) == 1 and not by_name:
             (name,) = signature.parameters
             text += (
-                f" This forward takes one argument, {name!r}. If that is a list of tensors: an input of the graph is one "
-                f"tensor; train a module around the model that takes them one by one, def forward(self, *{name}): return "
-                f"self.model({name})."
+                f" This forward takes one argument, {name!r}. If that is a list of tensors, say so by a tuple around it: "
+                f"step(({name},), y)."
             )
         raise SchemaError(text) from error
 
 
-def _names_of_label(label: Any, name: str, taken: set[str]) -> Any:
-    """A label with a name in the place of each tensor."""
-    if isinstance(label, Mapping):
-        return {key: _names_of_label(part, f"{name}_{key}", taken) for key, part in label.items()}
-    if isinstance(label, (tuple, list)):
-        parts = [_names_of_label(part, f"{name}_{index}", taken) for index, part in enumerate(label)]
-        return type(label)(*parts) if hasattr(label, "_fields") else type(label)(parts)
+def _names_of(value: Any, name: str, taken: set[str]) -> Any:
+    """What a batch has in one place, with a name for each tensor, which is taken then."""
+    if isinstance(value, Mapping):
+        return {key: _names_of(part, f"{name}_{key}", taken) for key, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        parts = [_names_of(part, f"{name}_{index}", taken) for index, part in enumerate(value)]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     name = _free(name, taken)
     taken.add(name)
     return name

@@ -69,10 +69,11 @@ def _gradient(options: argparse.Namespace) -> None:
     model = load_model(options.model)
     result = build_gradient(model, options.of, options.wrt)
     write_model(result, options.output)
-    print(f"wrote {options.output}")
-    print(f"gradients: {_listed(model.graph.output, result.graph.output)}")
+    report = sys.stdout if os.path.isfile(options.output) else sys.stderr  # /dev/stdout may be what took the model
+    print(f"wrote {options.output}", file=report)
+    print(f"gradients: {_listed(model.graph.output, result.graph.output)}", file=report)
     if cotangents := _listed(model.graph.input, result.graph.input):
-        print(f"new inputs: {cotangents}")
+        print(f"new inputs: {cotangents}", file=report)
 
 
 def _operators(options: argparse.Namespace) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numbers
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,16 @@ import torch
 
 from orttrainer.errors import DescriptionMismatchWarning, SchemaError
 
-__all__ = ["IODescription", "InputSchema", "InputSpec", "ModelDescription", "filled", "generate_sample", "leaves"]
+__all__ = [
+    "IODescription",
+    "InputSchema",
+    "InputSpec",
+    "ModelDescription",
+    "filled",
+    "generate_sample",
+    "leaves",
+    "mapped",
+]
 
 
 class IODescription:
@@ -34,7 +43,13 @@ class IODescription:
     Example: `IODescription("src", ["bptt", "batch"], torch.int64)`
     """
 
-    def __init__(self, name, shape, dtype=None, num_classes=None):
+    def __init__(
+        self,
+        name: str,
+        shape: Sequence[int | str],
+        dtype: torch.dtype | None = None,
+        num_classes: int | None = None,
+    ):
         self.name_ = _checked_name(name)
         self.shape_ = _checked_shape(name, shape)
         self.dtype_ = _checked_dtype(name, dtype)
@@ -57,11 +72,21 @@ class ModelDescription:
         loss_position: where the loss comes among what a torch module that makes it itself returns.
         label: what a loss function takes beside the prediction, where that is more than the last input: names of
             inputs in a tuple, a list or a dict, or in several in each other. The other inputs are those of the model.
+        arguments: what `forward` of a torch module takes, where one argument is more than one input: such names in a
+            tuple, by position, or in a dict, by the names that forward has.
 
-    Example: `ModelDescription([x, boxes, classes], [loss, output], label={"boxes": "boxes", "classes": "classes"})`
+    Example: `ModelDescription([x, h, c, y, z], [loss, output], arguments=("x", ("h", "c")), label=["y", "z"])`
     """
 
-    def __init__(self, inputs, outputs, *, loss_position=0, label=None):
+    def __init__(
+        self,
+        inputs: Sequence[IODescription],
+        outputs: Sequence[IODescription],
+        *,
+        loss_position: int = 0,
+        label: Any = None,
+        arguments: tuple | Mapping[str, Any] | None = None,
+    ):
         self.loss_position_ = loss_position
         self.inputs_ = _checked_descriptions("inputs", inputs)
         self.outputs_ = _checked_descriptions("outputs", outputs)
@@ -74,18 +99,23 @@ class ModelDescription:
                 )
             seen.add(description.name_)
         names = [description.name_ for description in self.inputs_]
-        if label is not None and (not [*leaves(label)] or not all(name in names for name in leaves(label))):
-            raise SchemaError(f"label must hold names of inputs, which are {', '.join(names)}; got {label!r}")
+        for part, given in (("label", label), ("arguments", arguments)):
+            if given is not None and (not [*leaves(given)] or not all(name in names for name in leaves(given))):
+                raise SchemaError(f"{part} must hold names of inputs, which are {', '.join(names)}; got {given!r}")
+        if not isinstance(arguments, (tuple, Mapping, type(None))):
+            raise SchemaError(f"arguments must be a tuple or a dict, got {arguments!r}")
         self.label_ = (names[-1] if names else "") if label is None else label
+        self.arguments_ = arguments
 
     @property
-    def label_names_(self):
+    def label_names_(self) -> list[str]:
         """The names of the inputs that a loss function takes beside the prediction."""
         return [*leaves(self.label_)]
 
     def __repr__(self):
-        label = f", label={self.label_!r}" if not isinstance(self.label_, str) else ""
-        return f"ModelDescription(inputs={self.inputs_!r}, outputs={self.outputs_!r}{label})"
+        label = "" if isinstance(self.label_, str) else f", label={self.label_!r}"
+        arguments = "" if self.arguments_ is None else f", arguments={self.arguments_!r}"
+        return f"ModelDescription(inputs={self.inputs_!r}, outputs={self.outputs_!r}{label}{arguments})"
 
 
 def leaves(structure: Any) -> Iterator[Any]:
@@ -99,17 +129,22 @@ def leaves(structure: Any) -> Iterator[Any]:
         yield structure
 
 
+def mapped(function: Callable[[Any], Any], structure: Any) -> Any:
+    """`structure` with what the function makes of each of its leaves in their places."""
+    if isinstance(structure, Mapping):
+        return {key: mapped(function, part) for key, part in structure.items()}
+    if isinstance(structure, (tuple, list)):
+        parts = [mapped(function, part) for part in structure]
+        return type(structure)(*parts) if hasattr(structure, "_fields") else type(structure)(parts)
+    return function(structure)
+
+
 def filled(structure: Any, values: Mapping[str, Any]) -> Any:
     """`structure` with the value of each name in place of the name."""
-    if isinstance(structure, Mapping):
-        return {key: filled(part, values) for key, part in structure.items()}
-    if isinstance(structure, (tuple, list)):
-        parts = [filled(part, values) for part in structure]
-        return type(structure)(*parts) if hasattr(structure, "_fields") else type(structure)(parts)
-    return values[structure]
+    return mapped(values.__getitem__, structure)
 
 
-def generate_sample(desc, device=None):
+def generate_sample(desc: IODescription, device: str | torch.device | None = None) -> torch.Tensor:
     """Return a random tensor that fits `desc`, an `IODescription`; symbolic axes get size 1."""
     if not isinstance(desc, IODescription):
         raise SchemaError(f"generate_sample takes an IODescription, got {desc!r}")

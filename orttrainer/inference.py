@@ -100,17 +100,17 @@ def check_inference(
     Raises:
         ExportMismatchError: an output differs.
     """
-    feeds = {v.name: batch[v.name].detach().cpu().numpy() for v in model.graph.inputs}
+    feeds = {v.name: batch[v.name] for v in model.graph.inputs}
     proto, weights = without_weights(model)
     try:
-        found = runtime.checking_session(proto).run(list(expected), feeds | weights)
+        found = runtime.run(runtime.checking_session(proto), list(expected), feeds | weights)
     except Exception as error:  # ONNX Runtime raises a dozen classes without a common base
         raise ExecutionError(f"ONNX Runtime cannot run the inference graph: {error}") from error
-    for (name, tensor), array in zip(expected.items(), found):
+    for (name, tensor), result in zip(expected.items(), found):
         want = tensor.detach().cpu().double().numpy()
         largest = np.abs(want, where=np.isfinite(want), out=np.zeros_like(want)).max(initial=0.0)
-        if want.shape != array.shape or not np.allclose(
-            want, array.astype(np.float64), rtol=0.0, atol=TOLERANCES[precision] * max(1.0, largest), equal_nan=True
+        if want.shape != result.shape or not np.allclose(
+            want, result.double().numpy(), rtol=0.0, atol=TOLERANCES[precision] * max(1.0, largest), equal_nan=True
         ):
             raise ExportMismatchError(
                 f"output {name!r} of the inference graph differs from eval_step's on the last batch; nothing was "

@@ -14,6 +14,7 @@ import importlib.metadata
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
+import numpy as np
 import torch
 
 from orttrainer.errors import InvalidArgumentError, RuntimeNotFoundError
@@ -211,6 +212,28 @@ def checking_session(model: bytes, optimize: bool = True):
         options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def run(session, outputs: Sequence[str] | None, feeds: Mapping[str, torch.Tensor | np.ndarray]) -> list[torch.Tensor]:
+    """Run a session of the CPU on tensors of any type: NumPy has no bfloat16, and ONNX Runtime takes none from it."""
+    return [_tensor(value) for value in session.run_with_ort_values(outputs, {n: _value(x) for n, x in feeds.items()})]
+
+
+def _value(x: torch.Tensor | np.ndarray):
+    value = load().OrtValue
+    if isinstance(x, torch.Tensor):
+        x = x.detach().cpu().contiguous()
+        if x.dtype != torch.bool and hasattr(value, "from_dlpack"):  # no bool; and none at all before 1.20
+            return value.from_dlpack(x)
+        x = x.numpy()
+    return value.ortvalue_from_numpy(x)
+
+
+def _tensor(value) -> torch.Tensor:
+    if value.data_type() != "tensor(bool)" and hasattr(value, "from_dlpack"):
+        with contextlib.suppress(RuntimeError):  # of 8 bits there is none
+            return torch.from_dlpack(value)
+    return torch.from_numpy(np.array(value.numpy()))
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import torch
 
 from orttrainer import export
 from orttrainer.arguments import check_module, check_scaler
-from orttrainer.batches import batch_by_name, described, inputs_and_label
+from orttrainer.batches import batch_by_name, described, in_form_of, inputs_and_label
 from orttrainer.describe import ModelDescription
 from orttrainer.engine import Engine
 from orttrainer.errors import InvalidArgumentError, SchemaError
@@ -137,8 +137,8 @@ class Trainer(FrontEnd):
 
         Args:
             batch: the inputs of the model and, with a criterion, the label last: `step(x, y)`,
-                `step(x1, x2, y)` or `step((x1, x2), y)`; inputs by name as `step({"x": x}, y)`; a
-                label of several tensors as the criterion takes it: `step(x, (y1, y2))`.
+                `step(x1, x2, y)` or `step((x1, x2), y)`; inputs by name as `step({"x": x}, y)`.
+                Each may be several tensors in tuples, lists and dicts: `step(x, (h, c), (y1, y2))`.
 
         Returns:
             The loss, a 0-d tensor from before the update, and what the model predicted: a tensor,
@@ -275,8 +275,10 @@ class Trainer(FrontEnd):
         engine = self._engine
         if not engine.is_compiled:
             _warn_of_autocast(engine)
-        if self._describes and not engine.is_compiled:
-            engine.describe(described(self.model, inputs, label))
+            if self._describes:
+                engine.describe(described(self.model, inputs, label))
+            else:
+                engine.describe(in_form_of(inputs, label, engine.description))
         given = batch_by_name(inputs, label, engine.description, engine.input_names, call)
         if not engine.is_compiled:
             engine.compile(given)

@@ -97,7 +97,7 @@ def gradient_errors(
     The graph takes the expected gradients and gives the errors, so that its own are never all there at once.
     """
     state = (*forward.parameters, *forward.buffers)
-    feeds = {value.name: _array(tensor) for value, tensor in zip(forward.model.graph.inputs, batch)}
+    feeds = {value.name: tensor for value, tensor in zip(forward.model.graph.inputs, batch)}
     feeds |= {name: forward.model.graph.initializers[name].const_value.numpy() for name in state}
     model = _deterministic_copy(forward)
     graph = model.graph
@@ -116,14 +116,14 @@ def gradient_errors(
         if x.name in expected:
             given = ir.Value(name=f"{x.name}/expected", type=x.type, shape=x.shape)
             graph.inputs.append(given)
-            feeds[given.name] = _array(expected[x.name])
+            feeds[given.name] = expected[x.name]
             found = op.Sub(found, given)
         relative = op.Div(found, op.scalar(scales[x.name], x))  # before it is squared: tiny squares would vanish
         outputs[x.name] = op.ReduceSumSquare(relative, keepdims=0)
     if not outputs:
         return errors
     graph.outputs[:] = list(outputs.values())
-    sizes = sizes_at_hand(graph, {name: array.shape for name, array in feeds.items()})
+    sizes = sizes_at_hand(graph, {name: tuple(x.shape) for name, x in feeds.items()})
     for rewrite in (
         ExpandSoftmaxCrossEntropyPass(),  # as it trains: the logits may be the largest tensor, and are there fewer times
         RemoveGradientMarksPass(),
@@ -137,7 +137,7 @@ def gradient_errors(
     ):
         rewrite(model)
     used = {value.name for value in graph.inputs}
-    results = _run(model, {name: array for name, array in feeds.items() if name in used})
+    results = _run(model, {name: x for name, x in feeds.items() if name in used})
     if results is None:
         return None
     return errors | {name: math.sqrt(squared) for name, squared in zip(outputs, results)}
@@ -156,11 +156,11 @@ def _deterministic_copy(forward: ForwardGraph) -> ir.Model:
     return FuseLogSoftmaxNllPass()(model).model
 
 
-def _run(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray] | None:
+def _run(model: ir.Model, feeds: Mapping[str, torch.Tensor | np.ndarray]) -> list[torch.Tensor] | None:
     session = None
     try:
         session = runtime.checking_session(ir.to_proto(model).SerializeToString())
-        return session.run(None, feeds)
+        return runtime.run(session, None, feeds)
     except Exception as error:  # ONNX Runtime raises a dozen classes without a common base
         text = str(error)
         if session is not None and "ONNXRuntimeError" in text and "NOT_IMPLEMENTED" not in text and "alloc" not in text:
@@ -261,7 +261,3 @@ def _moved(module: torch.nn.Module, generator: torch.Generator):
     with torch.no_grad():
         for parameter, factor in zip(module.parameters(), factors):
             parameter.div_(factor)
-
-
-def _array(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.detach().cpu().contiguous().numpy()

@@ -81,7 +81,7 @@ CALLS = {
     "a closure": (lambda t: t.step(lambda: 1.0), SchemaError, "a batch has a function where a tensor belongs; give what forward takes, in its order, then the label"),
     "a rate": (lambda t: t.step(x, y, 0.1), SchemaError, "a batch has a float where a tensor belongs"),
     "NumPy": (lambda t: t.step(x.numpy(), y), SchemaError, "a batch has a ndarray where a tensor belongs"),
-    "the label in the dict": (lambda t: t.step({"input": x, "label": y}), SchemaError, "the label, or a part of it, is a dict of ['input', 'label'], and is described as 'label'; give the inputs and then the label"),
+    "the label in the dict": (lambda t: t.step({"input": x, "label": y}), SchemaError, "the label, or something in it, is a dict of ['input', 'label'], and is described as 'label'; give the inputs and then the label"),
     "an unknown name": (lambda t: t.step({"data": x}, y), SchemaError, "step got unknown inputs ['data']; it takes ['input', 'label']"),
     "other features": (lambda t: t.step(x[:, :3], y), SchemaError, "input 'input', axis 1: expected size 4, got 3...To let other sizes vary, describe the batch"),
     "rows that do not match": (lambda t: t.step(x, y[:3]), SchemaError, "input 'label', axis 0 ('batch'): expected size 8 as in input 'input', axis 0, got 3"),

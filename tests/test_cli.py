@@ -79,6 +79,13 @@ def test_a_model_is_read_once_so_that_it_may_come_from_a_pipe(model):
     assert result.stdout.endswith(b"gradients: W_grad, b_grad\n")
 
 
+def test_a_model_that_is_written_to_a_pipe_has_nothing_behind_it(model):
+    command = [sys.executable, "-m", "orttrainer", "gradient", str(model), "-o", "/dev/stdout"]
+    result = subprocess.run(command, capture_output=True)
+    assert onnx.load_from_string(result.stdout) == build_gradient(str(model))
+    assert result.stderr == b"wrote /dev/stdout\ngradients: W_grad, b_grad\n"
+
+
 def test_an_output_that_is_named_twice_has_one_cotangent(model):
     twice, once = (build_gradient(str(model), of) for of in (["output", "output"], "output"))
     assert twice == once

@@ -10,7 +10,7 @@ import pytest
 import torch
 from marks import slow
 from onnx_models import model
-from small import batch, forward_model, make, net
+from small import RATE, batch, forward_model, make, net
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription
@@ -168,3 +168,36 @@ def test_several_outputs_of_an_onnx_model_keep_their_names(body, outputs, tmp_pa
     assert [value.name for value in onnx.load(tmp_path / "model.onnx").graph.output] == outputs
     x = torch.randn(4, 3)
     torch.testing.assert_close(run(tmp_path / "model.onnx", x), trainer.eval_step(x)[1:])
+
+
+class OfBrainFloats(nn.Module):
+    """Takes bfloat16 and gives it, with weights in float32; there is no such array of NumPy's."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(x.float()).bfloat16()
+
+
+def brain_floats(output, label):
+    return nn.functional.mse_loss(output.float(), label.float())
+
+
+def test_inputs_and_outputs_in_bfloat16_are_checked_as_others_are(tmp_path):
+    module, twin = OfBrainFloats(), OfBrainFloats()
+    x, label = torch.randn(5, 4).bfloat16(), torch.randn(5, 3).bfloat16()
+    inputs = [IODescription("x", ["rows", 4]), IODescription("label", ["rows", 3])]
+    desc = ModelDescription(inputs, [IODescription("loss", []), IODescription("output", ["rows", 3])])
+    for trained in (module, None):
+        trainer = make(trained or onnx.load(tmp_path / "model.onnx"), loss_fn=brain_floats, desc=desc)
+        loss = brain_floats(twin(x), label)
+        torch.testing.assert_close(trainer.train_step(x, label, RATE)[0], loss.detach())
+        for parameter, gradient in zip(twin.parameters(), torch.autograd.grad(loss, list(twin.parameters()))):
+            parameter.data.sub_(RATE * gradient)
+        trainer.export_inference(tmp_path / "model.onnx")
+    state = trainer.state_dict()
+    for name, parameter in twin.named_parameters():
+        torch.testing.assert_close(state[name], parameter.detach())

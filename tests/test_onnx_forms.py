@@ -96,6 +96,17 @@ def test_the_default_domain_may_be_called_by_its_full_name(named, opset):
     assert_trains_like(proto, lambda x, W: torch.tanh(x @ W), BATCHES, W=W)
 
 
+# -- Sizes ----------------------------------------------------------------------------------------
+
+
+def test_a_size_below_0_is_one_that_varies():
+    proto = model("r = MatMul (x, W)", "3", 18, W=W)
+    proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value = -1
+    assert_trains_like(proto, lambda x, W: x @ W, BATCHES, W=W)
+    (batch, _) = build_gradient(proto, wrt="x").graph.output[-1].type.tensor_type.shape.dim
+    assert not batch.HasField("dim_value")
+
+
 # -- What is a weight -----------------------------------------------------------------------------
 
 
@@ -137,6 +148,44 @@ def test_an_output_that_no_step_can_return_is_refused_at_once(case):
     desc = ModelDescription([IODescription("x", ["rows", 3])], [IODescription("loss", []), IODescription(name, [])])
     with raises(ModelError, text):
         ORTTrainer(proto, None, desc, "SGDOptimizer", None, IODescription("rate", [1]), "cpu")
+
+
+# -- scikit-learn's classifiers ---------------------------------------------------------------------
+
+CLASSIFIER = """<ir_version: 8, opset_import: ["" : 18, "ai.onnx.ml" : 3]>
+g (float[N, 3] x) => (int64[N] label, float[N, 4] probabilities, seq(map(int64, float[])) named) {
+    h = MatMul (x, W) probabilities = Softmax (h) label = ArgMax <axis = 1, keepdims = 0> (probabilities)
+    named = ai.onnx.ml.ZipMap <classlabels_int64s = [0, 1, 2, 3]> (probabilities) }"""
+
+
+def classifier() -> onnx.ModelProto:
+    proto = onnx.parser.parse_model(CLASSIFIER)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(W, "W"))
+    return proto
+
+
+def test_a_classifier_that_gives_a_map_as_well_trains_by_its_probabilities():
+    def likelihood(probabilities, y):
+        return torch.nn.functional.nll_loss(probabilities.log(), y)
+
+    inputs = [IODescription("x", ["rows", 3]), IODescription("y", ["rows"], torch.int64)]
+    outputs = [IODescription("loss", []), IODescription("probabilities", ["rows", 4]), IODescription("label", ["rows"])]
+    desc, rate = ModelDescription(inputs, outputs), IODescription("rate", [1])
+    trainer = ORTTrainer(classifier(), likelihood, desc, "SGDOptimizer", None, rate, "cpu")
+    weight = torch.tensor(W, requires_grad=True)
+    for x in BATCHES:
+        y = torch.arange(len(x)) % 4
+        probabilities = (x @ weight).softmax(1)
+        loss = likelihood(probabilities, y)
+        expected = [loss, probabilities, probabilities.argmax(1)]
+        torch.testing.assert_close(trainer.train_step(x, y, LR), [value.detach() for value in expected])
+        weight = (weight - LR * torch.autograd.grad(loss, weight)[0]).detach().requires_grad_()
+    torch.testing.assert_close(trainer.state_dict()["W"], weight.detach())
+
+
+def test_a_gradient_of_a_classifier_leaves_the_map_out():
+    outputs = build_gradient(classifier(), "probabilities").graph.output
+    assert [value.name for value in outputs] == ["label", "probabilities", "W_grad"]
 
 
 # -- Old opsets -----------------------------------------------------------------------------------

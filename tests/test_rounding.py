@@ -79,7 +79,7 @@ def test_errors_are_numbers_where_another_gradient_is_none():
 @pytest.mark.parametrize("said, refused", [("FAIL : Shape mismatch", True), ("NOT_IMPLEMENTED : no kernel", False)])
 def test_gradients_that_cannot_be_computed_are_not_the_modules(said, refused, monkeypatch, caplog):
     class Session:
-        def run(self, *_):
+        def run_with_ort_values(self, *_):
             raise RuntimeError(f"[ONNXRuntimeError] : {said}")
 
     batch = [torch.ones(4)]

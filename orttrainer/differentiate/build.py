@@ -41,7 +41,7 @@ def build_gradient(
             ratio of a Dropout), or all float inputs if there are none.
 
     Returns:
-        A model with the same inputs and outputs, and one more output `<name>_grad` for each
+        A model with the same inputs and outputs, but for outputs that are maps, and one more output `<name>_grad` for each
         name in `wrt`: the sum over `of` of (cotangent * d output / d name), in the dtype and
         shape of `name`; zeros where nothing depends on it. Standard operators only.
 

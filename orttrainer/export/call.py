@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils.checkpoint import CheckpointFunction
 
-from orttrainer.describe import filled
+from orttrainer.describe import filled, leaves, mapped
 from orttrainer.errors import InvalidArgumentError, SchemaError, UnsupportedFeatureError, UnsupportedModelError
 from orttrainer.export.conditions import Followed
 from orttrainer.export.outside import noticed
@@ -57,7 +57,9 @@ class LossModule(nn.Module):
         self.loss_position = description.loss_position_
         self.input_names, self.label = [d.name_ for d in description.inputs_], description.label_
         self.label_names = () if loss_fn is None else description.label_names_
-        self.keywords = _keywords(module, [name for name in self.input_names if name not in self.label_names])
+        self.arguments = description.arguments_
+        if self.arguments is None:
+            self.arguments = _arguments(module, [name for name in self.input_names if name not in self.label_names])
         self.differentiates = False  # forward asks autograd for gradients
         self.sees_gradients = False  # or asks, as `x.requires_grad` does, whether there are any
         self.followed = Followed()
@@ -83,21 +85,17 @@ class LossModule(nn.Module):
     def described_outputs(self, inputs):
         """Call module and loss; return as many outputs as are described."""
         with _scripts_as_python():
-            if self.loss_fn is None:
-                return self._checked(_described(self._predict(inputs), self.output_names, self.loss_position))
             given = dict(zip(self.input_names, inputs))
-            prediction = self._predict([x for name, x in given.items() if name not in self.label_names])
+            arguments = filled(self.arguments, given)
+            prediction = self.module(**arguments) if isinstance(arguments, dict) else self.module(*arguments)
+            if self.loss_fn is None:
+                return self._checked(_described(prediction, self.output_names, self.loss_position))
             loss = self.loss_fn(prediction, filled(self.label, given))
             return self._checked([loss, *_described(prediction, self.output_names[1:])])
 
     def gradients(self, trains=True):
         """None around a call, unless forward asks for them, or, where it `trains`, whether there are any."""
         return torch.enable_grad() if self.differentiates or (trains and self.sees_gradients) else torch.no_grad()
-
-    def _predict(self, inputs):
-        if self.keywords:
-            return self.module(**dict(zip(self.keywords, inputs)))
-        return self.module(*inputs)
 
     def _checked(self, outputs):
         names = self.output_names
@@ -223,17 +221,14 @@ def count_outputs(module: nn.Module, inputs) -> int:
     """How many tensors `module` returns as it trains, up to the first thing that is none; it and what it calls are left as they are.
 
     Args:
-        inputs: a sequence of tensors, or a dict of them by the names that forward has.
+        inputs: a sequence of tensors, or a dict of them by the names that forward has; or of tuples, lists and dicts of them.
     """
     device = next((p.device for p in module.parameters()), None)
-    keywords = inputs if isinstance(inputs, Mapping) else {}
-    positional = () if isinstance(inputs, Mapping) else inputs
+    copies = mapped(lambda x: x.detach().to(device), inputs)
 
     def call():
-        with unchanged(module, (*positional, *keywords.values())), in_train_mode(module), noticed(module):
-            return module(
-                *(x.detach().to(device) for x in positional), **{k: x.detach().to(device) for k, x in keywords.items()}
-            )
+        with unchanged(module, [*leaves(copies)]), in_train_mode(module), noticed(module):
+            return module(**copies) if isinstance(copies, dict) else module(*copies)
 
     try:
         with torch.no_grad():
@@ -335,8 +330,8 @@ def _is_required(parameter):
     return parameter.default is parameter.empty and not variadic
 
 
-def _keywords(module, names):
-    """The names to call `forward` with, or () for a call by position.
+def _arguments(module, names):
+    """The names of what `forward` is called with, a dict of them for a call by keyword, or a tuple for one by position.
 
     By keyword if every described name is a parameter of `forward`, or if it takes nothing but `**kwargs`; then order
     and gaps do not matter. Else names are free and the order counts.
@@ -349,7 +344,7 @@ def _keywords(module, names):
     if names and (takes_any or set(names) <= known):
         missing = [p.name for p in parameters if _is_required(p) and p.name not in names]
         if not missing:
-            return tuple(names)
+            return {name: name for name in names}
     accepted = [p.name for p in parameters if p.kind in _POSITIONAL]
     if len(names) > len(accepted) and not variadic:
         raise SchemaError(
@@ -357,7 +352,7 @@ def _keywords(module, names):
             f"({', '.join(accepted)}), but {len(names)} are described ({', '.join(names)}). With a "
             f"loss_fn the last described input is the label; without one, all go to forward."
         )
-    return ()
+    return tuple(names)
 
 
 def _described(outputs, names, first=0):

@@ -14,7 +14,6 @@ import math
 import re
 from collections import Counter
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
@@ -377,7 +376,6 @@ class _GraphEvaluation(MutedDropout):
 
 def _runner(forward):
     """A function that runs the graph on the CPU, its dropouts taken out."""
-    ort = runtime.load()
     state = [*forward.parameters, *forward.buffers]
     initializers = forward.model.graph.initializers
     feeds = {name: initializers[name].const_value for name in state}
@@ -398,24 +396,5 @@ def _runner(forward):
         rewrite(model)
     # The graph as it is: an optimizer's rewrite is not what is being checked.
     session = runtime.checking_session(ir.to_proto(model).SerializeToString(), optimize=False)
-    state_values = {name: _ort_value(ort, tensor.raw) for name, tensor in feeds.items()}
-
-    def run(inputs):
-        batch = {name: _ort_value(ort, tensor) for name, tensor in zip(names, inputs)}
-        outputs = session.run_with_ort_values(None, {**batch, **state_values})
-        return [_torch_tensor(output) for output in outputs]
-
-    return run
-
-
-def _ort_value(ort, tensor):
-    tensor = tensor.detach().cpu().contiguous()
-    if tensor.dtype == torch.bool or not hasattr(ort.OrtValue, "from_dlpack"):  # no bool; and none at all before 1.20
-        return ort.OrtValue.ortvalue_from_numpy(tensor.numpy())
-    return ort.OrtValue.from_dlpack(tensor)
-
-
-def _torch_tensor(value):
-    if value.data_type() == "tensor(bool)" or not hasattr(value, "from_dlpack"):
-        return torch.from_numpy(np.array(value.numpy()))
-    return torch.from_dlpack(value)
+    state_values = {name: tensor.raw for name, tensor in feeds.items()}
+    return lambda inputs: runtime.run(session, None, {**dict(zip(names, inputs)), **state_values})

@@ -75,9 +75,9 @@ class Asked:
         Args:
             tensor: gives an input or the state of this name.
         """
-        feeds = {name: as_real(tensor(name).detach()).cpu().contiguous().numpy() for name in self._inputs}
+        feeds = {name: as_real(tensor(name).detach()) for name in self._inputs}
         try:
-            answers = self._session.run(None, feeds)
+            answers = runtime.run(self._session, None, feeds)
         except (
             Exception
         ) as error:  # a row that only another way has; ONNX Runtime raises a dozen classes without a common base

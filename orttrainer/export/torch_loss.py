@@ -113,13 +113,13 @@ class _Loss(nn.Module):
 
 def _prediction(body: ir.Model, batch: Sequence[torch.Tensor]) -> torch.Tensor:
     """What the model predicts for the first batch; its shape and dtype count."""
-    feeds = {value.name: tensor.detach().cpu().numpy() for value, tensor in zip(body.graph.inputs, batch)}
+    feeds = {value.name: tensor for value, tensor in zip(body.graph.inputs, batch)}
     proto, weights = without_weights(body)
     try:
-        (found,) = runtime.checking_session(proto).run([body.graph.outputs[0].name], feeds | weights)
+        (found,) = runtime.run(runtime.checking_session(proto), [body.graph.outputs[0].name], feeds | weights)
     except Exception as error:  # ONNX Runtime raises a dozen classes without a common base
         raise ExportError(f"ONNX Runtime cannot run the ONNX model on the first batch: {error}") from error
-    return torch.from_numpy(found)
+    return found
 
 
 def _give_way(graph: ir.Graph, roles: Mapping[str, str]) -> None:

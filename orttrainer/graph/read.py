@@ -85,4 +85,6 @@ def _renamable(tensor: ir.TensorProtocol | None) -> ir.TensorProtocol | None:
 
 
 def _reason(error: Exception) -> str:
+    while isinstance(error, ir.serde.SerdeError) and error.__cause__ is not None:
+        error = error.__cause__  # which says what, where the others say in what
     return " ".join(line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith("==>"))

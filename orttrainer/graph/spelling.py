@@ -1,4 +1,4 @@
-"""What ONNX can spell in two ways, and its checker or the IR know in one."""
+"""What ONNX can spell in two ways, and its checker or the IR know in one; and maps, which the IR does not know."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ _DEFAULT_DOMAIN = "ai.onnx"  # in full; as a rule it is ""
 def in_usual_spelling(proto: onnx.ModelProto) -> onnx.ModelProto:
     """The model with dense tensors in the place of sparse ones, as ONNX Runtime makes them, and "" for the domain "ai.onnx".
 
-    A model that has neither is returned as it is.
+    Sizes below 0, which some tools write for those that vary, become unknown ones, as they are to ONNX Runtime.
+    Outputs that are maps, as scikit-learn's classifiers have one beside their probabilities, are left out.
+    A model that has none of these is returned as it is.
 
     Raises:
         ValidationError: the indices of a sparse tensor do not fit its shape.
     """
-    if not _has_sparse(proto) and not _names_default_domain(proto):
+    if not (_has_sparse(proto) or _names_default_domain(proto) or _has_maps(proto) or any(_negative_sizes(proto))):
         return proto
     changed = onnx.ModelProto()
     changed.CopyFrom(proto)
@@ -28,6 +30,9 @@ def in_usual_spelling(proto: onnx.ModelProto) -> onnx.ModelProto:
         graph.ClearField("sparse_initializer")
     for attribute in _sparse_constants(changed):
         attribute.CopyFrom(onnx.helper.make_attribute("value", _dense(attribute.sparse_tensor)))
+    _drop_maps(changed.graph)
+    for size in _negative_sizes(changed):
+        size.Clear()
     for node in _nodes(changed):
         node.domain = _short(node.domain)
     for owner in (changed, *changed.functions):
@@ -44,6 +49,31 @@ def _has_sparse(proto: onnx.ModelProto) -> bool:
 def _names_default_domain(proto: onnx.ModelProto) -> bool:
     opsets = (opset for owner in (proto, *proto.functions) for opset in owner.opset_import)
     return any(named.domain == _DEFAULT_DOMAIN for named in (*opsets, *_nodes(proto)))
+
+
+def _drop_maps(graph: onnx.GraphProto) -> None:
+    """Remove outputs that are maps, and the nodes that make nothing else."""
+    maps = {value.name for value in (*graph.output, *graph.value_info) if _is_map(value.type)}
+    for values in (graph.output, graph.value_info):
+        for value in [value for value in values if value.name in maps]:
+            values.remove(value)
+    maps -= {name for node in graph.node for name in node.input}
+    for node in [node for node in graph.node if node.output and maps.issuperset(node.output)]:
+        graph.node.remove(node)
+
+
+def _has_maps(proto: onnx.ModelProto) -> bool:
+    return any(_is_map(value.type) for value in (*proto.graph.output, *proto.graph.value_info))
+
+
+def _negative_sizes(proto: onnx.ModelProto) -> Iterator[onnx.TensorShapeProto.Dimension]:
+    for value in (*proto.graph.input, *proto.graph.output, *proto.graph.value_info):
+        yield from (size for size in value.type.tensor_type.shape.dim if size.dim_value < 0)
+
+
+def _is_map(of: onnx.TypeProto) -> bool:
+    """Whether a type is a map or a sequence of maps."""
+    return of.HasField("map_type") or (of.HasField("sequence_type") and _is_map(of.sequence_type.elem_type))
 
 
 def _short(domain: str) -> str:
