@@ -167,7 +167,8 @@ class Groups:
             if id(parameter) not in names:
                 raise InvalidArgumentError(
                     f"param_groups[{index}] of the optimizer has a parameter of shape {list(parameter.shape)} that is "
-                    "in neither model nor criterion. Make the optimizer with the parameters of this model."
+                    "in neither model nor criterion, or came there after the first step. Make the optimizer with the "
+                    "parameters of this model, and for a layer that came later a new trainer."
                 )
 
     def _check_number(self, index: int, key: str, now: Any, compiled: Mapping[str, Any]) -> None:

@@ -226,6 +226,18 @@ def test_a_group_that_is_added_before_the_first_step_is_trained():
     assert_parameters_close(module, reference)
 
 
+def test_a_layer_that_comes_after_the_first_step_wants_a_new_trainer():
+    module = net()
+    optimizer = sgd(module)
+    trainer = make(module, optimizer)
+    trainer.step(*batch())
+    module.append(nn.Linear(3, 3))
+    optimizer.add_param_group({"params": module[-1].parameters()})
+    with pytest.raises(InvalidArgumentError, match=r"or came there after the first step.* a new trainer"):
+        trainer.step(*batch())
+    make(module, optimizer).step(*batch())
+
+
 def test_a_group_that_cannot_be_taken_is_refused_until_it_is_gone():
     module = net()
     optimizer = torch.optim.Adam(module[3].parameters())
