@@ -1,6 +1,7 @@
 """Who may have kernels in C, and what a user hears who cannot have them."""
 
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -88,3 +89,14 @@ def test_a_cache_that_cannot_be_written_to_is_an_error(monkeypatch, tmp_path):
         trainer.train_step(*small.batch(), small.LR)
     monkeypatch.setenv("ORTTRAINER_CACHE", str(tmp_path / "cache"))
     assert torch.isfinite(trainer.train_step(*small.batch(), small.LR)[0])
+
+
+def test_a_user_without_a_home_is_told_to_name_a_cache(monkeypatch):
+    def nobody():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(pathlib.Path, "home", nobody)
+    for name in ("ORTTRAINER_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(RuntimeNotFoundError, match="this user has no home folder"):
+        toolchain.compiled([])

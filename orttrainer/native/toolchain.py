@@ -169,6 +169,14 @@ def has_wide_vectors() -> bool:
 
 def _cache() -> pathlib.Path:
     """ORTTRAINER_CACHE, or the user's own cache folder."""
-    given = os.environ.get("ORTTRAINER_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(given) if given else pathlib.Path(base) / "orttrainer"
+    if given := os.environ.get("ORTTRAINER_CACHE"):
+        return pathlib.Path(given)
+    if given := os.environ.get("XDG_CACHE_HOME"):
+        return pathlib.Path(given) / "orttrainer"
+    try:
+        return pathlib.Path.home() / ".cache" / "orttrainer"
+    except RuntimeError as error:  # of a user that the system has no name for, as in a container
+        raise RuntimeNotFoundError(
+            "native kernels need a folder to keep them in, and this user has no home folder. Set ORTTRAINER_CACHE to one that "
+            "can be written to, or leave native_kernels off."
+        ) from error
