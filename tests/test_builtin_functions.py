@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
+import types
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from fidelity import assert_trains_as_in_pytorch, vectors
 from torch import nn
+
+from orttrainer.source import Source
 
 # Of the module, which has counted its steps, and its output: `t` is a float, `n` a whole number.
 SCHEDULES = {
@@ -83,3 +88,29 @@ class Counted(nn.Linear):
 ])  # fmt: skip
 def test_a_number_of_a_tensor_in_a_function_of_pythons_or_torchs(function):
     assert_trains_as_in_pytorch(lambda: Counted(function), vectors, evaluates=False)
+
+
+LIBRARY = """
+def chosen(y, of):
+    if len(of) == 0:
+        return y.sum() * 0
+    return y[of].square().sum() / max(len(of), 2)
+"""
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """A module of functions that a forward calls, which has no forward itself."""
+    module = types.ModuleType("a_library_of_functions")
+    exec(LIBRARY, vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+def test_a_count_that_a_function_of_another_file_asks_for_is_part_of_the_graph(library, monkeypatch):
+    monkeypatch.setattr(Source, "later_graph", mock.Mock(side_effect=AssertionError("exported anew")))
+    assert_trains_as_in_pytorch(
+        lambda: Counted(lambda m, y: y + library.chosen(y, (y.detach().sum(1) > 0).nonzero()[:, 0])),
+        vectors,
+        evaluates=False,
+    )

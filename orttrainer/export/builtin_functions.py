@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from unittest import mock
 
 import torch
@@ -35,10 +36,8 @@ def symbolic(wrapper: torch.nn.Module) -> Iterator[None]:
         from orttrainer.export.hints import BUILTINS  # here: with it comes sympy
 
         names |= BUILTINS
-    functions = [getattr(type(m), "forward", None) for m in wrapper.modules()] + [wrapper.loss_fn]
-    scopes = [getattr(function, "__globals__", None) for function in functions]
-    scopes = {id(s): s for s in scopes if s is not None and _is_user_code(s)}
-    placed = [(scope, name) for scope in scopes.values() for name in names if name not in scope]
+    scopes = [scope for scope in _scopes(wrapper) if _is_user_code(scope)]
+    placed = [(scope, name) for scope in scopes for name in names if name not in scope]
     with contextlib.ExitStack() as stack:
         for name, function in _TRUTHS.items():
             stack.enter_context(mock.patch.object(math, name, _truth(getattr(math, name), function, hints)))
@@ -56,8 +55,17 @@ def symbolic(wrapper: torch.nn.Module) -> Iterator[None]:
                 del scope[name]
 
 
+def _scopes(wrapper: torch.nn.Module) -> Iterable[dict]:
+    """Globals of forward and loss, and of the other code that they run."""
+    functions = [getattr(type(m), "forward", None) for m in wrapper.modules()] + [wrapper.loss_fn]
+    scopes = [getattr(function, "__globals__", None) for function in functions]
+    scopes += [vars(sys.modules[name]) for name in sorted(wrapper.runs) if name in sys.modules]
+    return {id(scope): scope for scope in scopes if scope is not None}.values()
+
+
 def _is_user_code(scope: dict) -> bool:
-    return scope.get("__name__", "").split(".")[0] not in ("torch", "orttrainer")
+    root = scope.get("__name__", "").partition(".")[0]
+    return root not in ("torch", "orttrainer", "numpy") and root not in sys.stdlib_module_names
 
 
 def _len(sized):

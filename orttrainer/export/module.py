@@ -109,6 +109,7 @@ class _Job:
         self.inputs = [x.contiguous() for x in self.inputs]  # of other strides a trace makes sizes
         self._take_state()
         self.wrapper.differentiates |= self.observed.differentiates
+        self.wrapper.runs = frozenset() if self.observed.read is None else self.observed.read.modules
         self.wrapper.followed.observed, self.wrapper.followed.told = self.observed.decisions, self.observed.told
         self.example = without_ones(self.inputs, self.symbols, self._accepts)
         self.updated = tuple(self.observed.updated)
@@ -222,7 +223,7 @@ class _Job:
         """
         longer = None if self.example is self.inputs else self.example
         wrapper = self.wrapper
-        seen = wrapper.followed.observed, wrapper.followed.told
+        seen = wrapper.followed.observed, wrapper.followed.told, wrapper.runs
         outside = [*map(id, wrapper.taken_in)]
         child.send((longer, self.updated, self.counted, self.rates, wrapper.differentiates, outside, seen))
         evaluated = self._evaluated() if self.check else None
@@ -250,7 +251,7 @@ class _Job:
         longer, self.updated, self.counted, self.rates, wrapper.differentiates, outside, seen = receive()
         wrapper.take_in(modules_of(outside))
         self._take_state()
-        wrapper.followed.observed, wrapper.followed.told = seen
+        wrapper.followed.observed, wrapper.followed.told, wrapper.runs = seen
         self.example = self.inputs if longer is None else longer
         self.check = False
         return packed(self.exported())

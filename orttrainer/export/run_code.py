@@ -28,6 +28,7 @@ class Read(NamedTuple):
         variables: globals of the former, and a name among them.
         stored: "GLOBAL", "DEREF" (of a function around it) or "ATTR", and a name that the former sets so.
         compiled: some of it may have been compiled, and was not run as it stands.
+        modules: names of those of Python's that the former is in.
     """
 
     names: frozenset[str]
@@ -35,6 +36,7 @@ class Read(NamedTuple):
     variables: tuple[tuple[dict, str], ...]
     stored: frozenset[tuple[str, str]]
     compiled: bool
+    modules: frozenset[str]
 
 
 def names_in(code: CodeType) -> set[str]:
@@ -58,19 +60,21 @@ def _functions(code: CodeType) -> list[CodeType]:
 
 def read_by(run: RunCode, ours: str, torchs: str) -> Read:
     """What code may read; `ours`, `torchs`: the folders that those files are in."""
-    names, of_torch, variables, stored, compiled = set(), set(), {}, set(), False
+    names, of_torch, variables, stored, compiled, modules = set(), set(), {}, set(), False, set()
     for code, scope in run.values():
         if code.co_filename.startswith(torchs):
             of_torch |= names_in(code)
             compiled |= os.path.join("_dynamo", "") in code.co_filename
         elif not code.co_filename.startswith(ours):
             names |= names_in(code)
+            modules.add(scope.get("__name__", ""))
             for step, name in _steps(code):
                 if step in _SETS:
                     stored.add((_SETS[step], name))
                 elif name in scope:
                     variables[id(scope), name] = scope, name
-    return Read(frozenset(names), frozenset(of_torch), tuple(variables.values()), frozenset(stored), compiled)
+    read = frozenset(names), frozenset(of_torch), tuple(variables.values())
+    return Read(*read, frozenset(stored), compiled, frozenset(modules))
 
 
 @contextlib.contextmanager
