@@ -107,7 +107,7 @@ class _Function(torch.nn.Module):
     """One sample: the operator as a function of those tensors that require a gradient; its float outputs."""
 
     # What the product's capture looks for in a module with its loss.
-    loss_fn, updated, changed, differentiates = None, (), {}, False
+    loss_fn, updated, changed, differentiates, runs = None, (), {}, False, frozenset()
 
     def __init__(self, op, sample):
         super().__init__()
