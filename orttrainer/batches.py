@@ -39,9 +39,8 @@ def batch_by_name(
 ) -> dict[str, torch.Tensor]:
     """What `inputs_and_label` gives, by the names of the description, `names`."""
     arguments = description.arguments_
-    if arguments is None and (
-        not label or (description.label_ == names[-1] and not _is_nested(label))
-    ):  # as nearly all are
+    label_is_last = not label or (description.label_ == names[-1] and not _is_nested(label))
+    if arguments is None and label_is_last:
         if isinstance(inputs, tuple):
             return inputs_by_name((*inputs, *label), {}, names, call)
         return inputs_by_name((), {**inputs, **dict(zip(names[-1:], label))}, names, call)
@@ -102,7 +101,8 @@ def described(model: torch.nn.Module, inputs: tuple | Mapping, label: tuple) -> 
         raise SchemaError("the first batch has no inputs; give those of the model, then the label: step(x, y)")
     taken = {*dict(model.named_parameters()), *dict(model.named_buffers())}
     if isinstance(inputs, Mapping):
-        arguments = {key: _names_of(part, key, {*taken} - {key}) for key, part in inputs.items()}
+        taken |= inputs.keys()
+        arguments = {k: k if isinstance(x, torch.Tensor) else _names_of(x, k, taken) for k, x in inputs.items()}
     else:
         names = _input_names(model, len(inputs), taken)
         arguments = tuple(_names_of(part, name, taken) for name, part in zip(names, inputs))

@@ -184,7 +184,13 @@ def test_a_scale_that_a_scaler_cannot_mean_is_refused_and_its_next_one_works(cas
 
 
 @pytest.mark.parametrize(
-    "steps, text", [(1, "gradient_accumulation_steps=1 is too late: 1 of 3 batches are accumulated already. Set it to 2"), (0, "got 0"), ("3", "got '3'"), (2.0, "got 2.0")]
+    "steps, text",
+    [
+        (1, "gradient_accumulation_steps=1 is too late: 1 of 3 batches are accumulated already. Set it to 2"),
+        (0, "got 0"),
+        ("3", "got '3'"),
+        (2.0, "got 2.0"),
+    ],
 )
 def test_a_wrong_number_of_batches_within_a_block_leaves_the_block(steps, text):
     trainer = make(gradient_accumulation_steps=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -11,6 +12,7 @@ from fidelity import described
 from small import make
 from torch import nn
 
+import orttrainer
 from orttrainer.errors import ExecutionError
 
 FUNCTIONS = {
@@ -69,3 +71,50 @@ def test_an_operator_that_the_runtime_has_in_float32_only_is_named():
     with pytest.raises(ExecutionError, match=r"an implementation for Erf.* by model\.float\(\) where it is of float64"):
         make(module, loss_fn=None, desc=described([x])).train_step(x, 0.1)
     make(module.float(), loss_fn=None, desc=described([x.float()])).train_step(x.float(), 0.1)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind, options, packed):
+        super().__init__()
+        self.layer, self.packed = kind(6, 3, **options), packed
+        self.head = nn.Linear(self.layer.all_weights[-1][1].shape[1] * (1 + self.layer.bidirectional), 2)
+
+    def forward(self, x, lengths):
+        x = x.transpose(0, 1)
+        if self.packed:
+            x = nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
+        y, last = self.layer(x)
+        y = nn.utils.rnn.pad_packed_sequence(y)[0] if self.packed else y
+        return self.head(y).mean(0) + sum(state.sum() for state in (last if isinstance(last, tuple) else [last]))
+
+
+RECURRENT = {  # layer, its options, whether its batches are packed
+    "LSTM": (nn.LSTM, {}, False),
+    "two layers, both ways": (nn.LSTM, {"num_layers": 2, "bidirectional": True}, False),
+    "projected": (nn.LSTM, {"proj_size": 2}, False),
+    "packed": (nn.LSTM, {"num_layers": 2, "bidirectional": True}, True),
+    "GRU": (nn.GRU, {"bidirectional": True}, False),
+    "packed GRU": (nn.GRU, {}, True),
+    "RNN": (nn.RNN, {"nonlinearity": "relu", "bias": False}, False),
+}
+
+
+@pytest.mark.parametrize("kind, options, packed", RECURRENT.values(), ids=RECURRENT)
+def test_recurrent_layers_that_the_runtime_has_in_float32_only_train_as_in_pytorch(kind, options, packed):
+    torch.manual_seed(0)
+    model = Recurrent(kind, options, packed).double()
+    reference = copy.deepcopy(model)
+    # A rate that float32, in which it is fed, has exactly.
+    optimizer, expected = (torch.optim.SGD(m.parameters(), lr=2**-7) for m in (model, reference))
+    trainer = orttrainer.trainer(model, F.mse_loss, optimizer)
+    for batch in (4, 4, 3):
+        x, y = torch.randn(batch, 5, 6, dtype=torch.float64), torch.randn(batch, 2, dtype=torch.float64)
+        lengths = torch.tensor([5, 2, 4, 3][:batch])
+        right = F.mse_loss(reference(x, lengths), y)
+        torch.testing.assert_close(trainer.eval_step(x, lengths, y)[0], right.detach(), rtol=1e-12, atol=0)
+        torch.testing.assert_close(trainer.step(x, lengths, y)[0], right.detach(), rtol=1e-12, atol=0)
+        expected.zero_grad()
+        right.backward()
+        expected.step()
+    for mine, other in zip(model.parameters(), reference.parameters()):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14)

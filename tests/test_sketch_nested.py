@@ -118,3 +118,24 @@ def test_another_form_than_that_of_the_first_batch_is_refused():
         trainer.step(words, (zeros, 0.5), label)
     with pytest.raises(SchemaError, match=r"input 'states_1', axis 0 .*: expected size 1 .*, got 2"):
         trainer.step(words, (zeros, zeros.repeat(2, 1, 1)), label)
+
+
+def test_names_of_what_lies_in_dicts_give_way_to_those_of_arguments():
+    class Sums(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, a, a_b, label):
+            return self.layer(a["b"] + 2 * a_b + 3 * label)
+
+    torch.manual_seed(0)
+    model = Sums()
+    expected, optimizer = copy.deepcopy(model), torch.optim.SGD(model.parameters(), lr=0.5)
+    trainer = orttrainer.trainer(model, F.cross_entropy, optimizer)
+    for rows in (5, 3):
+        inputs = {"a": {"b": torch.randn(rows, 4)}, "a_b": torch.randn(rows, 4), "label": torch.randn(rows, 4)}
+        kinds = torch.randint(0, 3, (rows,))
+        loss, scores = trainer.eval_step(inputs, kinds)
+        torch.testing.assert_close(scores, expected(**inputs).detach())
+        torch.testing.assert_close(loss, F.cross_entropy(expected(**inputs), kinds).detach())
