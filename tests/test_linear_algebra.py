@@ -217,7 +217,6 @@ USUAL = [
         "eigh-batch",
         "eigvalsh-equal",
         "svd-tall",
-        "from-few-rows-to-many",
         "ranks",
         "norm-of-zeros",
     ),
