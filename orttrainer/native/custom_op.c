@@ -178,6 +178,14 @@ static Status *sizes_of(const Value *value, size_t *axes, int64_t *sizes) {
   return status;
 }
 
+/* Where an input lies, for the pointer at `data`; how many axes it has, and their lengths, as `sizes_of` gives them. */
+static Status *read_input(const Context *context, int index, void *data, size_t *axes, int64_t *sizes) {
+  const Value *input;
+  TRY(GET_INPUT(api)(context, index, &input));
+  TRY(GET_DATA(api)((Value *)input, (void **)data));
+  return sizes_of(input, axes, sizes);
+}
+
 /* The lengths of the axes of the outputs, from those of the inputs, all of which are looked at: a kernel that believed
    what the graph says of its shapes would read beyond its inputs where a batch is not as the graph says. */
 static Status *find_shape(const Kernel *kernel, const Value *const *inputs, int64_t *shape) {

@@ -161,14 +161,9 @@ static void pool_chunk(void *data, size_t chunk) {
 
 /* Inputs: x and dy, both in blocks or neither. */
 static Status *pool_gradient(Pool g, Context *context) {
-  const Value *inputs[2];
   int64_t sizes[2][MOST_AXES];
   size_t axes[2];
-  for (int i = 0; i < 2; ++i) {
-    TRY(GET_INPUT(api)(context, i, &inputs[i]));
-    TRY(GET_DATA(api)((Value *)inputs[i], (void **)(i ? &g.dy : &g.x)));
-    TRY(sizes_of(inputs[i], &axes[i], sizes[i]));
-  }
+  for (int i = 0; i < 2; ++i) TRY(read_input(context, i, i ? &g.dy : &g.x, &axes[i], sizes[i]));
   if (axes[0] != axes[1] || axes[0] < 3 || axes[0] > 5 || sizes[0][0] != sizes[1][0] || sizes[0][1] != sizes[1][1] ||
       sizes[0][1] % g.block)
     return CREATE_STATUS(api)(INVALID_ARGUMENT, "the sizes of the inputs do not go together");

@@ -225,15 +225,10 @@ static void multiply_panels(void *data, size_t index) {
 /* Inputs: a, whose axes but the last are rows, and b, a matrix. Outputs: y, and memory for what is laid side by side for all
    threads, which nobody reads: ONNX Runtime keeps its memory, where malloc may get that of each call from the system anew. */
 static Status *multiply(const Kernel *kernel, Context *context, int turned) {
-  const Value *inputs[2];
   const float *data[2];
   int64_t sizes[2][MOST_AXES];
   size_t axes[2];
-  for (int i = 0; i < 2; ++i) {
-    TRY(GET_INPUT(api)(context, i, &inputs[i]));
-    TRY(GET_DATA(api)((Value *)inputs[i], (void **)&data[i]));
-    TRY(sizes_of(inputs[i], &axes[i], sizes[i]));
-  }
+  for (int i = 0; i < 2; ++i) TRY(read_input(context, i, &data[i], &axes[i], sizes[i]));
   const size_t last = axes[0] - 1;
   if (axes[0] < 2 || axes[0] > MOST_AXES || axes[1] != 2 || sizes[0][last] != sizes[1][turned])
     return CREATE_STATUS(api)(INVALID_ARGUMENT, "the sizes of the inputs do not go together");

@@ -33,15 +33,10 @@ static void add_to_chunk(void *data, size_t chunk) {
 
 /* Inputs: the table, or its shape where it is zeros, as int64; places, int64; rows. */
 static Status *add_rows(const Kernel *kernel, Context *context) {
-  const Value *inputs[3];
   const void *data[3];
   int64_t sizes[3][MOST_AXES], total = 1;
   size_t axes[3];
-  for (int i = 0; i < 3; ++i) {
-    TRY(GET_INPUT(api)(context, i, &inputs[i]));
-    TRY(GET_DATA(api)((Value *)inputs[i], (void **)&data[i]));
-    TRY(sizes_of(inputs[i], &axes[i], sizes[i]));
-  }
+  for (int i = 0; i < 3; ++i) TRY(read_input(context, i, &data[i], &axes[i], sizes[i]));
   const int is_table = kernel->input_types[0] == FLOAT;
   const int64_t *shape = is_table ? sizes[0] : data[0];
   const size_t rank = is_table ? axes[0] : axes[0] == 1 ? (size_t)sizes[0][0] : 0;

@@ -142,15 +142,10 @@ static int goes_by_tiles(const Weights *g) {
    where malloc may get that of each call from the system anew. */
 static Status *sum_weights(const Kernel *kernel, Context *context) {
   const Window *w = kernel->window;
-  const Value *inputs[2];
   const float *data[2];
   int64_t sizes[2][MOST_AXES];
   size_t axes[2];
-  for (int i = 0; i < 2; ++i) {
-    TRY(GET_INPUT(api)(context, i, &inputs[i]));
-    TRY(GET_DATA(api)((Value *)inputs[i], (void **)&data[i]));
-    TRY(sizes_of(inputs[i], &axes[i], sizes[i]));
-  }
+  for (int i = 0; i < 2; ++i) TRY(read_input(context, i, &data[i], &axes[i], sizes[i]));
   const int64_t channels = sizes[0][1], outputs = sizes[1][1];
   if (axes[0] != 4 || axes[1] != 4 || sizes[0][0] != sizes[1][0] || channels % w->block || outputs % w->block)
     return CREATE_STATUS(api)(INVALID_ARGUMENT, "the sizes of the inputs do not go together");
