@@ -13,7 +13,7 @@ import onnx
 import onnx_ir as ir
 import torch
 
-from orttrainer import runtime
+from orttrainer import runtime, signals
 from orttrainer.compile import compile_training_graph
 from orttrainer.describe import InputSchema, ModelDescription
 from orttrainer.distributed import (
@@ -196,17 +196,17 @@ class InUse(NotCopied):
     # -- compile, and change ---------------------------------------------------------------
 
     def _compile(self, forward: Callable[[], ForwardGraph]) -> None:
-        with runtime.garbage_kept(), failing_together(self.collective, "compiling the model"):
+        with runtime.garbage_kept(), failing_together(self.collective, "compiling the model"), signals.none_lost():
             self._forward = self.source.frozen(forward())
             self._ways = Ways(self._forward, self.input_names, self.source)
             counts = counts_in(self._pending_state[0], self._kept.count, self._forward.parameters)
             graph = self._training_graph(self._forward, counts)
         try:
-            with failing_together(self.collective, "sharing its state"):
+            with failing_together(self.collective, "sharing its state"), signals.none_lost():
                 self._number = next(_numbers) if self.collective.size > 1 else 0
                 self._open_on_state(graph)
             self._check_what_ranks_loaded()
-        except Exception:
+        except BaseException:
             self.training_graph = self._runner = None  # not to train on without what was to be loaded
             raise
         self._pending_state = ({}, False)
@@ -277,6 +277,7 @@ class InUse(NotCopied):
             as_declared=self.source.as_declared, disabled_passes=self.settings.disabled_passes,
         )  # fmt: skip
 
+    @signals.none_lost()
     def _recompile(self, forward: ForwardGraph, counts: Mapping[str, int] = {}) -> None:
         """Go on with the graph of other settings, or of another way, on the present state.
 
@@ -309,7 +310,7 @@ class InUse(NotCopied):
         self._follow_module()
         if self._ways.right_for_all(trains):
             return
-        make = functools.partial(self.source.later_graph, self.description, self._schema)
+        make = signals.none_lost()(functools.partial(self.source.later_graph, self.description, self._schema))
         alone, last = self.collective.size == 1, self._last_batch
         if (forward := self._ways.other(batch, last, self._state.live, trains, alone, make)) is not None:
             with runtime.garbage_kept():

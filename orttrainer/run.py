@@ -15,7 +15,7 @@ import onnx_ir as ir
 import torch
 from onnx_ir.passes import common
 
-from orttrainer import runtime
+from orttrainer import runtime, signals
 from orttrainer.distributed import Collective, SingleProcess
 from orttrainer.distributed.agreement import SIGNALS, announce, check_announced
 from orttrainer.graph.subgraphs import node_inputs
@@ -295,6 +295,7 @@ class Runner:
         }
         return list(buffers.values()), views
 
+    @signals.none_lost()
     def _cut(self, inputs: Sequence[str] | None, outputs: Sequence[str]) -> ir.Model:
         """The part of the graph that makes `outputs`, between `inputs` and the graph's own inputs."""
         graph = self.graph.graph.graph
@@ -307,6 +308,7 @@ class Runner:
             part.inputs.remove(value)
         return model
 
+    @signals.none_lost()
     def _phase(self, part: str, cut: ir.Model, fetches: Sequence[str], **bound) -> Phase:
         place = Place(
             self.graph.signature, self.state, self.device, self._providers, self._configure, self._in_place,

@@ -7,6 +7,7 @@ import copy
 import signal
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -149,3 +150,50 @@ def test_the_front_ends_count_an_interrupted_step_that_was_made():
 
     assert interrupted_steps(lambda: trainer.train_step(*batch, LR), updates, KeyboardInterrupt)
     assert trainer.global_step_ == updates()
+
+
+@pytest.mark.parametrize("where", ["in a child", "here"])
+def test_a_time_limit_in_the_first_step_is_kept(where, monkeypatch):
+    if where == "here":
+        monkeypatch.setenv("ORTTRAINER_EXPORT", "here")
+    model = net()
+    trainer = orttrainer.trainer(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+    seconds, limits = 0.02, 0
+    while True:
+        try:
+            with interrupted_after(seconds, Interruption):
+                begun = time.monotonic()
+                trainer.step(X, LABELS)
+                taken = time.monotonic() - begun
+        except Interruption:
+            limits, seconds = limits + 1, 1.5 * seconds
+        else:
+            break
+    assert taken < seconds  # or the limit was passed
+    assert limits > 3
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, Interruption])
+def test_what_was_loaded_is_there_behind_an_interrupted_first_step(kind, monkeypatch):
+    def adam(model):
+        return orttrainer.trainer(model, nn.CrossEntropyLoss(), torch.optim.Adam(model.parameters(), lr=1e-3))
+
+    first, model = adam(net()), net()
+    first.step(X, LABELS)
+    loaded = first.state_dict()
+    trainer = adam(model)
+    trainer.load_state_dict(loaded)
+
+    def interrupted(*_):
+        raise kind
+
+    monkeypatch.setattr(trainer._engine, "_opened", interrupted)
+    with pytest.raises(kind):
+        trainer.step(X, LABELS)
+    monkeypatch.undo()
+    found = trainer.state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in loaded.items())
+    trainer.step(X, LABELS)
+    first.step(X, LABELS)
+    for (name, found), expected in zip(trainer.state_dict().items(), first.state_dict().values()):
+        torch.testing.assert_close(found, expected, msg=name)
