@@ -6,10 +6,8 @@ Both are traced, the backward with a value that stands for the gradient of each 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import threading
-import types
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -30,9 +28,11 @@ __all__ = ["CustomFunctions", "identity_with_gradient", "of_operator"]
 
 log = logging.getLogger("orttrainer")
 
+_Metaclass = type(Function)
+
 
 class CustomFunctions:
-    """What `torch.autograd.Function.apply` is while the forward of `wrapper` is traced.
+    """What `torch.autograd.Function.apply` computes while the forward of `wrapper` is traced.
 
     Attributes:
         depth: how many are being applied whose backward no trace shows: the graph gets the derivative of their forward,
@@ -41,44 +41,62 @@ class CustomFunctions:
 
     def __init__(self, wrapper: LossModule):
         self.depth, self._wrapper = 0, wrapper
+        self._own: dict[
+            type[Function], object
+        ] = {}  # `forward` of classes, None where it is inherited, in whose place is ours
 
     @contextlib.contextmanager
     def traced(self) -> Iterator[None]:
         """Trace forward and backward of what is applied within the block.
 
-        By other code in the place of `apply`'s, for who wrote `round = Round.apply` long ago has that very function.
+        `apply` cannot be another, for who wrote `round = Round.apply` long ago has that very function, in newer torch one of
+        C. But it asks the class for `_backward_cls`, still with the caller's grad mode, and then for `forward`.
         """
-        function, thread = Function.apply.__func__, threading.get_ident()
-        original = types.FunctionType(
-            function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-        )
+        contexts, thread = {}, threading.get_ident()  # contexts: of classes that are made within the block
 
-        def apply(cls, args, kwargs):
-            if threading.get_ident() != thread or not torch.is_grad_enabled():
-                return original(cls, *args, **kwargs)
-            if _is_newer(cls):
-                bound = inspect.signature(cls.forward).bind(*args, **kwargs)
-                bound.apply_defaults()
-                args, kwargs = bound.args, bound.kwargs
+        def context(cls):
+            if threading.get_ident() == thread and torch.is_grad_enabled() and not cls.__module__.startswith("torch."):
+                self._trace_next(cls)
+            return contexts.get(cls) or vars(cls)["_backward_cls"]
+
+        # Of the metaclass, it comes before what the classes have.
+        seen_by_all = property(context, lambda cls, made: contexts.update({cls: made}))
+        try:
+            with _idle_autocasts_left_out(), mock.patch.object(_Metaclass, "_backward_cls", seen_by_all, create=True):
+                yield
+        finally:
+            for cls in [*self._own]:
+                self._put_back(cls)
+            for cls, made in contexts.items():
+                cls._backward_cls = made
+
+    def _trace_next(self, cls: type[Function]) -> None:
+        """Let the next call of `forward` trace the backward, too."""
+        forward = cls.forward
+
+        def once(*given):
+            self._put_back(cls)
+            ctx, args = (None, given) if _is_newer(cls) else (given[0], given[1:])
             if _may_be_traced(cls, args):
-                outputs = _traced(cls, args, kwargs, self._wrapper.differentiates)
+                with torch.enable_grad():  # as around `apply`
+                    outputs = _traced(cls, ctx, args, self._wrapper.differentiates)
                 if outputs is not None:
                     return outputs[0]
             self.depth += 1
             try:
-                return original(cls, *args, **kwargs)
+                return forward(*given)
             finally:
                 self.depth -= 1
 
-        with (
-            _idle_autocasts_left_out(),
-            mock.patch.object(Function, "apply_while_traced", classmethod(apply), create=True),
-        ):
-            function.__code__ = _Stub.apply.__code__
-            try:
-                yield
-            finally:
-                function.__code__ = original.__code__
+        if cls not in self._own:
+            self._own[cls] = vars(cls).get("forward")
+            cls.forward = staticmethod(once)
+
+    def _put_back(self, cls: type[Function]) -> None:
+        if (own := self._own.pop(cls)) is None:
+            del cls.forward
+        else:
+            cls.forward = own
 
 
 def of_operator(func: Callable) -> type[Function] | None:
@@ -124,12 +142,6 @@ def _idle_autocasts_left_out() -> Iterator[None]:
         yield
 
 
-class _Stub:
-    def apply(cls, *args, **kwargs):
-        _ = __class__  # a free variable, which the code of `torch.autograd.Function.apply` has, too
-        return cls.apply_while_traced(args, kwargs)
-
-
 class _Context(FunctionCtx):
     """`ctx`, as forward and backward see it."""
 
@@ -162,20 +174,21 @@ def _may_be_traced(cls: type[Function], args: tuple) -> bool:
     )
 
 
-def _traced(cls: type[Function], args: tuple, kwargs: dict, twice: bool) -> tuple | None:
-    """What `cls.apply` returns, as a tuple of one; None if its backward cannot be traced.
+def _traced(cls: type[Function], of_torch: FunctionCtx | None, args: tuple, twice: bool) -> tuple | None:
+    """What `cls.forward` returns, as a tuple of one; None if the backward cannot be traced.
 
     Args:
+        of_torch: the `ctx` of torch, which makes what is returned that of `apply`; None where `setup_context` is told later.
         twice: forward asks for gradients, so that the backward may be differentiated.
     """
     ctx = _Context(args)
     sources = [x.clone() for x, needed in zip(args, ctx.needs_input_grad) if needed]  # forward may write to them
     with torch.no_grad():
         if _is_newer(cls):
-            outputs = cls.forward(*args, **kwargs)
+            outputs = cls.forward(*args)
             cls.setup_context(ctx, args, outputs)
         else:
-            outputs = cls.forward(ctx, *args, **kwargs)
+            outputs = cls.forward(ctx, *args)
         flat = list(outputs) if isinstance(outputs, tuple) else [outputs]
         frozen = {id(y) for y in ctx.non_differentiable}
         distinct = {id(y): y for y in flat}.values()
@@ -192,7 +205,8 @@ def _traced(cls: type[Function], args: tuple, kwargs: dict, twice: bool) -> tupl
     ]
     try:
         with torch.set_grad_enabled(twice):  # as autograd runs it
-            gradients = cls.backward(ctx, *cotangents)
+            boxed = getattr(cls, "boxed_grads_call", False)  # since torch 2.15
+            gradients = cls.backward(ctx, cotangents) if boxed else cls.backward(ctx, *cotangents)
         gradients = gradients if isinstance(gradients, tuple) else (gradients,)
         needed = [g for g, wanted in zip(gradients, ctx.needs_input_grad) if wanted]
         pairs = [(x, g.sum_to_size(x.shape)) for x, g in zip(sources, needed) if g is not None]
@@ -204,6 +218,9 @@ def _traced(cls: type[Function], args: tuple, kwargs: dict, twice: bool) -> tupl
     inputs = [*chosen, *(x for x, _ in pairs), *(g for _, g in pairs), *stand_ins.values()]
     marked = dict(zip(stand_ins, _symbolic(CUSTOM_GRADIENT, inputs, chosen, outputs=len(chosen)))) if chosen else {}
     written = {id(x) for x in ctx.dirty_tensors}
+    if of_torch is not None:
+        of_torch.mark_dirty(*ctx.dirty_tensors)
+        of_torch.mark_non_differentiable(*ctx.non_differentiable)
     results = [y.copy_(marked[id(y)]) if id(y) in written else marked.get(id(y), y) for y in flat]
     return (tuple(results) if isinstance(outputs, tuple) else results[0],)
 
