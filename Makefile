@@ -5,18 +5,21 @@
 PYTHON ?= python3
 VENV := .venv
 LEGACY := .venv-legacy
+NEWEST := .venv-newest
 BIN := $(VENV)/bin
 # Python compiles the files that it imports; pip would compile all of PyTorch's, half of an installation's time.
-PIP_FLAGS := --quiet --no-compile --disable-pip-version-check -c constraints.txt
+UNPINNED := --quiet --no-compile --disable-pip-version-check
+PIP_FLAGS := $(UNPINNED) -c constraints.txt
 # Some containers forbid Python to keep that: then every process compiles PyTorch again, and the tests start hundreds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test test-gpu test-slow test-forms test-legacy-runtime coverage bench bench-scaling bench-ablation bench-families lint clean
+.PHONY: help train test test-gpu test-slow test-forms test-legacy-runtime test-newest coverage bench bench-scaling bench-ablation bench-families lint clean
 
 help:
 	@echo "make train                train the getting-started sample on the CPU"
 	@echo "make test                 run the tests"
 	@echo "make test-legacy-runtime  run a slice of them on onnxruntime-training-cpu 1.19.2"
+	@echo "make test-newest          run the tests on the newest PyTorch, ONNX and ONNX Runtime that pip finds (PyTorch may be 3 GB)"
 	@echo "make test-gpu             run the tests that need a CUDA device (installs onnxruntime-gpu)"
 	@echo "make test-forms           run suites of whole models without the passes that serve speed, with all of them at any size, and with kernels in C"
 	@echo "make test-slow            run the long suites"
@@ -74,6 +77,14 @@ test-legacy-runtime: $(LEGACY)/.test
 	@echo "running the legacy_runtime slice on onnxruntime-training-cpu 1.19.2"
 	@$(LEGACY)/bin/python -m pytest -q -m "legacy_runtime and not slow" $(ARGS)
 
+# Set up anew by each call: what is newest today.
+test-newest:
+	@echo "setting up $(NEWEST) with the newest releases ..."
+	@test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	@$(NEWEST)/bin/python -m pip install $(UNPINNED) --upgrade --upgrade-strategy eager -e '.[cpu,text,mpi,test]'
+	@$(NEWEST)/bin/python -m pip install $(UNPINNED) --upgrade --no-deps timm
+	@$(NEWEST)/bin/python -m pytest -q -n 2 --dist loadgroup $(ARGS)
+
 coverage: $(VENV)/.test
 	@cd tests && ../$(BIN)/python -m suites $(ARGS)
 
@@ -99,4 +110,4 @@ lint: $(VENV)/.test
 	@$(BIN)/ruff format --check orttrainer samples tests benchmarks
 
 clean:
-	rm -rf $(VENV) $(LEGACY)
+	rm -rf $(VENV) $(LEGACY) $(NEWEST)
