@@ -19,6 +19,7 @@ from onnxscript.rewriter.rules import common as rules
 
 from orttrainer.errors import ExportError
 from orttrainer.export.batch_norm import copy_of, unbiased_running_var
+from orttrainer.export.double_erf import DoubleErfPass
 from orttrainer.export.double_recurrent import DoubleRecurrentPass
 from orttrainer.export.initializers import add_initializer, free_name
 from orttrainer.export.quiet import silence
@@ -165,6 +166,7 @@ def optimize(model) -> None:
     EmptyTensorsPass()(model)
     SmallSigmoidPass()(model)
     DoubleRecurrentPass()(model)
+    DoubleErfPass()(model)
 
 
 def _shape_losses(model):

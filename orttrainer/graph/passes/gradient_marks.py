@@ -14,7 +14,7 @@ memory of a trained parameter: the gradient of that is the parameter's. Exporter
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 import onnx_ir as ir
@@ -66,6 +66,18 @@ def stops_as_identities(model: ir.Model) -> Iterator[None]:
     finally:
         for node in marks:
             node.domain, node.op_type = DOMAIN, STOP_GRADIENT
+
+
+def with_gradient(graph: ir.Graph, y: ir.Value, x: ir.Value, gradient: Callable[[ir.Value], ir.Value]) -> ir.Value:
+    """Append CustomGradient(y), where `gradient` makes of the gradient of `y` that of `x`."""
+    given, marked = (ir.Value(name=f"{y.name}/{name}", type=y.type, shape=y.shape) for name in ("cotangent", "marked"))
+    graph.append(ir.Node(DOMAIN, COTANGENT, [y], outputs=[given], name=given.name))
+    inputs = [y, x, gradient(given), given]
+    graph.append(
+        ir.Node(DOMAIN, CUSTOM_GRADIENT, inputs, [ir.AttrInt64("outputs", 1)], outputs=[marked], name=marked.name)
+    )
+    graph.opset_imports.setdefault(DOMAIN, 1)
+    return marked
 
 
 def pass_gradients_by(model: ir.Model, parameters: Collection[str]) -> None:
