@@ -99,7 +99,7 @@ def _per_channel(x, value):
 
 
 def _scalar(op, value, like):
-    return op.CastLike(op.Constant(value=ir.tensor(value, dtype=ir.DataType.FLOAT)), like)
+    return op.CastLike(op.Constant(value=ir.tensor(value, dtype=ir.DataType.DOUBLE)), like)
 
 
 TRANSLATIONS = {

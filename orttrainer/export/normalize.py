@@ -19,6 +19,7 @@ from onnxscript.rewriter.rules import common as rules
 
 from orttrainer.errors import ExportError
 from orttrainer.export.batch_norm import copy_of, unbiased_running_var
+from orttrainer.export.double_attributes import DoubleAttributesPass
 from orttrainer.export.double_erf import DoubleErfPass
 from orttrainer.export.double_recurrent import DoubleRecurrentPass
 from orttrainer.export.initializers import add_initializer, free_name
@@ -167,6 +168,7 @@ def optimize(model) -> None:
     SmallSigmoidPass()(model)
     DoubleRecurrentPass()(model)
     DoubleErfPass()(model)
+    DoubleAttributesPass()(model)
 
 
 def _shape_losses(model):
