@@ -28,6 +28,7 @@ from orttrainer.graph.passes.bools import BoolOperatorsPass
 from orttrainer.graph.passes.empty_means import EmptyMeansPass
 from orttrainer.graph.passes.empty_tensors import EmptyTensorsPass
 from orttrainer.graph.passes.gradient_marks import stops_as_identities
+from orttrainer.graph.passes.output_padding import OutputPaddingPass
 from orttrainer.graph.passes.random import RANDOM_OPS, random_nodes_apart
 from orttrainer.graph.passes.scalar_axes import ReduceScalarPass
 from orttrainer.graph.passes.sigmoid import SmallSigmoidPass
@@ -165,6 +166,7 @@ def optimize(model) -> None:
     _infer_missing_shapes(model)
     EmptyMeansPass()(model)
     EmptyTensorsPass()(model)
+    OutputPaddingPass()(model)
     SmallSigmoidPass()(model)
     DoubleRecurrentPass()(model)
     DoubleErfPass()(model)
