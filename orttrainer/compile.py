@@ -17,6 +17,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from orttrainer.differentiate import differentiate
+from orttrainer.differentiate.driver import values_reached_in_steps
 from orttrainer.differentiate.prepare import prepare
 from orttrainer.errors import ModelError, NoGradientWarning, UnsupportedModelError
 from orttrainer.graph.activations import Activations, ancestors
@@ -175,6 +176,8 @@ class _Build:
         self.forward_nodes = list(self.model.graph)
         self.seed = self._seed(accumulate)
         found = differentiate(op, {loss: self.seed}, [inputs[name] for name in parameters])
+        in_steps = values_reached_in_steps([loss], self.forward_nodes)  # zeros in PyTorch: weight decay moves them
+        found = {x: op.zeros_like(x) if dx is None and x in in_steps else dx for x, dx in found.items()}
         gradients = {name: found[inputs[name]] for name in parameters if found[inputs[name]] is not None}
         if lost := [name for name in (*parameters, *unread) if name not in gradients]:
             warnings.warn(

@@ -377,6 +377,16 @@ def _to_torch(value, device: torch.device) -> torch.Tensor:
     return tensor.bool() if value.data_type() == "tensor(bool)" else tensor
 
 
+_TO_FLOAT32 = ["LayerNormFusion", "MatMulScaleFusion"]  # make of constants attributes, which are of float32
+
+
+def _multiplies_doubles(model: ir.Model) -> bool:
+    return any(
+        node.op_type in ("Div", "Mul", "MatMul") and node.inputs[0].dtype == ir.DataType.DOUBLE
+        for node in model.graph.all_nodes()
+    )
+
+
 def _open_session(
     model: ir.Model,
     providers: Sequence,
@@ -392,6 +402,7 @@ def _open_session(
         library: with operators of our own.
     """
     disabled = ["NchwcTransformer"] if blocked else []
+    disabled += _TO_FLOAT32 if _multiplies_doubles(model) else []
     onnxruntime = runtime.load()
     options = runtime.session_options()
     options.intra_op_num_threads = torch.get_num_threads()  # one setting, torch.set_num_threads, for both

@@ -150,6 +150,36 @@ class Running(Detach):
         return sum((row * (count + 1)).square().sum() for row, count in zip(y - self.mean, counts))
 
 
+class ReadsItsStatistics(nn.Module):
+    """A buffer that BatchNorm has moved is, to autograd, one written in place without a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.head = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.linear(x)
+        y = self.norm(h) - self.norm.running_mean
+        far = (h.mean(0) - self.norm.running_mean).square().sum() + self.norm.running_var.square().sum()
+        return (self.norm(self.head(y)) * self.norm.running_var).square().sum() + far
+
+
+class ReadsAveragesOfAll(ReadsItsStatistics):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4, momentum=None)
+
+
+class ReadsThoseOfInstances(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.InstanceNorm1d(1, affine=True, track_running_stats=True)
+
+    def forward(self, x):
+        y = self.norm(self.linear(x).unsqueeze(1).square())
+        return (y - self.norm.running_mean * self.norm.running_var).square().sum()
+
+
 @pytest.mark.parametrize(
     "kind",
     [
@@ -167,6 +197,17 @@ class Running(Detach):
     ],
 )
 def test_what_autograd_leaves_out_is_left_out_of_the_graph(kind):
+    assert_trains_as_in_pytorch(kind)
+
+
+@pytest.mark.parametrize("kind", [ReadsItsStatistics, ReadsAveragesOfAll, ReadsThoseOfInstances])
+def test_what_reads_moved_statistics_has_no_gradient_through_them(kind, caplog):
+    caplog.set_level("INFO", "orttrainer")
+    assert_trains_as_in_pytorch(kind)
+    assert "exporter failed" not in caplog.text
+
+
+def assert_trains_as_in_pytorch(kind):
     torch.manual_seed(0)
     module, twin = kind(), kind()
     twin.load_state_dict(module.state_dict())

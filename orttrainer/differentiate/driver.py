@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from orttrainer.differentiate.registry import find_rule, is_non_differentiable
+from orttrainer.differentiate.registry import find_rule, is_non_differentiable, is_piecewise_constant
 from orttrainer.errors import GradientError, MissingGradientError
 from orttrainer.graph.builder import Builder, same_dim
+from orttrainer.graph.passes.gradient_marks import CUSTOM_GRADIENT, CustomGradient
+from orttrainer.graph.passes.gradient_marks import DOMAIN as MARKS
 from orttrainer.graph.subgraphs import captured_values, node_inputs
 
 FLOATS = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
@@ -165,6 +167,20 @@ def _checked(node: ir.Node, x: ir.Value, dx: ir.Value) -> ir.Value:
         if isinstance(given, int) and isinstance(size, int) and given != size and size != 1:
             raise GradientError(f"{where} a cotangent of shape {dx.shape}")
     return dx
+
+
+def values_reached_in_steps(outputs: Iterable[ir.Value], nodes: Iterable[ir.Node]) -> set[ir.Value]:
+    """Every value that `outputs` depend on through floats, by functions with a gradient or constant in pieces."""
+    reached = set(outputs)
+    for node in reversed([*nodes]):
+        if reached.isdisjoint(node.outputs):
+            continue
+        if is_non_differentiable(node.domain, node.op_type) and not is_piecewise_constant(node.domain, node.op_type):
+            continue
+        written = node.domain == MARKS and node.op_type == CUSTOM_GRADIENT
+        inputs = CustomGradient.of(node).x if written else node_inputs(node)
+        reached.update(x for x in inputs if x.dtype in FLOATS)
+    return reached
 
 
 def values_that_depend_on(sources: Iterable[ir.Value], nodes: Iterable[ir.Node]) -> set[ir.Value]:

@@ -13,6 +13,7 @@ OpId = tuple[str, str]  # (domain, op_type)
 
 _rules: dict[OpId, Callable] = {}
 _non_differentiable: set[OpId] = set()
+_piecewise_constant: set[OpId] = set()
 
 
 def vjp(*op_types: str, domain: str = "") -> Callable[[Callable], Callable]:
@@ -46,6 +47,12 @@ def non_differentiable(*op_types: str, domain: str = "") -> None:
         _non_differentiable.add(key)
 
 
+def piecewise_constant(*op_types: str, domain: str = "") -> None:
+    """Declare operators as non-differentiable whose slope is 0, which PyTorch gives as a gradient, where others have none."""
+    non_differentiable(*op_types, domain=domain)
+    _piecewise_constant.update((canonical(domain), op_type) for op_type in op_types)
+
+
 def find_rule(domain: str, op_type: str) -> Callable | None:
     """The rule of an operator, or None."""
     return _rules.get((canonical(domain), op_type))
@@ -54,6 +61,11 @@ def find_rule(domain: str, op_type: str) -> Callable | None:
 def is_non_differentiable(domain: str, op_type: str) -> bool:
     """Whether the operator is declared to have no gradient."""
     return (canonical(domain), op_type) in _non_differentiable
+
+
+def is_piecewise_constant(domain: str, op_type: str) -> bool:
+    """Whether the operator is declared to be constant in pieces."""
+    return (canonical(domain), op_type) in _piecewise_constant
 
 
 def differentiable_ops() -> set[OpId]:

@@ -1,8 +1,9 @@
 """BatchNorm as it trains: what torch's dynamo exporter turns into inference BatchNorm.
 
 A BatchNorm with running statistics becomes one `BatchNormalization(training_mode=1)`; its second
-and third output are the new statistics, which a training step writes back. One without becomes
-plain arithmetic, for it takes the statistics of the batch in evaluation too.
+and third output are the new statistics, which a training step writes back, and which have no gradient
+where forward reads them. One without becomes plain arithmetic, for it takes the statistics of the batch
+in evaluation too.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import onnx_ir as ir
 import torch
 from onnxscript import opset18 as op
 
-__all__ = ["TRANSLATIONS", "copy_of", "unbiased_running_var"]
+from orttrainer.graph.passes.gradient_marks import stop_gradients_at
+
+__all__ = ["TRANSLATIONS", "copy_of", "stop_gradients_at_statistics", "unbiased_running_var"]
 
 aten = torch.ops.aten
 
@@ -48,6 +51,12 @@ def copy_of(op, x):
     where those are the caller's own memory and have other readers.
     """
     return op.Sum(x)
+
+
+def stop_gradients_at_statistics(model: ir.Model) -> None:
+    """Let what reads the new statistics have no gradient through them: autograd takes them for buffers written in place."""
+    nodes = [node for node in model.graph.all_nodes() if node.op_type == "BatchNormalization" and not node.domain]
+    stop_gradients_at(model, [moved for node in nodes for moved in node.outputs[1:] if moved.uses()])
 
 
 def unbiased_running_var(op, x, old, new, kept):
@@ -90,7 +99,7 @@ def _per_channel(x, value):
 
 
 def _scalar(op, value, like):
-    return op.CastLike(op.Constant(value=ir.tensor(value, dtype=ir.DataType.FLOAT)), like)
+    return op.CastLike(op.Constant(value=ir.tensor(value, dtype=ir.DataType.DOUBLE)), like)
 
 
 TRANSLATIONS = {

@@ -61,7 +61,8 @@ def capture_dynamo(
             if granted is not None:
                 granted += granted_by(program, names, symbols)
         # With gradients a Scan would give the sizes that its backward reads.
-        with _late_signatures(), decomposing, _unasserted(), _values_known(), torch.no_grad():
+        exact = double_precision.casts_of_exact_numbers()
+        with _late_signatures(), decomposing, _unasserted(), _values_known(), exact, torch.no_grad():
             onnx_program = torch.onnx.export(
                 program,
                 opset_version=opset,

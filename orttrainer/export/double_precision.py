@@ -5,14 +5,41 @@ Its own forms make float32 of them first, so that 0.1 is 0.10000000149.
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Iterator
+from unittest import mock
+
 import onnx_ir as ir
 import torch
 from onnxscript import opset18 as op
-from onnxscript.function_libs.torch_lib.ops import core
+from onnxscript.function_libs.torch_lib.ops import core, linalg, nn
 
-__all__ = ["TRANSLATIONS"]
+__all__ = ["TRANSLATIONS", "casts_of_exact_numbers"]
 
 aten = torch.ops.aten
+
+
+_CAST = {"Cast", "CastLike", "Log"}  # of a number, before it has the dtype of a tensor; torch casts logarithms, too
+
+
+@contextlib.contextmanager
+def casts_of_exact_numbers() -> Iterator[None]:
+    """Let torch write down as float64 what it then casts to the dtype of a tensor."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError, AttributeError):  # private names: other torch versions may lack them
+            from torch.onnx._internal.exporter import _building
+
+            process, constant = _building._process_python_constants, _building._get_or_create_constant
+
+            def process_python_constants(signature, named_inputs, type_binding, constants, opset):
+                for name, number in named_inputs.items() if signature.name in _CAST else ():
+                    if type(number) is float and signature.params_map[name].type_constraint not in type_binding:
+                        named_inputs[name] = constant(constants, number, ir.DataType.DOUBLE, opset)
+                return process(signature, named_inputs, type_binding, constants, opset)
+
+            stack.enter_context(mock.patch.object(_building, "_process_python_constants", process_python_constants))
+        yield
 
 
 def _exact(number, dtype):
@@ -47,7 +74,79 @@ def _masked_fill(self, mask, value):
     return core.aten_masked_fill(self, mask, _exact(value, self.dtype))
 
 
+def _fill(self, value):
+    """aten.fill.Scalar."""
+    return op.Expand(op.CastLike(value, self), op.Shape(self))
+
+
+def _arange(start, end, step=1, dtype=-1, layout="", device="", pin_memory=False):
+    """aten.arange.start_step."""
+    if dtype != ir.DataType.DOUBLE or not all(isinstance(x, (int, float)) for x in (start, end, step)):
+        return core.aten_arange_start_step(start, end, step, dtype)
+    count = op.Range(0, max(math.ceil((end - start) / step), 0), 1)
+    return op.Add(_exact(float(start), dtype), op.Mul(op.Cast(count, to=dtype), _exact(float(step), dtype)))
+
+
+def _vector_norm(self, ord=2.0, dim=None, keepdim=False, dtype=-1):
+    """aten.linalg_vector_norm."""
+    if self.dtype != ir.DataType.DOUBLE or dtype != -1 or math.isinf(ord) or ord in (0, 1, 2):
+        return linalg.aten_linalg_vector_norm(self, ord, dim, keepdim, dtype)
+    powers = op.Pow(op.Abs(self), op.CastLike(float(ord), self))
+    return op.Pow(op.ReduceSum(powers, dim, keepdims=keepdim and dim is not None), op.CastLike(1 / ord, self))
+
+
+# torch writes these as functions, whose numbers are attributes.
+
+
+def _addbmm(self, batch1, batch2, beta=1.0, alpha=1.0):
+    """aten.addbmm."""
+    product = op.ReduceSum(op.MatMul(batch1, batch2), [0], keepdims=False)
+    return op.Add(op.Mul(self, beta), op.Mul(product, op.CastLike(alpha, self)))
+
+
+def _addcdiv(self, tensor1, tensor2, value=1.0):
+    """aten.addcdiv."""
+    return op.Add(self, op.Mul(op.Div(tensor1, tensor2), op.CastLike(value, self)))
+
+
+def _addcmul(self, tensor1, tensor2, value=1.0):
+    """aten.addcmul."""
+    return op.Add(self, op.Mul(op.Mul(value, tensor1), tensor2))
+
+
+def _addmv(self, mat, vec, beta=1.0, alpha=1.0):
+    """aten.addmv."""
+    return op.Add(op.Mul(self, beta), op.Mul(op.MatMul(mat, vec), op.CastLike(alpha, self)))
+
+
+def _celu(self, alpha=1.0):
+    """aten.celu, which ONNX has in float32 only."""
+    if self.dtype != ir.DataType.DOUBLE:
+        return nn.aten_celu(self, alpha)
+    positive = op.Greater(self, 0.0)
+    alpha, one = op.CastLike(alpha, self), op.CastLike(1.0, self)
+    below = op.Exp(op.Div(op.Where(positive, 0.0, self), alpha))
+    return op.Where(positive, self, op.Mul(op.Sub(below, one), alpha))
+
+
+def _softplus(self, beta=1.0, threshold=20.0):
+    """aten.softplus."""
+    scaled = op.Mul(self, beta)
+    return op.Where(
+        op.Greater(scaled, op.CastLike(threshold, self)), self, op.Div(op.Softplus(scaled), op.CastLike(beta, self))
+    )
+
+
 TRANSLATIONS = {
+    aten.addbmm.default: _addbmm,
+    aten.addcdiv.default: _addcdiv,
+    aten.addcmul.default: _addcmul,
+    aten.addmv.default: _addmv,
+    aten.arange.start_step: _arange,
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten.celu.default: _celu,
+    aten.fill.Scalar: _fill,
+    aten.softplus.default: _softplus,
     aten.masked_fill.Scalar: _masked_fill,
     aten.scalar_tensor.default: _scalar_tensor,
     aten.full.default: _full,

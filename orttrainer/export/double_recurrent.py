@@ -17,9 +17,11 @@ class DoubleRecurrentPass(ir.passes.InPlacePass):
     """LSTM, GRU and RNN of float64 -> by their definitions, a Scan a direction."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        graphs = (model.graph, *model.graph.subgraphs()) if model.opset_imports.get("", 0) >= _OPSET else ()
-        modified = [graph for graph in graphs if _write_out(graph)]
-        return ir.passes.PassResult(model, bool(modified))
+        modified = False
+        for graph in (model.graph, *model.graph.subgraphs()) if model.opset_imports.get("", 0) >= _OPSET else ():
+            graph.opset_imports.update(model.opset_imports)
+            modified |= _write_out(graph)
+        return ir.passes.PassResult(model, modified)
 
 
 def _write_out(graph: ir.Graph) -> bool:

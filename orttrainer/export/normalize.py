@@ -19,12 +19,16 @@ from onnxscript.rewriter.rules import common as rules
 
 from orttrainer.errors import ExportError
 from orttrainer.export.batch_norm import copy_of, unbiased_running_var
+from orttrainer.export.double_attributes import DoubleAttributesPass
+from orttrainer.export.double_erf import DoubleErfPass
 from orttrainer.export.double_recurrent import DoubleRecurrentPass
 from orttrainer.export.initializers import add_initializer, free_name
 from orttrainer.export.quiet import silence
 from orttrainer.graph.passes.bools import BoolOperatorsPass
 from orttrainer.graph.passes.empty_means import EmptyMeansPass
 from orttrainer.graph.passes.empty_tensors import EmptyTensorsPass
+from orttrainer.graph.passes.gradient_marks import stops_as_identities
+from orttrainer.graph.passes.output_padding import OutputPaddingPass
 from orttrainer.graph.passes.random import RANDOM_OPS, random_nodes_apart
 from orttrainer.graph.passes.scalar_axes import ReduceScalarPass
 from orttrainer.graph.passes.sigmoid import SmallSigmoidPass
@@ -162,8 +166,11 @@ def optimize(model) -> None:
     _infer_missing_shapes(model)
     EmptyMeansPass()(model)
     EmptyTensorsPass()(model)
+    OutputPaddingPass()(model)
     SmallSigmoidPass()(model)
     DoubleRecurrentPass()(model)
+    DoubleErfPass()(model)
+    DoubleAttributesPass()(model)
 
 
 def _shape_losses(model):
@@ -190,7 +197,8 @@ def infer_shapes_again(model) -> None:
 def _infer_missing_shapes(model):
     """ONNX's inference, for values whose shape or dtype the exporter left open."""
     known = {id(v): (v.shape, v.dtype) for v in _values(model.graph)}
-    common.ShapeInferencePass(check_type=False, strict_mode=False)(model)
+    with stops_as_identities(model):
+        common.ShapeInferencePass(check_type=False, strict_mode=False)(model)
     for value in _values(model.graph):
         shape, dtype = known[id(value)]
         if shape is not None and all(isinstance(d, int) or d.value for d in shape):

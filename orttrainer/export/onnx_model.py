@@ -13,9 +13,11 @@ from onnx_ir import tensor_adapters
 from orttrainer.differentiate.limits import only_instructs
 from orttrainer.differentiate.prepare.opsets import unconvertible_aside
 from orttrainer.errors import ModelError, UnknownNameError
+from orttrainer.export.double_erf import DoubleErfPass
 from orttrainer.export.double_recurrent import DoubleRecurrentPass
 from orttrainer.export.forward_graph import MAX_OPSET, ForwardGraph
 from orttrainer.export.initializers import constant_of
+from orttrainer.graph.passes.output_padding import OutputPaddingPass
 from orttrainer.graph.passes.sigmoid import SmallSigmoidPass
 from orttrainer.graph.read import read_model
 from orttrainer.graph.subgraphs import lift_initializers
@@ -53,8 +55,10 @@ def from_onnx(model: onnx.ModelProto, description, added: str | None = None) -> 
     """
     model = open_model(model, [d.name_ for d in description.inputs_], [d.name_ for d in description.outputs_])
     _check_loss(model.graph.outputs[0])
+    OutputPaddingPass()(model)
     SmallSigmoidPass()(model)
     DoubleRecurrentPass()(model)
+    DoubleErfPass()(model)
     model.ir_version = min(model.ir_version, 10)
     updates = _batch_norm_updates(model.graph)
     statistics = {_original(v).name for n in model.graph if _is_batch_norm(n) for v in n.inputs[3:5]}

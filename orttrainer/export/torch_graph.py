@@ -11,6 +11,7 @@ from orttrainer import runtime
 from orttrainer.differentiate.inner import asks_for_gradients, expand_inner_gradients, watch_inner_gradients
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export import normalize
+from orttrainer.export.batch_norm import stop_gradients_at_statistics
 from orttrainer.export.call import in_train_mode, register_once
 from orttrainer.export.capture import capture_dynamo, capture_torchscript, load_exporter
 from orttrainer.export.conditions import taken_out
@@ -102,6 +103,7 @@ def _forward_graph(job, model, updated, exporter, decided=(), granted=()):
     watch_inner_gradients(model)
     with state_as_inputs(model, state):
         normalize.optimize(model)
+    stop_gradients_at_statistics(model)
     model = _with_inner_gradients(model, state)
     model.ir_version = 10
     conditions = taken_out(model, made, state)

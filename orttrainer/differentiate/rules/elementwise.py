@@ -12,11 +12,11 @@ import numpy as np
 import onnx_ir as ir
 
 from orttrainer.differentiate.driver import FLOATS
-from orttrainer.differentiate.registry import non_differentiable, vjp
+from orttrainer.differentiate.registry import non_differentiable, piecewise_constant, vjp
 from orttrainer.differentiate.rules.tools import operand, widened
 from orttrainer.graph.infinite import may_be_infinite
 
-non_differentiable("Ceil", "Floor", "Round", "Sign")  # piecewise constant
+piecewise_constant("Ceil", "Floor", "Round", "Sign")
 non_differentiable("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "IsInf", "IsNaN")
 non_differentiable("And", "Not", "Or", "Xor")
 non_differentiable("StopGradient", domain="orttrainer")  # ours, see graph/passes/gradient_marks.py

@@ -20,6 +20,7 @@ from orttrainer.differentiate.rules.tools import (
     shaped,
     widened,
 )
+from orttrainer.graph.passes.batch_norm import exact_attribute
 
 FLOAT = ir.DataType.FLOAT
 
@@ -115,6 +116,7 @@ def batch_normalization(op, node, dy, dmean=None, dvar=None):
     axes = [0, *range(2, dims)]
     wide_x, wide_scale, wide_dy, wide_mean, wide_var = widened(op, x, scale, dy, input_mean, input_var)
     training, momentum = attribute(node, "training_mode", 0), attribute(node, "momentum", 0.9)
+    epsilon = exact_attribute(node, "epsilon", 1e-5)
     if not training:
         mean, var = wide_mean, wide_var
     elif momentum == 0.0:
@@ -122,9 +124,9 @@ def batch_normalization(op, node, dy, dmean=None, dvar=None):
     else:
         mean = var = None
     if mean is None:
-        mean, rstd = _moments(op, wide_x, axes, _epsilon(node))
+        mean, rstd = _moments(op, wide_x, axes, epsilon)
     else:
-        mean, rstd = (_as_channels(op, v, dims) for v in (mean, _rstd(op, var, _epsilon(node))))
+        mean, rstd = (_as_channels(op, v, dims) for v in (mean, _rstd(op, var, epsilon)))
         mean, rstd = op.cast_as(mean, wide_x), op.cast_as(rstd, wide_x)
     channel_scale = op.cast_as(_as_channels(op, wide_scale, dims), wide_x)
     if dy is None:

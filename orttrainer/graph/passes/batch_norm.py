@@ -27,6 +27,8 @@ from orttrainer.graph.builder import Builder
 
 # Metadata of a split node: the names of its running statistics.
 RUNNING = ("orttrainer.running_mean", "orttrainer.running_var")
+# Metadata of a node of float64: its attributes before float32 rounded them, which files have them in.
+EXACT = {"epsilon": "orttrainer.epsilon", "momentum": "orttrainer.momentum"}
 
 
 class SplitBatchNormalizationPass(ir.passes.InPlacePass):
@@ -48,7 +50,7 @@ class SplitBatchNormalizationPass(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, modified=True)
 
     def _split(self, op: Builder, node: ir.Node) -> None:
-        momentum = node.attributes.get_float("momentum", 0.9)
+        momentum = exact_attribute(node, "momentum", 0.9)
         running = [without_copy(value) for value in node.inputs[3:5]]
         zeros = [op.cast_as(op.Less(value, value), value) for value in running]
         y, mean, var = op.BatchNormalization(
@@ -112,9 +114,11 @@ class SwitchBatchNormalizationPass(ir.passes.InPlacePass):
 
     def _switch(self, node: ir.Node, condition: ir.Value, running: list[ir.Value]) -> None:
         graph = node.graph
-        body = _with_primitives if self.primitives else _with_operator
+        double = node.inputs[0].dtype == ir.DataType.DOUBLE  # the operator would round epsilon to float32
+        body = _with_primitives if self.primitives or double else _with_operator
         training = _branch(graph, f"{node.name}/training", node, body, running)
-        inference = _branch(graph, f"{node.name}/inference", node, _inference, running)
+        evaluated = _inference_with_primitives if double else _inference
+        inference = _branch(graph, f"{node.name}/inference", node, evaluated, running)
         attributes = [ir.AttrGraph("then_branch", training), ir.AttrGraph("else_branch", inference)]
         switch = ir.Node("", "If", [condition], attributes, num_outputs=len(node.outputs), name=f"{node.name}/switch")
         graph.insert_before(node, switch)
@@ -154,18 +158,31 @@ def _with_operator(op: Builder, node: ir.Node, running: list[ir.Value]):
 
 
 def _with_primitives(op: Builder, node: ir.Node, running: list[ir.Value]):
-    x, scale, bias = node.inputs[:3]
-    dtype = running[0].dtype
+    x = node.inputs[0]
     axes = [axis for axis in range(len(x.shape)) if axis != 1]
-    column = [-1] + [1] * (len(x.shape) - 2)  # [channels] as [channels, 1, ...]
-    inner = op.cast_as(x, running[0])
-    mean = op.ReduceMean(inner, axes, keepdims=1)
+    mean = op.ReduceMean(inner := op.cast_as(x, running[0]), axes, keepdims=1)
     centered = op.Sub(inner, mean)
     variance = op.ReduceMean(op.Mul(centered, centered), axes, keepdims=1)
-    deviation = op.Sqrt(op.Add(variance, op.const(_epsilon(node), dtype)))
-    factor = op.Div(op.Reshape(op.cast_as(scale, running[0]), column), deviation)
-    y = op.Add(op.Mul(centered, factor), op.Reshape(op.cast_as(bias, running[0]), column))
+    y = _scaled(op, node, centered, variance)
     return op.cast_as(y, x), op.Squeeze(mean, axes), op.Squeeze(variance, axes)
+
+
+def _inference_with_primitives(op: Builder, node: ir.Node, running: list[ir.Value]):
+    x = node.inputs[0]
+    mean, variance = (op.Reshape(value, _column(x)) for value in running)
+    return op.cast_as(_scaled(op, node, op.Sub(op.cast_as(x, running[0]), mean), variance), x), *running
+
+
+def _scaled(op: Builder, node: ir.Node, centered: ir.Value, variance: ir.Value) -> ir.Value:
+    x, scale, bias = node.inputs[:3]
+    deviation = op.Sqrt(op.Add(variance, op.const(_epsilon(node), variance.dtype)))
+    scale, bias = (op.Reshape(op.cast_as(v, variance), _column(x)) for v in (scale, bias))
+    return op.Add(op.Mul(centered, op.Div(scale, deviation)), bias)
+
+
+def _column(x: ir.Value) -> list[int]:
+    """[channels] as [channels, 1, ...]"""
+    return [-1] + [1] * (len(x.shape) - 2)
 
 
 def _inference(op: Builder, node: ir.Node, running: list[ir.Value]):
@@ -175,7 +192,12 @@ def _inference(op: Builder, node: ir.Node, running: list[ir.Value]):
 
 
 def _epsilon(node: ir.Node) -> float:
-    return node.attributes.get_float("epsilon", 1e-5)
+    return exact_attribute(node, "epsilon", 1e-5)
+
+
+def exact_attribute(node: ir.Node, name: str, default: float) -> float:
+    """A number of a BatchNormalization, as float64 has it where that is known."""
+    return float(node.metadata_props.get(EXACT[name], node.attributes.get_float(name, default)))
 
 
 # -- inside ---------------------------------------------------------------------------------

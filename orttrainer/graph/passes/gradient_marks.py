@@ -13,7 +13,8 @@ memory of a trained parameter: the gradient of that is the parameter's. Exporter
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 import onnx_ir as ir
@@ -40,6 +41,43 @@ class CustomGradient(NamedTuple):
         count, inputs = node.attributes.get_int("outputs"), list(node.inputs)
         y, pairs, g = inputs[:count], inputs[count : len(inputs) - count], inputs[len(inputs) - count :]
         return cls(y, pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :], g)
+
+
+def stop_gradients_at(model: ir.Model, values: Collection[ir.Value]) -> None:
+    """Let all nodes that read one of `values`, each made by a node, read StopGradient of it; as an output of the graph it stays."""
+    for x in values:
+        stopped = ir.Value(name=f"{x.name}/stopped", type=x.type, shape=x.shape)
+        for reader, index in list(x.uses()):
+            reader.replace_input_with(index, stopped)
+        node = x.producer()
+        node.graph.insert_after(node, ir.Node(DOMAIN, STOP_GRADIENT, [x], outputs=[stopped], name=stopped.name))
+    if values:
+        model.opset_imports.setdefault(DOMAIN, 1)
+
+
+@contextlib.contextmanager
+def stops_as_identities(model: ir.Model) -> Iterator[None]:
+    """Within the block StopGradient is Identity, which ONNX's inference knows."""
+    marks = [node for node in model.graph.all_nodes() if node.domain == DOMAIN and node.op_type == STOP_GRADIENT]
+    for node in marks:
+        node.domain, node.op_type = "", "Identity"
+    try:
+        yield
+    finally:
+        for node in marks:
+            node.domain, node.op_type = DOMAIN, STOP_GRADIENT
+
+
+def with_gradient(graph: ir.Graph, y: ir.Value, x: ir.Value, gradient: Callable[[ir.Value], ir.Value]) -> ir.Value:
+    """Append CustomGradient(y), where `gradient` makes of the gradient of `y` that of `x`."""
+    given, marked = (ir.Value(name=f"{y.name}/{name}", type=y.type, shape=y.shape) for name in ("cotangent", "marked"))
+    graph.append(ir.Node(DOMAIN, COTANGENT, [y], outputs=[given], name=given.name))
+    inputs = [y, x, gradient(given), given]
+    graph.append(
+        ir.Node(DOMAIN, CUSTOM_GRADIENT, inputs, [ir.AttrInt64("outputs", 1)], outputs=[marked], name=marked.name)
+    )
+    graph.opset_imports.setdefault(DOMAIN, 1)
+    return marked
 
 
 def pass_gradients_by(model: ir.Model, parameters: Collection[str]) -> None:
