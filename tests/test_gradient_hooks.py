@@ -176,5 +176,26 @@ def test_hooks_of_parameters_are_followed_when_they_come_and_go(exports):
     assert len(exports) == 4  # the last is the first again
 
 
+@pytest.mark.parametrize(
+    "first", [nn.Module.register_forward_hook, lambda m, hook: m.bias.register_hook(lambda g: g + 1)]
+)
+def test_a_hook_is_followed_where_another_one_is_already(first):
+    pair = Pair(net())
+    pair.change(lambda module: first(module[3], lambda layer, given, made: made * 1.5))
+    pair.steps(1)
+    for place in (0, 3):
+        pair.change(lambda module, place=place: module[place].weight.register_hook(lambda gradient: gradient - 1))
+        pair.steps(2)
+
+
+def test_hooks_go_with_the_parameter_that_has_them():
+    pair = Pair(net())
+    pair.change(lambda module: module[0].weight.register_hook(lambda gradient: gradient * 0.5))
+    pair.steps(1)
+    pair.module[0].weight = nn.Parameter(pair.module[0].weight.detach().clone())
+    pair.reference[0].weight._backward_hooks.clear()
+    pair.steps(2)
+
+
 def weight_of(gradient):
     return 1 + gradient.square()
