@@ -33,6 +33,7 @@ __all__ = ["OF_GRADIENTS", "Attributes"]
 
 OF_GRADIENTS = ".requires_grad"  # behind the path of a parameter
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _OF_TORCH = {"training", *vars(torch.nn.Module())}  # each layer's own; what is in them is asked for elsewhere
 _TRAINING = itertools.repeat("training")
 
@@ -218,8 +219,9 @@ class Attributes:
         }
 
     def _hooks_of_parameters(self) -> dict[str, Mapping]:
-        """Those of gradients, which `register_hook` adds; of the parameters that have any."""
-        found = {f"{path}._backward_hooks": x._backward_hooks for path, x in self._parameters().items()}
+        """Those of gradients, which `register_hook` and the like add; of the parameters that have any."""
+        parameters = self._parameters().items()
+        found = {f"{path}.{key}": getattr(x, key, None) for path, x in parameters for key in _HOOKS_OF_PARAMETERS}
         return {path: hooks for path, hooks in found.items() if hooks}
 
     def _others_have_hooks(self) -> bool:
