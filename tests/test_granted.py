@@ -216,7 +216,7 @@ def test_one_row_is_evaluated_by_a_module_that_does_not_train_on_it(name):
 
 
 def test_one_row_is_evaluated_first_and_after_a_change():
-    module = Sized(nn.Sequential(nn.BatchNorm1d(5), Squared()))
+    module = Sized(nn.Sequential(nn.BatchNorm1d(5), nn.RMSNorm(5), Squared()))
     twin, engine = copy.deepcopy(module), engine_of(module)
     for eps in (1e-5, 1e-2):
         module.function[0].eps = twin.function[0].eps = eps

@@ -88,7 +88,7 @@ def with_more_rows(
     """A batch with symbolic axes of size 1 made longer, on which the module trains; None if it does on none such."""
     inputs = _on_device_of(module, batch)
     job = _Job(LossModule(module, loss_fn, description), description, schema, inputs, MIN_OPSET, False)
-    longer = without_ones(inputs, job.symbols, job.accepts)
+    longer = without_ones(inputs, job.symbols, job.accepts, anew=True)  # equal rows have no spread
     return None if longer is inputs else longer
 
 
