@@ -33,6 +33,7 @@ __all__ = ["OF_GRADIENTS", "Attributes"]
 
 OF_GRADIENTS = ".requires_grad"  # behind the path of a parameter
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _OF_TORCH = {"training", *vars(torch.nn.Module())}  # each layer's own; what is in them is asked for elsewhere
 _TRAINING = itertools.repeat("training")
 
@@ -110,15 +111,17 @@ class Attributes:
         ]  # None where it is a property, of what wraps another layer
         self._enclosed = [*map(content_of, self._cells.values())]
         self._hooks = [held[key] for held in self._dicts for key in _HOOKS if key in held]
-        self._hooks += [*self._hooks_of_parameters().values()]
+        self._of_parameters = self._hooks_of_parameters()
+        self._hooks += [*self._of_parameters.values()]
         self._registered, self._hooked = RemovableHandle.next_id, any(self._hooks)
         places = [(held, key) for _, held, key in self._places()]
         self._held = Holdings(places, [*self._enclosed, *(self._hooks if self._hooked else ())], self._entries)
         self.look_at_parameters()
 
     def look_at_parameters(self) -> None:
-        """Note whether `requires_grad` of any is another; who watches the parameters calls this where something happened to one."""
+        """Note whether `requires_grad` or hooks of any are others; who watches the parameters calls this where something happened to one."""
         self._train_others = self._read_trained() != self._trained
+        self._hook_others = self._others_have_hooks()
 
     def hold(self, trains: bool) -> bool:
         """Whether they are as when `look` was called; quick, as every step asks.
@@ -126,14 +129,14 @@ class Attributes:
         Args:
             trains: for a step that trains, where it matters which layers are in eval mode, and which parameters are frozen.
         """
-        if trains and self._train_others:
+        if self._hook_others or (trains and self._train_others):
             return False
         if [*map(len, self._dicts)] != self._lengths:
             return False
         if trains and [*map(dict.get, self._dicts, _TRAINING)] != self._training:
             return False
         if RemovableHandle.next_id != self._registered:  # there are new hooks, of whomever
-            if not self._hooked and (any(self._hooks) or self._hooks_of_parameters()):
+            if self._others_have_hooks() or (not self._hooked and any(self._hooks)):
                 return False
             self._registered = RemovableHandle.next_id
         if self._cells and not all(map(operator.is_, map(content_of, self._cells.values()), self._enclosed)):
@@ -216,9 +219,15 @@ class Attributes:
         }
 
     def _hooks_of_parameters(self) -> dict[str, Mapping]:
-        """Those of gradients, which `register_hook` adds; of the parameters that have any."""
-        found = {f"{path}._backward_hooks": x._backward_hooks for path, x in self._parameters().items()}
+        """Those of gradients, which `register_hook` and the like add; of the parameters that have any."""
+        parameters = self._parameters().items()
+        found = {f"{path}.{key}": getattr(x, key, None) for path, x in parameters for key in _HOOKS_OF_PARAMETERS}
         return {path: hooks for path, hooks in found.items() if hooks}
+
+    def _others_have_hooks(self) -> bool:
+        """Whether other parameters have hooks than when `look` was called."""
+        now, before = self._hooks_of_parameters(), self._of_parameters
+        return now.keys() != before.keys() or any(now[path] is not before[path] for path in now)
 
     def _places(self) -> Iterator[tuple[str, Mapping, str]]:
         """Path, dict and key of each that forward may read, as long as they are there."""

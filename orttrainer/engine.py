@@ -267,9 +267,11 @@ class Engine(InUse):
         outputs = self.checked_fetches(outputs) or self.output_names[1:] or self.output_names
         if batch is not None:
             given = listed_batch(batch, self.input_names, "export_inference", whole=False)
-            self._checked_batch(given)
+            given = self._checked_batch(given)
         elif (given := self._last_batch) is None:
             raise StateError("export_inference compares the file with eval_step: give it a batch=..., or run a step")
+
+        self._follow(given, trains=False)
 
         def evaluate() -> list[torch.Tensor]:
             return self.eval_step({name: given[name] for name in self.needed(outputs)}, outputs)

@@ -110,19 +110,31 @@ class Source:
     def first_graph(
         self, description: ModelDescription, batch: Sequence[torch.Tensor], schema: InputSchema
     ) -> ForwardGraph:
-        """`forward_graph`, of modules that the caller may have changed since they were given, and that share nothing yet."""
+        """`forward_graph`, of modules that the caller may have changed since they were given, and that share nothing yet.
+
+        Whether the batch is to train nobody has said yet; a step that trains asks what the graph takes for granted.
+        """
         self._bring_modules()
-        return self.forward_graph(description, batch, schema)
+        return self.forward_graph(description, batch, schema, trains=False)
 
     def forward_graph(
-        self, description: ModelDescription, batch: Sequence[torch.Tensor], schema: InputSchema
+        self, description: ModelDescription, batch: Sequence[torch.Tensor], schema: InputSchema, trains: bool
     ) -> ForwardGraph:
-        """The forward graph of what is in torch, checked on the first batch."""
+        """The forward graph of what is in torch, checked on the first batch; on more rows where that is not to train, and cannot."""
         for part in self.parts.values() if self._ranks > 1 else ():
             if isinstance(part, torch.nn.Module):
                 export.refuse_synchronized(part)
         with torch.inference_mode(False):  # in which there are no gradients to compare with, and nothing can be traced
-            return self._forward_graph(description, [x.clone() if x.is_inference() else x for x in batch], schema)
+            batch = [x.clone() if x.is_inference() else x for x in batch]
+            try:
+                return self._forward_graph(description, batch, schema)
+            except Exception:  # whatever the module raises
+                if trains or self.module is None:
+                    raise
+                longer = export.with_more_rows(self.model, self.loss_fn, description, batch, schema)
+                if longer is None:
+                    raise
+            return self._forward_graph(description, longer, schema)
 
     def _forward_graph(
         self, description: ModelDescription, batch: Sequence[torch.Tensor], schema: InputSchema
@@ -152,10 +164,10 @@ class Source:
         return replace(forward, model=ir.from_proto(changed))
 
     def later_graph(
-        self, description: ModelDescription, schema: InputSchema, batch: Mapping[str, torch.Tensor]
+        self, description: ModelDescription, schema: InputSchema, batch: Mapping[str, torch.Tensor], trains: bool
     ) -> ForwardGraph:
         """`forward_graph` of a later batch, as `frozen` leaves it."""
-        return self.frozen(self.forward_graph(description, [*batch.values()], schema))
+        return self.frozen(self.forward_graph(description, [*batch.values()], schema, trains))
 
     def weights(self) -> dict[str, torch.Tensor]:
         """What a state dict has of the modules; {} of an ONNX model, whose state the graph has."""

@@ -79,7 +79,7 @@ class Ways:
         state: Callable[[str], torch.Tensor],
         trains: bool,
         alone: bool,
-        make: Callable[[Mapping[str, torch.Tensor]], ForwardGraph],
+        make: Callable[[Mapping[str, torch.Tensor], bool], ForwardGraph],
     ) -> ForwardGraph | None:
         """The graph to change to for this batch; None where the present one is right.
 
@@ -89,7 +89,7 @@ class Ways:
             state: gives the state of this name, as it is now and as the model declares it.
             trains: for a step that trains, not one that evaluates.
             alone: there are no other ranks, which may go another way.
-            make: exports forward as it goes on a whole batch, with the attributes that the module has.
+            make: exports forward as it goes on a whole batch, which trains or does not, with the attributes that the module has.
 
         Raises:
             UnsupportedModelError: there is no graph that goes the way of this batch, and none to be made.
@@ -102,14 +102,16 @@ class Ways:
         others = [forward for forward in others if self._made_with[id(forward)] == self._values]
         found = next((forward for forward in others if self._holds(forward, batch, state, trains)), None)
         if found is None and changed:
-            return self._made_again(current, changed, lambda: make(batch if self._described == batch.keys() else last))
+            return self._made_again(
+                current, changed, lambda: make(batch if self._described == batch.keys() else last, trains)
+            )
         if found is None:
             if not alone or self._described != batch.keys():
                 raise self._refused(
                     batch, state, trains, "a graph of that way is made of a whole batch, and on one rank only"
                 )
             with self._attributes.in_train_mode():
-                found = make(batch)
+                found = make(batch, trains)
             # Where a step that trains differs even then it is by rounding, and PyTorch has decided.
             if not trains and not self._holds(found, batch, state, trains):
                 raise self._refused(batch, state, trains, "the graph that was made for it does not go its way either")
@@ -185,15 +187,15 @@ class Ways:
             )
 
     def _holds(self, forward: ForwardGraph, batch, state, trains: bool) -> bool:
-        return self._fits(forward, batch) and (
+        return self._fits(forward, batch, trains) and (
             forward.conditions is None or self._unmet(forward.conditions, batch, state, trains) is None
         )
 
-    def _fits(self, forward: ForwardGraph, batch) -> bool:
+    def _fits(self, forward: ForwardGraph, batch, trains: bool) -> bool:
         """Whether the batch has sizes that the graph is right for; found out once for each."""
-        key = id(forward), *batch, *(tensor.shape for tensor in batch.values())
+        key = id(forward), trains, *batch, *(tensor.shape for tensor in batch.values())
         if key not in self._fitting:
-            if unmet(forward.granted, batch) is not None:
+            if unmet(forward.granted, batch, trains) is not None:
                 return False
             if len(self._fitting) == REMEMBERED:
                 self._fitting.clear()
@@ -211,7 +213,7 @@ class Ways:
 
     def _refused(self, batch, state, trains: bool, reason: str) -> UnsupportedModelError:
         forward, where = self.known[-1], ""
-        if (statement := unmet(forward.granted, batch)) is not None:
+        if (statement := unmet(forward.granted, batch, trains)) is not None:
             where = f" of sizes ({statement})"
         elif (condition := self._unmet(forward.conditions, batch, state, trains)) is not None:
             line = linecache.getline(condition.file, condition.line).strip()

@@ -46,6 +46,9 @@ LOSSES = {
     "labels, smoothed": lambda y, label: F.cross_entropy(y, label, label_smoothing=0.1),
     "labels, smoothed, weighted": lambda y, label: F.cross_entropy(y, label, WEIGHTS, label_smoothing=0.1),
     "labels, chosen": lambda y, label: F.cross_entropy(y[label >= 0], label[label >= 0]),
+    "labels, chosen, and more": lambda y, label: (
+        F.nll_loss(y[label >= 0].log_softmax(1), label[label >= 0], reduction="sum") + y.square().mean()
+    ),
     "labels, flattened": lambda y, label: F.nll_loss(y.log_softmax(-1).view(-1, 5), label.view(-1)),
     "mean": lambda y, label: y[label >= 0].mean(),
     "mean of each column": lambda y, label: y[label >= 0].mean(0).sum(),

@@ -9,7 +9,7 @@ import torch
 from exported import Model
 from fidelity import RATE, assert_trains_as_in_pytorch, described, vectors
 from pairs import Pair
-from small import make, net
+from small import batch, make, net
 from test_custom_gradients import layer
 from torch import nn
 
@@ -174,6 +174,37 @@ def test_hooks_of_parameters_are_followed_when_they_come_and_go(exports):
         handle.remove()
     pair.steps(2)
     assert len(exports) == 4  # the last is the first again
+
+
+@pytest.mark.parametrize(
+    "first", [nn.Module.register_forward_hook, lambda m, hook: m.bias.register_hook(lambda g: g + 1)]
+)
+def test_a_hook_is_followed_where_another_one_is_already(first):
+    pair = Pair(net())
+    pair.change(lambda module: first(module[3], lambda layer, given, made: made * 1.5))
+    pair.steps(1)
+    for place in (0, 3):
+        pair.change(lambda module, place=place: module[place].weight.register_hook(lambda gradient: gradient - 1))
+        pair.steps(2)
+
+
+def test_a_hook_for_accumulated_gradients_is_refused_between_steps_too():
+    pair = Pair(net())
+    pair.steps(1)
+    handle = pair.module[0].weight.register_post_accumulate_grad_hook(lambda weight: weight.grad.mul_(0.5))
+    with pytest.raises(UnsupportedModelError, match=r"'0\.weight' has a hook .*register_post_accumulate_grad_hook"):
+        pair.engine.train_step(dict(zip(("x", "label"), batch())), RATE)
+    handle.remove()
+    pair.steps(1)
+
+
+def test_hooks_go_with_the_parameter_that_has_them():
+    pair = Pair(net())
+    pair.change(lambda module: module[0].weight.register_hook(lambda gradient: gradient * 0.5))
+    pair.steps(1)
+    pair.module[0].weight = nn.Parameter(pair.module[0].weight.detach().clone())
+    pair.reference[0].weight._backward_hooks.clear()
+    pair.steps(2)
 
 
 def weight_of(gradient):

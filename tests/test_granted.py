@@ -31,6 +31,11 @@ class Sized(nn.Module):
         return self.function(self.layer(x)) * label.mean()
 
 
+class Squared(nn.Module):
+    def forward(self, y):
+        return y.square().mean()
+
+
 def engine_of(module, size="n"):
     description = ModelDescription(
         [IODescription("x", [size, 6]), IODescription("label", [size])], [IODescription("loss", [])]
@@ -183,3 +188,51 @@ def test_where_no_graph_can_be_made_the_error_says_of_which_sizes():
     engine.train_step(batch(4), RATE)
     with pytest.raises(UnsupportedModelError, match=r"of sizes \(x\.shape\[0\] <= 5\)"):
         engine._ways.other(batch(6), batch(4), engine._state.live, trains=True, alone=False, make=None)
+
+
+NORMALIZED = {
+    "rows": lambda: nn.BatchNorm1d(5),
+    "places of rows": lambda: nn.Sequential(nn.Unflatten(1, (5, 1)), nn.BatchNorm1d(5, momentum=None)),
+    "channels": lambda: nn.Sequential(nn.Unflatten(0, (-1, 1)), nn.InstanceNorm1d(1, track_running_stats=True)),
+}
+
+
+def trained(engine, twin, sizes):
+    for size in sizes:
+        step(engine, twin, batch(size), RATE)
+
+
+@pytest.mark.parametrize("name", NORMALIZED)
+def test_one_row_is_evaluated_by_a_module_that_does_not_train_on_it(name):
+    module = Sized(nn.Sequential(NORMALIZED[name](), Squared()))
+    twin, engine = copy.deepcopy(module), engine_of(module)
+    trained(engine, twin, (4, 6))
+    for size in (1, 3, 1):
+        expected = copy.deepcopy(twin).eval()(**batch(size)).detach()
+        torch.testing.assert_close(engine.eval_step(batch(size))[0], expected)
+    assert len(engine._ways.known) == 1
+    trained(engine, twin, (2, 4))
+    check_equal(module, twin)
+
+
+def test_one_row_is_evaluated_first_and_after_a_change():
+    module = Sized(nn.Sequential(nn.BatchNorm1d(5), nn.RMSNorm(5), Squared()))
+    twin, engine = copy.deepcopy(module), engine_of(module)
+    for eps in (1e-5, 1e-2):
+        module.function[0].eps = twin.function[0].eps = eps
+        expected = copy.deepcopy(twin).eval()(**batch(1)).detach()
+        torch.testing.assert_close(engine.eval_step(batch(1))[0], expected)
+        trained(engine, twin, (4,))
+    check_equal(module, twin)
+
+
+@pytest.mark.parametrize("first", [[], [1], [4]])
+def test_one_row_that_the_module_does_not_train_on_changes_nothing(first):
+    module = Sized(nn.Sequential(nn.BatchNorm1d(5), Squared()))
+    engine = engine_of(module)
+    for size in first:
+        engine.eval_step(batch(size))
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        engine.train_step(batch(1), RATE)
+    assert all(torch.equal(before[name], x) for name, x in module.state_dict().items())

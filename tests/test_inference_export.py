@@ -120,6 +120,21 @@ def test_an_onnx_model_is_exported_on_a_batch_that_is_given(tmp_path):
     torch.testing.assert_close(run(tmp_path / "model.onnx", batch()[0])[0], trainer.eval_step(*batch())[1])
 
 
+def halved(layer, given, made):
+    return made / 2
+
+
+@pytest.mark.parametrize("change", [lambda m: setattr(m[1], "eps", 0.5), lambda m: m[2].register_forward_hook(halved)])
+def test_what_changed_since_the_last_step_is_in_the_file(change, tmp_path):
+    module = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    trainer = make(module)
+    trainer.train_step(*batch(), RATE)
+    change(module)
+    trainer.export_inference(tmp_path / "model.onnx")
+    x, _ = batch(7)
+    torch.testing.assert_close(run(tmp_path / "model.onnx", x)[0], module(x).detach())
+
+
 def test_before_the_first_step_there_is_nothing_to_export(tmp_path):
     with pytest.raises(StateError, match="run one eval_step"):
         make().export_inference(tmp_path / "model.onnx")

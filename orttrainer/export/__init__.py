@@ -25,6 +25,7 @@ _HOME = {
     "names_in": "run_code",
     "observe_gradients": "observed_gradients",
     "refuse_synchronized": "call",
+    "with_more_rows": "module",
 }
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "names_in",
     "observe_gradients",
     "refuse_synchronized",
+    "with_more_rows",
 ]
 
 if TYPE_CHECKING:
@@ -61,7 +63,7 @@ if TYPE_CHECKING:
     from orttrainer.export.conditions import Asked, Conditions
     from orttrainer.export.forward_graph import ForwardGraph
     from orttrainer.export.initializers import as_real
-    from orttrainer.export.module import export_module
+    from orttrainer.export.module import export_module, with_more_rows
     from orttrainer.export.observed_gradients import observe_gradients
     from orttrainer.export.onnx_model import from_onnx
     from orttrainer.export.postprocess import check_postprocessed

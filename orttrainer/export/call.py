@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from orttrainer.describe import filled, leaves, mapped
 from orttrainer.errors import InvalidArgumentError, SchemaError, UnsupportedFeatureError, UnsupportedModelError
 from orttrainer.export.conditions import Followed
+from orttrainer.export.evaluated import RunningStatistics
 from orttrainer.export.outside import noticed
 from orttrainer.export.untouched import unchanged
 
@@ -222,13 +223,13 @@ def count_outputs(module: nn.Module, inputs) -> int:
     """How many tensors `module` returns as it trains, up to the first thing that is none; it and what it calls are left as they are.
 
     Args:
-        inputs: a sequence of tensors, or a dict of them by the names that forward has; or of tuples, lists and dicts of them.
+        inputs: of a batch that trains or evaluates: a sequence of tensors, or a dict of them by the names that forward has; or of tuples, lists and dicts of them.
     """
     device = next((p.device for p in module.parameters()), None)
     copies = mapped(lambda x: x.detach().to(device), inputs)
 
     def call():
-        with unchanged(module, [*leaves(copies)]), in_train_mode(module), noticed(module):
+        with unchanged(module, [*leaves(copies)]), in_train_mode(module), noticed(module), RunningStatistics():
             return module(**copies) if isinstance(copies, dict) else module(*copies)
 
     try:

@@ -13,6 +13,7 @@ import logging
 import math
 import re
 from collections import Counter
+from dataclasses import replace
 
 import onnx
 import onnx_ir as ir
@@ -22,6 +23,7 @@ from orttrainer import runtime
 from orttrainer.errors import ExportMismatchError, RuntimeNotFoundError
 from orttrainer.export.call import in_train_mode
 from orttrainer.export.conditions import Asked
+from orttrainer.export.evaluated import by_running_statistics
 from orttrainer.export.faithful import MutedDropout
 from orttrainer.export.forwards import own
 from orttrainer.export.granted import Granted
@@ -33,6 +35,7 @@ from orttrainer.export.untouched import unchanged
 from orttrainer.graph.passes.axes import AllAxesPass
 from orttrainer.graph.passes.divisors import NonzeroDivisorsPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
+from orttrainer.graph.passes.inference import InferenceBatchNormalizationPass
 from orttrainer.graph.passes.long_sums import LongSumsPass
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass
 from orttrainer.graph.passes.random import MutePass
@@ -128,7 +131,8 @@ def check_values(forward, wrapper, inputs, observed: Observation, public, symbol
     del expected, got  # logits may be the largest tensors of all
     observed.outputs = None
     other_way = _other_way(forward, wrapper, public)
-    return _check_sizes(forward, wrapper, inputs, symbols, names, run, rounding, other_way)
+    left = _check_sizes(forward, wrapper, inputs, symbols, names, run, rounding, other_way)
+    return _told_of_training(replace(forward, granted=left), wrapper, inputs, symbols)
 
 
 def _other_way(forward, wrapper, public):
@@ -157,10 +161,7 @@ def _check_sizes(forward, wrapper, inputs, symbols, names, run, rounding, other_
 
     Returns what is granted still, see `check_values`.
     """
-    described = [value.name for value in forward.model.graph.inputs]
-
-    def untrue(other):
-        return {statement for statement in forward.granted if not statement.holds(dict(zip(described, other)))}
+    untrue = functools.partial(_untrue, forward)
 
     def compare(other, where):
         """Whether the graph gives the same there; None where the module does not take this batch, or goes another way by values."""
@@ -191,6 +192,31 @@ def _check_sizes(forward, wrapper, inputs, symbols, names, run, rounding, other_
         raise mismatch
     needless = _needless(functools.partial(_pairs, inputs, symbols), untrue, compare)
     return tuple(statement for statement in forward.granted if statement not in needless)
+
+
+def _told_of_training(forward, wrapper, inputs, symbols) -> tuple[Granted, ...]:
+    """What is granted, told whether it is by a module that does not train on such batches, and evaluates them as the graph does."""
+    run = functools.cache(lambda: _runner(forward, InferenceBatchNormalizationPass()))
+
+    def compare(other, where):
+        with contextlib.suppress(Exception):  # whatever the module raises that does not train on it
+            observe(wrapper, other, hidden_state=False)
+            return None
+        if (outputs := _outputs_in_mode(wrapper, other, _GraphEvaluation(), True)) is None:
+            return None
+        try:
+            _compare_resized(dict(zip(wrapper.output_names, outputs)), run(), other, where, dict)
+        except ExportMismatchError:
+            return False
+        return True
+
+    found = _needless(functools.partial(_pairs, inputs, symbols), functools.partial(_untrue, forward), compare)
+    return tuple(statement._replace(of_training=statement in found) for statement in forward.granted)
+
+
+def _untrue(forward, batch) -> set[Granted]:
+    given = dict(zip([value.name for value in forward.model.graph.inputs], batch))
+    return {statement for statement in forward.granted if not statement.holds(given)}
 
 
 def _pairs(inputs, symbols, size):
@@ -344,38 +370,40 @@ def warn_of_evaluation(difference: str | None) -> None:
 
 def _in_both_modes(wrapper, inputs):
     """The outputs in eval mode, and in train mode as `eval_step` computes them; None where the module gives none."""
-    results = []
-    for mode, training in ((MutedDropout(), False), (_GraphEvaluation(), True)):
-        with unchanged(wrapper, inputs), contextlib.ExitStack() as stack, wrapper.gradients(training):
-            if training:
-                stack.enter_context(in_train_mode(wrapper.module))
-            else:
-                wrapper.module.eval()
-            generators = Generators(inputs)
-            with mode:
-                try:
-                    results.append(own(wrapper.described_outputs(inputs), wrapper, inputs))
-                except Exception:  # whatever the module raises in a mode that nobody asked for
-                    return None
-            if generators.used():
+    evaluated = _outputs_in_mode(wrapper, inputs, MutedDropout(), False)
+    trained = None if evaluated is None else _outputs_in_mode(wrapper, inputs, _GraphEvaluation(), True)
+    return None if trained is None else (evaluated, trained)
+
+
+def _outputs_in_mode(wrapper, inputs, mode, training):
+    """The outputs under `mode`; None where the module gives none, or draws random numbers for them."""
+    with unchanged(wrapper, inputs), contextlib.ExitStack() as stack, wrapper.gradients(training):
+        if training:
+            stack.enter_context(in_train_mode(wrapper.module))
+        else:
+            wrapper.module.eval()
+        generators = Generators(inputs)
+        with mode:
+            try:
+                outputs = own(wrapper.described_outputs(inputs), wrapper, inputs)
+            except Exception:  # whatever the module raises in a mode that nobody asked for
                 return None
-    return results
+        return None if generators.used() else outputs
 
 
 class _GraphEvaluation(MutedDropout):
     """Runs a module in train mode as `eval_step` runs its graph."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in (torch.batch_norm, torch.instance_norm) and args[3] is not None:
-            args = (*args[:5], False, *args[6:])
+        args, kwargs = by_running_statistics(func, args, kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)
 
 
 # ---------------------------------------------------------------- running the graph
 
 
-def _runner(forward):
-    """A function that runs the graph on the CPU, its dropouts taken out."""
+def _runner(forward, *more):
+    """A function that runs the graph on the CPU, its dropouts taken out; after these passes more."""
     state = [*forward.parameters, *forward.buffers]
     initializers = forward.model.graph.initializers
     feeds = {name: initializers[name].const_value for name in state}
@@ -391,6 +419,7 @@ def _runner(forward):
         NonzeroDivisorsPass(),
         AllAxesPass(),  # as it trains, and else wrong where a tensor is empty
         LongSumsPass(),  # as it trains, and else the sums are less exact than PyTorch's
+        *more,
     )
     for rewrite in rewrites:
         rewrite(model)

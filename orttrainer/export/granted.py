@@ -28,11 +28,13 @@ class Granted(NamedTuple):
         text: in Python, of `size0`, `size1`, ...
         sizes: which sizes these are, as an input and its axis each.
         shown: whether batches of other sizes show that it does not matter, should they be computed the same.
+        of_training: whether it matters to batches that train only, as that a normalization by the batch needs two rows.
     """
 
     text: str
     sizes: tuple[tuple[str, int], ...]
     shown: bool = True
+    of_training: bool = False
 
     def __str__(self) -> str:
         return re.sub(r"\bsize(\d+)\b", lambda m: "{}.shape[{}]".format(*self.sizes[int(m[1])]), self.text)
@@ -50,9 +52,10 @@ def _code(text: str):
     return compile(text, "<sizes>", "eval")
 
 
-def unmet(granted: Sequence[Granted], batch: Mapping[str, torch.Tensor]) -> Granted | None:
-    """The first statement that is not true of this batch."""
-    return next((statement for statement in granted if not statement.holds(batch)), None)
+def unmet(granted: Sequence[Granted], batch: Mapping[str, torch.Tensor], trains: bool = True) -> Granted | None:
+    """The first statement that is not true of this batch, of those that matter where it `trains`, or does not."""
+    asked = (statement for statement in granted if trains or not statement.of_training)
+    return next((statement for statement in asked if not statement.holds(batch)), None)
 
 
 def granted_by(program, names: Sequence[str], symbols: Sequence[Mapping[int, str]]) -> list[Granted]:

@@ -29,7 +29,7 @@ from orttrainer.export.parcel import packed, unpacked
 from orttrainer.export.sizes import without_ones
 from orttrainer.export.told import UNTOLD
 
-__all__ = ["export_module"]
+__all__ = ["export_module", "with_more_rows"]
 
 log = logging.getLogger("orttrainer")
 
@@ -82,6 +82,16 @@ def export_module(
     return replace(forward, touched=job.observed.touched, read=job.observed.read, outside=job.wrapper.taken_in)
 
 
+def with_more_rows(
+    module: torch.nn.Module, loss_fn, description: ModelDescription, batch: Sequence[torch.Tensor], schema: InputSchema
+) -> list[torch.Tensor] | None:
+    """A batch with symbolic axes of size 1 made longer, on which the module trains; None if it does on none such."""
+    inputs = _on_device_of(module, batch)
+    job = _Job(LossModule(module, loss_fn, description), description, schema, inputs, MIN_OPSET, False)
+    longer = without_ones(inputs, job.symbols, job.accepts, anew=True)  # equal rows have no spread
+    return None if longer is inputs else longer
+
+
 class _Job:
     """One export: what both exporters need, and the way to a checked graph."""
 
@@ -111,7 +121,7 @@ class _Job:
         self.wrapper.differentiates |= self.observed.differentiates
         self.wrapper.runs = frozenset() if self.observed.read is None else self.observed.read.modules
         self.wrapper.followed.observed, self.wrapper.followed.told = self.observed.decisions, self.observed.told
-        self.example = without_ones(self.inputs, self.symbols, self._accepts)
+        self.example = without_ones(self.inputs, self.symbols, self.accepts)
         self.updated = tuple(self.observed.updated)
         layers = dict(self.wrapper.named_modules())
         self.counted = {
@@ -265,7 +275,7 @@ class _Job:
         """
         return (False, True) if self.cached_tensors() else (False,)
 
-    def _accepts(self, inputs):
+    def accepts(self, inputs):
         try:
             observe(self.wrapper, inputs, hidden_state=False)
         except Exception:  # the module's own, whatever it is

@@ -174,12 +174,17 @@ def optimize(model) -> None:
 
 
 def _shape_losses(model):
-    """A loss without reduction has the shape of its labels; torch's exporter may say that it is a scalar."""
+    """A loss without reduction has the shape of its labels; torch's exporter may say that it is a scalar. Of no label it says the reverse."""
+    of_all = []
     for node in model.graph.all_nodes():
         if node.op_type in ("NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss") and not node.domain:
-            labels = node.inputs[1].shape
-            if node.attributes.get_string("reduction", "mean") == "none" and labels is not None:
+            labels, found = node.inputs[1].shape, node.outputs[0].shape
+            if node.attributes.get_string("reduction", "mean") != "none":
+                of_all += [found] if found is not None and found.rank() else []
+            elif labels is not None:
                 node.outputs[0].shape = ir.Shape(labels.dims)
+    if of_all:  # and what is computed of it has the wrong shape as well
+        infer_shapes_again(model)
 
 
 def _may_fold(node):

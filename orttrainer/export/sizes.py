@@ -63,10 +63,13 @@ def all_resized(inputs, symbols):
     return _with_sizes(inputs, symbols, changed) if changed else None
 
 
-def without_ones(inputs, symbols, accepts):
+def without_ones(inputs, symbols, accepts, anew=False):
     """The batch with symbolic axes of size 1 made longer, if `accepts` takes one such batch.
 
     Of a size 1 an exporter cannot tell whether it was a size or broadcasting.
+
+    Args:
+        anew: what is added is not what was there.
     """
     sizes = _sizes(inputs, symbols)
     if 1 not in sizes.values():
@@ -74,7 +77,7 @@ def without_ones(inputs, symbols, accepts):
     # A size may be the product of others: it has to double with them, which only a try can tell.
     choices = [(2, 4) if size == 1 else (size, 2 * size) for size in sizes.values()]
     for choice in itertools.islice(itertools.product(*choices), _TRIES):
-        longer = _with_sizes(inputs, symbols, dict(zip(sizes, choice)))
+        longer = _with_sizes(inputs, symbols, dict(zip(sizes, choice)), anew)
         if accepts(longer):
             return longer
     return inputs
