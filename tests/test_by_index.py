@@ -13,6 +13,11 @@ def lengths(place):
     return (place[:, None] == torch.arange(4)).sum(0)
 
 
+def written(x, index, value):
+    x[index] = value
+    return x
+
+
 # Of rows of a batch, [n, 6], and where each goes, [n].
 FUNCTIONS = {
     "segment_reduce": lambda x, place: torch.cat(
@@ -32,6 +37,11 @@ FUNCTIONS = {
     "put": lambda x, place: torch.zeros(4, 6).put(place, x[:, 0], accumulate=True) + x.put(torch.tensor([3, -1]), x[0, :2]).sum(),
     "combinations": lambda x, place: 0.01 * torch.cat([torch.combinations(x[:, 0]).prod(1), torch.combinations(x[:, 1], 3, True).prod(1)])[:, None],
     "diagonal_scatter": lambda x, place: x.diagonal_scatter(x[0, :3], 3)[:, 2:],
+    "index_put, by int32 and int64": lambda x, place: (
+        torch.zeros(4, 6).index_put((place[:, None].int(), torch.arange(6)), x, accumulate=True)
+        + written(torch.zeros(4, 6), (torch.tensor([2, 0]).int(), torch.tensor([5, 1]).int()), x[0, :2])
+        + x[place.int()[:4, None] // 2, torch.arange(6)]
+    ),
     "repeat_interleave": lambda x, place: x.repeat_interleave(torch.tensor([2, 0, 1, 1, 3, 0]), dim=1, output_size=7),
 }  # fmt: skip
 
@@ -51,7 +61,13 @@ def rows(step: int):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("segment_reduce", "index_reduce", "combinations") else slow(name) for name in FUNCTIONS]
+    "name",
+    [
+        name
+        if name in ("segment_reduce", "index_reduce", "combinations", "index_put, by int32 and int64")
+        else slow(name)
+        for name in FUNCTIONS
+    ],
 )
 def test_writes_by_index_train_as_in_pytorch(name):
     assert_trains_as_in_pytorch(lambda: ByIndex(FUNCTIONS[name]), rows, evaluates=True)

@@ -142,6 +142,10 @@ FUNCTIONS = {
         lambda z, w: z.masked_select(WHERE) * w.index_add(1, torch.tensor([3, 1]), z[:, :2])[0, :2].sum(),
         lambda z, w: z.unfold(1, 2, 1) * w[:, :3, None], lambda z, w: torch.nn.functional.pad(z, (1, 2), value=1.5), written,
     ],
+    "imaginary parts of conjugates": [
+        lambda z, w: z.conj().imag * w.mH[:, :1].imag.sum(), lambda z, w: torch.fft.ifft(z.real).imag, lambda z, w: torch.fft.ihfft(w.real).imag,
+        lambda z, w: torch.fft.ifft(z.real) * torch.fft.ifft(w.imag).detach(),
+    ],
     "transforms": [
         lambda z, w: torch.fft.irfft(z, n=9), lambda z, w: torch.fft.fft(z, n=3, norm="ortho"), lambda z, w: torch.fft.ifft(w, n=6, dim=0),
         lambda z, w: torch.fft.fft2(z, s=(4, 3)), lambda z, w: torch.fft.irfft2(w, s=(2, 8)), lambda z, w: torch.fft.hfft(z, n=10),

@@ -16,6 +16,7 @@ from unittest import mock
 import onnx
 import onnx_ir as ir
 import torch
+from onnxscript.function_libs.torch_lib.ops import core
 
 from orttrainer import runtime
 from orttrainer.export import batch_norm, double_precision, masks, stop_gradient, written_slices
@@ -71,6 +72,7 @@ def capture_dynamo(
                     **double_precision.TRANSLATIONS,
                     **masks.TRANSLATIONS,
                     **written_slices.TRANSLATIONS,
+                    torch.ops.aten._neg_view.default: core.aten_neg,  # the imaginary part of a conjugate
                 },
                 optimize=False,  # folds BatchNorm into weights; our own passes run later
                 dynamo=True,

@@ -1,6 +1,7 @@
-"""Python's numbers beside tensors of float64, as torch's dynamo exporter should write them down: exactly.
+"""Python's numbers beside tensors of float64, and in `arange`, as torch's dynamo exporter should write them down: exactly.
 
-Its own forms make float32 of them first, so that 0.1 is 0.10000000149.
+Its own forms make float32 of them first, so that 0.1 is 0.10000000149, and ONNX's Range adds that up: it may have an element
+more than PyTorch's.
 """
 
 from __future__ import annotations
@@ -79,20 +80,53 @@ def _fill(self, value):
     return op.Expand(op.CastLike(value, self), op.Shape(self))
 
 
-def _arange(start, end, step=1, dtype=-1, layout="", device="", pin_memory=False):
-    """aten.arange.start_step."""
-    if dtype != ir.DataType.DOUBLE or not all(isinstance(x, (int, float)) for x in (start, end, step)):
-        return core.aten_arange_start_step(start, end, step, dtype)
-    count = op.Range(0, max(math.ceil((end - start) / step), 0), 1)
-    return op.Add(_exact(float(start), dtype), op.Mul(op.Cast(count, to=dtype), _exact(float(step), dtype)))
-
-
 def _vector_norm(self, ord=2.0, dim=None, keepdim=False, dtype=-1):
     """aten.linalg_vector_norm."""
     if self.dtype != ir.DataType.DOUBLE or dtype != -1 or math.isinf(ord) or ord in (0, 1, 2):
         return linalg.aten_linalg_vector_norm(self, ord, dim, keepdim, dtype)
     powers = op.Pow(op.Abs(self), op.CastLike(float(ord), self))
     return op.Pow(op.ReduceSum(powers, dim, keepdims=keepdim and dim is not None), op.CastLike(1 / ord, self))
+
+
+def _arange(end, dtype=-1, layout="", device="", pin_memory=False):
+    """aten.arange."""
+    return _series(0, end, 1, dtype) if _is_broken(end) else core.aten_arange(end, dtype)
+
+
+def _arange_start(start, end, dtype=-1, layout="", device="", pin_memory=False):
+    """aten.arange.start."""
+    broken = _is_broken(start) or _is_broken(end)
+    return _series(start, end, 1, dtype) if broken else core.aten_arange_start(start, end, dtype)
+
+
+def _arange_start_step(start, end, step=1, dtype=-1, layout="", device="", pin_memory=False):
+    """aten.arange.start_step."""
+    broken = any(map(_is_broken, (start, end, step)))
+    return _series(start, end, step, dtype) if broken else core.aten_arange_start_step(start, end, step, dtype)
+
+
+def _is_broken(number) -> bool:
+    """Whether it is, or may be, no whole number."""
+    if isinstance(number, (int, float)):
+        return number != int(number)
+    return number.dtype != ir.DataType.INT64
+
+
+def _series(start, end, step, dtype):
+    """start + step * [0, 1, ...] up to `end`, in float64, as PyTorch counts and computes it."""
+    dtype = ir.DataType.FLOAT if dtype == -1 else dtype
+    if not dtype.is_floating_point():  # of whole numbers near these
+        return core.aten_arange_start_step(start, end, step, dtype)
+    start, end, step = map(_in_float64, (start, end, step))
+    count = op.Cast(op.Ceil(op.Div(op.Sub(end, start), step)), to=ir.DataType.INT64)
+    place = op.Range(*(op.Constant(value=ir.tensor(0)), count, op.Constant(value=ir.tensor(1))))
+    return op.Cast(op.Add(op.Mul(op.Cast(place, to=ir.DataType.DOUBLE), step), start), to=dtype)
+
+
+def _in_float64(number):
+    if isinstance(number, (int, float)):
+        return op.Constant(value=ir.tensor(float(number), dtype=ir.DataType.DOUBLE))
+    return op.Cast(number, to=ir.DataType.DOUBLE)
 
 
 # torch writes these as functions, whose numbers are attributes.
@@ -142,11 +176,13 @@ TRANSLATIONS = {
     aten.addcdiv.default: _addcdiv,
     aten.addcmul.default: _addcmul,
     aten.addmv.default: _addmv,
-    aten.arange.start_step: _arange,
     aten.linalg_vector_norm.default: _vector_norm,
     aten.celu.default: _celu,
     aten.fill.Scalar: _fill,
     aten.softplus.default: _softplus,
+    aten.arange.default: _arange,
+    aten.arange.start: _arange_start,
+    aten.arange.start_step: _arange_start_step,
     aten.masked_fill.Scalar: _masked_fill,
     aten.scalar_tensor.default: _scalar_tensor,
     aten.full.default: _full,

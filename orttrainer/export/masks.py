@@ -2,6 +2,7 @@
 
 Its own forms take numbers beside a mask for masks, forget what stands behind a mask of several axes, and know no writes
 but those of one mask that comes first; to them something is true where there is nothing, and a sum of masks is one of numbers.
+Places of int32 they write down as such, where ONNX has int64 alone.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ def _filled(self, mask, at, number):
 
 
 def _places(indices):
-    """The indices, with the places that a mask chooses, one vector for each of its axes, where it was."""
+    """The indices, in int64, with the places that a mask chooses, one vector for each of its axes, where it was."""
     found = []
     for index in indices:
         if not _is_mask(index):
-            found.append(index)
+            found.append(_in_int64(index))
             continue
         chosen = op.NonZero(index)
         for axis in range(len(index.shape)):
@@ -56,6 +57,14 @@ def _places(indices):
             vector.dtype, vector.shape = ir.DataType.INT64, ir.Shape([None])
             found.append(vector)
     return found
+
+
+def _in_int64(index):
+    if index is None or index.dtype != ir.DataType.INT32:
+        return index
+    cast = op.Cast(index, to=ir.DataType.INT64)
+    cast.dtype, cast.shape = ir.DataType.INT64, index.shape
+    return cast
 
 
 def _any(self):
