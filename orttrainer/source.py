@@ -6,6 +6,7 @@ import collections
 import functools
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("orttrainer")
+
+_one_export = threading.RLock()  # torch's exporter, and what shows how a module computes, change torch for all threads
 
 
 class Source:
@@ -121,7 +124,8 @@ class Source:
         for part in self.parts.values() if self._ranks > 1 else ():
             if isinstance(part, torch.nn.Module):
                 export.refuse_synchronized(part)
-        with torch.inference_mode(False):  # in which there are no gradients to compare with, and nothing can be traced
+        # In inference mode there are no gradients to compare with, and nothing can be traced.
+        with _one_export, torch.inference_mode(False):
             return self._forward_graph(description, [x.clone() if x.is_inference() else x for x in batch], schema)
 
     def _forward_graph(
