@@ -122,11 +122,10 @@ def _store() -> dist.Store:
 
 def _is_done(work: dist.Work) -> bool:
     """Whether it is done, or is so after a moment; NCCL would end the group instead of waiting only for so long."""
-    try:
+    with contextlib.suppress(RuntimeError):
         work.wait(_SLICE)
-    except RuntimeError:
-        return work.is_completed()  # done in between, or failed
-    return True
+        return True
+    return work.is_completed()  # done in between, or failed
 
 
 def end_unfinished() -> None:
