@@ -29,7 +29,8 @@ class Noticed(TorchFunctionMode):
 
     def __init__(self, wrapper: nn.Module):
         super().__init__()
-        self._thread = threading.get_ident()
+        self._here = threading.local()
+        self._here.is_set = True
         self._own = {id(module) for module in wrapper.modules()}
         self._own_parameters = {id(parameter) for parameter in wrapper.parameters()}
         self._found: dict[int, nn.Module] = {}
@@ -45,7 +46,7 @@ class Noticed(TorchFunctionMode):
 
     def look(self, module: nn.Module, args: tuple) -> None:
         """As a hook before each call of a module, in whatever thread."""
-        if threading.get_ident() != self._thread or id(module) in self._own or id(module) in self._found:
+        if not hasattr(self._here, "is_set") or id(module) in self._own or id(module) in self._found:
             return
         if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):  # whose weights are constants
             return
