@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import logging
 import sys
@@ -125,7 +126,7 @@ class Source:
             if isinstance(part, torch.nn.Module):
                 export.refuse_synchronized(part)
         # In inference mode there are no gradients to compare with, and nothing can be traced.
-        with _one_export, torch.inference_mode(False):
+        with _one_export, _uncompiled(), torch.inference_mode(False):
             return self._forward_graph(description, [x.clone() if x.is_inference() else x for x in batch], schema)
 
     def _forward_graph(
@@ -212,6 +213,11 @@ class Source:
                 "onnx.ModelProto, or nothing after changing the one it was given"
             )
         return changed if returned is None else returned
+
+
+def _uncompiled() -> contextlib.AbstractContextManager:
+    """Have what `torch.compile` made run as the Python that it was made of, not compiled with all that looks on."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
 
 def _input_specs(model: ir.Model) -> list[InputSpec]:
