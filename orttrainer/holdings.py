@@ -21,6 +21,7 @@ __all__ = [
     "content_of",
     "has_objects",
     "is_container",
+    "same_elements",
 ]
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device)
@@ -77,7 +78,7 @@ class Holdings:
             return False
         if self._arrays and [*map(np.ndarray.tobytes, self._arrays)] != self._bytes:
             return False
-        return [*map(_VERSION, self._tensors)] == self._versions and all(map(torch.equal, self._small, self._copies))
+        return [*map(_VERSION, self._tensors)] == self._versions and all(map(same_elements, self._small, self._copies))
 
     def _gather_from(self, owner: Mapping, key: str, entries: Entries, depth: int) -> None:
         value, place = owner[key], (id(owner), key, depth)
@@ -197,6 +198,11 @@ def is_small(tensor: torch.Tensor) -> bool:
     return plain and tensor.device.type == "cpu" and tensor.numel() <= _LARGEST
 
 
+def same_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether they have the same shape and elements; a NaN is the same as another."""
+    return torch.equal(a, b) or (a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()))
+
+
 class _Is:
     """Equal only to what is of the same object, and of the same version of it; of a small tensor, to what has its elements."""
 
@@ -210,7 +216,7 @@ class _Is:
         if not isinstance(other, _Is):
             return False
         if self.copy is not None and other.copy is not None:
-            return self.copy.dtype == other.copy.dtype and torch.equal(self.copy, other.copy)
+            return self.copy.dtype == other.copy.dtype and same_elements(self.copy, other.copy)
         return self.value is other.value and self.version == other.version
 
     __hash__ = None

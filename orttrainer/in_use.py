@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +23,7 @@ from orttrainer.distributed import (
     failing_together,
     find_collective,
 )
+from orttrainer.distributed.agreement import number_of_another
 from orttrainer.errors import StateError
 from orttrainer.front_end import NotCopied
 from orttrainer.kept_state import KeptState
@@ -43,8 +43,6 @@ from orttrainer.ways import Ways, check_can_go_on
 
 if TYPE_CHECKING:
     from orttrainer.export import ForwardGraph
-
-_numbers = itertools.count()  # the same on all ranks, which compile together
 
 
 class InUse(NotCopied):
@@ -203,7 +201,7 @@ class InUse(NotCopied):
             graph = self._training_graph(self._forward, counts)
         try:
             with failing_together(self.collective, "sharing its state"), signals.none_lost():
-                self._number = next(_numbers) if self.collective.size > 1 else 0
+                self._number = number_of_another() if self.collective.size > 1 else 0
                 self._open_on_state(graph)
             self._check_what_ranks_loaded()
         except BaseException:

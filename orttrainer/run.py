@@ -17,7 +17,7 @@ from onnx_ir.passes import common
 
 from orttrainer import runtime, signals
 from orttrainer.distributed import Collective, SingleProcess
-from orttrainer.distributed.agreement import SIGNALS, announce, check_announced
+from orttrainer.distributed.agreement import SIGNALS, average_together
 from orttrainer.graph.subgraphs import node_inputs
 from orttrainer.phase import Phase, Place, open_phase
 from orttrainer.training_graph import TrainingGraph
@@ -416,13 +416,9 @@ class _SplitStep:
         runner, collective = self._runner, self._runner._collective
         if collective.size == 1:
             return
-        signals = runner._buffers[0][-SIGNALS:]
-        announce(signals, runner.number, batches, failure is not None)
-        for buffer in runner._buffers:
-            collective.all_reduce_mean_(buffer)
         dropped = f" Batches accumulated before it are dropped: {runner.accumulated}." if runner.accumulated else ""
         try:
-            check_announced(collective, signals, runner.number, batches, failure, dropped)
+            average_together(collective, runner._buffers, runner.number, batches, failure, dropped)
         except Exception:
             self._drop()
             raise

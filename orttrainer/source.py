@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("orttrainer")
+
+_one_export = threading.RLock()  # torch's exporter, and what shows how a module computes, change torch for all threads
 
 
 class Source:
@@ -124,7 +128,8 @@ class Source:
         for part in self.parts.values() if self._ranks > 1 else ():
             if isinstance(part, torch.nn.Module):
                 export.refuse_synchronized(part)
-        with torch.inference_mode(False):  # in which there are no gradients to compare with, and nothing can be traced
+        # In inference mode there are no gradients to compare with, and nothing can be traced.
+        with _one_export, torch.inference_mode(False):
             batch = [x.clone() if x.is_inference() else x for x in batch]
             try:
                 return self._forward_graph(description, batch, schema)
@@ -220,6 +225,11 @@ class Source:
                 "onnx.ModelProto, or nothing after changing the one it was given"
             )
         return changed if returned is None else returned
+
+
+def _uncompiled() -> contextlib.AbstractContextManager:
+    """Have what `torch.compile` made run as the Python that it was made of, not compiled with all that looks on."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
 
 def _input_specs(model: ir.Model) -> list[InputSpec]:

@@ -14,6 +14,7 @@ from onnx_ir.tensor_adapters import TorchTensor
 from orttrainer import export
 from orttrainer.distributed import Collective, check_ranks_agree
 from orttrainer.errors import StateError
+from orttrainer.holdings import same_elements
 from orttrainer.kept_state import KeptState
 from orttrainer.seed import seed_of_rank, seed_of_run
 from orttrainer.seen import Seen, form
@@ -143,7 +144,7 @@ class TrainedState:
         """
         for owner, key, name, value in self._decided:
             now = owner.get(key)
-            if now is None or now.dtype != value.dtype or not torch.equal(now, value):
+            if now is None or now.dtype != value.dtype or not same_elements(now, value):
                 was = f"was {value.item()}" if value.numel() == 1 else "had other values"
                 raise StateError(
                     f"forward decides by the value of the buffer {name!r}, which {was} when the graph was made. "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from launched import ONE_LAUNCHER, launch, results
+from launched import LAUNCHERS, ONE_LAUNCHER, launch, results
 from small import RATE, batch, net, torch_step
 from torch import nn
 
@@ -15,6 +15,11 @@ AVERAGING = {
 COMPILING = {
     "mpiexec": "rank 0 of 2 waits for another rank, but rank 1 has ended its script. Every rank has to make the same",
     "torchrun": "all_gather_object failed on rank 0 of 2",
+}
+
+OTHER_CALL = {
+    "mpiexec": " in the first step of a trainer, or with an error, but rank 1 averages the gradients of a step",
+    "torchrun": ", but rank 1 averages the gradients of a step (128 numbers)",
 }
 
 
@@ -29,22 +34,25 @@ def test_a_rank_that_ends_before_the_others_ends_the_run_with_an_error(launcher,
 
 
 @pytest.mark.slow
-def test_ranks_that_wait_in_different_trainers_are_told_so_and_the_run_ends(tmp_path):
-    result = launch("mpiexec", "other_trainers.py", str(tmp_path), "first step", timeout=120)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_ranks_that_wait_in_different_trainers_are_told_so_and_the_run_ends(launcher, tmp_path):
+    result = launch(launcher, "other_trainers.py", str(tmp_path), "first step", timeout=120)
     assert result.returncode != 0  # the average that nobody takes part in is never done
     compiles, steps = (torch.load(tmp_path / f"{rank}.pt")["first step"] for rank in range(2))
     same = (
         "Every rank has to make the same trainers, and step them in the same order; but for those made by "
         "orttrainer.trainer(..., data_parallel=False), which train on one rank alone."
     )
-    assert compiles == (
-        "DistributedError: rank 0 of 2 waits for another rank in the first step of a trainer, or with an error, but rank 1 "
-        f"averages the gradients of a step. {same}"
-    )
+    assert compiles == f"DistributedError: rank 0 of 2 waits for another rank{OTHER_CALL[launcher]}. {same}"
     assert steps == (
         "DistributedError: rank 1 of 2 waits for another rank, but rank 0 makes the first step of another trainer, or "
         f"failed in one. {same}"
     )
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_slow_is_waited_for_whatever_the_ranks_have_told_each_other(tmp_path):
+    assert results("torchrun", "other_trainers.py", tmp_path, "late") == [{"late": ["fine"] * 3}] * 2
 
 
 @pytest.fixture(scope="module", params=ONE_LAUNCHER)

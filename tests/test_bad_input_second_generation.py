@@ -76,7 +76,7 @@ CONSTRUCTOR = {
     "a pipeline": (lambda: make(distributed={"pipeline_parallel": {"pipeline_parallel_size": 2}}), UnsupportedFeatureError, "pipeline_parallel_size is 2: ...use data parallel"),
     "a world that nobody launched": (lambda: make(distributed={"world_size": 2}), DistributedError, "world_size=2, but this is rank 0 of 1...mpiexec -n 2"),
     "an unknown device": (lambda: make(device={"id": "tpu"}), InvalidArgumentError, "device='tpu' is not a device"),
-    "an unknown provider": (lambda: make(provider_options={"Tpu": {}}), RuntimeNotFoundError, "execution provider 'Tpu' is not in this ONNX Runtime"),
+    "an unknown provider": (lambda: make(provider_options={"Tpu": {}}), RuntimeNotFoundError, "execution provider 'Tpu' is not in this ONNX Runtime...ExecutionProvider. The device of this trainer is the option"),
     "a scaler without mixed precision": (lambda: make(mixed_precision={"loss_scaler": amp.DynamicLossScaler()}), InvalidArgumentError, "mixed precision is off; set mixed_precision.enabled, or leave it out"),
     "a scaler without an update": (
         lambda: make(mixed_precision={"enabled": True, "loss_scaler": amp.LossScaler(8.0)}), UnsupportedFeatureError, "LossScaler does not implement update(train_step_info) -> scale",

@@ -18,6 +18,14 @@ _REMAINDERS = (7, 8)
 _TRAINERS = 16
 SIGNALS = 1 + sum(_REMAINDERS) + _TRAINERS  # 32 elements, two cache lines of float32
 
+_numbers: list[int] = []  # of the trainers of this process that step together with those of other ranks
+
+
+def number_of_another() -> int:
+    """The number of one more trainer; the same on all ranks, which compile together."""
+    _numbers.append(len(_numbers))
+    return _numbers[-1]
+
 
 @contextlib.contextmanager
 def failing_together(collective: Collective, what: str) -> Iterator[None]:
@@ -41,37 +49,40 @@ def failing_together(collective: Collective, what: str) -> Iterator[None]:
     _raise_of_others(collective, collective.all_gather_object(None), what)
 
 
-def announce(signals: torch.Tensor, trainer: int, batches: int, failed: bool) -> None:
-    """Write what this rank has to say, before the mean over the ranks is taken.
-
-    Args:
-        signals: float [SIGNALS].
-        trainer: its number among those of the ranks.
-        batches: whose gradients it has summed for this update.
-        failed: whether it has none that can be used.
-    """
-    signals.zero_()
-    signals[0] = failed
-    for place in _places(trainer, batches):
-        signals[place] = 1
-
-
-def check_announced(
-    collective: Collective, signals: torch.Tensor, trainer: int, batches: int, own: Exception | None, dropped: str
+def average_together(
+    collective: Collective, buffers: list[torch.Tensor], trainer: int, batches: int, own: Exception | None, dropped: str
 ) -> None:
-    """Raise on every rank, if one has failed, steps another trainer, or has another number of batches.
+    """Replace gradients by their means over the ranks; raise on all, if one has failed or is elsewhere.
 
     Args:
-        signals: their mean over the ranks.
-        trainer, batches: as announced.
-        own: why this rank has failed; None if it has not.
-        dropped: what is lost then, for the message.
+        buffers: the gradients, flat; the last elements of the first one, SIGNALS of them, are free.
+        trainer: its number among those of the ranks.
+        batches: whose gradients this rank has summed for this update.
+        own: why this rank has none that can be used; None if it has.
+        dropped: what is lost where this raises, for the message.
 
     Raises:
         DistributedError: another rank has failed, steps another trainer, or has another number of batches.
         Exception: `own`, with a note of what that means for all.
     """
-    heard = signals.tolist()
+    signals = buffers[0][-SIGNALS:]
+    if several := len(_numbers) > 1:
+        signals = signals.float().cpu()
+    signals.zero_()
+    signals[0] = own is not None
+    for place in _places(trainer, batches):
+        signals[place] = 1
+    if several:  # their buffers differ in size, and gloo ends a process that is sent too much
+        collective.all_reduce_mean_(signals)
+        _check_announced(collective, signals.tolist(), trainer, batches, own, dropped)
+    for buffer in buffers:
+        collective.all_reduce_mean_(buffer)
+    _check_announced(collective, signals.tolist(), trainer, batches, own, dropped)
+
+
+def _check_announced(
+    collective: Collective, heard: list[float], trainer: int, batches: int, own: Exception | None, dropped: str
+) -> None:
     if heard[0] > 0.0:
         texts = collective.all_gather_object(None if own is None else _text(own))
         then = f"Nothing was updated on any rank.{dropped}"

@@ -161,5 +161,5 @@ def communication_failed(collective: Collective, call: str, error: Exception) ->
     """Restate an error of MPI or torch.distributed, with the rank and the call in it."""
     return DistributedError(
         f"{call} failed on rank {collective.rank} of {collective.size}: {error}. Either another "
-        f"rank has died, or the ranks made different calls or gave different shapes or dtypes."
+        f"rank has ended or died, or the ranks made different calls or gave different shapes or dtypes."
     )

@@ -19,10 +19,10 @@ from orttrainer.distributed.mpi_waiting import (
     gather_objects,
     tell_absence,
     tell_the_end,
-    wait,
     why_tensors_never_come,
 )
 from orttrainer.distributed.torch_distributed import TorchCollective, backend_for, join_group, local_rank_or_guess
+from orttrainer.distributed.waiting import wait
 from orttrainer.errors import DistributedError
 
 if TYPE_CHECKING:
@@ -119,8 +119,9 @@ class MpiCollective(Collective):
 
     def _finish(self, call: str, request: Any, buffer: torch.Tensor) -> None:
         """Wait for a request, which writes to `buffer`; where it will never be done, all ranks end with this one."""
+        here = f"rank {self.rank} of {self.size}"
         try:
-            wait(self._comm, call, request.Test, functools.partial(why_tensors_never_come, self._comm))
+            wait(here, call, request.Test, functools.partial(why_tensors_never_come, self._comm))
         except BaseException:
             self._unfinished.append((request, buffer))
             atexit.register(_abort, self._comm)  # MPI_Finalize would wait for it

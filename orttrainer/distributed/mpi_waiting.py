@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from orttrainer.distributed.waiting import SAME_CALLS, wait
 from orttrainer.errors import DistributedError
-
-log = logging.getLogger("orttrainer.distributed")
 
 # Tags of messages; every MPI has them up to 32767. A rank that has ended waits in MPI_Finalize for the others, and they for
 # it in their next call, for ever: so it tells them.
 _ENDED = 31_413
 _OBJECT = 31_414
-
-_LONG = 1.0  # seconds, after which a rank that waits looks for what the others do
-_GRACE = 5.0  # seconds for a call in which a rank that has gone on since did take part
-_TOLD = 60.0  # seconds, after which it says that it waits
-
-_SAME_CALLS = (
-    "Every rank has to make the same trainers, and step them in the same order; but for those made by "
-    "orttrainer.trainer(..., data_parallel=False), which train on one rank alone."
-)
 
 _sending: list = []  # requests, which keep what they send
 
@@ -33,33 +21,6 @@ _sending: list = []  # requests, which keep what they send
 @dataclass(frozen=True)
 class _Absent:
     """What a rank that waits in a call on tensors sends in place of an object."""
-
-
-def wait(comm: Any, call: str, done: Callable[[], bool], why_never: Callable[[], str | None]) -> None:
-    """Wait until `done()`.
-
-    Args:
-        comm: an mpi4py communicator.
-        call: what is waited in, for the log.
-        why_never: asked when that takes long; returns why it will not be done, or None.
-
-    Raises:
-        DistributedError: it will not be done.
-    """
-    here = f"rank {comm.Get_rank()} of {comm.Get_size()}"
-    begin, told, reason, give_up = time.monotonic(), False, None, 0.0
-    while not done():
-        now = time.monotonic()
-        if now < begin + _LONG:
-            continue
-        time.sleep(1e-3)
-        if reason is None:
-            reason, give_up = why_never(), now + _GRACE
-        elif now > give_up:
-            raise DistributedError(f"{here} waits for another rank, but {reason}")
-        if now > begin + _TOLD and not told:
-            log.warning("%s has waited %d seconds for another rank, in %s", here, _TOLD, call)
-            told = True
 
 
 def why_tensors_never_come(comm: Any) -> str | None:
@@ -70,7 +31,7 @@ def why_tensors_never_come(comm: Any) -> str | None:
             "last ones."
         )
     if waiting := _waiting_for_an_object(comm):
-        return f"rank {waiting[0]} makes the first step of another trainer, or failed in one. {_SAME_CALLS}"
+        return f"rank {waiting[0]} makes the first step of another trainer, or failed in one. {SAME_CALLS}"
     return None
 
 
@@ -94,7 +55,7 @@ def gather_objects(comm: Any, obj: Any) -> list:
         if isinstance(received, _Absent):
             raise DistributedError(
                 f"rank {rank} of {size} waits for another rank in the first step of a trainer, or with an error, but rank "
-                f"{other} averages the gradients of a step. {_SAME_CALLS}"
+                f"{other} averages the gradients of a step. {SAME_CALLS}"
             )
     return objects
 
@@ -103,9 +64,10 @@ def _object_of(comm: Any, other: int) -> Any:
     def why_never() -> str | None:
         if not comm.Iprobe(source=other, tag=_ENDED):
             return None
-        return f"rank {other} has ended its script. {_SAME_CALLS}"
+        return f"rank {other} has ended its script. {SAME_CALLS}"
 
-    wait(comm, "all_gather_object", lambda: comm.Iprobe(source=other, tag=_OBJECT), why_never)
+    here = f"rank {comm.Get_rank()} of {comm.Get_size()}"
+    wait(here, "all_gather_object", lambda: comm.Iprobe(source=other, tag=_OBJECT), why_never)
     return comm.recv(source=other, tag=_OBJECT)
 
 

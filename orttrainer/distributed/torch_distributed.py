@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
+import pickle
 import socket
 import sys
 import time
@@ -16,6 +18,7 @@ import torch.distributed as dist
 
 from orttrainer.distributed.collective import Collective, check_mean_operand, check_root, communication_failed
 from orttrainer.distributed.launch import device_of_rank
+from orttrainer.distributed.torch_waiting import calls, end_unfinished
 from orttrainer.errors import DistributedError
 
 logger = logging.getLogger("orttrainer.distributed")
@@ -34,6 +37,7 @@ def open_torch(local_rank: int | None, device: str | torch.device) -> TorchColle
         )
     if not dist.is_initialized():
         join_group(backend_for(device))
+    _end_with_what_is_unfinished()
     return TorchCollective(local_rank_or_guess(local_rank, dist.get_rank()), device)
 
 
@@ -75,6 +79,12 @@ def join_group(backend: str, **rendezvous: Any) -> None:
     atexit.register(_leave_group)
 
 
+@functools.cache
+def _end_with_what_is_unfinished() -> None:
+    """At the end of the process; before the group is left, which would wait for it."""
+    atexit.register(end_unfinished)
+
+
 def _leave_group() -> None:
     # After an uncaught exception the other ranks may be in a collective, and leaving waits for
     # them: then just end, and the launcher ends them. (Python sets sys.last_value just then.)
@@ -109,10 +119,12 @@ class TorchCollective(Collective):
         tensor = tensor.detach()
         staged = self._staged(tensor, summed=True)
         with self._restated("all_reduce_mean_"):
-            if staged.is_cuda:
-                dist.all_reduce(staged, op=dist.ReduceOp.AVG)  # scaled before the sum: no overflow
-            else:
-                dist.all_reduce(staged)
+            # NCCL scales before the sum: no overflow.
+            work = dist.all_reduce(staged, dist.ReduceOp.AVG if staged.is_cuda else dist.ReduceOp.SUM, async_op=True)
+            calls.wait(
+                work, "all_reduce_mean_", f"averages the gradients of a step ({staged.numel()} numbers)", staged.is_cuda
+            )
+            if not staged.is_cuda:
                 staged.div_(self.size)
             self._finish(tensor, staged)
 
@@ -122,14 +134,28 @@ class TorchCollective(Collective):
         staged = self._staged(tensor.contiguous())
         with self._restated("broadcast_"):
             # As bytes: the backends do not know every dtype.
-            dist.broadcast(staged.view(-1).view(torch.uint8), src=root)
+            work = dist.broadcast(staged.view(-1).view(torch.uint8), src=root, async_op=True)
+            calls.wait(work, "broadcast_", "shares the weights of another trainer", staged.is_cuda)
             self._finish(tensor, staged)
 
     def all_gather_object(self, obj: Any) -> list:
-        gathered = [None] * self.size
         with self._restated("all_gather_object"):
-            dist.all_gather_object(gathered, obj)
-        return gathered
+            own = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+            sizes = [int(size) for size in self._gather(torch.tensor([own.numel()]))]
+            padded = torch.zeros(max(sizes), dtype=torch.uint8)
+            padded[: own.numel()] = own
+            gathered = self._gather(padded)
+        return [pickle.loads(one[:size].numpy().tobytes()) for one, size in zip(gathered, sizes)]
+
+    def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of all ranks, which have one shape."""
+        staged = self._staged(tensor)
+        gathered = [torch.empty_like(staged) for _ in range(self.size)]
+        work = dist.all_gather(gathered, staged, async_op=True)
+        calls.wait(
+            work, "all_gather_object", "makes the first step of another trainer, or failed in one", staged.is_cuda
+        )
+        return [one.cpu() for one in gathered]
 
     def barrier(self) -> None:
         # Not dist.barrier: with NCCL it guesses a device, and returns before the others arrive.
@@ -167,5 +193,7 @@ class TorchCollective(Collective):
         """Turn torch's error into ours, with the rank and the call in it."""
         try:
             yield
+        except DistributedError:
+            raise
         except RuntimeError as error:
             raise communication_failed(self, call, error) from error

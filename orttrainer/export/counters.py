@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -93,7 +94,8 @@ class Counters:
 
     def _values(self) -> dict[str, float]:
         found = {path: _held(*place) for path, place in self._places.items()}
-        return {path: float(x.item() if hasattr(x, "item") else x) for path, x in found.items() if _is_number(x)}
+        numbers = {path: float(x.item() if hasattr(x, "item") else x) for path, x in found.items() if _is_number(x)}
+        return {path: number for path, number in numbers.items() if not math.isnan(number)}  # which is no count
 
     def _contents(self) -> dict[str, Any]:
         return {path: _content(_held(*place)) for path, place in self._tensors.items()}

@@ -10,10 +10,11 @@ import torch
 
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.faithful import MutedDropout
-from orttrainer.export.forwards import outputs_of, own, rewind, same, values_of_buffers
+from orttrainer.export.forwards import outputs_of, own, rewind, values_of_buffers
 from orttrainer.export.hidden_state import Generators, HiddenState, alike, sampled
 from orttrainer.export.outside import noticed
 from orttrainer.export.untouched import Moved, memory_of
+from orttrainer.holdings import same_elements
 
 __all__ = ["CallsOthers", "FirstCall", "SeesGradients"]
 
@@ -75,7 +76,9 @@ class FirstCall:
     def updated(self) -> dict[str, torch.Tensor]:
         """What buffers and parameters hold after it, of those that it changes."""
         both = ((name, value) for name, value in self.after.items() if name in self.before)
-        return {name: value for name, value in both if name in self.touched or not same(self.before[name], value)}
+        return {
+            name: value for name, value in both if name in self.touched or not same_elements(self.before[name], value)
+        }
 
     def again(self, batch: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """What it gives for `batch` where buffers, parameters and random numbers are as before it; attributes are as they are."""

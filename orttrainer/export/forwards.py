@@ -11,8 +11,9 @@ from orttrainer.export.call import asks_for_gradients, in_train_mode
 from orttrainer.export.faithful import MutedDropout
 from orttrainer.export.hidden_state import Generators, sampled
 from orttrainer.export.untouched import Moved, memory_of, unchanged
+from orttrainer.holdings import same_elements
 
-__all__ = ["AsksForGradients", "called", "other_values", "outputs_of", "own", "rewind", "same", "values_of_buffers"]
+__all__ = ["AsksForGradients", "called", "other_values", "outputs_of", "own", "rewind", "values_of_buffers"]
 
 
 class AsksForGradients(Exception):
@@ -83,8 +84,4 @@ def other_values(inputs):
     for x in inputs:
         moved = x.flatten().roll(1).reshape(x.shape)
         others.append(0.75 * moved + 0.125 if x.is_floating_point() else moved)
-    return None if all(map(same, inputs, others)) else others
-
-
-def same(a, b):
-    return a.shape == b.shape and torch.equal(a, b)
+    return None if all(map(same_elements, inputs, others)) else others

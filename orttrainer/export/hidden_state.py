@@ -16,6 +16,7 @@ import torch
 
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.counters import Counters
+from orttrainer.holdings import same_elements
 
 __all__ = ["Generators", "HiddenState", "alike", "anew", "changes", "sampled"]
 
@@ -207,14 +208,14 @@ def _same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
-        return a.shape == b.shape and torch.equal(a, b)
+        return same_elements(a, b)
     if isinstance(a, np.ndarray):
-        return np.array_equal(a, b)
+        return np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
     if isinstance(a, list):
         return len(a) == len(b) and all(map(_same, a, b))
-    return a is b or (isinstance(a, (int, float, str)) and a == b)
+    return a is b or (isinstance(a, (int, float, str)) and (a == b or (a != a and b != b)))
 
 
 # ---------------------------------------------------------------- generators

@@ -11,10 +11,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.call import OUTSIDE, LossModule, in_train_mode, state_names, without_checkpoints
 from orttrainer.export.faithful import MutedDropout
-from orttrainer.export.forwards import rewind, same, values_of_buffers
+from orttrainer.export.forwards import rewind, values_of_buffers
 from orttrainer.export.hidden_state import Generators, HiddenState, alike
 from orttrainer.export.initializers import as_real
 from orttrainer.export.untouched import unchanged
+from orttrainer.holdings import same_elements
 
 __all__ = ["observe_gradients"]
 
@@ -55,7 +56,9 @@ def _gradients_of_autograd(wrapper, inputs):
             return {}
         hidden, buffers = HiddenState(wrapper), values_of_buffers(wrapper)
         found = _backward(loss, parameters)
-        written = [name for name, x in wrapper.named_buffers() if name in buffers and not same(x, buffers[name])]
+        written = [
+            name for name, x in wrapper.named_buffers() if name in buffers and not same_elements(x, buffers[name])
+        ]
         if kept := [*(name.split(".", 1)[1] for name in written), *hidden.touched()]:
             rewind(wrapper, {name: x for name, x in before.items() if name not in written}, moved, inputs)
             with _ContiguousGradients(), without_checkpoints():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 
@@ -28,6 +29,8 @@ class Noticed(TorchFunctionMode):
 
     def __init__(self, wrapper: nn.Module):
         super().__init__()
+        self._here = threading.local()
+        self._here.is_set = True
         self._own = {id(module) for module in wrapper.modules()}
         self._own_parameters = {id(parameter) for parameter in wrapper.parameters()}
         self._found: dict[int, nn.Module] = {}
@@ -42,8 +45,8 @@ class Noticed(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def look(self, module: nn.Module, args: tuple) -> None:
-        """As a hook before each call of a module."""
-        if id(module) in self._own or id(module) in self._found:
+        """As a hook before each call of a module, in whatever thread."""
+        if not hasattr(self._here, "is_set") or id(module) in self._own or id(module) in self._found:
             return
         if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):  # whose weights are constants
             return

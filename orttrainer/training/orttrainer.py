@@ -93,7 +93,7 @@ class ORTTrainer(FrontEnd):
             )
         except RuntimeNotFoundError as error:
             raise RuntimeNotFoundError(
-                f"{error} The device of this trainer is the option {{'device': {{'id': {settings.device!r}}}}}."
+                f"{str(error).removesuffix('.')}. The device of this trainer is the option {{'device': {{'id': {settings.device!r}}}}}."
             ) from error
         if self._engine.is_compiled:
             self._settle()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pathlib
 import sys
+import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
@@ -34,7 +35,8 @@ def said(call) -> str:
 
 def in_another_order(rank: int) -> dict:
     """Each rank steps the trainer that the other one does not; then both step both."""
-    modules = [small.net(seed=index) for index in range(2)]
+    torch.manual_seed(0)
+    modules = [small.net(), nn.Linear(4, 3)]  # gloo ends a process that is sent more than it waits for
     trainers = [sketch(module) for module in modules]
     for trainer in trainers:
         trainer.step(*small.batch())
@@ -85,6 +87,18 @@ def first_step_of_another(rank: int) -> str:
     return said(lambda: (other if rank == 0 else trainer).step(*small.batch()))
 
 
+def late(rank: int) -> list[str]:
+    """Each rank in turn comes later than the others give up that wait in another call."""
+    trainer, other = sketch(small.net()), sketch(small.net())
+    trainer.step(*small.batch())
+    found = []
+    for step, makes in enumerate((trainer, other, trainer)):
+        if rank == step % 2:
+            time.sleep(8)
+        found.append(said(lambda makes=makes: makes.step(*small.batch())))
+    return found
+
+
 def main(folder: pathlib.Path, *parts: str) -> None:
     rank = find_collective().rank
     known = {
@@ -92,6 +106,7 @@ def main(folder: pathlib.Path, *parts: str) -> None:
         "alone": of_one_rank_alone,
         "uneven": uneven,
         "first step": first_step_of_another,
+        "late": late,
     }
     torch.save({part: known[part](rank) for part in parts}, folder / f"{rank}.pt")
 

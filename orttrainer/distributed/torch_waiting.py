@@ -1,0 +1,139 @@
+"""Waiting for other ranks of torch.distributed: gloo and NCCL pair the calls of the ranks by their order alone.
+
+Two ranks in different calls wait for each other until the time of the group is up, half an hour of gloo's. So a rank that
+waits long writes its last calls to the store of the group, each under its number, unless another rank has written there:
+two calls of one number that differ never end. A rank that is merely slow has written nothing.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import datetime
+import functools
+import json
+import os
+import sys
+import time
+
+import torch.distributed as dist
+
+from orttrainer.distributed.waiting import SAME_CALLS, wait
+
+_SLICE = datetime.timedelta(seconds=0.05)  # of waiting in C++, where no KeyboardInterrupt is heard
+_LOOK = 0.25  # seconds between two looks at the store
+_TIME_TO_GIVE_UP = 1.0  # seconds for the others, to which the end of this process is a broken connection
+_KEPT = 8  # calls; the root of a broadcast has gone on when the others wait for it
+
+_unfinished: list[dist.Work] = []  # given up, with the tensors that they may still write to
+
+
+class Calls:
+    """The calls that this rank has made on the group; on every rank the same ones, in the same order."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._last: collections.deque[tuple[int, str]] = collections.deque(maxlen=_KEPT)
+
+    def wait(self, work: dist.Work, call: str, doing: str, on_cuda: bool) -> None:
+        """Wait until a call is done.
+
+        Args:
+            work: what the call returned.
+            on_cuda: its tensors are there; then torch's current stream waits for it, too.
+            call: its name, for the log.
+            doing: what a rank does in it, for the others; a call of theirs that is paired with it has the same.
+
+        Raises:
+            DistributedError: another rank waits in another call.
+            RuntimeError: the call has failed.
+        """
+        self._count += 1
+        self._last.append((self._count, doing))
+        posted = _Posted([*self._last])
+        here = f"rank {dist.get_rank()} of {dist.get_world_size()}"
+        try:
+            wait(here, call, work.is_completed if on_cuda else functools.partial(_is_done, work), posted.why_never)
+            work.wait()
+        except BaseException:
+            _unfinished.append(work)
+            raise
+        posted.take_down()
+
+
+calls = Calls()  # of this process: its trainers share the group
+
+
+class _Posted:
+    """Calls in the group's store, written there when they are first asked for."""
+
+    def __init__(self, calls: list[tuple[int, str]]) -> None:
+        self._calls = calls
+        self._looked: float | None = None
+
+    def why_never(self) -> str | None:
+        """Why the last of the calls will not be done; None if nothing says so."""
+        if self._looked is not None and time.monotonic() < self._looked + _LOOK:
+            return None
+        first, self._looked = self._looked is None, time.monotonic()
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # a store that has ended, or can less
+            other = self._post() if first else None
+            return other or self._answer()
+        return None
+
+    def _post(self) -> str | None:
+        store, rank = _store(), dist.get_rank()
+        for number, doing in self._calls:
+            there = json.loads(store.compare_set(_key(number), "", json.dumps([rank, doing])))
+            if there[1] != doing:
+                store.set(_key(number, "/answer"), json.dumps([rank, doing]))
+                return _reason(*there)
+        return None
+
+    def _answer(self) -> str | None:
+        """What a rank has written that found another call under the number of one of these."""
+        store, said = _store(), dict(self._calls)
+        for number in said:
+            key = _key(number, "/answer")
+            if store.check([key]):
+                rank, doing = json.loads(store.get(key))
+                return _reason(rank, doing) if doing != said[number] else None
+        return None
+
+    def take_down(self) -> None:
+        if self._looked is None:
+            return
+        with contextlib.suppress(RuntimeError, NotImplementedError):
+            for number, _ in self._calls:
+                _store().delete_key(_key(number))
+
+
+def _reason(rank: int, doing: str) -> str:
+    return f"rank {rank} {doing}. {SAME_CALLS}"
+
+
+def _key(number: int, suffix: str = "") -> str:
+    return f"orttrainer/call/{number}{suffix}"
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _is_done(work: dist.Work) -> bool:
+    """Whether it is done, or is so after a moment; NCCL would end the group instead of waiting only for so long."""
+    with contextlib.suppress(RuntimeError):
+        work.wait(_SLICE)
+        return True
+    return work.is_completed()  # done in between, or failed
+
+
+def end_unfinished() -> None:
+    """End this process, if it has given up a call that never ends: gloo would wait for it before the process does."""
+    if all(work.is_completed() for work in _unfinished):
+        return
+    time.sleep(_TIME_TO_GIVE_UP)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(1)

@@ -1,0 +1,70 @@
+"""Trainers whose first steps are made in several threads at once."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from small import batch
+from torch import nn
+
+import orttrainer
+from orttrainer.export.outside import noticed
+
+THREADS = 4
+
+
+def net(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), 0.1)
+
+
+def at_once(calls: list) -> None:
+    """Make each call in a thread of its own, and raise what one raises."""
+    errors = []
+
+    def run(call) -> None:
+        try:
+            call()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        raise error
+
+
+def test_trainers_that_threads_step_first_at_the_same_time_train_as_in_pytorch():
+    ours, theirs = [[net(seed) for seed in range(THREADS)] for _ in range(2)]
+    trainers = [orttrainer.trainer(module, nn.CrossEntropyLoss(), sgd(module)) for module in ours]
+
+    def train(trainer) -> None:
+        for step in range(3):
+            trainer.step(*batch(step))
+
+    at_once([lambda trainer=trainer: train(trainer) for trainer in trainers])
+    for module, plain in zip(ours, theirs):
+        optimizer = sgd(plain)
+        for step in range(3):
+            x, label = batch(step)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(plain(x), label).backward()
+            optimizer.step()
+        for name, expected in plain.state_dict().items():
+            torch.testing.assert_close(module.state_dict()[name], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_module_that_another_thread_calls_meanwhile_is_no_part_of_what_is_exported():
+    other, teacher = net(1), net(2)
+    with noticed(net(0)) as found:
+        at_once([lambda: other(batch()[0])])
+        teacher(batch()[0])
+    assert found.modules == (teacher,)
