@@ -129,7 +129,7 @@ class Source:
             if isinstance(part, torch.nn.Module):
                 export.refuse_synchronized(part)
         # In inference mode there are no gradients to compare with, and nothing can be traced.
-        with _one_export, torch.inference_mode(False):
+        with _one_export, _uncompiled(), torch.inference_mode(False):
             batch = [x.clone() if x.is_inference() else x for x in batch]
             try:
                 return self._forward_graph(description, batch, schema)
