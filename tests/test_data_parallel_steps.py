@@ -136,8 +136,10 @@ def test_what_fails_at_the_first_step_of_one_rank_fails_on_both_until_it_is_righ
     (compiling, loading, third, loss), (own_compiling, own_loading, own_third, own_loss) = (
         rank["first step"] for rank in ranks
     )
-    assert "DistributedError: rank 1 of 2 failed in compiling the model: RuntimeError: mat1 and mat2" in compiling
-    assert own_compiling.startswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied (6x3 and 4x8)")
+    assert "DistributedError: rank 1 of 2 failed in compiling the model: RuntimeError:" in compiling
+    for said in (compiling, own_compiling):  # by torch 2.15 with "addmm: " before
+        assert "mat1 and mat2 shapes cannot be multiplied (6x3 and 4x8)" in said
+    assert own_compiling.startswith("RuntimeError: ")
     assert (
         "DistributedError: rank 1 of 2 failed in sharing its state: StateError: 'Moment_1_0.weight' has shape [2]"
         in loading
