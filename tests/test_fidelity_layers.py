@@ -64,6 +64,9 @@ LAYERS = {
     ),
     "sinc, at 0 too": (lambda m, x: torch.sinc(x * torch.tensor([0.0, 1, 2, 3])), (4,)),
     "cosines of short vectors": (lambda m, x: F.cosine_similarity(0.3 * x, x.sin() + 0.2, eps=0.9), (4,)),
+    "mean over all axes, by None": (
+        lambda m, x: x.mean(dim=None, keepdim=True) * x.mean(None) * x.mean(axis=1).sum(), (4,),
+    ),
     "variance below its floor": (
         lambda m, x: F.gaussian_nll_loss(x, 0.5 * x.detach(), x.square() * 1e-3, True, 1e-2, reduction="none"), (4,),
     ),

@@ -332,6 +332,14 @@ def functions(**rewrites):
     return found
 
 
+def _mean(input, dim=None, keepdim=False, *, axis=None, **options):
+    """torch.mean; the exporters take no None for all axes, unless nothing is said of axes."""
+    dim = axis if dim is None else dim
+    if dim is None and not keepdim:
+        return torch.mean(input, **options)
+    return torch.mean(input, () if dim is None else dim, keepdim, **options)
+
+
 def _xlogy(input, other):
     """torch.xlogy, x log y: 0 where x is, with the slope log y; 0 where there is no logarithm either, and so for y."""
     return _times_logarithm(input, other, torch.log, 0.0)
@@ -418,6 +426,7 @@ REWRITES = {
         isin=_isin,
         kthvalue=_kthvalue,
         log1p=_log1p,
+        mean=_mean,
         median=_median,
         mode=_mode,
         nanmedian=_nanmedian,
