@@ -380,11 +380,10 @@ def _to_torch(value, device: torch.device) -> torch.Tensor:
 _TO_FLOAT32 = ["LayerNormFusion", "MatMulScaleFusion"]  # make of constants attributes, which are of float32
 
 
-def _multiplies_doubles(model: ir.Model) -> bool:
-    return any(
-        node.op_type in ("Div", "Mul", "MatMul") and node.inputs[0].dtype == ir.DataType.DOUBLE
-        for node in model.graph.all_nodes()
-    )
+def _fuses_doubles(model: ir.Model) -> bool:
+    """Whether they would be fused; the scalars of an update, which are of float64 too, would not."""
+    nodes = (node for node in model.graph.all_nodes() if node.op_type in ("MatMul", "ReduceMean"))
+    return any(node.inputs[0].dtype == ir.DataType.DOUBLE for node in nodes)
 
 
 def _open_session(
@@ -402,7 +401,7 @@ def _open_session(
         library: with operators of our own.
     """
     disabled = ["NchwcTransformer"] if blocked else []
-    disabled += _TO_FLOAT32 if _multiplies_doubles(model) else []
+    disabled += _TO_FLOAT32 if _fuses_doubles(model) else []
     onnxruntime = runtime.load()
     options = runtime.session_options()
     options.intra_op_num_threads = torch.get_num_threads()  # one setting, torch.set_num_threads, for both

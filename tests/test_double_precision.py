@@ -219,6 +219,7 @@ RECURRENT = {  # layer, its options, whether its batches are packed
     "projected": (nn.LSTM, {"proj_size": 2}, False),
     "packed": (nn.LSTM, {"num_layers": 2, "bidirectional": True}, True),
     "GRU": (nn.GRU, {"bidirectional": True}, False),
+    "packed and projected": (nn.LSTM, {"proj_size": 2, "bidirectional": True}, True),
     "packed GRU": (nn.GRU, {}, True),
     "RNN": (nn.RNN, {"nonlinearity": "relu", "bias": False}, False),
 }

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from exported import Model
-from fidelity import assert_trains_as_in_pytorch
+from fidelity import assert_trains_as_in_pytorch, vectors
 from marks import in_turn, slow, usual
 from small import make
 from test_fidelity import Loss, described
@@ -240,6 +240,17 @@ def test_unique_values_choose_and_count():
         x = random(len(labels), 6)
         expected = loss_fn(model(x), labels).detach()
         torch.testing.assert_close(trainer.train_step(x, labels, RATE), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32], ids=str)
+def test_unique_values_of_types_that_the_runtime_has_not(dtype):
+    def function(m, x):
+        codes = (2 * x.abs()).to(dtype)
+        found, places, counts = torch.unique(codes, return_inverse=True, return_counts=True)
+        rows = torch.unique(codes[:, :1], dim=0)
+        return m.linear(x) * found.float().sum() * len(rows) / 20 + (places + counts[0]) / 50
+
+    assert_trains_as_in_pytorch(lambda: Model(function, linear=nn.Linear(6, 6)), vectors, evaluates=True)
 
 
 @pytest.mark.parametrize("rows", [4, "batch"])

@@ -104,6 +104,9 @@ CASES = {
     "normalized": lambda: Reader("GRU", normalized),
     "padded with something": lambda: Reader("GRU", padded_with_something),
     "padded to more": lambda: Reader("LSTM", padded_to_more, batch_first=True),
+    "projected": lambda: Reader("LSTM", padded_with_something, batch_first=True, bidirectional=True, proj_size=3),
+    "rows of projected layers": lambda: Reader("LSTM", rows, num_layers=2, bidirectional=True, proj_size=3),
+    "the last projected state": lambda: Reader("LSTM", last, "falling", proj_size=3, bias=False),
 }
 
 

@@ -32,6 +32,7 @@ from orttrainer.graph.passes.output_padding import OutputPaddingPass
 from orttrainer.graph.passes.random import RANDOM_OPS, random_nodes_apart
 from orttrainer.graph.passes.scalar_axes import ReduceScalarPass
 from orttrainer.graph.passes.sigmoid import SmallSigmoidPass
+from orttrainer.graph.passes.unique import UniqueTypesPass
 from orttrainer.graph.scopes import keep_scopes
 from orttrainer.graph.subgraphs import eliminate_identities
 
@@ -150,6 +151,7 @@ def optimize(model) -> None:
     _shape_losses(model)
     ReduceScalarPass()(model)
     BoolOperatorsPass()(model)
+    UniqueTypesPass()(model)
     # For every node this one rule goes through the whole graph, and torch's exporter writes no halves that it would join.
     no_slices_split = mock.patch.object(rules.slice_split_rule, "try_rewrite", lambda *_, **__: None)
     # A pattern's constant is met with a tolerance: x + 1e-8 would be x, and so would x * 1.000005.

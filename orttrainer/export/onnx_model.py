@@ -19,6 +19,7 @@ from orttrainer.export.forward_graph import MAX_OPSET, ForwardGraph
 from orttrainer.export.initializers import constant_of
 from orttrainer.graph.passes.output_padding import OutputPaddingPass
 from orttrainer.graph.passes.sigmoid import SmallSigmoidPass
+from orttrainer.graph.passes.unique import UniqueTypesPass
 from orttrainer.graph.read import read_model
 from orttrainer.graph.subgraphs import lift_initializers
 
@@ -56,6 +57,7 @@ def from_onnx(model: onnx.ModelProto, description, added: str | None = None) -> 
     model = open_model(model, [d.name_ for d in description.inputs_], [d.name_ for d in description.outputs_])
     _check_loss(model.graph.outputs[0])
     OutputPaddingPass()(model)
+    UniqueTypesPass()(model)
     SmallSigmoidPass()(model)
     DoubleRecurrentPass()(model)
     DoubleErfPass()(model)

@@ -5,11 +5,12 @@ For torch's newer exporter a layer is ONNX's operator, of any length: torch woul
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch._higher_order_ops.scan import scan
 
-from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.rewrites import packed
 
 __all__ = ["REWRITES"]
@@ -29,21 +30,18 @@ def _rewritten(recurrent):
         one, dropped = _projected_layer if exporting else recurrent, num_layers > 1 and train and dropout > 0.0
         if one is recurrent and not dropped:
             return recurrent(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)
-        states, x, last = [], input, num_layers - 1
-        for layer in range(num_layers):
-            x, *state = one(
-                x, _part(hx, layer, num_layers), params[_span(params, layer, num_layers)],
-                has_biases, 1, 0.0, train, bidirectional, batch_first,
-            )  # fmt: skip
-            states.append(state)
-            x = F.dropout(x, dropout, training=True) if dropped and layer != last else x
-        return (x, *(torch.cat(parts) for parts in zip(*states)))
+        return _layer_by_layer(
+            one, input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
+        )
 
     def call_packed(data, batch_sizes, hx, *arguments):
-        if _is_projected(recurrent, hx):
-            raise UnsupportedModelError("an LSTM with proj_size on a packed sequence is not supported")
         padded = packed.padded_from(data, batch_sizes)
-        y, *states = _onnx_layers(recurrent, *padded, hx, *arguments)
+        if _is_projected(recurrent, hx):
+            torch._check(hx[0].shape[1] == padded.x.shape[1])  # of a batch of known size the layer asks `batch_sizes`
+            one = functools.partial(_projected_layer, inside=padded.mask.unsqueeze(-1))
+            y, *states = _layer_by_layer(one, padded.x, hx, *arguments, batch_first=False)
+        else:
+            y, *states = _onnx_layers(recurrent, *padded, hx, *arguments)
         return (packed.rows(padded._replace(x=y)), *states)
 
     def call_either(*args, **kwargs):
@@ -54,6 +52,19 @@ def _rewritten(recurrent):
         return recurrent(*args, **kwargs)
 
     return call_either
+
+
+def _layer_by_layer(one, input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first):
+    """As many calls of `one` as there are layers, and dropout between them."""
+    states, x, last = [], input, num_layers - 1
+    for layer in range(num_layers):
+        x, *state = one(
+            x, _part(hx, layer, num_layers), params[_span(params, layer, num_layers)],
+            has_biases, 1, 0.0, train, bidirectional, batch_first,
+        )  # fmt: skip
+        states.append(state)
+        x = F.dropout(x, dropout, training=True) if train and dropout > 0.0 and layer != last else x
+    return (x, *(torch.cat(parts) for parts in zip(*states)))
 
 
 def _is_projected(recurrent, hx):
@@ -132,31 +143,40 @@ def _onnx_weights(params, directions, has_biases, order):
 # ---------------------------------------------------------------- the projected LSTM
 
 
-def _projected_layer(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first):
-    """torch.lstm of one layer whose hidden state is a projection of the output of its cell."""
+def _projected_layer(
+    input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first, inside=None
+):
+    """torch.lstm of one layer whose hidden state is a projection of the output of its cell.
+
+    Args:
+        inside: bool [time, batch, 1], within a sample's length; None: all samples are as long.
+    """
     x = input.transpose(0, 1) if batch_first else input
     directions = 1 + bidirectional
     results = []
     for index in range(directions):
         w_ih, w_hh, *biases, w_hr = params[_span(params, index, directions)]
         gates = F.linear(x, w_ih, sum(biases) if has_biases else None)
-        results.append(_projected_direction(gates, hx[0][index], hx[1][index], w_hh, w_hr, reverse=index == 1))
+        steps = (gates,) if inside is None else (gates, inside)
+        results.append(_projected_direction(steps, hx[0][index], hx[1][index], w_hh, w_hr, reverse=index == 1))
     y = torch.cat([y for y, _, _ in results], dim=-1)
     h, c = (torch.stack(parts) for parts in list(zip(*results))[1:])
     return y.transpose(0, 1) if batch_first else y, h, c
 
 
-def _projected_direction(gates, h, c, w_hh, w_hr, reverse):
-    """c <- f c + i g;  h <- W_hr (o tanh(c))."""
+def _projected_direction(steps, h, c, w_hh, w_hr, reverse):
+    """c <- f c + i g;  h <- W_hr (o tanh(c)); both stay as they are outside of a sample."""
 
-    def step(state, gates):
-        h, c = state
-        i, f, g, o = (gates + h @ w_hh.T).chunk(4, dim=-1)
-        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
-        h = (torch.sigmoid(o) * torch.tanh(c)) @ w_hr.T
+    def step(state, now):
+        gates, *inside = now
+        i, f, g, o = (gates + state[0] @ w_hh.T).chunk(4, dim=-1)
+        c = torch.sigmoid(f) * state[1] + torch.sigmoid(i) * torch.tanh(g)
+        new = (torch.sigmoid(o) * torch.tanh(c)) @ w_hr.T, c
+        h, c = (torch.where(inside[0], *pair) for pair in zip(new, state)) if inside else new
         return (h, c), h.clone()
 
-    (h, c), y = scan(step, (h.clone(), c.clone()), gates.flip(0) if reverse else gates, dim=0)
+    steps = tuple(x.flip(0) for x in steps) if reverse else steps
+    (h, c), y = scan(step, (h.clone(), c.clone()), steps, dim=0)
     return y.flip(0) if reverse else y, h, c
 
 
