@@ -11,7 +11,7 @@ import torch
 
 from orttrainer import export
 from orttrainer.arguments import inputs_by_name
-from orttrainer.describe import IODescription, ModelDescription, leaves, mapped
+from orttrainer.describe import IODescription, ModelDescription, check_tensors, leaves, mapped
 from orttrainer.errors import SchemaError
 
 __all__ = ["batch_by_name", "described", "in_form_of", "inputs_and_label"]
@@ -109,6 +109,7 @@ def described(model: torch.nn.Module, inputs: tuple | Mapping, label: tuple) -> 
     batch = _named(arguments, inputs, "")
     names_of_label = _names_of(label[0], "label", {*taken, *batch}) if label else None
     batch |= _named(names_of_label, label[0], "") if label else {}
+    check_tensors([*batch], [*batch.values()])
     sizes = collections.Counter(tensor.shape[0] for tensor in batch.values() if tensor.dim())
     size, times = sizes.most_common(1)[0] if sizes else (0, 0)
     varies = times > 1 or len(batch) == 1

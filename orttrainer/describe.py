@@ -23,6 +23,7 @@ __all__ = [
     "InputSchema",
     "InputSpec",
     "ModelDescription",
+    "check_tensors",
     "filled",
     "generate_sample",
     "leaves",
@@ -200,7 +201,7 @@ class InputSchema:
             DescriptionMismatchWarning: once, listing every difference; what the batch has
                 then holds.
         """
-        _check_tensors([d.name_ for d in descriptions], batch)
+        check_tensors([d.name_ for d in descriptions], batch)
         differences: list[str] = []
         specs = _settled_specs(descriptions, batch, differences)
         _report(differences, "first batch", "the batch", strict)
@@ -229,8 +230,8 @@ class InputSchema:
             signature = tuple([(t.dtype, t.shape, t.layout, t.is_meta) for t in batch])
             if signature in self._passed:
                 return
-        except (AttributeError, TypeError):
-            signature = None  # not a tensor: the checks below name it
+        except (AttributeError, TypeError, RuntimeError):
+            signature = None  # not a tensor, or a nested one: the checks below name it
         self._check_in_full(batch)
         if signature is not None and len(self._passed) < self._REMEMBERED:
             self._passed.add(signature)
@@ -245,7 +246,7 @@ class InputSchema:
         }
 
     def _check_in_full(self, batch):
-        _check_tensors([spec.name for spec in self.specs], batch)
+        check_tensors([spec.name for spec in self.specs], batch)
         bound: dict[str, tuple[int, str, int]] = {}  # symbol -> size, input and axis that set it
         for spec, tensor in zip(self.specs, batch):
             _check_dtype_and_rank(spec, tensor)
@@ -260,7 +261,8 @@ class InputSchema:
                     )
 
 
-def _check_tensors(names, batch):
+def check_tensors(names, batch):
+    """Raise SchemaError, unless there is a tensor that a graph can take for each name."""
     if len(batch) != len(names):
         raise SchemaError(
             f"expected {len(names)} inputs ({', '.join(names)}), got {len(batch)}. Pass one tensor "
@@ -271,6 +273,10 @@ def _check_tensors(names, batch):
             raise SchemaError(
                 f"input {name!r}: expected a torch.Tensor, got {type(tensor).__name__}. "
                 f"Convert it first, e.g. with torch.as_tensor."
+            )
+        if tensor.is_nested:
+            raise SchemaError(
+                f"input {name!r}: expected one tensor, got a nested one. Pass it as .to_padded_tensor(0.0), with a mask."
             )
         if tensor.layout != torch.strided:
             raise SchemaError(f"input {name!r}: expected a dense tensor, got {tensor.layout}. Pass it as .to_dense().")

@@ -116,6 +116,16 @@ def test_inputs_go_where_their_names_say(case):
     torch.testing.assert_close(loss, y.square().mean())
 
 
+def test_a_hook_before_the_forward_of_the_module_is_given_what_it_is_called_with():
+    torch.manual_seed(0)
+    module = Positional()
+    module.register_forward_pre_hook(lambda layer, given: (2 * given[0], *given[1:]))
+    with torch.no_grad():
+        y = module.compute(2 * A, B)
+    _, output = trained(module, {"a": A, "b": B})
+    torch.testing.assert_close(output, y)
+
+
 @pytest.mark.parametrize("kind", ["dict", "dataclass", "named tuple"])
 def test_named_outputs_are_found_by_name_in_any_order(kind):
     module = Named(kind)

@@ -262,8 +262,13 @@ def test_training_goes_on_behind_a_first_call_in_inference_mode(call, batches):
             lambda x: torch.complex(x, x),
             r"input 'x': ONNX Runtime takes no tensors of torch.complex64.*torch.view_as_real\(x\)",
         ),
+        (lambda x: torch.nested.nested_tensor([x, x]), "input 'x': expected one tensor, got a nested one"),
+        (
+            lambda x: torch.nested.nested_tensor([x, x], layout=torch.jagged),
+            "input 'x': expected one tensor, got a nested one",
+        ),
     ],
-    ids=["meta", "sparse", "complex"],
+    ids=["meta", "sparse", "complex", "nested", "jagged"],
 )
 def test_a_tensor_without_values_in_place_is_refused(change, text, first):
     trainer = make(check_export=False)
@@ -273,6 +278,12 @@ def test_a_tensor_without_values_in_place_is_refused(change, text, first):
     with pytest.raises(SchemaError, match=text):
         trainer.train_step(change(x), y, RATE)
     trainer.train_step(x, y, RATE)
+    module = net()
+    sketch = orttrainer.trainer(module, nn.CrossEntropyLoss(), torch.optim.SGD(module.parameters(), RATE))
+    if not first:
+        sketch.step(x, y)
+    with pytest.raises(SchemaError, match=text.replace("'x'", "'input'").replace("(x", "(input")):
+        sketch.step(change(x), y)
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}, {"max_grad_norm": 0.1}], ids=[*"abc"])
