@@ -90,6 +90,8 @@ ALONG_ROWS = {
     "layers": lambda y: F.linear(y, torch.ones(3, 5)).relu().sum(-1),
     "neighbours": lambda y: (y.roll(1, 0) * y).sum(-1),
     "neighbours both ways": lambda y: y.roll((2, -1), (0, 1)).square(),
+    "a vector with each": lambda y: torch.arange(4.0) @ y[:, :4].reshape(-1, 4, 1),
+    "a matrix with each": lambda y: torch.ones(1, 2, 4) @ y[:, :4].reshape(-1, 4, 1).square(),
 }
 
 
