@@ -88,6 +88,10 @@ ALONG_ROWS = {
     "logarithms of sums": lambda y: y.logsumexp(-1),
     "cosines": lambda y: F.cosine_similarity(y, y + 1, dim=-1),
     "layers": lambda y: F.linear(y, torch.ones(3, 5)).relu().sum(-1),
+    "neighbours": lambda y: (y.roll(1, 0) * y).sum(-1),
+    "neighbours both ways": lambda y: y.roll((2, -1), (0, 1)).square(),
+    "a vector with each": lambda y: torch.arange(4.0) @ y[:, :4].reshape(-1, 4, 1),
+    "a matrix with each": lambda y: torch.ones(1, 2, 4) @ y[:, :4].reshape(-1, 4, 1).square(),
 }
 
 

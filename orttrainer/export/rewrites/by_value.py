@@ -67,19 +67,23 @@ def _squeezed(squeeze):
 
 
 def _rolled(roll):
-    """torch.roll; by a number that values give, by its places, as the exporter's form wants one that it knows."""
+    """torch.roll; by a number that values give, by its places, as the exporter's form wants one that it knows.
+
+    Along an axis whose size values give as well: the exporter's form divides by the size, which may be 0.
+    """
 
     def call(input, shifts, dims=()):
         dims = () if dims is None else dims
         shifts, dims = (list(x) if isinstance(x, (tuple, list)) else [x] for x in (shifts, dims))
-        if not any(isinstance(shift, torch.SymInt) for shift in shifts):
+        sizes = [input.shape[dim] for dim in dims or range(input.dim())]
+        if not any(isinstance(shift, torch.SymInt) for shift in shifts) and not any(map(is_value, sizes)):
             return roll(input, shifts, dims)
         if not dims:
             return call(input.flatten(), shifts, 0).reshape(input.shape)
         for shift, dim in zip(shifts, dims, strict=True):
-            size = input.shape[dim]
-            places = torch.arange(size, device=input.device) - shift
-            input = input.index_select(dim, _of_sizes(torch.remainder)(places, size))
+            size = torch.full((), input.shape[dim], device=input.device)
+            places = torch.arange(input.shape[dim], device=input.device) - shift
+            input = input.index_select(dim, torch.remainder(places, size.clamp(min=1)))
         return input
 
     return call

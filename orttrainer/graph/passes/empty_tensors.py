@@ -16,7 +16,8 @@ class EmptyTensorsPass(ir.passes.InPlacePass):
     """Other forms where values say how large a tensor is, and not sizes of inputs (all seen in ONNX Runtime 1.31.1).
 
     - Reshape(x, [0, n, -1]) -> Reshape(x, [0, n, m]): of nothing it does not find out what -1 is.
-    - MatMul(matrix, x), MatMul(Transpose(x), matrix) -> one product of all columns of x: it refuses an x of no matrices.
+    - MatMul(matrix, x), MatMul(Transpose(x), matrix) -> one product of all columns of x: it refuses an x of no matrices. A vector
+      from the left is a matrix of one row.
     - LSTM, GRU, RNN -> of one sequence more, of zeros, which is taken off behind: of none it ends the process.
     """
 
@@ -50,8 +51,12 @@ def _reshape(op: Builder, node: ir.Node, given: set[str]) -> bool:
 
 def _matmul(op: Builder, node: ir.Node, given: set[str]) -> bool:
     left, right = node.inputs
-    if len(left.shape) == 2 and any(may_be_zero(size, given) for size in right.shape.dims[:-2]):
-        new = product_from_left(op, left, right)
+    of_none = len(left.shape) <= len(right.shape) and any(may_be_zero(size, given) for size in right.shape.dims[:-2])
+    if of_none and len(left.shape) == 1:
+        new = op.Squeeze(product_from_left(op, op.Unsqueeze(left, [0]), right), [-2])
+    elif of_none and all(size == 1 for size in left.shape.dims[:-2]):
+        ones = [*range(len(left.shape) - 2)]
+        new = product_from_left(op, op.Squeeze(left, ones) if ones else left, right)
     elif len(right.shape) == 2 and _is_turned(left) and any(may_be_zero(size, given) for size in left.shape.dims[:-2]):
         new = _product_of_rows(op, left, right)
     else:
