@@ -80,7 +80,7 @@ def test_a_tiny_run_reports_both_engines_and_writes_every_file(tmp_path, capsys)
     assert capsys.readouterr().out.split() == written.split()
     rows = [line.split(" | ") for line in written.splitlines() if line.startswith(("| orttrainer", "| torch"))]
     assert [row[0] for row in rows] == ["| orttrainer", "| torch"] and rows[1][3] == "1.00"
-    assert f"torch {torch.__version__.partition("+")[0]}" in written.splitlines()[0]
+    assert f"torch {torch.__version__.partition('+')[0]}" in written.splitlines()[0]
     results = json.loads(files["json"].read_text())["results"]
     ours, theirs = (found["runs"][0] for found in results)
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
