@@ -8,9 +8,10 @@ import functools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import onnx
 import onnx_ir as ir
@@ -227,9 +228,29 @@ class Source:
         return changed if returned is None else returned
 
 
-def _uncompiled() -> contextlib.AbstractContextManager:
-    """Have what `torch.compile` made run as the Python that it was made of, not compiled with all that looks on."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+@contextlib.contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Have what `torch.compile` made run as the Python that it was made of, not compiled with all that looks on.
+
+    But not what it makes within the block: `torch.cond` and the like compile what they are given, and cannot do without.
+    """
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    compile_ = torch.compile
+
+    def compile_here(*args, **kwargs):
+        compiled = compile_(*args, **kwargs)
+
+        @functools.wraps(compiled)
+        def call(*args, **kwargs):
+            with torch.compiler.set_stance("default"):
+                return compiled(*args, **kwargs)
+
+        return call
+
+    with torch.compiler.set_stance("force_eager"), mock.patch.object(torch, "compile", compile_here):
+        yield
 
 
 def _input_specs(model: ir.Model) -> list[InputSpec]:
