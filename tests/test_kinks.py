@@ -123,8 +123,13 @@ def test_elements_that_tie_in_a_reduction_share_equally(op_type, function, axis)
 def test_clip_passes_the_gradient_on_its_bounds(low, high):
     x = np.array([-2.0, -1.0, 0.5, 2.0, 3.0]) if low < high else np.array([-2.0, 0.0, 3.0])
     found = gradients("Clip", x, np.array(low), np.array(high))
-    for actual, expected in zip(found, torch_gradients(torch.clamp, x, low, high)):
-        np.testing.assert_array_equal(actual, expected)
+    dy = np.arange(1.0, x.size + 1)
+    below, above = (
+        (x < low) & (low < high),
+        np.maximum(x, low) > high,
+    )  # as PyTorch has it before 2.15, and since then apart
+    for actual, where in zip(found, (~(below | above), below, above)):
+        np.testing.assert_array_equal(actual, (dy * where).sum() if actual.ndim == 0 else dy * where)
 
 
 def test_pow_has_finite_gradients_at_zero_bases():

@@ -83,6 +83,7 @@ FUNCTIONS = {
     "hypot of what has no squares": (lambda x, y: torch.hypot(x, y) / y, [3e20, 1e-30, 0.0], [4e20, 2e-30, 2.0]),
     "clamp between tensors": (lambda x, y: torch.clamp(x, y - 1, y + 1), TIES, OTHER),
     "clamp to the bounds of others": (lambda x, y: x.clip(min=y) + x.clamp_min(x.detach()) + torch.clamp_max(x, y), TIES, OTHER),
+    "clamp between numbers": (lambda x, y: x.clamp(-1.0, 1.0) + x.clip(max=2) * torch.clamp_min(x, 0) - (x * 1).clamp_(-2, 1), TIES, OTHER),
     "clamp in place": (lambda x, y: (x * 1).clamp_(max=y), TIES, OTHER),
     "copysign in place": (lambda x, y: (2 * x).copysign_(y), TIES, OTHER),
     "hypot in place, of a part": (lambda x, y: _changed(2 * x, lambda z: z[:, 1:3].hypot_(y[:, :2])), TIES, OTHER),

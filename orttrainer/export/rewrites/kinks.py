@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-__all__ = ["REWRITES"]
+__all__ = ["REWRITES", "flat_beyond"]
 
 
 def _std(input, *args, **kwargs):
@@ -29,11 +29,44 @@ def _softshrink(input, lambd=0.5):
 
 
 def _clamp(input, min=None, max=None, *, out=None):
-    """torch.clamp; at a bound that is a tensor the slope is the input's alone, where ONNX's Max and Min share it."""
-    if not isinstance(min, torch.Tensor) and not isinstance(max, torch.Tensor):
-        return torch.clamp(input, min, max)
-    bounded = input if min is None else torch.where(input < min, min, input)
-    return bounded if max is None else torch.where(bounded > max, max, bounded)
+    """torch.clamp.
+
+    At a bound that is a number the slope is 1, as ONNX's Clip has it, and since torch 2.15 it is 0; at one that is a tensor
+    it is the input's alone, and since then both share it, as ONNX's Max and Min do.
+    """
+    if isinstance(min, torch.Tensor) or isinstance(max, torch.Tensor):
+        lower, upper = (torch.maximum, torch.minimum) if _FLAT_AT_BOUNDS else (_lower, _upper)
+        bounded = input if min is None else lower(input, min)
+        return bounded if max is None else upper(bounded, max)
+    return (
+        flat_beyond(input, min, max) if _FLAT_AT_BOUNDS and input.is_floating_point() else torch.clamp(input, min, max)
+    )
+
+
+def _lower(x, bound):
+    return torch.where(x < bound, bound, x)
+
+
+def _upper(x, bound):
+    return torch.where(x > bound, bound, x)
+
+
+def flat_beyond(x, low, high):
+    """`x` between two numbers, or one and None, with slope 0 at these."""
+    if low is not None:
+        x = F.relu(x) if low == 0 else torch.where(x <= low, low, x)
+    return x if high is None else torch.where(x >= high, high, x)
+
+
+def _is_flat_at_bounds() -> bool:
+    """Whether this torch's clamp has slope 0 at a bound."""
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.zeros((), requires_grad=True, device="cpu")
+        (slope,) = torch.autograd.grad(x.clamp(min=0.0), x)
+    return slope.item() == 0.0
+
+
+_FLAT_AT_BOUNDS = _is_flat_at_bounds()
 
 
 def _clamp_min(input, min, *, out=None):

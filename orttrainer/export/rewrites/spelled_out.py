@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from orttrainer.export.rewrites import bessel, error_function, special
 from orttrainer.export.rewrites.extrema import largest_difference
+from orttrainer.export.rewrites.kinks import flat_beyond
 from orttrainer.export.rewrites.spectra import spectral_norm
 from orttrainer.export.stop_gradient import stop_gradient
 
@@ -375,8 +376,7 @@ def _histc(input, bins=100, min=0, max=0, *, out=None):
 
 def _hardtanh(input, min_val=-1.0, max_val=1.0, inplace=False):
     """torch.nn.functional.hardtanh, which has slope 0 at its bounds; exporters write clamp, which has 1 there."""
-    bounded = F.relu(input) if min_val == 0 else torch.where(input <= min_val, min_val, input)
-    bounded = torch.where(bounded >= max_val, max_val, bounded)
+    bounded = flat_beyond(input, min_val, max_val)
     return input.copy_(bounded) if inplace else bounded
 
 
