@@ -35,6 +35,12 @@ def gradient_norm(y, w):
     return torch.autograd.grad(y, w, create_graph=True)[0].square().sum()
 
 
+try:
+    torch.qr(torch.eye(2))
+    old_qr = torch.qr
+except RuntimeError:  # since torch 2.15
+    old_qr = linalg.qr
+
 FORMS = {
     "inv": lambda w, x: linalg.inv(w).diagonal(dim1=-2, dim2=-1).sum(),
     "inverse": lambda w, x: (x @ torch.inverse(w)).square().mean(),
@@ -67,7 +73,7 @@ FORMS = {
     "lu": lambda w, x: sum(p.sin().sum() for p in linalg.lu(w)),
     "qr": lambda w, x: sum(p.sin().sum() for p in linalg.qr(w)),
     "qr-large": lambda w, x: sum(p.sin().mean() for p in linalg.qr(w.repeat(25, 13)[:, :50] + 9 * torch.eye(100, 50))),
-    "qr-tall": lambda w, x: sum(p.sin().sum() for p in torch.qr(x @ w)),
+    "qr-tall": lambda w, x: sum(p.sin().sum() for p in old_qr(x @ w)),
     "qr-wide": lambda w, x: sum(p.sin().sum() for p in linalg.qr(w[:3])),
     "householder": lambda w, x: linalg.householder_product(w, w.sum(0).sigmoid()).sin().sum(),
     "eigh": lambda w, x: of_vectors(*linalg.eigh(positive(w))),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-__all__ = ["REWRITES", "flat_beyond"]
+__all__ = ["REWRITES", "flat_beyond", "slope_at_zero"]
 
 
 def _std(input, *args, **kwargs):
@@ -58,15 +58,15 @@ def flat_beyond(x, low, high):
     return x if high is None else torch.where(x >= high, high, x)
 
 
-def _is_flat_at_bounds() -> bool:
-    """Whether this torch's clamp has slope 0 at a bound."""
+def slope_at_zero(function) -> float:
+    """That of a function of a number, in the torch that is installed."""
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.zeros((), requires_grad=True, device="cpu")
-        (slope,) = torch.autograd.grad(x.clamp(min=0.0), x)
-    return slope.item() == 0.0
+        (slope,) = torch.autograd.grad(function(x), x)
+    return slope.item()
 
 
-_FLAT_AT_BOUNDS = _is_flat_at_bounds()
+_FLAT_AT_BOUNDS = slope_at_zero(lambda x: x.clamp(min=0.0)) == 0.0
 
 
 def _clamp_min(input, min, *, out=None):

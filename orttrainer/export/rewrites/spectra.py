@@ -34,6 +34,8 @@ def _jacobi(A):
     both = torch.cat([torch.cat([A, odd], -1), _eye_like(A, 2 * half)], -2)
 
     def rotate(both, _):
+        torch._check(both.shape[-1] == 2 * half)  # or what is cut off has a size that nobody knows
+        torch._check(both.shape[-2] == A.shape[-2] + 2 * half)
         p, q = both[..., :half], both[..., half:]
         x, y = p[..., : A.shape[-2], :], q[..., : A.shape[-2], :]
         product = (x * y).sum(-2, keepdim=True)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from orttrainer.export.rewrites import bessel, error_function, special
 from orttrainer.export.rewrites.extrema import largest_difference
-from orttrainer.export.rewrites.kinks import flat_beyond
+from orttrainer.export.rewrites.kinks import flat_beyond, slope_at_zero
 from orttrainer.export.rewrites.spectra import spectral_norm
 from orttrainer.export.stop_gradient import stop_gradient
 
@@ -95,11 +95,20 @@ def _pairwise_distance(x1, x2, p=2.0, eps=1e-6, keepdim=False):
 
 
 def _fmax(input, other):
-    return torch.where((input >= other) | other.isnan(), input, other)
+    return _chosen(input, other, torch.where(input >= other, input, other), torch.maximum)
 
 
 def _fmin(input, other):
-    return torch.where((input <= other) | other.isnan(), input, other)
+    return _chosen(input, other, torch.where(input <= other, input, other), torch.minimum)
+
+
+def _chosen(input, other, of_two, shared):
+    """One of two numbers, of which one may be NaN; since torch 2.15 both share the slope where they are equal."""
+    chosen = shared(input, other) if _TIES_SHARE else of_two
+    return torch.where(other.isnan(), input, torch.where(input.isnan(), other, chosen))
+
+
+_TIES_SHARE = slope_at_zero(lambda x: torch.fmax(x, x.detach())) == 0.5
 
 
 def _log_sigmoid(input):
