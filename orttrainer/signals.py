@@ -12,19 +12,20 @@ __all__ = ["none_lost"]
 
 @contextlib.contextmanager
 def none_lost() -> Iterator[None]:
-    """A block whose end raises what a handler of a signal has raised within and that did not come through.
+    """A block whose end raises the Exception that a handler of a signal, such as that of `signal.alarm`, raises within.
 
-    A time limit by `signal.alarm` raises an Exception wherever the program is. Exporters, which try one way after another,
-    catch what a way raises; so the limit would be passed, and the model be another than without it. Handlers run in the main
-    thread only; in others the block is as any.
+    Exporters, which try one way after another, take an Exception for the failure of a way; so a time limit would be passed,
+    and the model be another than without it. And what changes torch for the time of an export would not be undone, should
+    it be raised there. What is no Exception, KeyboardInterrupt or SystemExit, is raised where it is, as ever. Handlers run in
+    the main thread only; in others the block is as any.
     """
-    raised: list[BaseException] = []
+    raised: list[Exception] = []
     replaced: dict[int, tuple[Callable, Callable]] = {}
     try:
         if threading.current_thread() is threading.main_thread():
             _replace_handlers(replaced, raised)
         yield
-    except BaseException:
+    except Exception:
         if not raised:
             raise
     finally:
@@ -35,21 +36,20 @@ def none_lost() -> Iterator[None]:
         raise raised[0]
 
 
-def _replace_handlers(replaced: dict[int, tuple[Callable, Callable]], raised: list[BaseException]) -> None:
+def _replace_handlers(replaced: dict[int, tuple[Callable, Callable]], raised: list[Exception]) -> None:
     for number in signal.valid_signals():
         if callable(handler := signal.getsignal(number)):
             replaced[number] = handler, _watched(handler, raised)
             signal.signal(number, replaced[number][1])
 
 
-def _watched(handler: Callable, raised: list[BaseException]) -> Callable:
-    """The handler, which notes what it raises."""
+def _watched(handler: Callable, raised: list[Exception]) -> Callable:
+    """The handler; the Exceptions that it raises are noted."""
 
     def watched(number, frame):
         try:
-            return handler(number, frame)
-        except BaseException as error:
+            handler(number, frame)
+        except Exception as error:
             raised.append(error)
-            raise
 
     return watched

@@ -179,7 +179,9 @@ def test_an_error_function_in_a_branch_trains_as_in_pytorch():
 def test_normalizations_have_their_numbers_in_float64(children, monkeypatch):
     for name, value in {"_CHILDREN": children, "_forked": 0, "_EXPORTER": "an.exporter.that.nobody.imported"}.items():
         monkeypatch.setattr(child, name, value)
+    monkeypatch.setattr(child, "_ALONE", ())
     monkeypatch.setattr(threading, "active_count", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     torch.manual_seed(0)
     norms = nn.BatchNorm1d(6, eps=0.1, momentum=0.3), nn.LayerNorm(6, eps=1e-3), nn.BatchNorm1d(6, momentum=None)
     model = nn.Sequential(nn.Linear(6, 6), norms[0], nn.Linear(6, 6), norms[1], norms[2], nn.Linear(6, 2)).double()
