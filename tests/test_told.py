@@ -178,7 +178,7 @@ def equal_ones(m, x, label):
     )
 
 
-@form(2)
+@form(1 if torch.__version__ >= (2, 15) else 2)  # since then torch's tracer knows such sizes
 def rows_of_their_own_length(m, x, label):
     """Slices, which torch's tracer makes something else of; and which is the longest of them."""
     parts = [x[row : row + length + 1] for row, length in enumerate(label[:2].tolist())]
@@ -250,7 +250,7 @@ def train(engine, twin, steps):
 def test_each_batch_trains_as_in_pytorch(function, graphs):
     engine = engine_of(function)
     train(engine, copy.deepcopy(engine.model), range(6))
-    assert len(engine._ways.known) <= graphs  # torch 2.15 needs one for rows of any length
+    assert len(engine._ways.known) == graphs
     x, label = batch(7)
     torch.testing.assert_close(engine.eval_step({"x": x, "label": label})[0], engine.model(x, label).detach())
 

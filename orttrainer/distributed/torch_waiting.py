@@ -76,7 +76,7 @@ class _Posted:
         if self._looked is not None and time.monotonic() < self._looked + _LOOK:
             return None
         first, self._looked = self._looked is None, time.monotonic()
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # a store that has ended, or can less
+        with contextlib.suppress(RuntimeError):  # of a store that has ended, or cannot do that: then gloo's time is up
             other = self._post() if first else None
             return other or self._answer()
         return None
@@ -103,7 +103,7 @@ class _Posted:
     def take_down(self) -> None:
         if self._looked is None:
             return
-        with contextlib.suppress(RuntimeError, NotImplementedError):
+        with contextlib.suppress(RuntimeError):  # likewise
             for number, _ in self._calls:
                 _store().delete_key(_key(number))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-__all__ = ["REWRITES", "flat_beyond", "slope_at_zero"]
+__all__ = ["REWRITES", "flat_beyond", "larger", "slope_at_zero", "smaller"]
 
 
 def _std(input, *args, **kwargs):
@@ -35,20 +35,22 @@ def _clamp(input, min=None, max=None, *, out=None):
     it is the input's alone, and since then both share it, as ONNX's Max and Min do.
     """
     if isinstance(min, torch.Tensor) or isinstance(max, torch.Tensor):
-        lower, upper = (torch.maximum, torch.minimum) if _FLAT_AT_BOUNDS else (_lower, _upper)
-        bounded = input if min is None else lower(input, min)
-        return bounded if max is None else upper(bounded, max)
-    return (
-        flat_beyond(input, min, max) if _FLAT_AT_BOUNDS and input.is_floating_point() else torch.clamp(input, min, max)
-    )
+        at_least, at_most = (torch.maximum, torch.minimum) if _FLAT_AT_BOUNDS else (larger, smaller)
+        bounded = input if min is None else at_least(input, min)
+        return bounded if max is None else at_most(bounded, max)
+    if _FLAT_AT_BOUNDS and input.is_floating_point():
+        return flat_beyond(input, min, max)
+    return torch.clamp(input, min, max)
 
 
-def _lower(x, bound):
-    return torch.where(x < bound, bound, x)
+def larger(x, other):
+    """torch.maximum, but that the slope where both are equal is `x`'s alone."""
+    return torch.where(x < other, other, x)
 
 
-def _upper(x, bound):
-    return torch.where(x > bound, bound, x)
+def smaller(x, other):
+    """torch.minimum, likewise."""
+    return torch.where(x > other, other, x)
 
 
 def flat_beyond(x, low, high):

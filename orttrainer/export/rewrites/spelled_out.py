@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from orttrainer.export.rewrites import bessel, error_function, special
 from orttrainer.export.rewrites.extrema import largest_difference
-from orttrainer.export.rewrites.kinks import flat_beyond, slope_at_zero
+from orttrainer.export.rewrites.kinks import flat_beyond, larger, slope_at_zero, smaller
 from orttrainer.export.rewrites.spectra import spectral_norm
 from orttrainer.export.stop_gradient import stop_gradient
 
@@ -95,20 +95,24 @@ def _pairwise_distance(x1, x2, p=2.0, eps=1e-6, keepdim=False):
 
 
 def _fmax(input, other):
-    return _chosen(input, other, torch.where(input >= other, input, other), torch.maximum)
+    return _numbers_first(_larger, input, other)
 
 
 def _fmin(input, other):
-    return _chosen(input, other, torch.where(input <= other, input, other), torch.minimum)
+    return _numbers_first(_smaller, input, other)
 
 
-def _chosen(input, other, of_two, shared):
-    """One of two numbers, of which one may be NaN; since torch 2.15 both share the slope where they are equal."""
-    chosen = shared(input, other) if _TIES_SHARE else of_two
-    return torch.where(other.isnan(), input, torch.where(input.isnan(), other, chosen))
+def _numbers_first(choose, input, other):
+    """What is chosen of two numbers; where one is NaN, the other."""
+    return torch.where(other.isnan(), input, torch.where(input.isnan(), other, choose(input, other)))
 
 
-_TIES_SHARE = slope_at_zero(lambda x: torch.fmax(x, x.detach())) == 0.5
+if (
+    slope_at_zero(lambda x: torch.fmax(x, x.detach())) == 0.5
+):  # both have a share where they are equal, since torch 2.15
+    _larger, _smaller = torch.maximum, torch.minimum
+else:
+    _larger, _smaller = larger, smaller
 
 
 def _log_sigmoid(input):
@@ -118,8 +122,8 @@ def _log_sigmoid(input):
 
 def _hypot(input, other):
     """In shares of the larger, whose square there may be no number for."""
-    larger = torch.maximum(input.abs(), other.abs())
-    unit = stop_gradient(torch.where((larger > 0) & (larger < math.inf), larger, 1.0))
+    most = torch.maximum(input.abs(), other.abs())
+    unit = stop_gradient(torch.where((most > 0) & (most < math.inf), most, 1.0))
     return unit * torch.sqrt((input / unit).square() + (other / unit).square())
 
 
