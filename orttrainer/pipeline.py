@@ -58,6 +58,7 @@ from orttrainer.graph.passes.speed.tiles import TileUpdatesPass
 from orttrainer.graph.passes.speed.transpose import CancelTransposePairsPass, TransposedProductPass
 from orttrainer.graph.passes.speed.turned import TurnConvolutionPass
 from orttrainer.graph.passes.speed.volumes import VolumesAsImagesPass
+from orttrainer.signals import raise_noted
 
 # What only makes the graph faster or smaller; `disabled_passes` may name these, to measure what each buys.
 SPEED_PASSES = (
@@ -191,6 +192,7 @@ def after_update(
 def rewritten(model: ir.Model, passes: Iterable[ir.passes.PassBase], disabled: Collection[str]) -> ir.Model:
     """The model after all of the passes that are not disabled."""
     for rewrite in passes:
+        raise_noted()
         if type(rewrite).__name__ not in disabled:
             model = rewrite(model).model
     return model

@@ -18,7 +18,7 @@ import onnx_ir as ir
 import torch
 from onnx_ir import tensor_adapters
 
-from orttrainer import export, runtime
+from orttrainer import export, runtime, signals
 from orttrainer.describe import InputSchema, InputSpec, ModelDescription
 from orttrainer.errors import (
     InvalidArgumentError,
@@ -157,6 +157,7 @@ class Source:
             self.model, self.loss_fn, description, batch, schema=schema, opset=settings.opset,
             check=settings.check_export, meanwhile=gradients if settings.check_export else None,
         )  # fmt: skip
+        signals.raise_noted()
         if settings.check_export:
             runtime.give_back_memory()
             check_gradients(forward, self.model, self.loss_fn, description, batch, gradients(forward.outside))

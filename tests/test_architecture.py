@@ -24,9 +24,9 @@ MAY_IMPORT = {
     "signals": set(),
     "describe": set(),
     "settings": set(),
-    "export": {"describe", "differentiate", "graph", "holdings", "runtime"},
+    "export": {"describe", "differentiate", "graph", "holdings", "runtime", "signals"},
     "training_graph": {"graph"},
-    "pipeline": {"graph"},
+    "pipeline": {"graph", "signals"},
     "compile": {"differentiate", "graph", "optim", "pipeline", "training_graph"},
     "blocked": {"graph", "runtime"},
     "gated": {"graph", "runtime"},
@@ -66,7 +66,7 @@ MAY_IMPORT = {
         "state",
         "training_graph",
     },
-    "source": {"describe", "export", "runtime", "settings", "state_dict", "verify"},
+    "source": {"describe", "export", "runtime", "settings", "signals", "state_dict", "verify"},
     "profiling": {"graph", "run", "training_graph"},  # the last two by name only
     "front_end": {"engine", "profiling", "training_graph"},  # the engine by name only: it imports what refuses copies
     "in_use": {

@@ -15,6 +15,7 @@ from small import LR, make
 from torch import nn
 
 import orttrainer
+from orttrainer import signals
 from orttrainer.phase import Phase
 
 X = torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
@@ -152,8 +153,9 @@ def test_the_front_ends_count_an_interrupted_step_that_was_made():
     assert trainer.global_step_ == updates()
 
 
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, Interruption])
 @pytest.mark.parametrize("where", ["in a child", "here"])
-def test_a_time_limit_in_the_first_step_is_kept(where, monkeypatch):
+def test_a_time_limit_in_the_first_step_is_kept(where, kind, monkeypatch):
     if where == "here":
         monkeypatch.setenv("ORTTRAINER_EXPORT", "here")
     model = net()
@@ -161,16 +163,37 @@ def test_a_time_limit_in_the_first_step_is_kept(where, monkeypatch):
     seconds, limits = 0.02, 0
     while True:
         try:
-            with interrupted_after(seconds, Interruption):
+            with interrupted_after(seconds, kind):
                 begun = time.monotonic()
                 trainer.step(X, LABELS)
                 taken = time.monotonic() - begun
-        except Interruption:
+        except kind:
             limits, seconds = limits + 1, 1.5 * seconds
         else:
             break
     assert taken < seconds  # or the limit was passed
     assert limits > 3
+
+
+def test_ctrl_c_waits_until_nothing_is_half_done_and_a_second_one_does_not():
+    reached = []
+    with pytest.raises(KeyboardInterrupt), signals.none_lost():
+        signal.raise_signal(signal.SIGINT)
+        reached.append("behind the first")
+        signal.raise_signal(signal.SIGINT)
+        reached.append("behind the second")
+    assert reached == ["behind the first"]
+    with pytest.raises(KeyboardInterrupt), signals.none_lost():
+        signal.raise_signal(signal.SIGINT)
+        signals.raise_noted()
+        reached.append("behind a good moment")
+    with pytest.raises(KeyboardInterrupt), signals.none_lost(), signals.at_once():
+        signal.raise_signal(signal.SIGINT)
+        reached.append("behind a wait")
+    assert reached == ["behind the first"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with signals.none_lost():
+        pass  # nothing of the blocks before is left
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, Interruption])

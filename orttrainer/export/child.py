@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from orttrainer import signals
 from orttrainer.errors import ExportError
 
 __all__ = ["SWITCH", "Child", "may_fork"]
@@ -147,9 +148,10 @@ class Child:
     def _has_answer(self) -> bool:
         """Wait until there is something to read; False if the child does no work meanwhile."""
         worked = None
-        while not select.select([self._answers], [], [], _PATIENCE)[0]:
-            if worked == (worked := _processor_time(self.pid)):
-                return False
+        with signals.at_once():
+            while not select.select([self._answers], [], [], _PATIENCE)[0]:
+                if worked == (worked := _processor_time(self.pid)):
+                    return False
         return True
 
     def _close_orders(self) -> None:

@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
+from orttrainer import signals
 from orttrainer.describe import InputSchema, ModelDescription
 from orttrainer.errors import ExportError, InvalidArgumentError, RuntimeNotFoundError, UnsupportedModelError
 from orttrainer.export.call import OUTSIDE, LossModule, check_layers, state_names
@@ -137,6 +138,7 @@ class _Job:
         exporters = ("dynamo", "dynamo_whole", "torchscript")
         attempts = collections.deque(itertools.product(exporters, self._cache_choices()))
         while attempts:
+            signals.raise_noted()
             exporter, forget_cached = attempts.popleft()
             if exporter == "dynamo_whole" and not self.by_nodes:
                 continue
