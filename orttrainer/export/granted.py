@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from orttrainer.export.sizes import of_trace
+
 __all__ = ["Granted", "granted_by", "takes_for_equal", "unmet"]
 
 _FUNCTIONS = {"__builtins__": {}, "math": math, "max": max, "min": min, "abs": abs, "int": int, "round": round}
@@ -88,7 +90,7 @@ def granted_by(program, names: Sequence[str], symbols: Sequence[Mapping[int, str
             continue
         texts = [PythonPrinter().doprint(renamed)]
         if not _is_python(texts[0]):  # it holds of the sizes of the trace, and the check is not to drop it as needless
-            texts = [f"{env.backed_var_to_val[symbol]} == {named[symbol]}" for symbol in expression.free_symbols]
+            texts = [f"{of_trace(env)[symbol]} == {named[symbol]}" for symbol in expression.free_symbols]
         stated += [(text, tuple(used)) for text in texts]
     return [_of_its_own(text, sizes) for text, sizes in dict.fromkeys(stated)]
 

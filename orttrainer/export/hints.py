@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from orttrainer.export.sizes import of_trace
 from orttrainer.export.told import Told, leaves, place, what
 
 __all__ = ["BUILTINS", "Decided", "Hints"]
@@ -107,7 +108,7 @@ class Hints:
         if expression in self._answers:
             return self._answers[expression]
         known = {symbol: sympy.sympify(number) for symbol, number in self._numbers.items()}
-        answer = expression.xreplace(known).xreplace(env.backed_var_to_val)
+        answer = expression.xreplace(known).xreplace(of_trace(env))
         truth = answer in (sympy.true, sympy.false)
         # That a float is the same again is too much to hope for.
         if not truth and not answer.is_Integer:

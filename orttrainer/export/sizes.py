@@ -83,6 +83,11 @@ def without_ones(inputs, symbols, accepts, anew=False):
     return inputs
 
 
+def of_trace(env):
+    """Symbol -> the size that it has in the trace of a `ShapeEnv`."""
+    return env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # as older torch calls it
+
+
 def _another(size):
     """A smaller size, if there is one: cheap, and 1 would be a special case to broadcasting."""
     smaller = max(2, size // 2)
