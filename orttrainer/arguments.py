@@ -66,6 +66,12 @@ def checked_loss_scale(scale) -> float:
     return value
 
 
+def kind(model) -> str:
+    """What was given in place of a module, and where the module is."""
+    has_one = isinstance(model, torch.export.ExportedProgram)
+    return f"{type(model).__name__}" + (": pass its .module()" if has_one else "")
+
+
 def check_module(model, loss_fn, argument: str = "loss_fn") -> None:
     """A torch module to export, unless `model` is something else, and its loss, the front end's `argument`."""
     if isinstance(model, torch.jit.ScriptModule):
@@ -82,7 +88,7 @@ def check_module(model, loss_fn, argument: str = "loss_fn") -> None:
 
 def check_model(model, loss_fn, model_desc, learning_rate_description) -> None:
     if not isinstance(model, (torch.nn.Module, onnx.ModelProto)):
-        raise InvalidArgumentError(f"model must be a torch.nn.Module or an onnx.ModelProto, got {type(model).__name__}")
+        raise InvalidArgumentError(f"model must be a torch.nn.Module or an onnx.ModelProto, got {kind(model)}")
     check_module(model, loss_fn)
     if not isinstance(model_desc, ModelDescription):
         raise InvalidArgumentError(f"model_desc must be a ModelDescription, got {type(model_desc).__name__}")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from orttrainer import export
-from orttrainer.arguments import check_module, check_scaler
+from orttrainer.arguments import check_module, check_scaler, kind
 from orttrainer.batches import batch_by_name, described, in_form_of, inputs_and_label
 from orttrainer.describe import ModelDescription
 from orttrainer.engine import Engine
@@ -86,7 +86,7 @@ def trainer(
             loss, prediction = trainer.step(x, y)
     """
     if not isinstance(model, torch.nn.Module):
-        raise InvalidArgumentError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        raise InvalidArgumentError(f"model must be a torch.nn.Module, got {kind(model)}")
     check_module(model, criterion, "criterion")
     if model_desc is not None and not isinstance(model_desc, ModelDescription):
         raise InvalidArgumentError(f"model_desc must be a ModelDescription or None, got {type(model_desc).__name__}")

@@ -265,12 +265,18 @@ def in_train_mode(module):
     """
     flags = [(m, m.training) for m in module.modules()]
     if not module.training:
-        module.train()
+        set_mode(module, training=True)
     try:
         yield
     finally:
         for owner, training in flags:
             owner.training = training
+
+
+def set_mode(module, training):
+    """Train or eval mode; what `torch.export` has made is left as it is: it has the one mode in which it was exported."""
+    with contextlib.suppress(NotImplementedError):
+        module.train() if training else module.eval()
 
 
 def register_once(module, updated):

@@ -21,7 +21,7 @@ import torch
 
 from orttrainer import runtime
 from orttrainer.errors import ExportMismatchError, RuntimeNotFoundError
-from orttrainer.export.call import in_train_mode
+from orttrainer.export.call import in_train_mode, set_mode
 from orttrainer.export.conditions import Asked
 from orttrainer.export.evaluated import by_running_statistics
 from orttrainer.export.faithful import MutedDropout
@@ -381,7 +381,7 @@ def _outputs_in_mode(wrapper, inputs, mode, training):
         if training:
             stack.enter_context(in_train_mode(wrapper.module))
         else:
-            wrapper.module.eval()
+            set_mode(wrapper.module, training=False)
         generators = Generators(inputs)
         with mode:
             try:
