@@ -50,6 +50,35 @@ def test_a_parameter_trains_by_what_its_hooks_make_of_the_gradient(name):
     assert_trains_as_in_pytorch(hooked(*HOOKS[name]), vectors, evaluates=True)
 
 
+COMPLEX = {
+    "turned": lambda g: g * (0.6 + 0.8j),
+    "conjugated": torch.conj,
+    "in place": in_place,
+    "looks on": lambda g: None,
+    "its length": lambda g: g / (g.abs() + 1),
+}
+
+
+@pytest.mark.parametrize("of", ["a parameter", "what forward computes"])
+@pytest.mark.parametrize("name", COMPLEX)
+def test_a_hook_on_complex_numbers(name, of):
+    def call(m, x):
+        z = (x * 1j + 0.5) @ m.weight
+        if of == "what forward computes":
+            z.register_hook(COMPLEX[name])
+        z = z @ m.weight
+        return z.real + z.abs()
+
+    def make_layer():
+        made = Model(call)
+        made.weight = nn.Parameter(torch.randn(6, 6, dtype=torch.complex64, generator=torch.Generator().manual_seed(0)))
+        if of == "a parameter":
+            made.weight.register_hook(COMPLEX[name])
+        return made
+
+    assert_trains_as_in_pytorch(make_layer, vectors, evaluates=of == "a parameter")
+
+
 def test_a_hook_on_a_recurrent_layer_and_on_a_tied_weight():
     def make_layer():
         made = Model(

@@ -227,6 +227,14 @@ def _traced(cls: type[Function], of_torch: FunctionCtx | None, args: tuple, twic
 
 def identity_with_gradient(x: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """`x`, with `change(g)` for its gradient where it has the gradient g; `change` may also write to g."""
+    if x.is_complex():
+        with torch.enable_grad():
+            parts = torch.view_as_real(x)
+        parts = identity_with_gradient(
+            parts, lambda g: torch.view_as_real(change(torch.view_as_complex(g)).resolve_conj())
+        )
+        with torch.enable_grad():
+            return torch.view_as_complex(parts)
     with torch.enable_grad():
         (stand_in,) = _symbolic(COTANGENT, [x], [x])
         given = stand_in.clone()

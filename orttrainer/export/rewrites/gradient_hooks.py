@@ -16,6 +16,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from orttrainer.export.call import LossModule
+from orttrainer.export.initializers import as_real
 from orttrainer.export.rewrites.custom_functions import identity_with_gradient
 
 __all__ = ["mute", "on_parameters", "register_hook"]
@@ -66,7 +67,7 @@ def register_hook(wrapper: LossModule) -> Callable:
         if torch.compiler.is_exporting() and torch.is_grad_enabled() and self.requires_grad and not self.is_leaf:
             hooked = _hooked(wrapper, self.clone(), [hook])
             if hooked.requires_grad:
-                self.copy_(hooked)
+                as_real(self).copy_(as_real(hooked))
         return RemovableHandle(OrderedDict())
 
     return register_hook
