@@ -173,7 +173,7 @@ def taken_out(model: ir.Model, made: Sequence[Condition], state: Sequence[str]) 
     if any(node.op_type in RANDOM_OPS for node in copy.graph.all_nodes()):
         raise UnsupportedModelError(
             f"forward decides by random numbers (dropout is one), at {made[0].file}:{made[0].line} or after it; a graph "
-            "would draw others. Use torch.where or masks instead."
+            "would draw others. Use torch.where or masks instead, or draw them before each step and pass them as an input."
         )
     with state_as_inputs(copy, [name for name in state if name in copy.graph.initializers]):
         for value in [value for value in copy.graph.inputs if not value.uses() and not value.is_graph_output()]:

@@ -132,7 +132,8 @@ def anew(names: Sequence[str]) -> UnsupportedModelError:
 def _draws() -> UnsupportedModelError:
     return UnsupportedModelError(
         "forward draws random numbers of Python's or NumPy's and computes with them; a graph would repeat those of the first "
-        "batch for ever. Draw them with torch, or switch that off (layerdrop=0, for example)."
+        "batch for ever. Draw them with torch, or before each step and pass them as an input, by which forward may decide, or "
+        "switch that off (layerdrop=0, for example)."
     )
 
 
