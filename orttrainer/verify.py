@@ -46,6 +46,7 @@ log = logging.getLogger("orttrainer")
 # flips by rounding by up to 1e-2. Above, PyTorch's own rounding error decides (see `_allowed`).
 TOLERANCE = 1e-3
 _FLIP, _MOVES = 5e-2, 8
+_ZERO = 0.1  # of what an error is relative to, which is 1e-3 of the length of all
 _ROUNDING = 2.0**-20  # what float32 sums of some depth are off by: a few units in the last place
 _PIECE = 2**20  # elements
 _AT_ONCE = 2**8  # numbers in a sum
@@ -198,9 +199,10 @@ def _length(tensor: torch.Tensor) -> float:
 def _allowed(module, loss_fn, description, batch, expected, errors: Mapping[str, float]) -> dict[str, float]:
     """What rounding may explain, from how far PyTorch's own gradients are apart; 5e-2 where float64 cannot be asked.
 
-    That is float32 from float64, and float64 from itself when the weights move by what float32 sums are off by: a
+    That is float32 from float64, and float64 from itself when weights and inputs move by what float32 sums are off by: a
     sign that flips in one of two equally good evaluations need not flip in another. Ten times that; and a flip that is
-    seen in one parameter may have hit any other, there up to 5e-2.
+    seen in one parameter may have hit any other, there up to 5e-2. A gradient that is 0 but for rounding, as of a bias in
+    front of BatchNorm, is 0 when they move, too; of that 1e-4 of the length of all together is allowed.
     """
     generator = torch.Generator().manual_seed(0)
     try:
@@ -208,17 +210,20 @@ def _allowed(module, loss_fn, description, batch, expected, errors: Mapping[str,
         arguments = [tensor.double() if tensor.is_floating_point() else tensor for tensor in batch]
         with _WidenedOperands():
             exact = export.observe_gradients(twin, loss_fn, description, arguments)
-        _, scales = _lengths_and_scales(exact, list(errors))
+        lengths, scales = _lengths_and_scales(exact, list(errors))
+        together = math.hypot(*lengths.values())
+        zero = {name: _ZERO if lengths.get(name, 0.0) < 1e-6 * together else 0.0 for name in errors}
         own, other = dict.fromkeys(errors, 0.0), expected
         for _ in range(1 + _MOVES):
             for name in own.keys() & other.keys() & exact.keys():
                 own[name] = max(own[name], _length(other[name].double() - exact[name]) / scales[name])
             anywhere = min(_FLIP, max(own.values()))
-            allowed = {name: TOLERANCE + max(10 * error, anywhere) for name, error in own.items()}
+            allowed = {name: TOLERANCE + max(10 * error, anywhere, zero[name]) for name, error in own.items()}
             if all(errors[name] <= allowed[name] for name in errors):
                 break
             with _moved(twin, generator), _WidenedOperands():
-                other = export.observe_gradients(twin, loss_fn, description, arguments)
+                nearby = [_nearer_to_0(x, generator) if x.is_floating_point() else x for x in arguments]
+                other = export.observe_gradients(twin, loss_fn, description, nearby)
     except Exception:  # whatever the user's code or a copy of it raises
         return dict.fromkeys(errors, _FLIP)
     return allowed
@@ -247,6 +252,11 @@ class _WidenedOperands(TorchFunctionMode):
 
 def _widened(x: torch.Tensor) -> torch.Tensor:
     return x.double() if x.dtype == torch.float32 else x
+
+
+def _nearer_to_0(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Each number by what float32 sums are off by, at most: a probability stays one."""
+    return x * (1 - _ROUNDING * torch.rand(x.shape, generator=generator).to(x))
 
 
 @contextlib.contextmanager

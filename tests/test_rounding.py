@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
 import torch
 from torch import nn
 
+import orttrainer
 from orttrainer import IODescription, ModelDescription, verify
 from orttrainer.errors import ExportMismatchError
 from orttrainer.export import export_module, observe_gradients
@@ -47,6 +49,18 @@ def test_an_error_of_a_percent_is_refused_where_rounding_does_nothing_to_the_gra
 
 def test_an_error_of_a_percent_passes_where_the_sign_under_a_relu_flips_by_rounding(monkeypatch):
     _check(monkeypatch, Sum(torch.relu, [0.5, 0.9, 1.0, 2.0]), 1e-2)
+
+
+def test_a_gradient_that_is_0_but_for_rounding_is_not_refused_for_what_it_is():
+    """That of a bias in front of BatchNorm; of two rows BatchNorm makes 1 and -1, and rounding is all that is left."""
+    torch.manual_seed(2)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU())]
+    module, x, label = nn.Sequential(*layers, nn.Linear(6, 3)), torch.randn(2, 6), torch.randint(0, 3, (2,))
+    reference = copy.deepcopy(module)
+    loss, _ = orttrainer.trainer(module, nn.CrossEntropyLoss(), torch.optim.SGD(module.parameters(), lr=0.1)).step(
+        x, label
+    )
+    torch.testing.assert_close(loss, nn.functional.cross_entropy(reference(x), label).detach())
 
 
 def test_errors_are_numbers_where_pytorch_has_no_gradient_at_all():

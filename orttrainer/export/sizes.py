@@ -9,6 +9,7 @@ import torch
 __all__ = ["all_resized", "resized", "without_ones"]
 
 _TRIES = 16
+_GOLDEN = (5**0.5 - 1) / 2  # whose multiples, but for whole numbers, lie evenly in [0, 1)
 
 
 def resized(inputs, symbols, size=None, anew=False):
@@ -74,8 +75,10 @@ def without_ones(inputs, symbols, accepts, anew=False):
     sizes = _sizes(inputs, symbols)
     if 1 not in sizes.values():
         return inputs
-    # A size may be the product of others: it has to double with them, which only a try can tell.
-    choices = [(2, 4) if size == 1 else (size, 2 * size) for size in sizes.values()]
+    # A size may be the product of others: it has to grow with them, which only a try can tell. Of two others BatchNorm
+    # makes 1 and -1, and what is in front of it has no gradient.
+    times = 4 if anew else 2
+    choices = [(times, times**2) if size == 1 else (size, times * size) for size in sizes.values()]
     for choice in itertools.islice(itertools.product(*choices), _TRIES):
         longer = _with_sizes(inputs, symbols, dict(zip(sizes, choice)), anew)
         if accepts(longer):
@@ -123,10 +126,10 @@ def _resize(tensor, axes, sizes, anew):
 
 
 def _change(added, axis):
-    """Others in their place: floats farther from 0 and nearer to it in turns, whole numbers those of a neighbour."""
+    """Others in their place: floats each nearer to 0 by another share, whole numbers those of a neighbour."""
     if added.is_floating_point():
-        factors = 1.25 - 0.5 * (torch.arange(added.shape[axis], device=added.device) % 2)
-        added.mul_(factors.to(added.dtype).unflatten(0, [-1 if k == axis else 1 for k in range(added.dim())]))
+        places = torch.arange(1, added.numel() + 1, device=added.device, dtype=torch.float64)
+        added.mul_((0.2 + 0.8 * (places * _GOLDEN % 1)).to(added.dtype).view(added.shape))
     elif added.dim() > 1:
         others = [size if k != axis else 0 for k, size in enumerate(added.shape)]
         added.copy_(added.roll(1, others.index(max(others))))
