@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import in_step
 import onnx
 import pytest
 import torch
@@ -203,6 +204,39 @@ def test_what_a_draw_cannot_change_is_decided(decide, expected):
     known = (module.one if expected else module.other)(module.body(batch(1)).tanh()).square().mean()
     (loss,) = engine_of(module).train_step({"x": batch(1)}, RATE)[0]
     torch.testing.assert_close(loss, known.detach())
+
+
+class Sampled(nn.Module):
+    """The labelled rows of two pictures, or some of them, chosen at random."""
+
+    def __init__(self, most):
+        super().__init__()
+        self.linear, self.most = nn.Linear(4, 3), most
+
+    def chosen(self, label):
+        labelled = torch.where(label >= 0)[0]
+        mask = torch.zeros_like(label)
+        mask[labelled[torch.randperm(labelled.numel())[: self.most]]] = 1
+        return torch.where(mask)[0]
+
+    def forward(self, x, label):
+        rows = torch.cat([self.chosen(label[:5]), self.chosen(label[5:]) + 5])
+        return nn.functional.cross_entropy(self.linear(x)[rows], label[rows])
+
+
+def test_a_loss_of_rows_chosen_at_random_trains_as_in_pytorch():
+    """As the heads of torchvision's Faster R-CNN have it."""
+    inputs = [IODescription("x", [10, 4]), IODescription("label", [10], torch.int64)]
+    ours = Sampled(9)
+    twin = copy.deepcopy(ours)
+    engine = Engine(
+        ours, None, ModelDescription(inputs, [IODescription("loss", [])]), OptimizerChoice("SGDOptimizer", clip=False),
+        Settings(),
+    )  # fmt: skip
+    for labels in ([0, 1, -1, 2, -1, 0, -1, -1, -1, 1], [-1, 1, 2, 2, -1, 0, -1, 1, -1, 1]):
+        in_step.step(engine, twin, {"x": torch.randn(10, 4), "label": torch.tensor(labels)}, RATE)
+    in_step.check_equal(ours, twin)
+    assert len(engine._ways.known) == 1
 
 
 class Folded(nn.Module):

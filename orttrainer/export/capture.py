@@ -55,7 +55,7 @@ def capture_dynamo(
     decomposing = contextlib.nullcontext() if by_nodes is None else node_by_node(by_nodes)
     hints = wrapper.followed.hints
     by_hints = contextlib.nullcontext() if hints is None else hints.followed()
-    with silence(), _sources_forgotten(), _no_stack_traces(), _sizes_known_later(), by_hints:
+    with silence(), _sources_forgotten(), _no_stack_traces(), _sizes_known_later(), _losses_of_any_number(), by_hints:
         load_exporter()
         with faithful(wrapper, decided):
             program = _exported_program(wrapper, inputs, symbols, fixed)
@@ -172,6 +172,26 @@ def _sizes_known_later():
 
             stack.enter_context(mock.patch.object(environment, "_set_replacement", set_replacement))
         yield
+
+
+@contextlib.contextmanager
+def _losses_of_any_number():
+    """Let torch find the shape of an NLL loss by its arguments.
+
+    torch's own form (2.13) asks whether there are labels at all, which an export then depends on, and takes the reduction
+    for an argument of torch 0.4.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError, AttributeError):  # private names: other torch versions may lack them
+            from torch._decomp import decomposition_table
+
+            stack.enter_context(mock.patch.dict(decomposition_table, {torch.ops.aten.nll_loss.default: _nll_loss}))
+        yield
+
+
+def _nll_loss(x, labels, weight=None, reduction=1, ignore_index=-100):
+    """aten.nll_loss; `reduction` is 0, none, 1, the mean, or 2, the sum."""
+    return torch.ops.aten.nll_loss_forward(x, labels, weight, reduction, ignore_index)[0]
 
 
 @contextlib.contextmanager
