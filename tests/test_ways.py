@@ -206,6 +206,21 @@ def test_what_a_draw_cannot_change_is_decided(decide, expected):
     torch.testing.assert_close(loss, known.detach())
 
 
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: int(torch.empty(1).uniform_(0.0, 1.0).item()), lambda: int(torch.rand(1)),
+        lambda: int(torch.randint(0, 1, (1,)).item()), lambda: int(torch.rand([]).floor()),
+    ],
+    ids=["uniform", "rand", "randint", "floor"],
+)  # fmt: skip
+def test_a_choice_of_one_at_random_is_decided(draw):
+    """As torchvision's detectors choose the size of their images."""
+    module = Decides(lambda m, x, h: [m.one][draw()](h))
+    known = module.one(module.body(batch(1)).tanh()).square().mean()
+    torch.testing.assert_close(engine_of(module).train_step({"x": batch(1)}, RATE)[0][0], known.detach())
+
+
 class Sampled(nn.Module):
     """The labelled rows of two pictures, or some of them, chosen at random."""
 
@@ -237,6 +252,16 @@ def test_a_loss_of_rows_chosen_at_random_trains_as_in_pytorch():
         in_step.step(engine, twin, {"x": torch.randn(10, 4), "label": torch.tensor(labels)}, RATE)
     in_step.check_equal(ours, twin)
     assert len(engine._ways.known) == 1
+
+
+def test_the_decision_that_a_draw_changes_is_named():
+    def decide(m, x, h):
+        h = h if x.mean() > 0 else -h
+        return m.one(h) if torch.rand([]) < 0.5 else m.other(h)
+
+    line = decide.__code__.co_firstlineno + 2
+    with pytest.raises(UnsupportedModelError, match=rf"by random numbers .*test_ways.py:{line};"):
+        engine_of(Decides(decide)).train_step({"x": batch(1)}, RATE)
 
 
 class Folded(nn.Module):
