@@ -11,12 +11,12 @@ import contextlib
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from unittest import mock
 
 import torch
 
-__all__ = ["is_value", "symbolic", "value_of"]
+__all__ = ["is_value", "scopes", "symbolic", "value_of"]
 
 _NAMES = (
     "acos", "asin", "atan", "atan2", "cos", "cosh", "erf", "exp", "expm1", "hypot", "log", "log10", "log1p", "log2", "pow", "sin",
@@ -36,8 +36,7 @@ def symbolic(wrapper: torch.nn.Module) -> Iterator[None]:
         from orttrainer.export.hints import BUILTINS  # here: with it comes sympy
 
         names |= BUILTINS
-    scopes = [scope for scope in _scopes(wrapper) if _is_user_code(scope)]
-    placed = [(scope, name) for scope in scopes for name in names if name not in scope]
+    placed = [(scope, name) for scope in scopes(wrapper) for name in names if name not in scope]
     with contextlib.ExitStack() as stack:
         for name, function in _TRUTHS.items():
             stack.enter_context(mock.patch.object(math, name, _truth(getattr(math, name), function, hints)))
@@ -55,12 +54,12 @@ def symbolic(wrapper: torch.nn.Module) -> Iterator[None]:
                 del scope[name]
 
 
-def _scopes(wrapper: torch.nn.Module) -> Iterable[dict]:
-    """Globals of forward and loss, and of the other code that they run."""
+def scopes(wrapper: torch.nn.Module) -> list[dict]:
+    """Globals of forward and loss, and of the other code that they run, but for torch's and the like."""
     functions = [getattr(type(m), "forward", None) for m in wrapper.modules()] + [wrapper.loss_fn]
-    scopes = [getattr(function, "__globals__", None) for function in functions]
-    scopes += [vars(sys.modules[name]) for name in sorted(wrapper.runs) if name in sys.modules]
-    return {id(scope): scope for scope in scopes if scope is not None}.values()
+    found = [getattr(function, "__globals__", None) for function in functions]
+    found += [vars(sys.modules[name]) for name in sorted(wrapper.runs) if name in sys.modules]
+    return [*{id(scope): scope for scope in found if scope is not None and _is_user_code(scope)}.values()]
 
 
 def _is_user_code(scope: dict) -> bool:

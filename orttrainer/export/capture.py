@@ -20,6 +20,7 @@ from onnxscript.function_libs.torch_lib.ops import core
 
 from orttrainer import runtime
 from orttrainer.export import batch_norm, double_precision, masks, stop_gradient, written_slices
+from orttrainer.export.assignment import define_assignments
 from orttrainer.export.caught import Caught
 from orttrainer.export.decompose import node_by_node
 from orttrainer.export.faithful import faithful
@@ -79,6 +80,7 @@ def capture_dynamo(
                 verbose=False,
             )
     model = onnx_program.model
+    define_assignments(model)
     if takes_for_equal(program):
         _forget_sizes_by_values(model)
     _release_graphs(model)

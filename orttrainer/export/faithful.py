@@ -27,6 +27,7 @@ from orttrainer.export.numbers import Numbers
 from orttrainer.export.opened import opened
 from orttrainer.export.rewrites import (
     REWRITES,
+    assignment,
     by_value,
     complex_numbers,
     custom_functions,
@@ -68,6 +69,7 @@ def faithful(wrapper, decided):
             mock.patch.object(torch._C, "_infer_size", torch.broadcast_shapes),
             mock.patch.object(torch.nn.Module, "_apply", kept_parameters.apply),
             builtin_functions.symbolic(wrapper),
+            assignment.on_tensors(builtin_functions.scopes(wrapper)),
             derivatives.snapshots_apart(),
             packed.unchecked(),
             _Rewrites(wrapper, decided) as rewrites,
