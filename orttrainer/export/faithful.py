@@ -31,6 +31,7 @@ from orttrainer.export.rewrites import (
     by_value,
     complex_numbers,
     custom_functions,
+    deformable,
     derivatives,
     embedding,
     fake_quantized,
@@ -102,7 +103,8 @@ class _Rewrites(TorchFunctionMode):
 
     def __init__(self, wrapper, decided):
         super().__init__()
-        known = {**_REWRITES, **grouped.rewrites(), torch.Tensor.register_hook: gradient_hooks.register_hook(wrapper)}
+        known = {**_REWRITES, **deformable.rewrites(), **grouped.rewrites()}
+        known[torch.Tensor.register_hook] = gradient_hooks.register_hook(wrapper)
         self._rewrites = {**known, **complex_numbers.rewrites(known)}
         self._wrapper, self.numbers = wrapper, Numbers(wrapper, decided)
         self._rewrites |= {func: self.numbers.array(func) for func in told.ARRAYS - {torch.Tensor.tolist}}
