@@ -1,4 +1,4 @@
-"""Functions of Python's that forward calls with numbers which only a batch tells: `len`, `min`, `math.cos`.
+"""Functions of Python's that forward calls with numbers which only a batch tells: `len`, `isinstance`, `min`, `math.cos`.
 
     rows = len(x)          beta = min(1.0, self.steps.item() / 1000)          rate = 0.5 * (1 + math.cos(self.steps.item()))
 
@@ -24,6 +24,7 @@ _NAMES = (
 )  # fmt: skip
 # The functions of `math` by torch's. NumPy's call a number's method of the same name.
 _MATH = {name: getattr(torch, name) for name in _NAMES} | {"degrees": torch.rad2deg, "radians": torch.deg2rad}
+_NUMBERS = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}  # of the types that symbols stand for
 _TRUTHS = {name: getattr(torch, name) for name in ("isfinite", "isinf", "isnan")}
 
 
@@ -31,7 +32,8 @@ _TRUTHS = {name: getattr(torch, name) for name in ("isfinite", "isinf", "isnan")
 def symbolic(wrapper: torch.nn.Module) -> Iterator[None]:
     """Let the functions of the user's code stay symbols where they are given some; with hints also `int` and `float`."""
     hints = wrapper.followed.hints
-    names = {"len": _len, "divmod": _divmod, "round": _round, "min": _least(min, hints), "max": _least(max, hints)}
+    names = {"len": _len, "divmod": _divmod, "round": _round, "isinstance": _isinstance}
+    names |= {"min": _least(min, hints), "max": _least(max, hints)}
     if hints is not None and hints.builtins:
         from orttrainer.export.hints import BUILTINS  # here: with it comes sympy
 
@@ -69,6 +71,10 @@ def _is_user_code(scope: dict) -> bool:
 
 def _len(sized):
     return sized.shape[0] if isinstance(sized, torch.Tensor) and sized.dim() else len(sized)
+
+
+def _isinstance(x, kinds):
+    return isinstance(x, kinds) or (type(x) in _NUMBERS and isinstance(_NUMBERS[type(x)], kinds))
 
 
 def _divmod(a, b):
