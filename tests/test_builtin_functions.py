@@ -29,6 +29,10 @@ SCHEDULES = {
     "of the values": lambda m, y: y / max(y.detach().abs().max().item(), 1e-3),
     "a decision": lambda m, y: y * (2.0 if math.exp(-m.t.item() / 5) > 0.6 else 3.0),
     "a decision that never comes": lambda m, y: y * 2 if math.isnan(y.sum().item()) else y,
+    "the kind of a size": lambda m, y: y * (2.0 if isinstance(y.shape[0], int) else 3.0),
+    "the kinds of numbers": lambda m, y: (
+        y * (2.0 if isinstance(m.n.item(), (int, str)) and not isinstance(m.t.item(), int) else m.t.item())
+    ),
     "columns": lambda m, y: y[:, : int(6 * math.exp(-m.t.item() / 5))],
 }
 ARGUMENTS = {

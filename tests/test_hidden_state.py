@@ -210,6 +210,10 @@ REFUSED = {
     "a closure": (counted_apart, "when it is called again.*global variable.*or the time"),
     "random numbers of Python's": (lambda: Layer(lambda layer: random.random()), "random numbers of Python's or NumPy's"),
     "random numbers of NumPy's": (lambda: Layer(lambda layer: np.random.rand()), "random numbers of Python's or NumPy's"),
+    "random numbers of little weight": (lambda: Layer(lambda layer: 1 + 1e-4 * random.random()), "of Python's or NumPy's"),
+    "a choice of NumPy's of little weight": (
+        lambda: Layer(lambda layer: 1 + 1e-5 * np.random.choice(9)), "random numbers of Python's or NumPy's",
+    ),
     **{
         f"a rare decision by {name} numbers": (
             lambda draw=draw: Layer(lambda layer: 2 if draw() < 1e-6 else 1), "random numbers of Python's or NumPy's.*layerdrop",

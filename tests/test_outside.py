@@ -228,3 +228,32 @@ def test_a_loss_that_is_made_in_each_call_makes_no_difference(exports):
         module.eval()(batch(step)[0])
         module.train()
     assert len(exports) == 2
+
+
+class Weighted(nn.Module):
+    """Its loss is made in each call, of weights that are the module's, and may move before that."""
+
+    def __init__(self, moves: bool):
+        super().__init__()
+        self.net, self.weight, self.moves = net(0), nn.Buffer(torch.tensor([1.0, 2.0, 3.0])), moves
+
+    def forward(self, x, label):
+        if self.moves:
+            self.weight.mul_(0.9).add_(nn.functional.one_hot(label, 3).sum(0), alpha=0.1)
+        return nn.CrossEntropyLoss(weight=self.weight)(self.net(x), label)
+
+
+@pytest.mark.parametrize("moves", [False, True], ids=["weights that stay", "weights that move"])
+def test_a_loss_that_is_made_in_each_call_has_the_weights_of_the_module(moves):
+    """They were taken for those of another module, which share memory with the module's."""
+    module, twin = Weighted(moves), Weighted(moves)
+    trainer = orttrainer.trainer(module, None, torch.optim.SGD(module.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for step in range(STEPS):
+        expected = twin(*batch(step))
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        torch.testing.assert_close(trainer.step(*batch(step))[0], expected.detach())
+    for (name, found), wanted in zip(module.state_dict().items(), twin.state_dict().values()):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import in_step
 import onnx
 import pytest
 import torch
@@ -203,6 +204,64 @@ def test_what_a_draw_cannot_change_is_decided(decide, expected):
     known = (module.one if expected else module.other)(module.body(batch(1)).tanh()).square().mean()
     (loss,) = engine_of(module).train_step({"x": batch(1)}, RATE)[0]
     torch.testing.assert_close(loss, known.detach())
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: int(torch.empty(1).uniform_(0.0, 1.0).item()), lambda: int(torch.rand(1)),
+        lambda: int(torch.randint(0, 1, (1,)).item()), lambda: int(torch.rand([]).floor()),
+    ],
+    ids=["uniform", "rand", "randint", "floor"],
+)  # fmt: skip
+def test_a_choice_of_one_at_random_is_decided(draw):
+    """As torchvision's detectors choose the size of their images."""
+    module = Decides(lambda m, x, h: [m.one][draw()](h))
+    known = module.one(module.body(batch(1)).tanh()).square().mean()
+    torch.testing.assert_close(engine_of(module).train_step({"x": batch(1)}, RATE)[0][0], known.detach())
+
+
+class Sampled(nn.Module):
+    """The labelled rows of two pictures, or some of them, chosen at random."""
+
+    def __init__(self, most):
+        super().__init__()
+        self.linear, self.most = nn.Linear(4, 3), most
+
+    def chosen(self, label):
+        labelled = torch.where(label >= 0)[0]
+        mask = torch.zeros_like(label)
+        mask[labelled[torch.randperm(labelled.numel())[: self.most]]] = 1
+        return torch.where(mask)[0]
+
+    def forward(self, x, label):
+        rows = torch.cat([self.chosen(label[:5]), self.chosen(label[5:]) + 5])
+        return nn.functional.cross_entropy(self.linear(x)[rows], label[rows])
+
+
+def test_a_loss_of_rows_chosen_at_random_trains_as_in_pytorch():
+    """As the heads of torchvision's Faster R-CNN have it."""
+    inputs = [IODescription("x", [10, 4]), IODescription("label", [10], torch.int64)]
+    ours = Sampled(9)
+    twin = copy.deepcopy(ours)
+    engine = Engine(
+        ours, None, ModelDescription(inputs, [IODescription("loss", [])]), OptimizerChoice("SGDOptimizer", clip=False),
+        Settings(),
+    )  # fmt: skip
+    for labels in ([0, 1, -1, 2, -1, 0, -1, -1, -1, 1], [-1, 1, 2, 2, -1, 0, -1, 1, -1, 1]):
+        in_step.step(engine, twin, {"x": torch.randn(10, 4), "label": torch.tensor(labels)}, RATE)
+    in_step.check_equal(ours, twin)
+    assert len(engine._ways.known) == 1
+
+
+def test_the_decision_that_a_draw_changes_is_named():
+    def decide(m, x, h):
+        h = h if x.mean() > 0 else -h
+        return m.one(h) if torch.rand([]) < 0.5 else m.other(h)
+
+    line = decide.__code__.co_firstlineno + 2
+    with pytest.raises(UnsupportedModelError, match=rf"by random numbers .*test_ways.py:{line};"):
+        engine_of(Decides(decide)).train_step({"x": batch(1)}, RATE)
 
 
 class Folded(nn.Module):

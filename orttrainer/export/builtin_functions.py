@@ -1,4 +1,4 @@
-"""Functions of Python's that forward calls with numbers which only a batch tells: `len`, `min`, `math.cos`.
+"""Functions of Python's that forward calls with numbers which only a batch tells: `len`, `isinstance`, `min`, `math.cos`.
 
     rows = len(x)          beta = min(1.0, self.steps.item() / 1000)          rate = 0.5 * (1 + math.cos(self.steps.item()))
 
@@ -11,12 +11,12 @@ import contextlib
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from unittest import mock
 
 import torch
 
-__all__ = ["is_value", "symbolic", "value_of"]
+__all__ = ["is_value", "scopes", "symbolic", "value_of"]
 
 _NAMES = (
     "acos", "asin", "atan", "atan2", "cos", "cosh", "erf", "exp", "expm1", "hypot", "log", "log10", "log1p", "log2", "pow", "sin",
@@ -24,6 +24,7 @@ _NAMES = (
 )  # fmt: skip
 # The functions of `math` by torch's. NumPy's call a number's method of the same name.
 _MATH = {name: getattr(torch, name) for name in _NAMES} | {"degrees": torch.rad2deg, "radians": torch.deg2rad}
+_NUMBERS = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}  # of the types that symbols stand for
 _TRUTHS = {name: getattr(torch, name) for name in ("isfinite", "isinf", "isnan")}
 
 
@@ -31,13 +32,13 @@ _TRUTHS = {name: getattr(torch, name) for name in ("isfinite", "isinf", "isnan")
 def symbolic(wrapper: torch.nn.Module) -> Iterator[None]:
     """Let the functions of the user's code stay symbols where they are given some; with hints also `int` and `float`."""
     hints = wrapper.followed.hints
-    names = {"len": _len, "divmod": _divmod, "round": _round, "min": _least(min, hints), "max": _least(max, hints)}
+    names = {"len": _len, "divmod": _divmod, "round": _round, "isinstance": _isinstance}
+    names |= {"min": _least(min, hints), "max": _least(max, hints)}
     if hints is not None and hints.builtins:
         from orttrainer.export.hints import BUILTINS  # here: with it comes sympy
 
         names |= BUILTINS
-    scopes = [scope for scope in _scopes(wrapper) if _is_user_code(scope)]
-    placed = [(scope, name) for scope in scopes for name in names if name not in scope]
+    placed = [(scope, name) for scope in scopes(wrapper) for name in names if name not in scope]
     with contextlib.ExitStack() as stack:
         for name, function in _TRUTHS.items():
             stack.enter_context(mock.patch.object(math, name, _truth(getattr(math, name), function, hints)))
@@ -55,12 +56,12 @@ def symbolic(wrapper: torch.nn.Module) -> Iterator[None]:
                 del scope[name]
 
 
-def _scopes(wrapper: torch.nn.Module) -> Iterable[dict]:
-    """Globals of forward and loss, and of the other code that they run."""
+def scopes(wrapper: torch.nn.Module) -> list[dict]:
+    """Globals of forward and loss, and of the other code that they run, but for torch's and the like."""
     functions = [getattr(type(m), "forward", None) for m in wrapper.modules()] + [wrapper.loss_fn]
-    scopes = [getattr(function, "__globals__", None) for function in functions]
-    scopes += [vars(sys.modules[name]) for name in sorted(wrapper.runs) if name in sys.modules]
-    return {id(scope): scope for scope in scopes if scope is not None}.values()
+    found = [getattr(function, "__globals__", None) for function in functions]
+    found += [vars(sys.modules[name]) for name in sorted(wrapper.runs) if name in sys.modules]
+    return [*{id(scope): scope for scope in found if scope is not None and _is_user_code(scope)}.values()]
 
 
 def _is_user_code(scope: dict) -> bool:
@@ -70,6 +71,10 @@ def _is_user_code(scope: dict) -> bool:
 
 def _len(sized):
     return sized.shape[0] if isinstance(sized, torch.Tensor) and sized.dim() else len(sized)
+
+
+def _isinstance(x, kinds):
+    return isinstance(x, kinds) or (type(x) in _NUMBERS and isinstance(_NUMBERS[type(x)], kinds))
 
 
 def _divmod(a, b):

@@ -20,6 +20,7 @@ from onnxscript.function_libs.torch_lib.ops import core
 
 from orttrainer import runtime
 from orttrainer.export import batch_norm, double_precision, masks, stop_gradient, written_slices
+from orttrainer.export.assignment import define_assignments
 from orttrainer.export.caught import Caught
 from orttrainer.export.decompose import node_by_node
 from orttrainer.export.faithful import faithful
@@ -55,7 +56,7 @@ def capture_dynamo(
     decomposing = contextlib.nullcontext() if by_nodes is None else node_by_node(by_nodes)
     hints = wrapper.followed.hints
     by_hints = contextlib.nullcontext() if hints is None else hints.followed()
-    with silence(), _sources_forgotten(), _no_stack_traces(), _sizes_known_later(), by_hints:
+    with silence(), _sources_forgotten(), _no_stack_traces(), _sizes_known_later(), _losses_of_any_number(), by_hints:
         load_exporter()
         with faithful(wrapper, decided):
             program = _exported_program(wrapper, inputs, symbols, fixed)
@@ -79,6 +80,7 @@ def capture_dynamo(
                 verbose=False,
             )
     model = onnx_program.model
+    define_assignments(model)
     if takes_for_equal(program):
         _forget_sizes_by_values(model)
     _release_graphs(model)
@@ -172,6 +174,31 @@ def _sizes_known_later():
 
             stack.enter_context(mock.patch.object(environment, "_set_replacement", set_replacement))
         yield
+
+
+@contextlib.contextmanager
+def _losses_of_any_number():
+    """Let torch find the shape of an NLL loss by its arguments.
+
+    torch's own form (2.13) asks whether there are labels at all, which an export then depends on, and takes the reduction
+    for an argument of torch 0.4.
+    """
+    loss, forms = torch.ops.aten.nll_loss.default, {}
+    with contextlib.suppress(ImportError):  # a private name: other torch versions may lack it
+        from torch._decomp import decomposition_table as forms
+    theirs = forms.get(loss)
+    if theirs is not None:
+        forms[loss] = _nll_loss
+    try:
+        yield
+    finally:
+        if theirs is not None:
+            forms[loss] = theirs
+
+
+def _nll_loss(x, labels, weight=None, reduction=1, ignore_index=-100):
+    """aten.nll_loss; `reduction` is 0, none, 1, the mean, or 2, the sum."""
+    return torch.ops.aten.nll_loss_forward(x, labels, weight, reduction, ignore_index)[0]
 
 
 @contextlib.contextmanager

@@ -21,7 +21,8 @@ from orttrainer.export.initializers import as_real, state_as_inputs
 from orttrainer.export.told import Told, place
 from orttrainer.graph.passes.divisors import NonzeroDivisorsPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
-from orttrainer.graph.passes.random import RANDOM_OPS
+from orttrainer.graph.passes.random import RANDOM_OPS, MutePass, draws_one_number
+from orttrainer.graph.subgraphs import node_inputs, subgraphs
 
 if TYPE_CHECKING:
     from orttrainer.export.hints import Hints
@@ -170,11 +171,15 @@ def taken_out(model: ir.Model, made: Sequence[Condition], state: Sequence[str]) 
     RemoveGradientMarksPass()(copy)
     NonzeroDivisorsPass()(copy)
     common.RemoveUnusedNodesPass()(copy)
-    if any(node.op_type in RANDOM_OPS for node in copy.graph.all_nodes()):
-        raise UnsupportedModelError(
-            f"forward decides by random numbers (dropout is one), at {made[0].file}:{made[0].line} or after it; a graph "
-            "would draw others. Use torch.where or masks instead, or draw them before each step and pass them as an input."
-        )
+    MutePass({"RandomUniform", "RandomUniformLike"}, draws_one_number)(copy)
+    by_chance = _drawn(copy.graph)
+    for condition, value in zip(made, copy.graph.outputs):
+        if value in by_chance:
+            raise UnsupportedModelError(
+                f"forward decides by random numbers (dropout is one), at {condition.file}:{condition.line}; a graph "
+                "would draw others. Use torch.where or masks instead, or draw them before each step and pass them as an "
+                "input."
+            )
     with state_as_inputs(copy, [name for name in state if name in copy.graph.initializers]):
         for value in [value for value in copy.graph.inputs if not value.uses() and not value.is_graph_output()]:
             copy.graph.inputs.remove(value)
@@ -182,3 +187,14 @@ def taken_out(model: ir.Model, made: Sequence[Condition], state: Sequence[str]) 
     del model.graph.outputs[-len(made) :]
     common.RemoveUnusedNodesPass()(model)
     return conditions
+
+
+def _drawn(graph: ir.Graph) -> set[ir.Value]:
+    """The values that depend on random numbers."""
+    found: set[ir.Value] = set()
+    for node in graph:
+        inner = (part for body in subgraphs(node) for part in body.all_nodes())
+        draws = any(part.op_type in RANDOM_OPS for part in (node, *inner))
+        if draws or not found.isdisjoint(node_inputs(node)):
+            found.update(node.outputs)
+    return found

@@ -27,9 +27,11 @@ from orttrainer.export.numbers import Numbers
 from orttrainer.export.opened import opened
 from orttrainer.export.rewrites import (
     REWRITES,
+    assignment,
     by_value,
     complex_numbers,
     custom_functions,
+    deformable,
     derivatives,
     embedding,
     fake_quantized,
@@ -68,6 +70,7 @@ def faithful(wrapper, decided):
             mock.patch.object(torch._C, "_infer_size", torch.broadcast_shapes),
             mock.patch.object(torch.nn.Module, "_apply", kept_parameters.apply),
             builtin_functions.symbolic(wrapper),
+            assignment.on_tensors(builtin_functions.scopes(wrapper)),
             derivatives.snapshots_apart(),
             packed.unchecked(),
             _Rewrites(wrapper, decided) as rewrites,
@@ -100,7 +103,8 @@ class _Rewrites(TorchFunctionMode):
 
     def __init__(self, wrapper, decided):
         super().__init__()
-        known = {**_REWRITES, **grouped.rewrites(), torch.Tensor.register_hook: gradient_hooks.register_hook(wrapper)}
+        known = {**_REWRITES, **deformable.rewrites(), **grouped.rewrites()}
+        known[torch.Tensor.register_hook] = gradient_hooks.register_hook(wrapper)
         self._rewrites = {**known, **complex_numbers.rewrites(known)}
         self._wrapper, self.numbers = wrapper, Numbers(wrapper, decided)
         self._rewrites |= {func: self.numbers.array(func) for func in told.ARRAYS - {torch.Tensor.tolist}}

@@ -33,6 +33,7 @@ class Noticed(TorchFunctionMode):
         self._here.is_set = True
         self._own = {id(module) for module in wrapper.modules()}
         self._own_parameters = {id(parameter) for parameter in wrapper.parameters()}
+        self._own_state = self._own_parameters | {id(buffer) for buffer in wrapper.buffers()}
         self._found: dict[int, nn.Module] = {}
         self._read: dict[int, nn.Parameter] = {}
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -45,14 +46,14 @@ class Noticed(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def look(self, module: nn.Module, args: tuple) -> None:
-        """As a hook before each call of a module, in whatever thread."""
+        """As a hook before each call of a module, in whatever thread; one made of the wrapper's tensors alone is the wrapper's."""
         if not hasattr(self._here, "is_set") or id(module) in self._own or id(module) in self._found:
             return
         if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):  # whose weights are constants
             return
-        if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
+        if any(id(x) not in self._own_state for x in (*module.parameters(), *module.buffers())):
             self._found[id(module)] = module
-            self._before += [(x, x.detach().clone()) for x in module.buffers()]
+            self._before += [(x, x.detach().clone()) for x in module.buffers() if id(x) not in self._own_state]
 
     def back(self) -> None:
         with torch.no_grad():

@@ -1,6 +1,7 @@
 """torch functions that the exporters get wrong or lack, in functions that export as they are: one file a family.
 
-Those that need more than the call itself have their own ways: `complex_numbers`, `custom_functions`, `gradient_hooks`, `grouped`.
+Those that need more than the call itself have their own ways: `assignment`, `complex_numbers`, `custom_functions`, `deformable`,
+`gradient_hooks`, `grouped`.
 """
 
 import torch

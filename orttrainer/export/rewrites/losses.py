@@ -33,8 +33,7 @@ def _cross_entropy(
         target = _out_of_range(target, input.size(axis), ignore_index)
     plain = label_smoothing == 0.0 and not target.is_floating_point()
     if plain:
-        loss = F.cross_entropy(input, target, weight, ignore_index=ignore_index, reduction=reduction)
-        return _of_each(loss, target) if reduction == "none" else loss
+        return F.cross_entropy(input, target, weight, ignore_index=ignore_index, reduction=reduction)
     log_prob = F.log_softmax(input, dim=axis)
     weighted = log_prob if weight is None else log_prob * _along(weight, axis, input.dim())
     if target.is_floating_point():
@@ -43,7 +42,6 @@ def _cross_entropy(
         batch = losses.numel()
         return _reduced(losses, reduction, batch)
     nll = F.nll_loss(log_prob, target, weight, ignore_index=ignore_index, reduction=reduction)
-    nll = _of_each(nll, target) if reduction == "none" else nll
     valid = target != ignore_index
     smooth = torch.where(valid, -weighted.sum(dim=axis), 0.0)  # no product: 0 times an infinite slope is NaN
     count = valid.to(input.dtype)
@@ -61,13 +59,7 @@ def _nll_loss(input, target, weight=None, size_average=None, ignore_index=-100, 
         loss = _nll_loss(input[None], target[None], weight, None, ignore_index, None, reduction)
         return loss[0] if reduction == "none" else loss
     target = _out_of_range(target, input.size(1), ignore_index)
-    loss = F.nll_loss(input, target, weight, ignore_index=ignore_index, reduction=reduction)
-    return _of_each(loss, target) if reduction == "none" else loss
-
-
-def _of_each(loss, target):
-    """The loss of each label. As it exports, torch (2.13) takes that for a scalar where the number of labels is symbolic."""
-    return loss.expand(target.shape)
+    return F.nll_loss(input, target, weight, ignore_index=ignore_index, reduction=reduction)
 
 
 def _out_of_range(target, classes, ignore_index):

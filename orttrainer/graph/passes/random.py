@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import numpy as np
 import onnx_ir as ir
@@ -13,6 +13,7 @@ RANDOM_OPS = frozenset(
     ["Bernoulli", "Dropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"]
 )
 _MARK = "orttrainer_site"
+_MOVES = frozenset(["Abs", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Unsqueeze"])  # of what is not negative
 
 
 @contextlib.contextmanager
@@ -58,13 +59,14 @@ class MutePass(ir.passes.InPlacePass):
 
     Args:
         ops: the operators to mute.
+        where: of their nodes, those to mute; by default all.
     """
 
-    def __init__(self, ops: Collection[str] = RANDOM_OPS - {"Multinomial"}):
-        self.ops = frozenset(ops)
+    def __init__(self, ops: Collection[str] = RANDOM_OPS - {"Multinomial"}, where: Callable = lambda node: True):
+        self.ops, self.where = frozenset(ops), where
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        nodes = [n for n in model.graph.all_nodes() if n.op_type in self.ops and not n.domain]
+        nodes = [n for n in model.graph.all_nodes() if n.op_type in self.ops and not n.domain and self.where(n)]
         for node in nodes:
             new: list[ir.Node] = []
             for old, value in zip(node.outputs, _muted(node, new)):
@@ -107,3 +109,37 @@ def _muted(node: ir.Node, new: list[ir.Node]) -> list[ir.Value]:
         low, high = node.attributes.get_float("low", 0.0), node.attributes.get_float("high", 1.0)
         return [full((low + high) / 2, dtype)]
     return [full(node.attributes.get_float("mean", 0.0) + node.attributes.get_float("scale", 1.0) / 2, dtype)]
+
+
+def draws_one_number(node: ir.Node) -> bool:
+    """Whether RandomUniform draws from [0, 1), and only the whole number below is read: 0, as in a choice of one."""
+    within = node.attributes.get_float("low", 0.0) >= 0 and node.attributes.get_float("high", 1.0) <= 1
+    return within and _read_rounded_down(node.outputs[0])
+
+
+def _read_rounded_down(x: ir.Value) -> bool:
+    """Whether all that is read of numbers from [0, 1) is the 0 that they are rounded down to."""
+    return not x.is_graph_output() and all(_rounds_down(node, place) for node, place in x.uses())
+
+
+def _rounds_down(node: ir.Node, place: int) -> bool:
+    if node.op_type == "Cast":
+        to = ir.DataType(node.attributes["to"].as_int())
+        exact = to in (ir.DataType.FLOAT, ir.DataType.DOUBLE)  # float16 has a 1 for the largest
+        return to.is_integer() or (exact and _read_rounded_down(node.outputs[0]))
+    if node.op_type == "Sign":  # Floor(Abs(x)) * Sign(x)
+        products = [user for user, _ in node.outputs[0].uses()]
+        return all(
+            user.op_type == "Mul" and any(_is_floor(x, node.inputs[0]) for x in user.inputs) for user in products
+        )
+    return node.op_type == "Floor" or (place == 0 and node.op_type in _MOVES and _read_rounded_down(node.outputs[0]))
+
+
+def _is_floor(x: ir.Value, of: ir.Value) -> bool:
+    """Whether x is Floor(Abs(of))."""
+    for op_type in ("Floor", "Abs"):
+        node = x.producer()
+        if node is None or node.op_type != op_type:
+            return False
+        x = node.inputs[0]
+    return x is of
