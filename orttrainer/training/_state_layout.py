@@ -61,9 +61,7 @@ def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         StateError: a section is no dict.
     """
-    flat: dict[str, Any] = {}
-    for precision in section(state, "model").values():
-        flat |= precision
+    flat = weights(state)
     for weight, slots in section(state, "optimizer").items():
         flat |= slots if weight == SHARED else {f"{slot}_{weight}": value for slot, value in slots.items()}
     flat |= section(state, "random")
@@ -73,6 +71,26 @@ def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
         flat[ACCUMULATED] = np.asarray([count(accumulated, "batches", "accumulated")])
         if "by" in accumulated:
             flat[ACCUMULATED_BY] = accumulated["by"]
+    return tensors(flat)
+
+
+def weights(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The section model, by the names of the weights."""
+    return {name: value for precision in section(state, "model").values() for name, value in precision.items()}
+
+
+def with_weights(state: Mapping[str, Any], latest: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """A state dict, in which weights have copies of these values."""
+    arrays = {name: as_array(tensor.detach().cpu()).copy() for name, tensor in latest.items()}
+    model = {
+        precision: {name: arrays.get(name, value) for name, value in values.items()}
+        for precision, values in section(state, "model").items()
+    }
+    return {name: model if name == "model" else value for name, value in state.items()}
+
+
+def tensors(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays and numbers as tensors; the engine refuses by name what is neither."""
     return {name: _as_tensor(value) for name, value in flat.items()}
 
 
@@ -148,7 +166,6 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _as_tensor(value: Any) -> Any:
-    """Arrays and numbers as tensors; the engine refuses by name what is neither."""
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):

@@ -83,7 +83,8 @@ class ORTTrainer(FrontEnd):
         self._train_step_info = TrainStepInfo(optim_config)
         if loss_fn is not None:
             check_loss_fn_is_needed(model, self.model_desc)
-        self._pending: tuple[Mapping, bool] | None = None
+        self._given_early: tuple[dict, bool] | None = None  # to `load_state_dict`, before there is a graph
+        self._loaded_early: set[str] = set()  # names of its weights that are in the modules already
         self._is_settled = False
         self._groups = RateGroups(optim_config, self._has_schedule)
         settings = engine_settings(self.options)
@@ -204,7 +205,8 @@ class ORTTrainer(FrontEnd):
                 "Please run train_step or eval_step at least once before calling ORTTrainer.state_dict().",
                 stacklevel=2,
             )
-            return {} if self._pending is None else dict(self._pending[0])
+            pending = self._pending_state()
+            return _state_layout.tensors(_state_layout.weights(pending)) if pytorch_format else pending
         engine = self._engine
         weights = engine.state_dict(include_optimizer_state=False)
         if pytorch_format:
@@ -247,11 +249,7 @@ class ORTTrainer(FrontEnd):
                 "A flat one, name -> tensor, is loaded into the module: model.load_state_dict(...)"
             )
         if not self._is_settled:
-            weights = _state_layout.flattened({"model": _state_layout.section(state_dict, "model")})
-            self._check_optimizer(_state_layout.section(state_dict, "trainer_options").get("optimizer_name"))
-            if not strict or self._engine.source.weights().keys() == weights.keys():
-                self._engine.source.load(weights)  # else it is refused when all is known that is missing
-            self._pending = (dict(state_dict), strict)
+            self._load_early(state_dict, strict)
             return
         self._load(state_dict, strict)
 
@@ -268,7 +266,7 @@ class ORTTrainer(FrontEnd):
             FileExistsError: there is such a file; it is left as it is.
             CheckpointError: the trainer has no state before the first step of a torch module.
         """
-        if not self._is_settled and self._pending is None:
+        if not self._is_settled and self._given_early is None:
             raise CheckpointError(
                 "the trainer has no state before its first step, so there is nothing to save; run train_step or eval_step"
             )
@@ -331,7 +329,7 @@ class ORTTrainer(FrontEnd):
         return self._engine.state_dict(include_optimizer_state)
 
     def _load_flat_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = False) -> None:
-        self._pending = None
+        self._given_early, self._loaded_early = None, set()
         self._engine.load_state_dict(state_dict, strict)
 
     # -- inside ---------------------------------------------------------------------------
@@ -354,11 +352,25 @@ class ORTTrainer(FrontEnd):
             self.model_desc.all_finite = graph.signature.all_finite
             if (scaler := self.options.mixed_precision.loss_scaler) is not None:
                 scaler.input_name = engine.loss_scale
-        if self._pending is not None:
-            self._load(*self._pending)
-            self._pending = None
+        if self._given_early is not None:
+            self._load(self._pending_state(), self._given_early[1])
+            self._given_early, self._loaded_early = None, set()
         if engine.collective.rank == 0:
             dump_graphs(engine, self.options.debug.graph_save_paths)
+
+    def _load_early(self, given: Mapping[str, Any], strict: bool) -> None:
+        """The weights at once, what else there is with the first step."""
+        self._check_optimizer(_state_layout.section(given, "trainer_options").get("optimizer_name"))
+        source, weights = self._engine.source, _state_layout.tensors(_state_layout.weights(given))
+        # Other weights are refused when all is known that is missing.
+        loaded = source.load(weights) if not strict or source.weights().keys() == weights.keys() else set()
+        earlier = {} if self._given_early is None else self._given_early[0]  # whose sections stay that this lacks
+        self._given_early, self._loaded_early = ({**earlier, **given}, strict), self._loaded_early | loaded
+
+    def _pending_state(self) -> dict[str, Any]:
+        """What is to be loaded into the graph that the first step makes."""
+        given = {} if self._given_early is None else self._given_early[0]
+        return _state_layout.with_weights(given, self._engine.source.as_it_is({}, self._loaded_early))
 
     def _load(self, given: Mapping[str, Any], strict: bool) -> None:
         for name in _state_layout.SECTIONS:
