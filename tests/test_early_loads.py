@@ -111,3 +111,18 @@ def test_a_strict_load_that_the_first_step_refuses_leaves_the_weights(tmp_path):
     with pytest.raises(StateError, match="unexpected \\['another'\\]"):
         trainer.train_step(*batch(0), LR)
     assert_same(dict(module.state_dict()), before)
+
+
+@pytest.mark.filterwarnings("ignore:Missing key")
+@pytest.mark.parametrize("started", [False, True])
+def test_a_checkpoint_without_the_optimizers_state_is_for_any_optimizer(tmp_path, started):
+    source, module = second.make(net(seed=1), optim.AdamConfig()), net(seed=2)
+    second.train(source, 1)
+    source.save_checkpoint(tmp_path / "weights", include_optimizer_states=False)
+    trainer = second.make(module, optim.LambConfig())
+    if started:
+        second.train(trainer, 1)
+    trainer.load_checkpoint(tmp_path / "weights")
+    assert_same(dict(module.state_dict()), source.state_dict(pytorch_format=True))
+    second.train(trainer, 1)
+    assert trainer._train_step_info.optimization_step == 2

@@ -360,7 +360,7 @@ class ORTTrainer(FrontEnd):
 
     def _load_early(self, given: Mapping[str, Any], strict: bool) -> None:
         """The weights at once, what else there is with the first step."""
-        self._check_optimizer(_state_layout.section(given, "trainer_options").get("optimizer_name"))
+        self._check_optimizer(given)
         source, weights = self._engine.source, _state_layout.tensors(_state_layout.weights(given))
         # Other weights are refused when all is known that is missing.
         loaded = source.load(weights) if not strict or source.weights().keys() == weights.keys() else set()
@@ -376,8 +376,7 @@ class ORTTrainer(FrontEnd):
         for name in _state_layout.SECTIONS:
             if name not in given:
                 warnings.warn(f"Missing key: {name} in state_dict", stacklevel=4)
-        if "optimizer" in given:
-            self._check_optimizer(_state_layout.section(given, "trainer_options").get("optimizer_name"))
+        self._check_optimizer(given)
         if strict:
             info = self._train_step_info
             weights = self._engine.state_dict(include_optimizer_state=False)
@@ -404,9 +403,11 @@ class ORTTrainer(FrontEnd):
             if hasattr(scaler, "_stable_steps_count"):
                 scaler._stable_steps_count = stable
 
-    def _check_optimizer(self, name: str | bytes | None) -> None:
+    def _check_optimizer(self, given: Mapping[str, Any]) -> None:
+        """Refuse the state of another optimizer; without it weights are those of any."""
+        name = _state_layout.section(given, "trainer_options").get("optimizer_name")
         name = name.decode() if isinstance(name, bytes) else name
-        if name is not None and not (isinstance(name, str) and name == self.optim_config.name):
+        if "optimizer" in given and name is not None and not (isinstance(name, str) and name == self.optim_config.name):
             raise CheckpointError(
                 f"Optimizer mismatch: expected {self.optim_config.name}, got {name}. Nothing was loaded"
             )
