@@ -43,7 +43,7 @@ class ORTTrainer(FrontEnd):
             output is the loss, at any position. With a `loss_fn` the last input is the label, and the other
             outputs are the model's own, in their order.
         optim_config: `optim.AdamConfig`, `AdamWConfig`, `LambConfig` or `SGDConfig`. Its `lr`, and that of its
-            groups, are read at each step.
+            groups, are read at each step; where another of its settings has changed, the step compiles again.
         loss_fn: `loss_fn(prediction, label) -> scalar`; None if the model returns its loss. Beyond legacy an ONNX
             model without the described loss takes one too: it is exported with torch, at the first step.
         options: `ORTTrainerOptions`; copied, and checked once more. The default device is 'cuda'.
@@ -132,6 +132,7 @@ class ORTTrainer(FrontEnd):
         info.step += 1  # schedules and scalers count this step in
         try:
             with engine.preparing_a_step():
+                self._follow_settings()
                 rate, scale = self._rate(), 1.0 if scaler is None else scaler.loss_scale
             results, finite = engine.train_step(given, rate, scale)
         except BaseException:
@@ -338,6 +339,7 @@ class ORTTrainer(FrontEnd):
         """What can only be done once the graph exists. Where it fails, the next step begins here again."""
         with failing_together(self._engine.collective, "taking up the compiled graph"):
             self._take_up(self._engine, self._engine.training_graph)
+        self._groups.compiled()
         self._is_settled = True
 
     def _take_up(self, engine: Engine, graph: TrainingGraph) -> None:
@@ -411,6 +413,12 @@ class ORTTrainer(FrontEnd):
             raise CheckpointError(
                 f"Optimizer mismatch: expected {self.optim_config.name}, got {name}. Nothing was loaded"
             )
+
+    def _follow_settings(self) -> None:
+        """Let the step have what the optimizer's settings are now."""
+        if self._groups.changed():
+            self._engine.renew_update()
+            self._groups.compiled()
 
     def _has_schedule(self) -> bool:
         return self.options.lr_scheduler is not None
