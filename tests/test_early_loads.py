@@ -126,3 +126,17 @@ def test_a_checkpoint_without_the_optimizers_state_is_for_any_optimizer(tmp_path
     assert_same(dict(module.state_dict()), source.state_dict(pytorch_format=True))
     second.train(trainer, 1)
     assert trainer._train_step_info.optimization_step == 2
+
+
+def test_counts_and_the_loss_scale_are_there_before_the_first_step_and_may_be_set_then(tmp_path):
+    half = {"mixed_precision": {"enabled": True}}
+    source, trainer = (second.make(net(seed=seed), optim.AdamConfig(), **half) for seed in (1, 2))
+    source.options.mixed_precision.loss_scaler.loss_scale = 1024.0
+    second.train(source, 3)
+    source.save_checkpoint(tmp_path / "state")
+    trainer.load_checkpoint(tmp_path / "state")
+    info, scaler = trainer._train_step_info, trainer.options.mixed_precision.loss_scaler
+    assert (info.step, info.optimization_step, scaler.loss_scale, scaler._stable_steps_count) == (3, 3, 1024.0, 3)
+    info.optimization_step, scaler.loss_scale = 0, 2048.0  # a second phase with a schedule of its own
+    second.train(trainer, 1)
+    assert (info.step, info.optimization_step, scaler.loss_scale, scaler._stable_steps_count) == (4, 1, 2048.0, 4)

@@ -17,10 +17,11 @@ from orttrainer.engine import Engine
 from orttrainer.errors import CheckpointError, RuntimeNotFoundError, SettingError, StateError
 from orttrainer.front_end import FrontEnd
 from orttrainer.graph.write import write_model
-from orttrainer.scaler_state import checked_scale
 from orttrainer.schedules import Warmup
 from orttrainer.training import _checkpoint_storage, _state_layout, checkpoint
 from orttrainer.training._arguments import check_arguments, check_loss_fn_is_needed, engine_description
+from orttrainer.training._counts import Counts
+from orttrainer.training._early_load import EarlyLoad
 from orttrainer.training._graph_dumps import dump_graphs
 from orttrainer.training._settings import RateGroups, engine_settings, new_loss_scaler
 from orttrainer.training.model_desc_validation import _ORTTrainerModelDesc
@@ -83,8 +84,7 @@ class ORTTrainer(FrontEnd):
         self._train_step_info = TrainStepInfo(optim_config)
         if loss_fn is not None:
             check_loss_fn_is_needed(model, self.model_desc)
-        self._given_early: tuple[dict, bool] | None = None  # to `load_state_dict`, before there is a graph
-        self._loaded_early: set[str] = set()  # names of its weights that are in the modules already
+        self._early: EarlyLoad | None = None
         self._is_settled = False
         self._groups = RateGroups(optim_config, self._has_schedule)
         settings = engine_settings(self.options)
@@ -222,17 +222,10 @@ class ORTTrainer(FrontEnd):
             "data_parallel_size": engine.collective.size,
             "horizontal_parallel_size": 1,
         }
-        info, scaler = self._train_step_info, self.options.mixed_precision.loss_scaler
-        state["train_step_info"] = {"optimization_step": info.optimization_step, "step": info.step}
-        if scaler is not None:
-            state["loss_scaler"] = {
-                "loss_scale": float(scaler.loss_scale),
-                "stable_steps": int(getattr(scaler, "_stable_steps_count", 0)),
-            }
-        return state
+        return state | self._counts.sections()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Load what `state_dict()` gave. Before the first step of a torch module the weights at once, and all then.
+        """Load what `state_dict()` gave. Before the first step of a torch module weights and counts at once, the rest then.
 
         Args:
             state_dict: nested; a section that is missing keeps its present values, with a warning.
@@ -267,7 +260,7 @@ class ORTTrainer(FrontEnd):
             FileExistsError: there is such a file; it is left as it is.
             CheckpointError: the trainer has no state before the first step of a torch module.
         """
-        if not self._is_settled and self._given_early is None:
+        if not self._is_settled and self._early is None:
             raise CheckpointError(
                 "the trainer has no state before its first step, so there is nothing to save; run train_step or eval_step"
             )
@@ -330,7 +323,7 @@ class ORTTrainer(FrontEnd):
         return self._engine.state_dict(include_optimizer_state)
 
     def _load_flat_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = False) -> None:
-        self._given_early, self._loaded_early = None, set()
+        self._early = None
         self._engine.load_state_dict(state_dict, strict)
 
     # -- inside ---------------------------------------------------------------------------
@@ -354,25 +347,30 @@ class ORTTrainer(FrontEnd):
             self.model_desc.all_finite = graph.signature.all_finite
             if (scaler := self.options.mixed_precision.loss_scaler) is not None:
                 scaler.input_name = engine.loss_scale
-        if self._given_early is not None:
-            self._load(self._pending_state(), self._given_early[1])
-            self._given_early, self._loaded_early = None, set()
+        if self._early is not None:
+            self._load(self._pending_state(), self._early.strict)
+            self._early = None
         if engine.collective.rank == 0:
             dump_graphs(engine, self.options.debug.graph_save_paths)
 
     def _load_early(self, given: Mapping[str, Any], strict: bool) -> None:
-        """The weights at once, what else there is with the first step."""
+        """What the modules have, counts and the loss scale at once, what else there is with the first step."""
         self._check_optimizer(given)
         source, weights = self._engine.source, _state_layout.tensors(_state_layout.weights(given))
+        counts, early = self._counts.loaded(given), self._early or EarlyLoad({}, strict, set(), False)
         # Other weights are refused when all is known that is missing.
-        loaded = source.load(weights) if not strict or source.weights().keys() == weights.keys() else set()
-        earlier = {} if self._given_early is None else self._given_early[0]  # whose sections stay that this lacks
-        self._given_early, self._loaded_early = ({**earlier, **given}, strict), self._loaded_early | loaded
+        fits = not strict or source.weights().keys() == weights.keys()
+        loaded = source.load(weights) if fits else set()
+        if fits:
+            self._put(counts)
+        self._early = EarlyLoad({**early.given, **given}, strict, early.weights | loaded, early.counts or fits)
 
     def _pending_state(self) -> dict[str, Any]:
         """What is to be loaded into the graph that the first step makes."""
-        given = {} if self._given_early is None else self._given_early[0]
-        return _state_layout.with_weights(given, self._engine.source.as_it_is({}, self._loaded_early))
+        if self._early is None:
+            return {}
+        weights = self._engine.source.as_it_is({}, self._early.weights)
+        return self._early.as_it_is(weights, self._counts.sections())
 
     def _load(self, given: Mapping[str, Any], strict: bool) -> None:
         for name in _state_layout.SECTIONS:
@@ -380,18 +378,10 @@ class ORTTrainer(FrontEnd):
                 warnings.warn(f"Missing key: {name} in state_dict", stacklevel=4)
         self._check_optimizer(given)
         if strict:
-            info = self._train_step_info
             weights = self._engine.state_dict(include_optimizer_state=False)
             current = _state_layout.nested(self._engine.state_dict(), weights, self._engine.slot_names)
-            current["train_step_info"] = {"optimization_step": info.optimization_step, "step": info.step}
-            _state_layout.check_keys(current, given)
-        info, counts = self._train_step_info, _state_layout.section(given, "train_step_info")
-        updates = _state_layout.count(counts, "optimization_step", "train_step_info", info.optimization_step)
-        steps = _state_layout.count(counts, "step", "train_step_info", info.step)
-        scaler, saved = self.options.mixed_precision.loss_scaler, _state_layout.section(given, "loss_scaler")
-        if scaler is not None and saved:
-            stable = _state_layout.count(saved, "stable_steps", "loss_scaler", 0)
-            scale = checked_scale(saved.get("loss_scale"), "state_dict[loss_scaler][loss_scale]")
+            _state_layout.check_keys(current | self._counts.sections(), given)
+        counts = self._counts.loaded(given)
         self._engine.load_state_dict(_state_layout.flattened(given), strict=False)
         if _state_layout.section(given, "accumulated") and not self._engine.accumulated:
             warnings.warn(
@@ -399,11 +389,14 @@ class ORTTrainer(FrontEnd):
                 "every step",
                 stacklevel=4,
             )
-        info.optimization_step, info.step = updates, steps
-        if scaler is not None and saved:
-            scaler.loss_scale = scale
-            if hasattr(scaler, "_stable_steps_count"):
-                scaler._stable_steps_count = stable
+        self._put(counts)
+
+    @property
+    def _counts(self) -> Counts:
+        return Counts.of(self._train_step_info, self.options.mixed_precision.loss_scaler)
+
+    def _put(self, counts: Counts) -> None:
+        counts.put(self._train_step_info, self.options.mixed_precision.loss_scaler)
 
     def _check_optimizer(self, given: Mapping[str, Any]) -> None:
         """Refuse the state of another optimizer; without it weights are those of any."""
