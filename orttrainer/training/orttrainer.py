@@ -81,6 +81,7 @@ class ORTTrainer(FrontEnd):
         self.options = ORTTrainerOptions() if options is None else options._copy()
         mixed = self.options.mixed_precision
         mixed.loss_scaler = new_loss_scaler(mixed, self.options.orttrainer.mixed_precision_dtype)
+        self.options._fix()
         self._train_step_info = TrainStepInfo(optim_config)
         if loss_fn is not None:
             check_loss_fn_is_needed(model, self.model_desc)
