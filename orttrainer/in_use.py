@@ -35,7 +35,7 @@ from orttrainer.seed import seed_of_rank
 from orttrainer.settings import OptimizerChoice, Settings
 from orttrainer.source import Source
 from orttrainer.state import TrainedState, cpu_copy
-from orttrainer.state_dict import ACCUMULATED, ACCUMULATED_BY, SUM
+from orttrainer.state_dict import ACCUMULATED, ACCUMULATED_BY, ACCUMULATED_SCALE, SUM, accumulated_scale
 from orttrainer.training_graph import SEED, STEP, TrainingGraph
 from orttrainer.turns import one_at_a_time
 from orttrainer.update_counts import SHARED_COUNT, counters_fit, counts_in, numbered
@@ -144,7 +144,9 @@ class InUse(NotCopied):
                 for name, x in self._pending_state.items()
                 if include_optimizer_state or name in own
             }
-        return self._state.copies(include_optimizer_state, self._runner.named_accumulators(), self.accumulated)
+        runner = self._runner
+        sums = runner.named_accumulators()
+        return self._state.copies(include_optimizer_state, sums, runner.accumulated, runner.scale_of_sums)
 
     @one_at_a_time
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = False) -> None:
@@ -165,7 +167,8 @@ class InUse(NotCopied):
         counts = self._state.counts_in(state_dict)
         if not counters_fit(self.training_graph.signature.counters, self._state.counts() | counts):
             self._recompile(self._forward, counts)
-        self._runner.drop_accumulated(self._state.load(state_dict, self._runner.named_accumulators()))
+        loaded = self._state.load(state_dict, self._runner.named_accumulators())
+        self._runner.drop_accumulated(loaded, accumulated_scale(state_dict))
 
     @property
     def _pending_state(self) -> dict[str, torch.Tensor]:
@@ -175,7 +178,9 @@ class InUse(NotCopied):
     def _seems_to_fit(self, given: Mapping[str, torch.Tensor]) -> bool:
         """Whether it has all weights and nothing but what an optimizer may have beside them; what that is the graph knows."""
         own = self.source.weights()
-        known = tuple(f"{slot}_" for slot in self.slot_names), (SEED, STEP, ACCUMULATED, ACCUMULATED_BY, SHARED_COUNT)
+        known = tuple(f"{slot}_" for slot in self.slot_names), {
+            SEED, STEP, ACCUMULATED, ACCUMULATED_SCALE, ACCUMULATED_BY, SHARED_COUNT,
+        }  # fmt: skip
         rest = given.keys() - own.keys()
         return own.keys() <= given.keys() and all(
             isinstance(name, str) and (name in known[1] or name.startswith(known[0]) or name.endswith(SUM))

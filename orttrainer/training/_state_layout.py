@@ -5,8 +5,9 @@
                      Beyond legacy: {weight: {Step}}, where some were frozen for a while, which were updated less often
     trainer_options, train_step_info: plain numbers and strings
     random:          {Training_Step, Random_Seed}                    beyond legacy: what dropout masks are made of
-    accumulated:     {batches, gradients: {weight: array}, by}       beyond legacy: in the midst of a block of batches;
-                                                                     by: rank and world size, where there are several ranks
+    accumulated:     {batches, gradients: {weight: array},           beyond legacy: in the midst of a block of batches;
+                      scale, by}                                     scale: the loss scale that these are multiplied with, if
+                                                                     not 1; by: rank and world size, where there are several
     loss_scaler:     {loss_scale, stable_steps}                      beyond legacy: in mixed precision
 
 Legacy readers pass over the sections that they do not know.
@@ -21,12 +22,13 @@ import numpy as np
 import torch
 
 from orttrainer.errors import StateError
-from orttrainer.state_dict import ACCUMULATED, ACCUMULATED_BY, SUM
+from orttrainer.state_dict import ACCUMULATED, ACCUMULATED_BY, ACCUMULATED_SCALE, SUM
 from orttrainer.training_graph import SEED, STEP
 from orttrainer.update_counts import SHARED_COUNT
 
 FULL_PRECISION, SHARED = "full_precision", "shared_optimizer_state"
 SECTIONS = ("model", "optimizer", "train_step_info")
+_OF_A_BLOCK = {ACCUMULATED_SCALE: "scale", ACCUMULATED_BY: "by"}
 
 
 def nested(flat: Mapping[str, torch.Tensor], weights: Mapping[str, Any], slot_names: Sequence[str]) -> dict[str, Any]:
@@ -50,8 +52,9 @@ def nested(flat: Mapping[str, torch.Tensor], weights: Mapping[str, Any], slot_na
     if ACCUMULATED in flat:
         gradients = {weight: as_array(flat[f"{weight}{SUM}"]) for weight in weights if f"{weight}{SUM}" in flat}
         state["accumulated"] = {"batches": int(flat[ACCUMULATED]), "gradients": gradients}
-        if ACCUMULATED_BY in flat:
-            state["accumulated"]["by"] = as_array(flat[ACCUMULATED_BY])
+        for name, key in _OF_A_BLOCK.items():
+            if name in flat:
+                state["accumulated"][key] = as_array(flat[name])
     return state
 
 
@@ -69,8 +72,7 @@ def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
     if accumulated:
         flat |= {f"{name}{SUM}": value for name, value in section(accumulated, "gradients").items()}
         flat[ACCUMULATED] = np.asarray([count(accumulated, "batches", "accumulated")])
-        if "by" in accumulated:
-            flat[ACCUMULATED_BY] = accumulated["by"]
+        flat |= {name: accumulated[key] for name, key in _OF_A_BLOCK.items() if key in accumulated}
     return tensors(flat)
 
 
