@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
 import pytest
 import second_generation as second
 import torch
@@ -140,3 +141,14 @@ def test_counts_and_the_loss_scale_are_there_before_the_first_step_and_may_be_se
     info.optimization_step, scaler.loss_scale = 0, 2048.0  # a second phase with a schedule of its own
     second.train(trainer, 1)
     assert (info.step, info.optimization_step, scaler.loss_scale, scaler._stable_steps_count) == (4, 1, 2048.0, 4)
+
+
+def test_counts_are_there_before_the_first_step_of_an_onnx_model_with_a_loss_in_torch(tmp_path):
+    exported = second.make(net())
+    second.train(exported, 1)
+    exported.export_inference(str(tmp_path / "model.onnx"))
+    source, trainer = (second.make(onnx.load(tmp_path / "model.onnx"), optim.AdamConfig()) for _ in range(2))
+    second.train(source, 2)
+    trainer.load_state_dict(source.state_dict())
+    assert trainer._train_step_info.step == trainer._train_step_info.optimization_step == 2
+    assert second.train(trainer, 1, start=2) == second.train(source, 1, start=2)

@@ -359,8 +359,9 @@ class ORTTrainer(FrontEnd):
         self._check_optimizer(given)
         source, weights = self._engine.source, _state_layout.tensors(_state_layout.weights(given))
         counts, early = self._counts.loaded(given), self._early or EarlyLoad({}, strict, set(), False)
-        # Other weights are refused when all is known that is missing.
-        fits = not strict or source.weights().keys() == weights.keys()
+        # Other weights are refused when all is known that is missing; what those of an ONNX model are is not known yet.
+        own = source.weights().keys()
+        fits = not strict or not own or own == weights.keys()
         loaded = source.load(weights) if fits else set()
         if fits:
             self._put(counts)
