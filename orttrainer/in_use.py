@@ -35,7 +35,7 @@ from orttrainer.seed import seed_of_rank
 from orttrainer.settings import OptimizerChoice, Settings
 from orttrainer.source import Source
 from orttrainer.state import TrainedState, cpu_copy
-from orttrainer.state_dict import ACCUMULATED, ACCUMULATED_BY, SUM
+from orttrainer.state_dict import ACCUMULATED, ACCUMULATED_BY, ACCUMULATED_SCALE, SUM, accumulated_scale
 from orttrainer.training_graph import SEED, STEP, TrainingGraph
 from orttrainer.turns import one_at_a_time
 from orttrainer.update_counts import SHARED_COUNT, counters_fit, counts_in, numbered
@@ -90,7 +90,8 @@ class InUse(NotCopied):
         self.training_graph: TrainingGraph | None = None
         self.source = Source(model, loss_fn, self.device, settings, self.collective.size)
         self._rates_fed = 1  # that the graph takes
-        self._pending_state: tuple[dict, bool] = ({}, False)
+        self._given_early: tuple[dict, bool] = ({}, False)  # to `load_state_dict`, before there is a graph
+        self._loaded_early: set[str] = set()  # names of it that are in the modules already
         self._runner: Runner | None = None
         self._schema: InputSchema | None = None
         self._last_batch: dict[str, torch.Tensor] | None = None
@@ -137,13 +138,15 @@ class InUse(NotCopied):
         In the midst of a block of batches with the sums of their gradients, so that training goes on from there.
         """
         if self._runner is None:
-            given, own = self._pending_state[0], self.source.weights()
+            own = self.source.weights()
             return {
                 name: cpu_copy(torch.as_tensor(x))
-                for name, x in given.items()
+                for name, x in self._pending_state.items()
                 if include_optimizer_state or name in own
             }
-        return self._state.copies(include_optimizer_state, self._runner.named_accumulators(), self.accumulated)
+        runner = self._runner
+        sums = runner.named_accumulators()
+        return self._state.copies(include_optimizer_state, sums, runner.accumulated, runner.scale_of_sums)
 
     @one_at_a_time
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = False) -> None:
@@ -155,22 +158,29 @@ class InUse(NotCopied):
         if not isinstance(state_dict, Mapping):
             raise StateError(f"load_state_dict takes a dict of name -> tensor, got {type(state_dict).__name__}")
         if self._runner is None:
-            if not strict:
-                self._pending_state = self._pending_state[0] | self.source.load(state_dict), False
-            else:  # by other names than those of the weights it may be refused when all are known
-                fits = self._seems_to_fit(state_dict)
-                self._pending_state = self.source.load(state_dict) if fits else dict(state_dict), True
+            # By other names than those of the weights a strict load may be refused when all are known.
+            loaded = self.source.load(state_dict) if not strict or self._seems_to_fit(state_dict) else set()
+            earlier, names = ({}, set()) if strict else (self._given_early[0], self._loaded_early)
+            self._given_early, self._loaded_early = (earlier | dict(state_dict), strict), names | loaded
             return
         self._state.check(state_dict, strict, self._runner.named_accumulators())
         counts = self._state.counts_in(state_dict)
         if not counters_fit(self.training_graph.signature.counters, self._state.counts() | counts):
             self._recompile(self._forward, counts)
-        self._runner.drop_accumulated(self._state.load(state_dict, self._runner.named_accumulators()))
+        loaded = self._state.load(state_dict, self._runner.named_accumulators())
+        self._runner.drop_accumulated(loaded, accumulated_scale(state_dict))
+
+    @property
+    def _pending_state(self) -> dict[str, torch.Tensor]:
+        """What is to be loaded into the graph that the first step makes."""
+        return self.source.as_it_is(self._given_early[0], self._loaded_early)
 
     def _seems_to_fit(self, given: Mapping[str, torch.Tensor]) -> bool:
         """Whether it has all weights and nothing but what an optimizer may have beside them; what that is the graph knows."""
         own = self.source.weights()
-        known = tuple(f"{slot}_" for slot in self.slot_names), (SEED, STEP, ACCUMULATED, ACCUMULATED_BY, SHARED_COUNT)
+        known = tuple(f"{slot}_" for slot in self.slot_names), {
+            SEED, STEP, ACCUMULATED, ACCUMULATED_SCALE, ACCUMULATED_BY, SHARED_COUNT,
+        }  # fmt: skip
         rest = given.keys() - own.keys()
         return own.keys() <= given.keys() and all(
             isinstance(name, str) and (name in known[1] or name.startswith(known[0]) or name.endswith(SUM))
@@ -197,7 +207,7 @@ class InUse(NotCopied):
         with runtime.garbage_kept(), failing_together(self.collective, "compiling the model"), signals.none_lost():
             self._forward = self.source.frozen(forward())
             self._ways = Ways(self._forward, self.input_names, self.source)
-            counts = counts_in(self._pending_state[0], self._kept.count, self._forward.parameters)
+            counts = counts_in(self._given_early[0], self._kept.count, self._forward.parameters)
             graph = self._training_graph(self._forward, counts)
         try:
             with failing_together(self.collective, "sharing its state"), signals.none_lost():
@@ -207,18 +217,18 @@ class InUse(NotCopied):
         except BaseException:
             self.training_graph = self._runner = None  # not to train on without what was to be loaded
             raise
-        self._pending_state = ({}, False)
+        self._given_early, self._loaded_early = ({}, False), set()
 
     def _open_on_state(self, graph: TrainingGraph) -> None:
         state = self._trained_state(graph, self._forward, share=True)
         self._go_on(self._forward, graph, state, self._opened(graph, state))
-        self.load_state_dict(*self._pending_state)
+        self.load_state_dict(self._pending_state, self._given_early[1])
 
     def _check_what_ranks_loaded(self) -> None:
         """Refuse moments that not all ranks have loaded: rank 0's weights are sent to all, the rest is each rank's own."""
         if self.collective.size == 1:
             return
-        given, slots = self._pending_state[0], tuple(f"{slot}_" for slot in self.slot_names)
+        given, slots = self._given_early[0], tuple(f"{slot}_" for slot in self.slot_names)
         loaded = sorted(name for name in given if name == SHARED_COUNT or str(name).startswith(slots))
         sums = [
             (name, str(x.double().sum().item() if isinstance(x := given[name], torch.Tensor) else x)) for name in loaded

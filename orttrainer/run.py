@@ -80,6 +80,7 @@ class Runner:
         self._on, self._off = (torch.tensor(value) for value in (True, False))
         self.gradient_norm = torch.zeros((), dtype=torch.float32, device=device)
         self.accumulated = 0
+        self.scale_of_sums = 1.0  # the loss scale that what is in the accumulators is multiplied with
         self.accumulators: dict[str, torch.Tensor] = {}
         if graph.signature.accumulated_batches is not None:
             self._buffers, self.accumulators = self._gradient_buffers()
@@ -110,6 +111,7 @@ class Runner:
             with runtime.garbage_kept():
                 rows = max((x.numel() for x in indices), default=0)
                 self._step = self._make_step(rows, {name: x.shape for name, x in inputs.items()})
+        self._scale_sums(loss_scale)
         feeds = {**inputs, **self._settings_of_a_step(learning_rate, loss_scale), "training_mode": self._on}
         return self._step(feeds, update)
 
@@ -126,7 +128,16 @@ class Runner:
             return False
         if self._step is None:
             self._step = self._make_step()
+        self._scale_sums(loss_scale)
         return self._step.update(self._settings_of_a_step(learning_rate, loss_scale))
+
+    def _scale_sums(self, loss_scale: torch.Tensor | None) -> None:
+        """Have the gradients of the batches before in the loss scale of this step, by which the update divides all."""
+        scale = 1.0 if loss_scale is None else float(loss_scale)
+        if self.accumulated and scale != self.scale_of_sums:
+            for buffer in self._buffers:
+                buffer.mul_(scale / self.scale_of_sums)
+        self.scale_of_sums = scale
 
     def _settings_of_a_step(self, learning_rate: torch.Tensor, loss_scale: torch.Tensor | None) -> dict:
         signature = self.graph.signature
@@ -152,13 +163,14 @@ class Runner:
             self._step = self._make_step()
         self._step.average(self.accumulated + 1, error)
 
-    def drop_accumulated(self, loaded: int = 0) -> None:
+    def drop_accumulated(self, loaded: int = 0, scale: float = 1.0) -> None:
         """Forget the gradients of the batches since the last update.
 
         Args:
             loaded: the number of other batches whose gradients the accumulators have been given instead.
+            scale: the loss scale that these are multiplied with.
         """
-        self.accumulated, self._before = loaded, []
+        self.accumulated, self._before, self.scale_of_sums = loaded, [], scale
         if isinstance(self._step, _SplitStep):
             self._step.before = []
         for buffer in self._buffers if self.accumulators and not loaded else ():

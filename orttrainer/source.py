@@ -8,7 +8,7 @@ import functools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -184,26 +184,34 @@ class Source:
         trained = export.named_state(self.module, self.loss_fn).items()
         return {name: x for name, x in trained if isinstance(x, torch.nn.Parameter)} | own
 
-    def load(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def load(self, state_dict: Mapping[str, torch.Tensor]) -> set[str]:
         """Load what of a state dict is the modules' own: they are live before there is a graph as well.
 
         Returns:
-            `state_dict` with the modules' tensors in it: what happens to them until there is a graph is not undone then.
+            The names of what was loaded.
 
         Raises:
             StateError: an entry does not fit. Nothing is loaded.
         """
-        if self.module is None:
-            return dict(state_dict)
-        own = export.named_state(self.module, self.loss_fn)
-        ids = {id(tensor) for tensor in own.values()}  # of what is no copy that a state dict's hook makes
-        own |= {name: tensor for name, tensor in self.module.state_dict(keep_vars=True).items() if id(tensor) in ids}
-        live = {name: tensor for name, tensor in own.items() if name in state_dict}
+        live = {name: tensor for name, tensor in self._live().items() if name in state_dict}
         check_fits(live, state_dict, strict=False)
         with torch.no_grad():
             for name, tensor in live.items():
                 tensor.copy_(torch.as_tensor(state_dict[name]))
-        return {**state_dict, **live}
+        return {*live}
+
+    def as_it_is(self, state_dict: Mapping[str, torch.Tensor], loaded: Collection[str]) -> dict[str, torch.Tensor]:
+        """A state dict with what `load` put into the modules as they have it now: no later write to them is undone."""
+        return {**state_dict, **{name: tensor for name, tensor in self._live().items() if name in loaded}}
+
+    def _live(self) -> dict[str, torch.Tensor]:
+        """The modules' tensors under all their names; {} of an ONNX model."""
+        if self.module is None:
+            return {}
+        own = export.named_state(self.module, self.loss_fn)
+        ids = {id(tensor) for tensor in own.values()}  # of what is no copy that a state dict's hook makes
+        state = self.module.state_dict(keep_vars=True).items()
+        return own | {name: tensor for name, tensor in state if id(tensor) in ids}
 
     def frozen(self, forward: ForwardGraph) -> ForwardGraph:
         """`forward` without the parameters that the user froze."""

@@ -18,11 +18,20 @@ from orttrainer.holdings import same_elements
 from orttrainer.kept_state import KeptState
 from orttrainer.seed import seed_of_rank, seed_of_run
 from orttrainer.seen import Seen, form
-from orttrainer.state_dict import ACCUMULATED, ACCUMULATED_BY, check_fits, checked_accumulated
+from orttrainer.state_dict import (
+    ACCUMULATED,
+    ACCUMULATED_BY,
+    ACCUMULATED_SCALE,
+    check_fits,
+    checked_accumulated,
+)
 from orttrainer.training_graph import SEED, StateEntry, TrainingGraph
 from orttrainer.update_counts import SHARED_COUNT, counts_in
 
 log = logging.getLogger("orttrainer")
+
+
+_OF_A_BLOCK = (ACCUMULATED, ACCUMULATED_SCALE, ACCUMULATED_BY)  # of accumulated batches, beside their sums
 
 
 class TrainedState:
@@ -257,13 +266,18 @@ class TrainedState:
             )
 
     def copies(
-        self, include_optimizer_state: bool, sums: Mapping[str, torch.Tensor] | None = None, accumulated: int = 0
+        self,
+        include_optimizer_state: bool,
+        sums: Mapping[str, torch.Tensor] | None = None,
+        accumulated: int = 0,
+        scale: float = 1.0,
     ) -> dict[str, torch.Tensor]:
         """What `state_dict` returns: CPU copies; the seed is that of the run, which any rank can load.
 
         Args:
             sums: of gradients, by name, which belong to the optimizer's state where there are any.
             accumulated: the number of batches in them.
+            scale: the loss scale that they are multiplied with.
         """
         copied = {name: cpu_copy(tensor) for name, tensor in self._live(include_optimizer_state).items()}
         if include_optimizer_state:
@@ -274,6 +288,8 @@ class TrainedState:
         if include_optimizer_state and accumulated:
             copied |= {name: cpu_copy(tensor) for name, tensor in sums.items()}
             copied[ACCUMULATED] = torch.tensor([accumulated])
+            if scale != 1.0:
+                copied[ACCUMULATED_SCALE] = torch.tensor([scale], dtype=torch.float64)
             if size > 1:
                 copied[ACCUMULATED_BY] = torch.tensor([rank, size])
         return copied
@@ -314,7 +330,7 @@ class TrainedState:
         if sums and ACCUMULATED in given:
             checked_accumulated(given, sums, self._collective)
             own |= sums
-            given = {name: value for name, value in given.items() if name not in (ACCUMULATED, ACCUMULATED_BY)}
+            given = {name: value for name, value in given.items() if name not in _OF_A_BLOCK}
         free = self._kept.of(self._untrained())
         if self._kept.count == SHARED_COUNT:  # there is one, or one for each parameter
             counts = {SHARED_COUNT, *self.signature.counted}

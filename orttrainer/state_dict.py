@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from orttrainer.errors import StateError
 
 ACCUMULATED = "Accumulated_Batches"
 SUM = "_grad_accumulator"  # behind a parameter's name: that of the gradients of these batches
+ACCUMULATED_SCALE = "Accumulated_Scale"  # the loss scale that these are multiplied with, where that is not 1
 ACCUMULATED_BY = "Accumulated_By"  # rank and world size, where there are several ranks: each has sums of its own
 
 
@@ -21,6 +23,7 @@ def checked_accumulated(state_dict: Mapping[str, torch.Tensor], sums: Iterable[s
         raise StateError(
             f"the state dict has {ACCUMULATED!r}, but lacks the sums of gradients {missing}. Nothing was loaded"
         )
+    accumulated_scale(state_dict)
     own = [collective.rank, collective.size]
     if (by := _listed(state_dict.get(ACCUMULATED_BY, [0, 1]))) != own:
         raise StateError(
@@ -29,6 +32,17 @@ def checked_accumulated(state_dict: Mapping[str, torch.Tensor], sums: Iterable[s
             "Nothing was loaded"
         )
     return checked_count(ACCUMULATED, state_dict[ACCUMULATED])
+
+
+def accumulated_scale(state_dict: Mapping[str, torch.Tensor]) -> float:
+    """The loss scale that the sums of gradients are multiplied with."""
+    value = state_dict.get(ACCUMULATED_SCALE, 1.0)
+    try:
+        if torch.as_tensor(value).numel() == 1 and 0 < (scale := float(value)) < math.inf:
+            return scale
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    raise StateError(f"{ACCUMULATED_SCALE!r} must be a finite number > 0, got {value!r}. Nothing was loaded")
 
 
 def checked_count(name: str, value: Any) -> int:

@@ -108,7 +108,7 @@ class Groups:
             )
         index = self._group_of[name]
         numbers = self._numbers[index]
-        found = {"max_norm_clip": self._max_norm}
+        found = {"max_norm_clip": self._max_norm, "maximize": int(numbers["maximize"])}
         for key in self._FED[self.kind]:
             for which, attribute in enumerate(self._attributes_of(key, numbers)):
                 value = float(_listed(numbers[key])[which])
@@ -213,7 +213,7 @@ class Groups:
         return {key: tuple(x) if isinstance(x := group[key], list) else x for key in self._NUMBERS[self.kind]}
 
     def _refuse_unsupported(self, index: int, group: Mapping[str, Any]) -> None:
-        for key in ("amsgrad", "maximize", "differentiable", "dampening"):
+        for key in ("amsgrad", "differentiable", "dampening"):
             if group.get(key) and (key != "dampening" or group["momentum"]):
                 raise UnsupportedFeatureError(
                     f"param_groups[{index}] of the optimizer has {key}={group[key]!r}, for which the training graph has "

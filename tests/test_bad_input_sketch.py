@@ -48,7 +48,6 @@ ARGUMENTS = {
     "an optimizer that there is not": (lambda: make(lambda m: torch.optim.RMSprop(m.parameters())), UnsupportedFeatureError, "RMSprop; this front end takes objects of torch.optim.SGD, Adam and AdamW"),
     "another model's parameters": (lambda: make(lambda m: sgd(net())), InvalidArgumentError, "param_groups[0] of the optimizer has a parameter of shape [3, 4] that is in neither model nor criterion"),
     "amsgrad": (lambda: make(lambda m: torch.optim.Adam(m.parameters(), amsgrad=True)), UnsupportedFeatureError, "has amsgrad=True, for which the training graph has no update"),
-    "maximize": (lambda: make(lambda m: torch.optim.SGD(m.parameters(), lr=0.1, maximize=True)), UnsupportedFeatureError, "has maximize=True"),
     "dampening": (lambda: make(lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, dampening=0.5)), UnsupportedFeatureError, "has dampening=0.5"),
     "a norm of 0": (lambda: make(max_grad_norm=0), InvalidArgumentError, "max_grad_norm must be a number above 0, or None; got 0"),
     "a norm that is True": (lambda: make(max_grad_norm=True), InvalidArgumentError, "max_grad_norm must be a number above 0, or None; got True"),

@@ -150,3 +150,46 @@ def test_a_frozen_parameter_is_seen_in_every_mode(mode):
         assert seen.holds()
         module.scale.requires_grad_(False)
         assert not seen.holds()
+
+
+LATE_MODULE = """
+REGISTRY = []
+SCALE = 2.0
+
+def register(entry):
+    REGISTRY.append(entry)
+
+def scaled(x):
+    return SCALE * x
+
+register("scaled")
+"""
+
+
+class ImportsLate(nn.Module):
+    """Imports in its first forward what it computes with."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        from late_module import scaled
+
+        return self.head(scaled(x))
+
+
+def test_what_an_import_within_forward_runs_is_not_followed_and_what_forward_calls_is(tmp_path, monkeypatch, exports):
+    (tmp_path / "late_module.py").write_text(LATE_MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = ImportsLate()
+    reference, trainer = copy.deepcopy(module), make(module)
+    trainer.train_step(*batch(0), LR)
+    late = sys.modules["late_module"]
+    torch_step(reference, *batch(0))
+    late.register("another")
+    for step, scale in ((1, 2.0), (2, 0.5)):
+        late.SCALE = scale
+        loss = torch_step(reference, *batch(step))
+        torch.testing.assert_close(trainer.train_step(*batch(step), LR)[0], loss)
+        assert len(exports) == step

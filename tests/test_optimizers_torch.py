@@ -49,6 +49,16 @@ def test_adam_with_coupled_decay_equals_torch_adam(decay, max_norm, dtype, toler
 
 
 @pytest.mark.parametrize("dtype, tolerance", PRECISIONS)
+@pytest.mark.parametrize("max_norm", [None, 3.0])
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_an_optimizer_that_maximizes_equals_torch(name, max_norm, dtype, tolerance):
+    options = {"weight_decay": 0.05, "maximize": True}
+    given = {**options, "maximize": 1, "max_norm_clip": np.inf if max_norm is None else max_norm}
+    optimizer = getattr(torch.optim, name)
+    check(f"{name}Optimizer", given, lambda p, lr: optimizer(p, lr, **options), dtype, tolerance, max_norm)
+
+
+@pytest.mark.parametrize("dtype, tolerance", PRECISIONS)
 def test_adamw_by_name_has_the_defaults_of_torch_adamw(dtype, tolerance):
     state = check("AdamWOptimizer", {}, torch.optim.AdamW, dtype, tolerance)
     assert state["Update_Count"].tolist() == [STEPS + 1]

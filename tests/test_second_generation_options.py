@@ -269,3 +269,35 @@ def test_the_postprocess_function_must_return_the_model():
     trainer = second.make(_internal_use={"extra_postprocess": lambda model: None})
     with pytest.raises(SettingError, match="'extra_postprocess' must return a ONNX model; got None"):
         trainer.train_step(*second.batch())
+
+
+@pytest.mark.parametrize(
+    ("branch", "key", "value"),
+    [
+        ("utils", "frozen_weights", ["0.weight"]),
+        ("utils", "grad_norm_clip", False),
+        ("mixed_precision", "enabled", True),
+    ],
+)
+def test_options_that_are_set_when_the_trainer_is_made_are_refused_and_are_open_in_a_copy(branch, key, value):
+    trainer = second.make()
+    section = getattr(trainer.options, branch)
+    setattr(section, key, getattr(section, key))
+    with pytest.raises(
+        SettingError, match=rf"options\.{branch}\.{key} = .* comes too late.*Give it to ORTTrainerOptions"
+    ):
+        setattr(section, key, value)
+    other = trainer.options._copy()
+    setattr(getattr(other, branch), key, value)
+    assert getattr(getattr(other, branch), key) == value != getattr(section, key)
+
+
+def test_options_that_are_read_at_each_step_may_be_set():
+    half = {"enabled": True, "loss_scaler": amp.DynamicLossScaler(loss_scale=64.0)}
+    trainer = second.make(mixed_precision=half)
+    trainer.options.batch.gradient_accumulation_steps = 2
+    trainer.options.lr_scheduler = schedule = optim.LinearWarmupLRScheduler(10, warmup=0.5)
+    trainer.options.mixed_precision.loss_scaler = scaler = amp.DynamicLossScaler(loss_scale=32.0, up_scale_window=1)
+    second.train(trainer, 2)
+    assert trainer._train_step_info.optimization_step == 1 and scaler.loss_scale == 64.0
+    assert schedule.get_last_lr() == [0.0]

@@ -267,7 +267,6 @@ REFUSED = {
     "the class": (lambda p: torch.optim.SGD, "optimizer is the class torch.optim.sgd.SGD"),
     "a name": (lambda p: "SGDOptimizer", "optimizer is a builtins.str"),
     "amsgrad": (lambda p: torch.optim.Adam(p, amsgrad=True), r"param_groups\[0\] of the optimizer has amsgrad=True"),
-    "maximize": (lambda p: torch.optim.SGD(p, lr=0.1, maximize=True), "has maximize=True"),
     "dampening": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1), "has dampening=0.1"),
     "differentiable": (lambda p: torch.optim.AdamW(p, differentiable=True), "has differentiable=True"),
 }
@@ -288,6 +287,34 @@ def test_dampening_without_momentum_has_no_effect_in_torch_and_is_taken():
     for step in range(3):
         trainer.step(*batch(step))
         torch_step(reference, theirs, *batch(step))
+    assert_parameters_close(module, reference)
+
+
+MAXIMIZING = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, maximize=True),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.05, maximize=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.05, maximize=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, maximize=True),
+}
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.05])
+@pytest.mark.parametrize("name", MAXIMIZING)
+def test_a_group_that_maximizes_goes_up_and_another_down(name, max_norm):
+    module, reference = net(), net()
+    ours, theirs = MAXIMIZING[name](module[0].parameters()), MAXIMIZING[name](reference[0].parameters())
+    for optimizer, own in ((ours, module), (theirs, reference)):
+        optimizer.add_param_group({"params": own[3].parameters(), "maximize": False})
+    trainer = make(module, ours, max_grad_norm=max_norm, gradient_accumulation_steps=2)
+    for step in range(6):
+        x, label = batch(step)
+        trainer.step(x, label)
+        (nn.functional.cross_entropy(reference(x), label) / 2).backward()
+        if step % 2:
+            if max_norm is not None:
+                nn.utils.clip_grad_norm_(reference.parameters(), max_norm)
+            theirs.step()
+            theirs.zero_grad()
     assert_parameters_close(module, reference)
 
 

@@ -8,7 +8,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from types import CodeType
+from types import CodeType, FrameType
 from typing import NamedTuple
 
 __all__ = ["Read", "is_installed", "names_in", "read_by", "watched"]
@@ -79,7 +79,7 @@ def read_by(run: RunCode, ours: str, torchs: str) -> Read:
 
 @contextlib.contextmanager
 def watched(calls: Mapping[object, Callable[[], None]]) -> Iterator[RunCode | None]:
-    """Note the code that is run within the block.
+    """Note the code that is run within the block, but for what a first import of a module runs: forward does not compute with it.
 
     Args:
         calls: functions of C, and what is called when they are.
@@ -91,9 +91,15 @@ def watched(calls: Mapping[object, Callable[[], None]]) -> Iterator[RunCode | No
         yield None
         return
     run: RunCode = {}
+    importing = 0  # depth of calls below the import
 
     def called(frame, event, function):
-        if event == "call":
+        nonlocal importing
+        if event == "call" and (importing or _imports(frame)):
+            importing += 1
+        elif event == "return" and importing:
+            importing -= 1
+        elif event == "call":
             run[id(frame.f_code)] = frame.f_code, frame.f_globals
         elif event == "c_call":
             for other, then in calls.items():
@@ -105,6 +111,16 @@ def watched(calls: Mapping[object, Callable[[], None]]) -> Iterator[RunCode | No
         yield run
     finally:
         sys.setprofile(None)
+
+
+def _imports(frame: FrameType) -> bool:
+    """Whether it runs a module for the first time; not what else `exec` runs."""
+    caller = frame.f_back
+    return (
+        frame.f_code.co_name == "<module>"
+        and caller is not None
+        and caller.f_code.co_filename.startswith("<frozen importlib")
+    )
 
 
 @functools.cache

@@ -24,7 +24,7 @@ class AdamUpdate(moments.MomentOptimizer):
     weight_decay_mode 1, decay after it, as Hugging Face's AdamW (epsilon is not bias-corrected):
         x <- (1 - lr * lambda) * (x - lr * sqrt(bc) / ac * m / (sqrt(v) + epsilon))
 
-    g is scaled by max_norm_clip / norm where the global norm is above max_norm_clip.
+    g is scaled by max_norm_clip / norm where the global norm is above max_norm_clip, and by -1 with maximize.
     """
 
     slot_names, count = ("Moment_1", "Moment_2", "Update_Count"), "Update_Count"
@@ -50,6 +50,7 @@ class Adam(AdamUpdate):
         **moments.attributes(epsilon=1e-8, do_bias_correction=1, shared=False),
         "weight_decay_mode": Attribute(0, *ZERO_OR_ONE),
         "weight_decay": Attribute(0.0, *NON_NEGATIVE),
+        "maximize": Attribute(0, *ZERO_OR_ONE),
     }
 
 

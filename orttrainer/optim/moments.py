@@ -10,7 +10,7 @@ import onnx_ir as ir
 from orttrainer.errors import OptimizerError
 from orttrainer.graph import Builder
 from orttrainer.optim.optimizer import CLIP, DECAY_RATE, NON_NEGATIVE, ZERO_OR_ONE, Attribute, Optimizer, Slot
-from orttrainer.optim.scalars import INT64, Scalar, Scalars
+from orttrainer.optim.scalars import INT64, Scalar, Scalars, sign
 
 
 def attributes(epsilon: float, do_bias_correction: int, shared: bool) -> dict[str, Attribute]:
@@ -48,12 +48,13 @@ def new_moments(
 ) -> tuple[ir.Value, ir.Value]:
     """h = s * g + weight_decay * x;  m <- alpha * m + (1 - alpha) * h;  v <- beta * v + (1 - beta) * h^2.
 
-    s scales and clips. It stays out of h, which is held as h / s. Where s is 0, because the norm has overflowed, h is 0.
+    s scales, clips and, with maximize, turns g round. It stays out of h, which is held as h / s. Where s is 0, because the norm has overflowed, h is 0.
     """
     alpha, beta, s = values["alpha"], values["beta"], scalars.gradient(values["max_norm_clip"])
     if values.get("weight_decay"):
-        g = op.Add(g, op.Mul(x, scalars.like(x, scalars.quotient(values["weight_decay"], scalars.positive(s)))))
-    m_share = scalars.like(g, scalars.product(s, scalars.complement(alpha)))
+        decay = scalars.product(values["weight_decay"], sign(values))
+        g = op.Add(g, op.Mul(x, scalars.like(x, scalars.quotient(decay, scalars.positive(s)))))
+    m_share = scalars.like(g, scalars.product(s, scalars.complement(alpha), sign(values)))
     v_share = scalars.like(g, scalars.product(s, s, scalars.complement(beta)))
     m = op.Add(op.Mul(m, scalars.like(m, alpha)), op.Mul(g, m_share))
     v = op.Add(op.Mul(v, scalars.like(v, beta)), op.Mul(op.Mul(g, g), v_share))

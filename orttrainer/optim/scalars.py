@@ -22,6 +22,11 @@ Scalar = ir.Value | float
 EMITTED_ONCE = ("clip", "bias_correction", "product", "quotient", "sqrt", "complement", "positive", "_like")
 
 
+def sign(values: Mapping[str, float | int]) -> float:
+    """What a gradient is multiplied with for the way that the update goes: up with `maximize`, else down."""
+    return -1.0 if values.get("maximize") else 1.0
+
+
 class Scalars:
     """Scalars of one update.
 

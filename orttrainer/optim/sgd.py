@@ -6,7 +6,7 @@ import math
 from typing import ClassVar, final
 
 from orttrainer.optim.optimizer import CLIP, NON_NEGATIVE, ZERO_OR_ONE, Attribute, Optimizer, Slot
-from orttrainer.optim.scalars import Scalars
+from orttrainer.optim.scalars import Scalars, sign
 
 
 @final
@@ -18,7 +18,7 @@ class SGD(Optimizer):
         d = h + momentum * u  if nesterov, else  u
         x <- x - lr * d
 
-    g is scaled by max_norm_clip / norm where the global norm is above max_norm_clip; by default
+    g is scaled by -1 with maximize, and by max_norm_clip / norm where the global norm is above max_norm_clip; by default
     it never is, as in legacy. The decay is added to the gradient, not taken off x by a factor
     1 - lr * weight_decay, which float32 rounds to 1 where it is small: one pass over x for that.
     """
@@ -30,6 +30,7 @@ class SGD(Optimizer):
         "nesterov": Attribute(0, *ZERO_OR_ONE),
         "weight_decay": Attribute(0.0, *NON_NEGATIVE),
         "max_norm_clip": Attribute(math.inf, *CLIP),
+        "maximize": Attribute(0, *ZERO_OR_ONE),
     }
 
     def slots(self, name, shape, dtype):
@@ -41,7 +42,8 @@ class SGD(Optimizer):
         updated = {}
         for name in sorted(parameters):
             x, g, values, rate = parameters[name], gradients[name], self.attributes[name], scalars.learning_rate(name)
-            momentum, decay, s = values["momentum"], values["weight_decay"], scalars.gradient(values["max_norm_clip"])
+            momentum, decay = values["momentum"], values["weight_decay"]
+            s = scalars.product(scalars.gradient(values["max_norm_clip"]), sign(values))
             if not momentum:
                 step = op.Mul(g, scalars.like(x, scalars.product(rate, s)))
                 if decay:

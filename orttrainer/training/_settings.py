@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import onnx
@@ -77,6 +77,7 @@ class RateGroups:
     def __init__(self, config: _OptimizerConfig, has_schedule: Callable[[], bool]):
         self._config, self._has_schedule = config, has_schedule
         self._used: dict[int, int] = {}  # position in config.rates() -> index in the graph
+        self._compiled: list[dict] = []
 
     def choice(self, options: ORTTrainerOptions) -> OptimizerChoice:
         grouped = bool(self._config.params)
@@ -88,6 +89,18 @@ class RateGroups:
             self._rates,
         )
 
+    def compiled(self) -> None:
+        """Note that the graph has the settings of the moment."""
+        self._compiled = [dict(settings) for settings in self._settings()]
+
+    def changed(self) -> bool:
+        """Whether there are settings now, other than rates, which the graph does not have."""
+        settings = self._settings()
+        return settings != self._compiled and [*map(_without_rate, settings)] != [*map(_without_rate, self._compiled)]
+
+    def _settings(self) -> list[dict]:
+        return [self._config.defaults, *self._config.params]
+
     def _group(self, parameter: str) -> int:
         group = self._config.group_of(parameter)
         return self._used.setdefault(0 if group is None else group + 1, len(self._used))
@@ -95,6 +108,10 @@ class RateGroups:
     def _rates(self, rate: float) -> list[float]:
         rates = self._config.rates(rate if self._has_schedule() else None)
         return [rates[position] for position in self._used or (0,)]
+
+
+def _without_rate(settings: Mapping) -> dict:
+    return {key: value for key, value in settings.items() if key != "lr"}
 
 
 def _refuse_unsupported(options: ORTTrainerOptions) -> None:

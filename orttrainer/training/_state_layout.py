@@ -5,8 +5,9 @@
                      Beyond legacy: {weight: {Step}}, where some were frozen for a while, which were updated less often
     trainer_options, train_step_info: plain numbers and strings
     random:          {Training_Step, Random_Seed}                    beyond legacy: what dropout masks are made of
-    accumulated:     {batches, gradients: {weight: array}, by}       beyond legacy: in the midst of a block of batches;
-                                                                     by: rank and world size, where there are several ranks
+    accumulated:     {batches, gradients: {weight: array},           beyond legacy: in the midst of a block of batches;
+                      scale, by}                                     scale: the loss scale that these are multiplied with, if
+                                                                     not 1; by: rank and world size, where there are several
     loss_scaler:     {loss_scale, stable_steps}                      beyond legacy: in mixed precision
 
 Legacy readers pass over the sections that they do not know.
@@ -21,12 +22,13 @@ import numpy as np
 import torch
 
 from orttrainer.errors import StateError
-from orttrainer.state_dict import ACCUMULATED, ACCUMULATED_BY, SUM
+from orttrainer.state_dict import ACCUMULATED, ACCUMULATED_BY, ACCUMULATED_SCALE, SUM
 from orttrainer.training_graph import SEED, STEP
 from orttrainer.update_counts import SHARED_COUNT
 
 FULL_PRECISION, SHARED = "full_precision", "shared_optimizer_state"
 SECTIONS = ("model", "optimizer", "train_step_info")
+_OF_A_BLOCK = {ACCUMULATED_SCALE: "scale", ACCUMULATED_BY: "by"}
 
 
 def nested(flat: Mapping[str, torch.Tensor], weights: Mapping[str, Any], slot_names: Sequence[str]) -> dict[str, Any]:
@@ -50,8 +52,9 @@ def nested(flat: Mapping[str, torch.Tensor], weights: Mapping[str, Any], slot_na
     if ACCUMULATED in flat:
         gradients = {weight: as_array(flat[f"{weight}{SUM}"]) for weight in weights if f"{weight}{SUM}" in flat}
         state["accumulated"] = {"batches": int(flat[ACCUMULATED]), "gradients": gradients}
-        if ACCUMULATED_BY in flat:
-            state["accumulated"]["by"] = as_array(flat[ACCUMULATED_BY])
+        for name, key in _OF_A_BLOCK.items():
+            if name in flat:
+                state["accumulated"][key] = as_array(flat[name])
     return state
 
 
@@ -61,9 +64,7 @@ def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         StateError: a section is no dict.
     """
-    flat: dict[str, Any] = {}
-    for precision in section(state, "model").values():
-        flat |= precision
+    flat = weights(state)
     for weight, slots in section(state, "optimizer").items():
         flat |= slots if weight == SHARED else {f"{slot}_{weight}": value for slot, value in slots.items()}
     flat |= section(state, "random")
@@ -71,8 +72,27 @@ def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
     if accumulated:
         flat |= {f"{name}{SUM}": value for name, value in section(accumulated, "gradients").items()}
         flat[ACCUMULATED] = np.asarray([count(accumulated, "batches", "accumulated")])
-        if "by" in accumulated:
-            flat[ACCUMULATED_BY] = accumulated["by"]
+        flat |= {name: accumulated[key] for name, key in _OF_A_BLOCK.items() if key in accumulated}
+    return tensors(flat)
+
+
+def weights(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The section model, by the names of the weights."""
+    return {name: value for precision in section(state, "model").values() for name, value in precision.items()}
+
+
+def with_weights(state: Mapping[str, Any], latest: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """A state dict, in which weights have copies of these values."""
+    arrays = {name: as_array(tensor.detach().cpu()).copy() for name, tensor in latest.items()}
+    model = {
+        precision: {name: arrays.get(name, value) for name, value in values.items()}
+        for precision, values in section(state, "model").items()
+    }
+    return {name: model if name == "model" else value for name, value in state.items()}
+
+
+def tensors(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays and numbers as tensors; the engine refuses by name what is neither."""
     return {name: _as_tensor(value) for name, value in flat.items()}
 
 
@@ -148,7 +168,6 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _as_tensor(value: Any) -> Any:
-    """Arrays and numbers as tensors; the engine refuses by name what is neither."""
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):

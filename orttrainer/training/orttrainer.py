@@ -17,10 +17,11 @@ from orttrainer.engine import Engine
 from orttrainer.errors import CheckpointError, RuntimeNotFoundError, SettingError, StateError
 from orttrainer.front_end import FrontEnd
 from orttrainer.graph.write import write_model
-from orttrainer.scaler_state import checked_scale
 from orttrainer.schedules import Warmup
 from orttrainer.training import _checkpoint_storage, _state_layout, checkpoint
 from orttrainer.training._arguments import check_arguments, check_loss_fn_is_needed, engine_description
+from orttrainer.training._counts import Counts
+from orttrainer.training._early_load import EarlyLoad
 from orttrainer.training._graph_dumps import dump_graphs
 from orttrainer.training._settings import RateGroups, engine_settings, new_loss_scaler
 from orttrainer.training.model_desc_validation import _ORTTrainerModelDesc
@@ -43,7 +44,7 @@ class ORTTrainer(FrontEnd):
             output is the loss, at any position. With a `loss_fn` the last input is the label, and the other
             outputs are the model's own, in their order.
         optim_config: `optim.AdamConfig`, `AdamWConfig`, `LambConfig` or `SGDConfig`. Its `lr`, and that of its
-            groups, are read at each step.
+            groups, are read at each step; where another of its settings has changed, the step compiles again.
         loss_fn: `loss_fn(prediction, label) -> scalar`; None if the model returns its loss. Beyond legacy an ONNX
             model without the described loss takes one too: it is exported with torch, at the first step.
         options: `ORTTrainerOptions`; copied, and checked once more. The default device is 'cuda'.
@@ -80,10 +81,11 @@ class ORTTrainer(FrontEnd):
         self.options = ORTTrainerOptions() if options is None else options._copy()
         mixed = self.options.mixed_precision
         mixed.loss_scaler = new_loss_scaler(mixed, self.options.orttrainer.mixed_precision_dtype)
+        self.options._fix()
         self._train_step_info = TrainStepInfo(optim_config)
         if loss_fn is not None:
             check_loss_fn_is_needed(model, self.model_desc)
-        self._pending: tuple[Mapping, bool] | None = None
+        self._early: EarlyLoad | None = None
         self._is_settled = False
         self._groups = RateGroups(optim_config, self._has_schedule)
         settings = engine_settings(self.options)
@@ -131,6 +133,7 @@ class ORTTrainer(FrontEnd):
         info.step += 1  # schedules and scalers count this step in
         try:
             with engine.preparing_a_step():
+                self._follow_settings()
                 rate, scale = self._rate(), 1.0 if scaler is None else scaler.loss_scale
             results, finite = engine.train_step(given, rate, scale)
         except BaseException:
@@ -204,7 +207,8 @@ class ORTTrainer(FrontEnd):
                 "Please run train_step or eval_step at least once before calling ORTTrainer.state_dict().",
                 stacklevel=2,
             )
-            return {} if self._pending is None else dict(self._pending[0])
+            pending = self._pending_state()
+            return _state_layout.tensors(_state_layout.weights(pending)) if pytorch_format else pending
         engine = self._engine
         weights = engine.state_dict(include_optimizer_state=False)
         if pytorch_format:
@@ -219,17 +223,10 @@ class ORTTrainer(FrontEnd):
             "data_parallel_size": engine.collective.size,
             "horizontal_parallel_size": 1,
         }
-        info, scaler = self._train_step_info, self.options.mixed_precision.loss_scaler
-        state["train_step_info"] = {"optimization_step": info.optimization_step, "step": info.step}
-        if scaler is not None:
-            state["loss_scaler"] = {
-                "loss_scale": float(scaler.loss_scale),
-                "stable_steps": int(getattr(scaler, "_stable_steps_count", 0)),
-            }
-        return state
+        return state | self._counts.sections()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Load what `state_dict()` gave. Before the first step of a torch module the weights at once, and all then.
+        """Load what `state_dict()` gave. Before the first step of a torch module weights and counts at once, the rest then.
 
         Args:
             state_dict: nested; a section that is missing keeps its present values, with a warning.
@@ -247,11 +244,7 @@ class ORTTrainer(FrontEnd):
                 "A flat one, name -> tensor, is loaded into the module: model.load_state_dict(...)"
             )
         if not self._is_settled:
-            weights = _state_layout.flattened({"model": _state_layout.section(state_dict, "model")})
-            self._check_optimizer(_state_layout.section(state_dict, "trainer_options").get("optimizer_name"))
-            if not strict or self._engine.source.weights().keys() == weights.keys():
-                self._engine.source.load(weights)  # else it is refused when all is known that is missing
-            self._pending = (dict(state_dict), strict)
+            self._load_early(state_dict, strict)
             return
         self._load(state_dict, strict)
 
@@ -268,7 +261,7 @@ class ORTTrainer(FrontEnd):
             FileExistsError: there is such a file; it is left as it is.
             CheckpointError: the trainer has no state before the first step of a torch module.
         """
-        if not self._is_settled and self._pending is None:
+        if not self._is_settled and self._early is None:
             raise CheckpointError(
                 "the trainer has no state before its first step, so there is nothing to save; run train_step or eval_step"
             )
@@ -331,7 +324,7 @@ class ORTTrainer(FrontEnd):
         return self._engine.state_dict(include_optimizer_state)
 
     def _load_flat_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = False) -> None:
-        self._pending = None
+        self._early = None
         self._engine.load_state_dict(state_dict, strict)
 
     # -- inside ---------------------------------------------------------------------------
@@ -340,6 +333,7 @@ class ORTTrainer(FrontEnd):
         """What can only be done once the graph exists. Where it fails, the next step begins here again."""
         with failing_together(self._engine.collective, "taking up the compiled graph"):
             self._take_up(self._engine, self._engine.training_graph)
+        self._groups.compiled()
         self._is_settled = True
 
     def _take_up(self, engine: Engine, graph: TrainingGraph) -> None:
@@ -354,31 +348,42 @@ class ORTTrainer(FrontEnd):
             self.model_desc.all_finite = graph.signature.all_finite
             if (scaler := self.options.mixed_precision.loss_scaler) is not None:
                 scaler.input_name = engine.loss_scale
-        if self._pending is not None:
-            self._load(*self._pending)
-            self._pending = None
+        if self._early is not None:
+            self._load(self._pending_state(), self._early.strict)
+            self._early = None
         if engine.collective.rank == 0:
             dump_graphs(engine, self.options.debug.graph_save_paths)
+
+    def _load_early(self, given: Mapping[str, Any], strict: bool) -> None:
+        """What the modules have, counts and the loss scale at once, what else there is with the first step."""
+        self._check_optimizer(given)
+        source, weights = self._engine.source, _state_layout.tensors(_state_layout.weights(given))
+        counts, early = self._counts.loaded(given), self._early or EarlyLoad({}, strict, set(), False)
+        # Other weights are refused when all is known that is missing; what those of an ONNX model are is not known yet.
+        own = source.weights().keys()
+        fits = not strict or not own or own == weights.keys()
+        loaded = source.load(weights) if fits else set()
+        if fits:
+            self._put(counts)
+        self._early = EarlyLoad({**early.given, **given}, strict, early.weights | loaded, early.counts or fits)
+
+    def _pending_state(self) -> dict[str, Any]:
+        """What is to be loaded into the graph that the first step makes."""
+        if self._early is None:
+            return {}
+        weights = self._engine.source.as_it_is({}, self._early.weights)
+        return self._early.as_it_is(weights, self._counts.sections())
 
     def _load(self, given: Mapping[str, Any], strict: bool) -> None:
         for name in _state_layout.SECTIONS:
             if name not in given:
                 warnings.warn(f"Missing key: {name} in state_dict", stacklevel=4)
-        if "optimizer" in given:
-            self._check_optimizer(_state_layout.section(given, "trainer_options").get("optimizer_name"))
+        self._check_optimizer(given)
         if strict:
-            info = self._train_step_info
             weights = self._engine.state_dict(include_optimizer_state=False)
             current = _state_layout.nested(self._engine.state_dict(), weights, self._engine.slot_names)
-            current["train_step_info"] = {"optimization_step": info.optimization_step, "step": info.step}
-            _state_layout.check_keys(current, given)
-        info, counts = self._train_step_info, _state_layout.section(given, "train_step_info")
-        updates = _state_layout.count(counts, "optimization_step", "train_step_info", info.optimization_step)
-        steps = _state_layout.count(counts, "step", "train_step_info", info.step)
-        scaler, saved = self.options.mixed_precision.loss_scaler, _state_layout.section(given, "loss_scaler")
-        if scaler is not None and saved:
-            stable = _state_layout.count(saved, "stable_steps", "loss_scaler", 0)
-            scale = checked_scale(saved.get("loss_scale"), "state_dict[loss_scaler][loss_scale]")
+            _state_layout.check_keys(current | self._counts.sections(), given)
+        counts = self._counts.loaded(given)
         self._engine.load_state_dict(_state_layout.flattened(given), strict=False)
         if _state_layout.section(given, "accumulated") and not self._engine.accumulated:
             warnings.warn(
@@ -386,18 +391,29 @@ class ORTTrainer(FrontEnd):
                 "every step",
                 stacklevel=4,
             )
-        info.optimization_step, info.step = updates, steps
-        if scaler is not None and saved:
-            scaler.loss_scale = scale
-            if hasattr(scaler, "_stable_steps_count"):
-                scaler._stable_steps_count = stable
+        self._put(counts)
 
-    def _check_optimizer(self, name: str | bytes | None) -> None:
+    @property
+    def _counts(self) -> Counts:
+        return Counts.of(self._train_step_info, self.options.mixed_precision.loss_scaler)
+
+    def _put(self, counts: Counts) -> None:
+        counts.put(self._train_step_info, self.options.mixed_precision.loss_scaler)
+
+    def _check_optimizer(self, given: Mapping[str, Any]) -> None:
+        """Refuse the state of another optimizer; without it weights are those of any."""
+        name = _state_layout.section(given, "trainer_options").get("optimizer_name")
         name = name.decode() if isinstance(name, bytes) else name
-        if name is not None and not (isinstance(name, str) and name == self.optim_config.name):
+        if "optimizer" in given and name is not None and not (isinstance(name, str) and name == self.optim_config.name):
             raise CheckpointError(
                 f"Optimizer mismatch: expected {self.optim_config.name}, got {name}. Nothing was loaded"
             )
+
+    def _follow_settings(self) -> None:
+        """Let the step have what the optimizer's settings are now."""
+        if self._groups.changed():
+            self._engine.renew_update()
+            self._groups.compiled()
 
     def _has_schedule(self) -> bool:
         return self.options.lr_scheduler is not None

@@ -5,18 +5,43 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from orttrainer.errors import InvalidArgumentError
+from orttrainer.errors import InvalidArgumentError, SettingError
 from orttrainer.training.options_schema import OURS, options_schema, validator_class
 
 __all__ = ["ORTTrainerOptions"]
 
 
+# What a trainer reads at each step.
+_FOLLOWED = ("batch.gradient_accumulation_steps", "lr_scheduler", "mixed_precision.loss_scaler")
+
+
 class _Branch:
-    """One level of the options: its keys are attributes, which may be set."""
+    """One level of the options: its keys are attributes, which may be set until a trainer has been made of them."""
+
+    _place: str | None = None  # of a trainer's options, with a dot behind it; "" is the root
 
     def __init__(self, values: Mapping[str, Any]):
         for key, value in values.items():
             setattr(self, key, _wrapped(value))
+
+    def __setattr__(self, key: str, value: Any):
+        if (
+            self._place is not None
+            and (name := f"{self._place}{key}") not in _FOLLOWED
+            and value != vars(self).get(key)
+        ):
+            raise SettingError(
+                f"options.{name} = {value!r} comes too late: a trainer reads it when it is made. Give it to "
+                f"ORTTrainerOptions, and make a new trainer. Between steps {', '.join(_FOLLOWED)} may be set."
+            )
+        super().__setattr__(key, value)
+
+    def _fix(self, place: str = "") -> None:
+        """Refuse to change what is read only once."""
+        for key, value in vars(self).items():
+            if isinstance(value, _Branch):
+                value._fix(f"{place}{key}.")
+        self._place = place
 
     def __repr__(self) -> str:
         return "{" + ", ".join(f"{key!r}: {value!r}" for key, value in vars(self).items() if not _hidden(key)) + "}"
@@ -67,7 +92,8 @@ class ORTTrainerOptions(_Branch):
         InvalidArgumentError: unknown keys, wrong types, values out of range; all of them in one text.
 
     Options are attributes, `options.batch.gradient_accumulation_steps`, and may be set until the
-    trainer is made, which checks them again and keeps a copy.
+    trainer is made, which checks them again and keeps a copy. Of that, `trainer.options`, three may be set between
+    steps: batch.gradient_accumulation_steps, lr_scheduler and mixed_precision.loss_scaler.
 
     Example: `ORTTrainerOptions({"device": {"id": "cpu"}, "mixed_precision": {"enabled": True}})`
     """
@@ -94,7 +120,7 @@ class ORTTrainerOptions(_Branch):
 
 
 def _hidden(key: str) -> bool:
-    return key in ("_original_opts", "_validated_opts")
+    return key in ("_original_opts", "_validated_opts", "_place")
 
 
 def _wrapped(value: Any) -> Any:

@@ -27,7 +27,7 @@ class _OptimizerConfig:
 
     Attributes:
         name: as given.
-        lr: the learning rate; it may be changed between steps.
+        lr: the learning rate; it may be changed between steps, as may all settings, which then compiles again.
         defaults: settings by name; the weight decay of Adam and LAMB is 'lambda'.
         params: the groups, completed; the dicts that were passed are left as they are.
 
@@ -45,11 +45,12 @@ class _OptimizerConfig:
         self.lr = _checked_rate(self.defaults.get("lr"), "'lr'")
         if not isinstance(params, (list, tuple)):
             raise SettingError(f"'params' must be a list of parameter groups; got {params!r}")
-        self._own_rate = [isinstance(group, dict) and "lr" in group for group in params]
+        self._own = [set(_renamed(group)) if isinstance(group, dict) else set() for group in params]
         self.params = [self._completed(index, group) for index, group in enumerate(params)]
 
     def group_of(self, parameter: str) -> int | None:
         """Index of the group that a parameter takes its settings from: the last that names it; None: the defaults."""
+        self._check_groups()
         return max((index for index, group in enumerate(self.params) if parameter in group["params"]), default=None)
 
     def attributes_of(self, parameter: str) -> dict[str, float | int]:
@@ -71,11 +72,12 @@ class _OptimizerConfig:
         Raises:
             SettingError: a rate that is not finite and >= 0, or a schedule with a group's own rate where `lr` is 0.
         """
+        self._check_groups()
         base = _checked_rate(self.lr, "'lr'")
         rate = base if scheduled is None else _checked_rate(scheduled, "the scheduled learning rate")
         rates = [rate]
         for index, group in enumerate(self.params):
-            if not self._own_rate[index] and group["lr"] == self.defaults["lr"]:
+            if "lr" not in self._own[index] and group["lr"] == self.defaults["lr"]:
                 rates.append(rate)
                 continue
             own = _checked_rate(group["lr"], f"'lr' of params[{index}]")
@@ -86,6 +88,13 @@ class _OptimizerConfig:
                 )
             rates.append(own if scheduled is None else own * (rate / base))
         return rates
+
+    def _check_groups(self) -> None:
+        if len(self.params) != len(self._own):
+            raise SettingError(
+                f"'params' of {type(self).__name__} has {len(self.params)} groups now, but had {len(self._own)} when it "
+                f"was made. Give it all of them then: {type(self).__name__}(params=[...])"
+            )
 
     def check_parameters(self, trained: Iterable[str], frozen: Iterable[str] = ()) -> None:
         """Check that the groups name parameters of the model.
@@ -131,13 +140,23 @@ class _OptimizerConfig:
 
 
 class _CheckedConfig(_OptimizerConfig):
-    """A configuration whose settings are its attributes as well, each checked."""
+    """A configuration whose settings are its attributes as well, each checked; they may be set between steps."""
 
     def __init__(self, name: str, params: Sequence[Mapping], **settings):
         self._check_settings(settings)
         super().__init__(name, params, settings)
         for key, value in settings.items():
             setattr(self, key, value)
+
+    def __setattr__(self, key, value):
+        (setting,) = _renamed({key: value})
+        if key != "lr" and setting in vars(self).get("defaults", ()):
+            self._check_settings({key: value})
+            self.defaults[setting] = value
+            for own, group in zip(self._own, self.params):
+                if setting not in own:
+                    group[setting] = value
+        super().__setattr__(key, value)
 
     def _check_settings(self, settings, where=""):
         for key, value in settings.items():
