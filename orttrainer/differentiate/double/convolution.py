@@ -15,6 +15,7 @@ from orttrainer.differentiate.rules.unfold import offsets_of, padded, unfolded
 from orttrainer.differentiate.rules.windows import Window, ints, reshape, sizes, times
 from orttrainer.errors import GradientError
 from orttrainer.graph.builder import static_dims
+from orttrainer.graph.sizes import given_sizes, may_be_zero
 
 __all__ = ["FORMS"]
 
@@ -153,4 +154,19 @@ def _kernels_of_places(op, w: ir.Value, axes: Sequence[_Axis], kernel: Sequence[
     return op.Reshape(flat, ints([*_groups(group), places * out, -1]))
 
 
-FORMS = {"Conv": conv, "ConvTranspose": conv_transpose}
+def _with_an_image(form):
+    """The same; where there may be no images it works on one more, of zeros: products of a kernel with none there are not."""
+
+    def written(op, node: ir.Node) -> ir.Value | None:
+        x = node.inputs[0]
+        if x.shape is None or not may_be_zero(x.shape[0], given_sizes(op.graph)):
+            return form(op, node)
+        node.replace_input_with(0, op.Pad(x, ints([0] * len(x.shape) + [1] + [0] * (len(x.shape) - 1))))
+        if (y := form(op, node)) is None:
+            node.replace_input_with(0, x)
+        return y and op.Slice(y, [0], [-1], [0])
+
+    return written
+
+
+FORMS = {"Conv": _with_an_image(conv), "ConvTranspose": _with_an_image(conv_transpose)}
