@@ -170,7 +170,7 @@ def atan2(y, x):
     base = torch.where(steep, y, x)
     nothing = base == 0
     slope = torch.where(nothing, 0.0, torch.where(steep, x, y)) / torch.where(nothing, 1.0, base)
-    turn = torch.where(_sign(x) < 0, math.pi, 0.0).to(dtype)
+    turn = (_sign(x) < 0).to(dtype) * math.pi
     return torch.where(steep, _sign(y) * (math.pi / 2) - slope.atan(), slope.atan() + _sign(y) * turn)
 
 
