@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from orttrainer.differentiate.double.activations import elu, hard_sigmoid, hard_swish, leaky_relu, selu
+from orttrainer.differentiate.double.activations import elu, elu_of, hard_sigmoid, hard_swish, leaky_relu
 from orttrainer.graph.builder import Builder, take_place
 from orttrainer.graph.passes.batch_norm import EXACT
 
@@ -56,6 +56,11 @@ def _is_rounded(node: ir.Node) -> bool:
         return False
     given = [a.as_float() for a in node.attributes.values() if a.type == ir.AttributeType.FLOAT]
     return any(float(np.float32(number)) != number for number in given) or node.op_type in _ALWAYS
+
+
+def _selu(op: Builder, node: ir.Node) -> ir.Value:
+    """With PyTorch's numbers, of which ONNX's are the float32."""
+    return op.Mul(elu_of(op, node.inputs[0], 1.6732632423543772848170429916717), 1.0507009873554804934193349852946)
 
 
 def _gemm(op: Builder, node: ir.Node) -> ir.Value:
@@ -112,7 +117,7 @@ _FORMS: dict[str, Callable[[Builder, ir.Node], ir.Value]] = {
     "InstanceNormalization": _instance_normalization,
     "LayerNormalization": _layer_normalization,
     "LeakyRelu": leaky_relu,
-    "Selu": selu,
+    "Selu": _selu,
 }
 _ALWAYS = {
     "HardSwish",

@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from orttrainer.differentiate.rules.tools import attribute
 
-__all__ = ["FORMS", "FORMS_WITHOUT_BODY", "elu", "hard_sigmoid", "hard_swish", "leaky_relu", "selu"]
+__all__ = ["FORMS", "FORMS_WITHOUT_BODY", "elu", "elu_of", "hard_sigmoid", "hard_swish", "leaky_relu"]
 
 
 def leaky_relu(op, node: ir.Node) -> ir.Value:
@@ -23,11 +23,11 @@ def prelu(op, node: ir.Node) -> ir.Value:
 
 def elu(op, node: ir.Node) -> ir.Value:
     """x where it is positive, else alpha (e^x - 1)."""
-    return _elu_of(op, node.inputs[0], attribute(node, "alpha", 1.0))
+    return elu_of(op, node.inputs[0], attribute(node, "alpha", 1.0))
 
 
-def _elu_of(op, x: ir.Value, alpha: float) -> ir.Value:
-    """alpha is its slope at 0, near which e^x - 1 would cancel: that is tanh(x / 2) (e^x + 1)."""
+def elu_of(op, x: ir.Value, alpha: float) -> ir.Value:
+    """x, or alpha (e^x - 1), whose slope at 0 alpha is, and near which e^x - 1 would cancel: that is tanh(x / 2) (e^x + 1)."""
     positive = op.Greater(x, 0.0)
     below = op.Where(positive, op.scalar(0.0, x), x)
     power = op.Exp(below)
@@ -35,9 +35,13 @@ def _elu_of(op, x: ir.Value, alpha: float) -> ir.Value:
     return op.Where(positive, x, op.Mul(op.Where(op.Greater(x, -1.0), near, op.Sub(power, 1.0)), alpha))
 
 
-def selu(op, node: ir.Node) -> ir.Value:
-    """With PyTorch's numbers, of which ONNX's are the float32."""
-    return op.Mul(_elu_of(op, node.inputs[0], 1.6732632423543772848170429916717), 1.0507009873554804934193349852946)
+def _selu(op, node: ir.Node) -> ir.Value:
+    """gamma times an ELU, by default of ONNX's numbers, which are of float32."""
+    alpha, gamma = (
+        attribute(node, "alpha", 1.67326319217681884765625),
+        attribute(node, "gamma", 1.05070102214813232421875),
+    )
+    return op.Mul(elu_of(op, node.inputs[0], alpha), gamma)
 
 
 def hard_sigmoid(op, node: ir.Node) -> ir.Value:
@@ -91,7 +95,7 @@ def sigmoid(op, node: ir.Node) -> ir.Value:
 
 
 # ONNX Runtime's kernels, or ONNX's bodies, lose digits as they near 0.
-FORMS = {"Elu": elu, "Mish": mish, "Selu": selu, "Sigmoid": sigmoid, "Softplus": softplus}
+FORMS = {"Elu": elu, "Mish": mish, "Selu": _selu, "Sigmoid": sigmoid, "Softplus": softplus}
 FORMS_WITHOUT_BODY = {  # of which ONNX Runtime has neither a kernel nor a body of these opsets
     "HardSigmoid": hard_sigmoid,
     "HardSwish": hard_swish,

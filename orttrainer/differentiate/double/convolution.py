@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import onnx_ir as ir
 
 from orttrainer.differentiate.rules.convolution import kernel_of, sliding, transposed_window
 from orttrainer.differentiate.rules.tools import attribute, operand
-from orttrainer.differentiate.rules.unfold import offsets_of, padded, unfolded
+from orttrainer.differentiate.rules.unfold import all_taps, is_depthwise, offsets_of, padded, unfolded
 from orttrainer.differentiate.rules.windows import Window, ints, reshape, sizes, times
 from orttrainer.errors import GradientError
 from orttrainer.graph.builder import static_dims
@@ -27,10 +28,13 @@ def conv(op, node: ir.Node) -> ir.Value | None:
         return None
     window, x, _ = sliding(op, node, x, kernel_of(node, w))
     group, (out, channels, *kernel) = attribute(node, "group", 1), static_dims(w)
+    images = padded(op, x, window.begin, window.end)
+    offsets = [offsets_of(window, axis) for axis in range(len(kernel))]
+    if is_depthwise(w, group):
+        return _biased(op, _of_each_channel(op, images, w, offsets, window.strides), operand(node, 2))
     spatial = range(2, 2 + len(kernel))
     rows = op.Reshape(op.Transpose(w, perm=[0, *spatial, 1]), ints([*_groups(group), out // group, -1]))
-    offsets = [offsets_of(window, axis) for axis in range(len(kernel))]
-    taps = _unfolded(op, padded(op, x, window.begin, window.end), channels, group, offsets, window.strides)
+    taps = _unfolded(op, images, channels, group, offsets, window.strides)
     y = reshape(op, _product(op, rows, taps, x, group), *sizes(x, 0), out, *sizes(taps, *spatial))
     return _biased(op, y, operand(node, 2))
 
@@ -48,7 +52,10 @@ def conv_transpose(op, node: ir.Node) -> ir.Value | None:
     axes = [_axis(window[axis : axis + 1], extra) for axis, extra in enumerate(_output_padding(node, window, x))]
     spatial, channels, out = range(2, 2 + dims), w.shape[0] // group, w.shape[1]
     images = padded(op, x, [axis.before for axis in axes], [axis.behind for axis in axes])
-    taps = _unfolded(op, images, channels, group, [axis.offsets for axis in axes], [1] * dims)
+    offsets = [axis.offsets for axis in axes]
+    if is_depthwise(w, group) and math.prod(window.strides) == 1:
+        return _biased(op, _of_each_channel(op, images, w, offsets, window.strides), operand(node, 2))
+    taps = _unfolded(op, images, channels, group, offsets, [1] * dims)
     y = _product(op, _kernels_of_places(op, w, axes, window.kernel, group), taps, x, group)
     if math.prod(window.strides) > 1:
         y = reshape(op, y, -1, *window.strides, out, *sizes(taps, *spatial))
@@ -81,6 +88,16 @@ def _product(op, rows: ir.Value, taps: ir.Value, x: ir.Value, group: int) -> ir.
     windows = taps.shape.dims[2:]
     count = math.prod(windows) if all(isinstance(size, int) for size in windows) else -1
     return op.MatMul(rows, reshape(op, taps, *sizes(x, 0), *_groups(group), *sizes(taps, 1), count))
+
+
+def _of_each_channel(
+    op, x: ir.Value, w: ir.Value, offsets: Sequence[Sequence[int]], strides: Sequence[int]
+) -> ir.Value:
+    """The sum of what the taps read, each times its weight of the channel: products of matrices of one row are slow."""
+    dims = len(strides)
+    weights = op.Reshape(op.Transpose(w, perm=[*range(2, 2 + dims), 0, 1]), ints([-1, w.shape[0], *[1] * dims]))
+    taps = all_taps(op, x, offsets, strides)
+    return functools.reduce(op.Add, (op.Mul(tap, op.Gather(weights, np.int64(k))) for k, tap in enumerate(taps)))
 
 
 def _biased(op, y: ir.Value, bias: ir.Value | None) -> ir.Value:

@@ -6,13 +6,14 @@ taps there are six slices, not nine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import onnx_ir as ir
 
 from orttrainer.differentiate.rules.tools import positions, shaped
-from orttrainer.differentiate.rules.windows import TO_THE_END, Window, ints, reshape, sizes, times
+from orttrainer.differentiate.rules.windows import TO_THE_END, Window, channel_sum, ints, reshape, sizes, times
 
 MANY = 32  # taps along an axis, from which on one node gathers them: slower, but the graph stays small
 
@@ -24,6 +25,21 @@ def taps_along(op, x: ir.Value, axis: int, offsets: Sequence[int], stride: int) 
     last = max(offsets)
     ends = [at - last if at < last else TO_THE_END for at in offsets]
     return [op.Slice(x, [at], [end], [axis], [stride]) for at, end in zip(offsets, ends)]
+
+
+def all_taps(op, x: ir.Value, offsets: Sequence[Sequence[int]], strides: Sequence[int]) -> Iterator[ir.Value]:
+    """What each tap of the kernel reads along the last axes, which are images or more, one tap after the other."""
+    if not offsets:
+        yield x
+        return
+    for tap in taps_along(op, x, len(x.shape) - len(offsets), offsets[0], strides[0]):
+        yield from all_taps(op, tap, offsets[1:], strides[1:])
+
+
+def is_depthwise(w: ir.Value, group: int) -> bool:
+    """Whether each channel has a small kernel of its own."""
+    out, channels, *kernel = w.shape.dims
+    return out == group and channels == 1 and math.prod(kernel) <= 2 * MANY
 
 
 def gathered_along(op, x: ir.Value, axis: int, offsets: Sequence[int], stride: int) -> ir.Value:
@@ -73,14 +89,19 @@ def taps_weight_gradient(op, x: ir.Value, dy: ir.Value, w: ir.Value, window: Win
     long as one product for all, and a third of its memory.
     """
     front, dims = int(group > 1), len(window.strides)
-    out, channels = w.shape[0] // group, w.shape[1]
+    offsets = [offsets_of(window, axis) for axis in range(dims)]
     unread = window.unread(x, dy) or [0] * dims  # of a stride or more, and there would be another window
     end = [q - n // s * s for q, n, s in zip(window.end, unread, window.strides)]
+    if is_depthwise(w, group):
+        taps = all_taps(op, padded(op, x, window.begin, end), offsets, window.strides)
+        sums = [op.Unsqueeze(channel_sum(op, op.Mul(tap, dy)), [1]) for tap in taps]
+        return op.reshape_as(op.Concat(*sums, axis=1), w)
+    out, channels = w.shape[0] // group, w.shape[1]
     x = padded(op, op.Transpose(x, perm=[1, 0, *range(2, 2 + dims)]), window.begin, end)
     rows = reshape(op, op.Transpose(dy, perm=[1, 0, *range(2, 2 + dims)]), *([group] * front), out, -1)
     if front:  # [group, channels, batch, spatial...]
         x = reshape(op, x, group, channels, *sizes(x, *range(1, 2 + dims)))
-    offsets, at_once = [offsets_of(window, axis) for axis in range(dims)], window.kernel[0] >= MANY
+    at_once = window.kernel[0] >= MANY
     for axis in reversed(range(0 if at_once else 1, dims)):
         x = unfolded(op, x, front + 2 + axis, offsets[axis], window.strides[axis], front)
     taps = [x] if at_once else taps_along(op, x, front + 2, offsets[0], window.strides[0])
