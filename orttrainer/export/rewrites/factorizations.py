@@ -312,11 +312,13 @@ class _QR(Function):
         A, Q, R = (x.double() for x in ctx.saved_tensors)
         dQ, dR = dQ.double(), dR.double()
         beyond = dR[..., number:]  # more columns than rows: these are Q^T A
-        dQ = dQ + A[..., number:] @ beyond.mT
+        # Products over nothing ONNX Runtime (1.31.1) does not write, where it takes a transpose into those of a batch.
+        if A.shape[-1] > number:
+            dQ = dQ + A[..., number:] @ beyond.mT
         R, dR = R[..., :number], dR[..., :number]
         M = R @ dR.mT - dQ.mT @ Q
         dA = (dQ + Q @ (M.tril() + M.tril(-1).mT)) @ _inverse_of_triangle(R, upper=True).mT
-        return torch.cat([dA, Q @ beyond], -1).to(dtype)
+        return (torch.cat([dA, Q @ beyond], -1) if A.shape[-1] > number else dA).to(dtype)
 
 
 def complete_basis(U):
