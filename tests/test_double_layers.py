@@ -75,6 +75,8 @@ LAYERS = {
     "by a grid": (lambda g: F.grid_sample(IMAGES.expand(g.shape[0], -1, -1, -1), g, align_corners=False), (8, 15, 2)),
     "folded": (nn.Fold((9, 3), (2, 3), dilation=(2, 1), padding=1, stride=2), (24, 10)),
     "unfolded": (nn.Unfold(3, stride=2, padding=1), IMAGE),
+    "determinants": (torch.det, (15, 4, 4)),
+    "small determinants": (lambda x: torch.linalg.det(x[:, :234].reshape(-1, 26, 3, 3)), (240,)),
     "normalized": (nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.GroupNorm(2, 6), nn.Mish()), IMAGE),
 }  # fmt: skip
 IMAGES = torch.arange(40.0).double().reshape(1, 2, 4, 5).sin()
