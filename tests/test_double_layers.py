@@ -134,8 +134,11 @@ class OfAnySize(nn.Module):
 
     def forward(self, x):
         y = F.avg_pool2d(self.up(self.down(x).tanh()), 3, 2, 1, ceil_mode=True, count_include_pad=False)
-        y = F.interpolate(self.depthwise(y), scale_factor=2, mode="bilinear") + F.interpolate(y, scale_factor=2)
-        return y.square().mean() + F.adaptive_avg_pool2d(y, 1).sin().mean(), y
+        folded = F.fold(F.unfold(y, 3, padding=1), y.shape[-2:], 3, padding=1)
+        y = F.interpolate(self.depthwise(y), scale_factor=2, mode="bilinear") + F.interpolate(folded, scale_factor=2)
+        small = [F.interpolate(y, size=(3, 2), mode=mode, antialias=True) for mode in ("bilinear", "bicubic")]
+        large = F.interpolate(y, scale_factor=2, mode="bicubic")
+        return y.square().mean() + sum(z.sin().mean() for z in (F.adaptive_avg_pool2d(y, 1), *small, large)), y
 
 
 def test_images_of_any_size_train_as_in_pytorch():

@@ -15,7 +15,7 @@ from orttrainer.differentiate.rules.resize import (
     scale_of,
 )
 from orttrainer.differentiate.rules.shape import pixels_of_col2im
-from orttrainer.differentiate.rules.tools import along, attribute, constant, operand, scatter_along
+from orttrainer.differentiate.rules.tools import along, attribute, constant, join, operand, positions, scatter_along
 from orttrainer.differentiate.rules.unfold import padded
 from orttrainer.differentiate.rules.windows import ints, reshape, sizes
 
@@ -44,7 +44,7 @@ def resize(op, node: ir.Node) -> ir.Value | None:
             continue
         if isinstance(size, int) and isinstance(resized, int) and not isinstance(region, ir.Value):
             y = _interpolated(op, y, axis, interpolation_matrix(node, size, resized, scale or resized / size, region))
-        elif attribute(node, "antialias", 0) or attribute(node, "exclude_outside", 0):
+        elif attribute(node, "antialias", 0) != attribute(node, "exclude_outside", 0):
             return None
         else:
             y = _interpolated_at_run_time(op, node, y, axis, place, scale, region)
@@ -79,6 +79,9 @@ def _interpolated_at_run_time(op, node: ir.Node, y: ir.Value, axis: int, place: 
     dtype = _FLOAT if kind == "nearest" else _DOUBLE  # as ONNX Runtime: where a place is rounded, the last bit decides
     resized = _count(op, node, length, place, scale)
     at, last, outside = places_at_run_time(op, node, length, resized, scale, region, dtype)
+    if attribute(node, "antialias", 0):
+        ratio = op.Div(*(op.Cast(v, to=int(dtype)) for v in (resized, length))) if scale is None else scale
+        return along(op, y, axis, _antialiased(op, node, at, length, ratio))
     if kind == "nearest":
         offsets, first, weights = [0], rounded(op, node, at), [None]
     else:
@@ -95,6 +98,21 @@ def _interpolated_at_run_time(op, node: ir.Node, y: ir.Value, axis: int, place: 
     return _weighted(op, [op.Gather(y, op.Cast(tap, to=_INT64), axis=axis) for tap in taps], weights, axis)
 
 
+def _antialiased(op, node: ir.Node, at: ir.Value, length: ir.Value, ratio: float | ir.Value) -> ir.Value:
+    """What each number of the input has of each of the output: [size, resized]; where that is smaller kernels are wider."""
+    ratio = op.cast_as(ratio, at) if isinstance(ratio, ir.Value) else op.scalar(ratio, at)
+    distance = op.Abs(op.Sub(at, op.Unsqueeze(op.Cast(positions(op, length), to=int(at.dtype)), [1])))
+    t = op.Mul(distance, op.Min(ratio, 1.0))
+    if attribute(node, "mode", "nearest") == "linear":
+        weights = op.Relu(op.Sub(op.scalar(1.0, t), t))
+    else:
+        a = attribute(node, "cubic_coeff_a", -0.75)
+        near, far = (_polynomial(op, t, c) for c in ((a + 2, -a - 3, 0.0, 1.0), (a, -5 * a, 8 * a, -4 * a)))
+        beyond = op.Where(op.Less(t, 2.0), far, op.scalar(0.0, t))
+        weights = op.Where(op.LessOrEqual(t, op.scalar(1.0, t)), near, beyond)
+    return op.Div(weights, op.ReduceSum(weights, [0], keepdims=1))
+
+
 def _count(op, node: ir.Node, length: ir.Value, place: int, scale: float | ir.Value | None) -> ir.Value:
     """The size of an axis of the output, as ONNX Runtime counts it: [1]."""
     wanted = operand(node, 3)
@@ -106,13 +124,14 @@ def _count(op, node: ir.Node, length: ir.Value, place: int, scale: float | ir.Va
 
 
 def _cubic_weights(op, t: ir.Value, a: float) -> list[ir.Value]:
-    weights = []
-    for first, *rest in keys_kernel(a).tolist():
-        value = op.scalar(first, t)
-        for coefficient in rest:
-            value = op.Add(op.Mul(value, t), coefficient)
-        weights.append(value)
-    return weights
+    return [_polynomial(op, t, coefficients) for coefficients in keys_kernel(a).tolist()]
+
+
+def _polynomial(op, t: ir.Value, coefficients) -> ir.Value:
+    value = op.scalar(coefficients[0], t)
+    for coefficient in coefficients[1:]:
+        value = op.Add(op.Mul(value, t), coefficient)
+    return value
 
 
 def grid_sample(op, node: ir.Node) -> ir.Value | None:
@@ -123,15 +142,15 @@ def grid_sample(op, node: ir.Node) -> ir.Value | None:
 def col2im(op, node: ir.Node) -> ir.Value | None:
     """Each number of each block, added where it lies in the image."""
     x, image, block = node.inputs
-    if x.shape is None or not isinstance(x.shape[1], int) or constant(image) is None or constant(block) is None:
+    if x.shape is None or not isinstance(x.shape[1], int) or constant(block) is None:
         return None
-    dims = len(constant(image))
+    dims = len(constant(block))
     pads = attribute(node, "pads", [0] * 2 * dims)
-    size = constant(image) + pads[:dims] + pads[dims:]
+    size = op.Add(image, ints(begin + end for begin, end in zip(pads[:dims], pads[dims:])))
     channels = x.shape[1] // int(np.prod(constant(block)))
-    blocks = reshape(op, x, *sizes(x, 0), channels, -1)
-    y = scatter_along(op, blocks, pixels_of_col2im(op, node, dims), 2, ints([np.prod(size)]), unique=False, like=None)
-    y = reshape(op, y, *sizes(x, 0), channels, *map(int, size))
+    blocks, pixels = reshape(op, x, *sizes(x, 0), channels, -1), pixels_of_col2im(op, node, dims)
+    y = scatter_along(op, blocks, pixels, 2, op.ReduceProd(size, keepdims=1), unique=False, like=None)
+    y = op.Reshape(y, join(op, op.dim(x, 0), channels, size))
     return padded(op, y, [-n for n in pads[:dims]], [-n for n in pads[dims:]])
 
 
