@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 import pytest
-from cases import activation, convolution, convolution_transposed, elementwise, pooling, resize, shape
+from cases import activation, convolution, convolution_transposed, elementwise, normalization, pooling, resize, shape
 
 from orttrainer.differentiate.double.kernels import DoubleKernelsPass, lacks_kernels
 from orttrainer.differentiate.rules import convolution_weights
 from orttrainer.testing import Case, check_vjp
 from orttrainer.testing.check import _gradients, _model, _run_onnxruntime, evaluate
 
-FAMILIES = activation, convolution, convolution_transposed, elementwise, pooling, resize, shape
+FAMILIES = activation, convolution, convolution_transposed, elementwise, normalization, pooling, resize, shape
 # ONNX's evaluator has the scales in float32; of a kernel of unknown size there are no taps to write out.
 LESS_EXACT = {"cubic_down", "cubic_align_corners", "cubic_exclude_outside", "cubic_antialias"}
 

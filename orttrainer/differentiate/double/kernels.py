@@ -7,7 +7,15 @@ from collections.abc import Callable
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from orttrainer.differentiate.double import activations, convolution, functions, matrix, pooling, resampling
+from orttrainer.differentiate.double import (
+    activations,
+    convolution,
+    functions,
+    matrix,
+    normalization,
+    pooling,
+    resampling,
+)
 from orttrainer.graph.builder import Builder, take_place
 
 _OPSET, _WITHOUT_BODIES = 18, 20  # that they are written in; from which on ONNX Runtime has no bodies of activations
@@ -16,6 +24,7 @@ _FORMS: dict[str, Callable[[Builder, ir.Node], ir.Value | None]] = {
     **convolution.FORMS,
     **functions.FORMS,
     **matrix.FORMS,
+    **normalization.FORMS,
     **pooling.FORMS,
     **resampling.FORMS,
 }

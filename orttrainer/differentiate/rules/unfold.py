@@ -67,14 +67,14 @@ def unfolded(op, x: ir.Value, axis: int, offsets: Sequence[int], stride: int, ch
 
 
 def padded(op, x: ir.Value, begin: Sequence[int], end: Sequence[int], first: int = 2) -> ir.Value:
-    """`x` with zeros around its last axes, from the axis `first` on; cut where a number is negative."""
+    """`x` with zeros around as many axes, from `first` on, as there are numbers; cut where one is negative."""
     if any(n < 0 for n in (*begin, *end)):
         ends = [n if n < 0 else TO_THE_END for n in end]
         x = op.Slice(x, ints(max(0, -n) for n in begin), ints(ends), ints(range(first, first + len(begin))))
     if not any(n > 0 for n in (*begin, *end)):
         return x
-    front = [0] * first
-    return op.Pad(x, ints([*front, *(max(0, n) for n in begin), *front, *(max(0, n) for n in end)]))
+    front, rest = [0] * first, [0] * (len(x.shape) - first - len(begin))
+    return op.Pad(x, ints(n for pads in (begin, end) for n in (*front, *(max(0, m) for m in pads), *rest)))
 
 
 def offsets_of(window: Window, axis: int) -> list[int]:
