@@ -11,6 +11,7 @@ import torch
 from onnx_ir.passes import common
 
 from orttrainer import runtime
+from orttrainer.differentiate.double import DoubleKernelsPass
 from orttrainer.errors import ExecutionError, ExportMismatchError, StateError
 from orttrainer.graph.light import without_weights
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
@@ -36,6 +37,7 @@ def inference_model(forward: ir.Model, outputs: Sequence[str]) -> ir.Model:
     graph.outputs[:] = [by_name[name] for name in outputs]
     for rewrite in (
         RemoveGradientMarksPass(),
+        DoubleKernelsPass(),
         MutePass({"Dropout"}),
         InferenceBatchNormalizationPass(),
         common.RemoveUnusedNodesPass(),

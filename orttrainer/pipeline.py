@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 import onnx_ir as ir
 from onnx_ir.passes import common
 
+from orttrainer.differentiate.double import DoubleKernelsPass
 from orttrainer.errors import InvalidArgumentError
 from orttrainer.graph.passes.axes import AllAxesPass
 from orttrainer.graph.passes.batch_norm import SplitBatchNormalizationPass, SwitchBatchNormalizationPass
@@ -168,6 +169,7 @@ def after_update(
         *([KeepActivationsPass()] if keep and on_cpu else []),
         SwitchBatchNormalizationPass(training_mode, primitives=primitives),
         ExpandSoftmaxCrossEntropyPass(),
+        *([DoubleKernelsPass()] if on_cpu else []),
         CancelReshapePairsPass(),
         CancelTransposePairsPass(),
         *_CLEAN,

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from orttrainer import export, runtime
 from orttrainer.differentiate import differentiate
+from orttrainer.differentiate.double import DoubleKernelsPass
 from orttrainer.differentiate.prepare import prepare
 from orttrainer.errors import ExportMismatchError
 from orttrainer.graph.builder import Builder
@@ -128,6 +129,7 @@ def gradient_errors(
     for rewrite in (
         ExpandSoftmaxCrossEntropyPass(),  # as it trains: the logits may be the largest tensor, and are there fewer times
         RemoveGradientMarksPass(),
+        DoubleKernelsPass(),
         common.TopologicalSortPass(),
         common.RemoveUnusedNodesPass(),
         AllAxesPass(),

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from in_step import check_equal, step
 from torch import nn
 
+import orttrainer
 from orttrainer import IODescription, ModelDescription
 from orttrainer.engine import Engine
 from orttrainer.settings import OptimizerChoice, Settings
@@ -92,19 +93,29 @@ ALONG_ROWS = {
     "neighbours both ways": lambda y: y.roll((2, -1), (0, 1)).square(),
     "a vector with each": lambda y: torch.arange(4.0) @ y[:, :4].reshape(-1, 4, 1),
     "a matrix with each": lambda y: torch.ones(1, 2, 4) @ y[:, :4].reshape(-1, 4, 1).square(),
+    "images, resized": lambda y: F.interpolate(y[:, :4].reshape(-1, 1, 2, 2), scale_factor=2, mode="bilinear").sin(),
+}
+IN_DOUBLE = {
+    "convolved": lambda y: F.conv2d(y[:, :4].reshape(-1, 1, 2, 2), torch.ones(3, 1, 2, 1).double()).sin(),
+    "transposed": lambda y: F.conv_transpose2d(
+        y[:, :4].reshape(-1, 1, 2, 2), torch.ones(1, 2, 2, 2).double(), stride=2
+    ),
+    "averaged": lambda y: F.avg_pool2d(y[:, :4].reshape(-1, 1, 2, 2), 2, 1, 1).square(),
+    "resized": lambda y: F.interpolate(y[:, :4].reshape(-1, 1, 2, 2), scale_factor=2).sin(),
+    "turned": lambda y: y.atan() + y.sinh(),
 }
 
 
 class AlongRows(nn.Module):
     """A layer for each form, of the rows that a batch chooses."""
 
-    def __init__(self):
+    def __init__(self, forms=ALONG_ROWS):
         super().__init__()
-        self.layers = nn.ModuleDict({name: nn.Linear(6, 5) for name in ALONG_ROWS})
+        self.forms, self.layers = forms, nn.ModuleDict({name: nn.Linear(6, 5) for name in forms})
 
     def forward(self, x, label):
         rows = x[label >= 0]
-        return sum(form(self.layers[name](rows)).sum() for name, form in ALONG_ROWS.items())
+        return sum(form(self.layers[name](rows)).sum() for name, form in self.forms.items())
 
 
 def test_what_goes_along_rows_trains_where_no_row_is_left():
@@ -116,6 +127,21 @@ def test_what_goes_along_rows_trains_where_no_row_is_left():
     for labels in LABELS:
         step(engine, twin, {"x": torch.randn(len(labels), 6), "label": torch.tensor(labels)}, RATE)
     check_equal(module, twin)
+
+
+def test_what_is_written_out_in_float64_trains_where_no_image_is_left():
+    torch.manual_seed(0)
+    module = AlongRows(IN_DOUBLE).double()
+    twin = copy.deepcopy(module)
+    optimizer = torch.optim.SGD(twin.parameters(), 2**-5)
+    trainer = orttrainer.trainer(module, lambda loss, label: loss, torch.optim.SGD(module.parameters(), 2**-5))
+    for labels in LABELS:
+        x, label = torch.randn(len(labels), 6).double(), torch.tensor(labels)
+        optimizer.zero_grad()
+        twin(x, label).backward()
+        optimizer.step()
+        trainer.step(x, label, label)
+    torch.testing.assert_close(module.state_dict(), twin.state_dict(), rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize(

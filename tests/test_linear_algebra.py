@@ -72,6 +72,7 @@ FORMS = {
     "lu-large": lambda w, x: sum(p.sin().mean() for p in linalg.lu(w.repeat(13, 13).triu(-3) - 2 * torch.eye(52))),
     "lu": lambda w, x: sum(p.sin().sum() for p in linalg.lu(w)),
     "qr": lambda w, x: sum(p.sin().sum() for p in linalg.qr(w)),
+    "qr-several": lambda w, x: sum(p.sin().sum() for p in linalg.qr(torch.stack([w, w.cos(), w.exp()]))),
     "qr-large": lambda w, x: sum(p.sin().mean() for p in linalg.qr(w.repeat(25, 13)[:, :50] + 9 * torch.eye(100, 50))),
     "qr-tall": lambda w, x: sum(p.sin().sum() for p in old_qr(x @ w)),
     "qr-wide": lambda w, x: sum(p.sin().sum() for p in linalg.qr(w[:3])),
@@ -217,6 +218,7 @@ USUAL = [
     ),
     *(
         "lu",
+        "qr-several",
         "qr-tall",
         "qr-wide",
         "householder",

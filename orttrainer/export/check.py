@@ -20,6 +20,7 @@ import onnx_ir as ir
 import torch
 
 from orttrainer import runtime
+from orttrainer.differentiate.double import DoubleKernelsPass
 from orttrainer.errors import ExportMismatchError, RuntimeNotFoundError
 from orttrainer.export.call import in_train_mode, set_mode
 from orttrainer.export.conditions import Asked
@@ -413,6 +414,7 @@ def _runner(forward, *more):
     rewrites = (
         MutePass(),
         RemoveGradientMarksPass(),
+        DoubleKernelsPass(),
         ExpandSoftmaxCrossEntropyPass(),  # as it trains: the operator takes two more tensors of the size of the logits
         EinsumProductPass(),  # as it trains: the operator ends the process where a tensor is empty
         FourierProductPass(),  # as it trains: the operator is less exact

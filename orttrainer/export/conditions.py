@@ -16,8 +16,10 @@ import torch
 from onnx_ir.passes import common
 
 from orttrainer import runtime
+from orttrainer.differentiate.double import DoubleKernelsPass, lacks_kernels
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.initializers import as_real, state_as_inputs
+from orttrainer.export.normalize import infer_shapes_again
 from orttrainer.export.told import Told, place
 from orttrainer.graph.passes.divisors import NonzeroDivisorsPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
@@ -183,6 +185,9 @@ def taken_out(model: ir.Model, made: Sequence[Condition], state: Sequence[str]) 
     with state_as_inputs(copy, [name for name in state if name in copy.graph.initializers]):
         for value in [value for value in copy.graph.inputs if not value.uses() and not value.is_graph_output()]:
             copy.graph.inputs.remove(value)
+        if lacks_kernels(copy):
+            infer_shapes_again(copy)
+            DoubleKernelsPass()(copy)
         conditions = Conditions(ir.to_proto(copy).SerializeToString(), tuple(made))
     del model.graph.outputs[-len(made) :]
     common.RemoveUnusedNodesPass()(model)

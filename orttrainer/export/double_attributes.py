@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
+from orttrainer.differentiate.double.activations import elu, elu_of, hard_sigmoid, hard_swish, leaky_relu
 from orttrainer.graph.builder import Builder, take_place
 from orttrainer.graph.passes.batch_norm import EXACT
 
@@ -57,43 +58,9 @@ def _is_rounded(node: ir.Node) -> bool:
     return any(float(np.float32(number)) != number for number in given) or node.op_type in _ALWAYS
 
 
-def _leaky_relu(op: Builder, node: ir.Node) -> ir.Value:
-    (x,) = node.inputs
-    return op.Where(op.Greater(x, 0.0), x, op.Mul(x, node.attributes.get_float("alpha", 0.01)))
-
-
-def _elu(op: Builder, node: ir.Node) -> ir.Value:
-    return _elu_of(op, node.inputs[0], node.attributes.get_float("alpha", 1.0))
-
-
-def _elu_of(op: Builder, x: ir.Value, alpha: float) -> ir.Value:
-    """x where it is positive, else alpha (e^x - 1); alpha is its slope at 0."""
-    positive = op.Greater(x, 0.0)
-    below = op.Exp(op.Where(positive, op.scalar(0.0, x), x))
-    return op.Where(positive, x, op.Mul(op.Sub(below, 1.0), alpha))
-
-
 def _selu(op: Builder, node: ir.Node) -> ir.Value:
     """With PyTorch's numbers, of which ONNX's are the float32."""
-    return op.Mul(_elu_of(op, node.inputs[0], 1.6732632423543772848170429916717), 1.0507009873554804934193349852946)
-
-
-def _hard_sigmoid(op: Builder, node: ir.Node) -> ir.Value:
-    return _hard_sigmoid_of(
-        op, node.inputs[0], node.attributes.get_float("alpha", 0.2), node.attributes.get_float("beta", 0.5)
-    )
-
-
-def _hard_swish(op: Builder, node: ir.Node) -> ir.Value:
-    (x,) = node.inputs
-    return op.Mul(x, _hard_sigmoid_of(op, x, 1 / 6, 0.5))
-
-
-def _hard_sigmoid_of(op: Builder, x: ir.Value, alpha: float, beta: float) -> ir.Value:
-    """clip(alpha x + beta, 0, 1), without a slope at both ends."""
-    y = op.Add(op.Mul(x, alpha), beta)
-    above = op.Where(op.Less(y, 1.0), y, op.scalar(1.0, y))
-    return op.Where(op.Greater(y, 0.0), above, op.scalar(0.0, y))
+    return op.Mul(elu_of(op, node.inputs[0], 1.6732632423543772848170429916717), 1.0507009873554804934193349852946)
 
 
 def _gemm(op: Builder, node: ir.Node) -> ir.Value:
@@ -143,13 +110,13 @@ def _column(x: ir.Value) -> list[int]:
 
 _FORMS: dict[str, Callable[[Builder, ir.Node], ir.Value]] = {
     "BatchNormalization": _batch_normalization,
-    "Elu": _elu,
+    "Elu": elu,
     "Gemm": _gemm,
-    "HardSigmoid": _hard_sigmoid,
-    "HardSwish": _hard_swish,
+    "HardSigmoid": hard_sigmoid,
+    "HardSwish": hard_swish,
     "InstanceNormalization": _instance_normalization,
     "LayerNormalization": _layer_normalization,
-    "LeakyRelu": _leaky_relu,
+    "LeakyRelu": leaky_relu,
     "Selu": _selu,
 }
 _ALWAYS = {

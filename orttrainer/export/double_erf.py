@@ -12,23 +12,23 @@ from orttrainer.graph.builder import Builder, take_place
 from orttrainer.graph.passes.gradient_marks import DOMAIN, with_gradient
 from orttrainer.graph.passes.speed.gelu import normal_distribution
 
-__all__ = ["DoubleErfPass"]
+__all__ = ["BOUNDS", "FAR", "MIDDLE", "DoubleErfPass"]
 
 # Numerators and denominators, the highest power first: Cody, "Rational Chebyshev approximations for the error function",
 # 1969, to 18 digits. erf(x) / x in x^2, up to the first of these bounds; erfc(x) e^(x^2) in x, up to the second one;
 # and beyond it (1 / sqrt(pi) - x erfc(x) e^(x^2)) x^2 in 1 / x^2.
-_BOUNDS = 0.46875, 4.0
+BOUNDS = 0.46875, 4.0
 _CENTER = (
     (1.85777706184603153e-1, 3.16112374387056560, 1.13864154151050156e2, 3.77485237685302021e2, 3.20937758913846947e3),
     (1.0, 2.36012909523441209e1, 2.44024637934444173e2, 1.28261652607737228e3, 2.84423683343917062e3),
 )
-_MIDDLE = (
+MIDDLE = (
     (2.15311535474403846e-8, 5.64188496988670089e-1, 8.88314979438837594, 6.61191906371416295e1, 2.98635138197400131e2,
      8.81952221241769090e2, 1.71204761263407058e3, 2.05107837782607147e3, 1.23033935479799725e3),
     (1.0, 1.57449261107098347e1, 1.17693950891312499e2, 5.37181101862009858e2, 1.62138957456669019e3,
      3.29079923573345963e3, 4.36261909014324716e3, 3.43936767414372164e3, 1.23033935480374942e3),
 )  # fmt: skip
-_FAR = (
+FAR = (
     (1.63153871373020978e-2, 3.05326634961232344e-1, 3.60344899949804439e-1, 1.25781726111229246e-1,
      1.60837851487422766e-2, 6.58749161529837803e-4),
     (1.0, 2.56852019228982242, 1.87295284992346725, 5.27905102951428412e-1, 6.05183413124413191e-2,
@@ -108,7 +108,7 @@ def _both(op: Builder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
     size, negative = op.Abs(x), op.Less(x, 0.0)
     center = op.Mul(x, _center(op, size))
     tail = _tail(op, size)
-    far = op.Greater(size, _BOUNDS[0])  # which NaN is not
+    far = op.Greater(size, BOUNDS[0])  # which NaN is not
     erf = op.Where(far, op.Where(negative, op.Sub(tail, 1.0), op.Sub(op.scalar(1.0, x), tail)), center)
     beyond = op.Where(negative, op.Sub(op.scalar(2.0, x), tail), tail)
     return erf, op.Where(far, beyond, op.Sub(op.scalar(1.0, x), center))
@@ -116,18 +116,18 @@ def _both(op: Builder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
 
 def _center(op: Builder, size: ir.Value) -> ir.Value:
     """erf(size) / size, up to the first bound."""
-    within = op.Min(size, _BOUNDS[0])
+    within = op.Min(size, BOUNDS[0])
     return _quotient(op, _CENTER, op.Mul(within, within))
 
 
 def _tail(op: Builder, size: ir.Value) -> ir.Value:
     """erfc(size), from the first bound on."""
-    middle = op.Min(op.Max(size, _BOUNDS[0]), _BOUNDS[1])
-    far = op.Max(op.Min(size, _VANISHES), _BOUNDS[1])
+    middle = op.Min(op.Max(size, BOUNDS[0]), BOUNDS[1])
+    far = op.Max(op.Min(size, _VANISHES), BOUNDS[1])
     inverse = op.Reciprocal(op.Mul(far, far))
-    rest = op.Mul(inverse, _quotient(op, _FAR, inverse))
+    rest = op.Mul(inverse, _quotient(op, FAR, inverse))
     beyond = op.Div(op.Sub(op.scalar(1 / math.sqrt(math.pi), size), rest), far)
-    scaled = op.Where(op.Greater(size, _BOUNDS[1]), beyond, _quotient(op, _MIDDLE, middle))
+    scaled = op.Where(op.Greater(size, BOUNDS[1]), beyond, _quotient(op, MIDDLE, middle))
     return op.Mul(_decay(op, op.Min(size, _VANISHES)), scaled)
 
 

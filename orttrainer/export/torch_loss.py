@@ -13,6 +13,7 @@ from torch import nn
 
 from orttrainer import runtime
 from orttrainer.describe import InputSchema, IODescription, ModelDescription, filled, leaves
+from orttrainer.differentiate.double import DoubleKernelsPass
 from orttrainer.differentiate.prepare.opsets import with_known_opset
 from orttrainer.errors import ExportError, ModelError, SchemaError, UnsupportedModelError
 from orttrainer.export.forward_graph import MAX_OPSET, ForwardGraph
@@ -114,7 +115,7 @@ class _Loss(nn.Module):
 def _prediction(body: ir.Model, batch: Sequence[torch.Tensor]) -> torch.Tensor:
     """What the model predicts for the first batch; its shape and dtype count."""
     feeds = {value.name: tensor for value, tensor in zip(body.graph.inputs, batch)}
-    proto, weights = without_weights(body)
+    proto, weights = without_weights(DoubleKernelsPass()(body.clone()).model)
     try:
         (found,) = runtime.run(runtime.checking_session(proto), [body.graph.outputs[0].name], feeds | weights)
     except Exception as error:  # ONNX Runtime raises a dozen classes without a common base

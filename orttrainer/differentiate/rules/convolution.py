@@ -45,7 +45,7 @@ def conv_transpose(op, node, dy):
     """Y = X *^T W + B  ->  dX = dY * W,  dW as in Conv, with X in the place of dY and dY of X,  dB = sum dY."""
     x, w = node.inputs[:2]
     dy, group = ranked(node, dy, x), attribute(node, "group", 1)
-    window = _transposed_window(op, node, x, w)
+    window = transposed_window(op, node, x, w)
     dx = op.Conv(
         dy, w, group=group, strides=list(window.strides), dilations=list(window.dilations),
         pads=[*window.begin, *window.end],
@@ -136,7 +136,7 @@ def _refuse_negative_pads(node: ir.Node, window: Window, x: ir.Value) -> None:
             )
 
 
-def _transposed_window(op, node: ir.Node, x: ir.Value, w: ir.Value) -> Window:
+def transposed_window(op, node: ir.Node, x: ir.Value, w: ir.Value) -> Window:
     """The window of a ConvTranspose: of the Conv that its output would go through to give its input."""
     dims = rank(node, x) - 2
     strides = tuple(attribute(node, "strides", None) or [1] * dims)

@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from orttrainer.differentiate.rules.tools import join, shaped
+from orttrainer.differentiate.rules.unfold import taps_weight_gradient
 from orttrainer.differentiate.rules.windows import (
     TO_THE_END,
     Window,
@@ -34,6 +35,8 @@ def weight_gradient(op, x: ir.Value, dy: ir.Value, w: ir.Value, window: Window, 
     """
     if may_be_zero(x.shape[0], given_sizes(op.graph)):
         x, dy = (op.Pad(v, ints([0] * len(v.shape) + [1] + [0] * (len(v.shape) - 1))) for v in (x, dy))
+    if in_products(w):
+        return taps_weight_gradient(op, x, dy, w, window, group)
     channels = w.shape[1] if isinstance(w.shape[1], int) else None
     unread = window.unread(x, dy)
     if window.pointwise and group == 1:
@@ -48,6 +51,11 @@ def weight_gradient(op, x: ir.Value, dy: ir.Value, w: ir.Value, window: Window, 
             return shaped(_exchanged_weight_gradient(op, x, dy, w, window), w)
         return shaped(_interleaved_weight_gradient(op, x, dy, w, window, group, channels, unread), w)
     return _plain_weight_gradient(op, x, dy, w, window, group)
+
+
+def in_products(w: ir.Value) -> bool:
+    """Whether ONNX Runtime cannot convolve with what the forms below take for a kernel: it has no kernels of float64."""
+    return w.dtype == ir.DataType.DOUBLE and static_dims(w) is not None
 
 
 def _reads_pads_alone(x, window, unread) -> bool:

@@ -164,13 +164,13 @@ def det(op, node, dy):
     (x,), (y,) = node.inputs, node.outputs
     size = next((size for size in x.shape[-2:] if isinstance(size, int)), None)
     if size is not None and size <= 3:
-        return shaped(op.Mul(op.Unsqueeze(dy, [-2, -1]), _cofactors(op, x, size)), x)
+        return shaped(op.Mul(op.Unsqueeze(dy, [-2, -1]), cofactors(op, x, size)), x)
     factor = op.Unsqueeze(op.Mul(dy, y), [-2, -1])
     inverse = op.node("Inverse", x, domain=MICROSOFT, like=x)
     return shaped(op.Mul(factor, swap_last_two(op, inverse)), x)
 
 
-def _cofactors(op, x: ir.Value, size: int) -> ir.Value:
+def cofactors(op, x: ir.Value, size: int) -> ir.Value:
     """The derivative of the determinant of each matrix of at most 3 rows; the rows of a 3 x 3 are cross products."""
     if size <= 1:
         return op.full_like(x, 1.0)

@@ -64,7 +64,7 @@ def average_pool(op, node, dy):
     (x,) = node.inputs
     window, padded, begin = sliding(op, node, x, attribute(node, "kernel_shape", None))
     dy = _counted(node, dy, x, window)
-    for factor in _reciprocal_counts(op, x, dy, window, begin, attribute(node, "count_include_pad", 0)):
+    for factor in reciprocal_counts(op, x, dy, window, begin, attribute(node, "count_include_pad", 0)):
         dy = op.Mul(dy, factor)
     return unpadded(op, spread(op, dy, padded, window), begin, x)
 
@@ -200,7 +200,7 @@ def _one_axis(op, x: ir.Value) -> ir.Value:
 # -- means and norms ------------------------------------------------------------------------
 
 
-def _reciprocal_counts(op, x, dy, window, begin, include_pad):
+def reciprocal_counts(op, x, dy, window, begin, include_pad):
     """1 / (number of positions in the mean) of each window: a factor per axis where it varies, one for the others."""
     common, dims = 1, len(window.strides)
     unread = window.unread(x, dy)

@@ -1,15 +1,12 @@
-"""Resampling: Resize, GridSample, AffineGrid."""
+"""Resampling: Resize."""
 
 from __future__ import annotations
-
-import itertools
 
 import numpy as np
 import onnx_ir as ir
 
 from orttrainer.differentiate.registry import vjp
 from orttrainer.differentiate.rules.tools import (
-    add_to_zeros,
     along,
     attribute,
     constant,
@@ -25,9 +22,6 @@ from orttrainer.errors import GradientError
 FLOAT, DOUBLE = ir.DataType.FLOAT, ir.DataType.DOUBLE
 
 
-# -- Resize ---------------------------------------------------------------------------------
-
-
 @vjp("Resize")
 def resize(op, node, dy):
     """Y = M_1 ... M_n X, a matrix along each axis  ->  dX = M_1^T ... M_n^T dY."""
@@ -39,8 +33,8 @@ def resize(op, node, dy):
     axes = [axis % dims for axis in attribute(node, "axes", None) or range(dims)]
     dx, blocks = dy, {}
     for place, axis in enumerate(axes):
-        scale, region = _scale(op, node, place, axes), _region(op, node, place, len(axes))
-        size, resized = x.shape[axis], _resized(node, x, axis, axes, scale)
+        scale, region = scale_of(op, node, place, axes), region_of(op, node, place, len(axes))
+        size, resized = x.shape[axis], resized_to(node, x, axis, axes, scale)
         same = scale == 1 or (isinstance(size, int) and size == resized and scale is None)
         if same and mode != "tf_crop_and_resize":
             continue
@@ -57,7 +51,7 @@ def resize(op, node, dy):
     return (shaped(dx, x), *[None] * (len(node.inputs) - 1))
 
 
-def _scale(op, node: ir.Node, place: int, axes: list[int]) -> float | ir.Value | None:
+def scale_of(op, node: ir.Node, place: int, axes: list[int]) -> float | ir.Value | None:
     """The scale along an axis, a value where it is known at run time only; None where it follows from the sizes."""
     scales = operand(node, 2)
     if scales is None or (scales.shape is not None and scales.shape.dims == (0,)):
@@ -75,7 +69,7 @@ def _scale(op, node: ir.Node, place: int, axes: list[int]) -> float | ir.Value |
     return op.Gather(scales, np.int64(place)) if known is None else float(known[place])
 
 
-def _resized(node: ir.Node, x: ir.Value, axis: int, axes: list[int], scale: float | ir.Value | None):
+def resized_to(node: ir.Node, x: ir.Value, axis: int, axes: list[int], scale: float | ir.Value | None):
     """The size of an axis of the output, by ONNX's formula; None where it is only known at run time."""
     if not isinstance(x.shape[axis], int) or isinstance(scale, ir.Value):
         return None
@@ -86,7 +80,7 @@ def _resized(node: ir.Node, x: ir.Value, axis: int, axes: list[int], scale: floa
     return int(np.floor(exact)) if operand(node, 3) is None else int(exact + 0.5)
 
 
-def _region(op, node: ir.Node, place: int, count: int) -> tuple[float, float] | ir.Value:
+def region_of(op, node: ir.Node, place: int, count: int) -> tuple[float, float] | ir.Value:
     """The part of an axis that tf_crop_and_resize takes: begin and end, a value where they are known at run time only."""
     if attribute(node, "coordinate_transformation_mode", "half_pixel") != "tf_crop_and_resize":
         return 0.0, 1.0
@@ -166,7 +160,7 @@ def _matrix_at_run_time(
     op, node: ir.Node, x: ir.Value, axis: int, place: int, scale: float | ir.Value | None, region
 ) -> ir.Value:
     """M of one axis whose sizes, scale or region are only known at run time: [resized, size]."""
-    kind, mode = attribute(node, "mode", "nearest"), attribute(node, "coordinate_transformation_mode", "half_pixel")
+    kind = attribute(node, "mode", "nearest")
     if kind != "nearest" and attribute(node, "keep_aspect_ratio_policy", "stretch") == "stretch":
         return _resized_identity(op, node, x, axis, place, scale, region)
     if kind == "cubic" or attribute(node, "antialias", 0):
@@ -176,6 +170,27 @@ def _matrix_at_run_time(
         )
     dtype = DOUBLE if x.dtype == DOUBLE and kind == "linear" else FLOAT
     length, resized = (op.dim(v, axis) for v in (x, node.outputs[0]))
+    at, last, outside = places_at_run_time(op, node, length, resized, scale, region, dtype)
+    if kind == "nearest":
+        at = rounded(op, node, at)
+    at = op.Unsqueeze(op.Max(op.Min(at, last), 0.0), [1])  # [resized, 1]
+    distance = op.Abs(op.Sub(at, op.Cast(positions(op, length), to=int(dtype))))  # [resized, size]
+    matrix = op.Relu(op.Sub(1.0, distance))
+    if outside is not None:  # there Y is the constant extrapolation_value
+        matrix = op.Where(op.Unsqueeze(outside, [1]), op.scalar(0.0, matrix), matrix)
+    return op.cast_as(matrix, x)
+
+
+def places_at_run_time(
+    op, node: ir.Node, length: ir.Value, resized: ir.Value, scale: float | ir.Value | None, region, dtype
+):
+    """`_coordinates` along one axis, the last one of the input there is, and which of them tf_crop_and_resize has outside.
+
+    Args:
+        length, resized: sizes of the axis, 1-element int64.
+        dtype: to compute in.
+    """
+    mode = attribute(node, "coordinate_transformation_mode", "half_pixel")
     size, count = (op.Cast(d, to=int(dtype)) for d in (length, resized))
     row = op.Cast(positions(op, resized), to=int(dtype))
     if isinstance(scale, ir.Value):
@@ -201,16 +216,14 @@ def _matrix_at_run_time(
     else:
         at = op.Where(single, op.scalar(0.0, row), centers) if mode == "pytorch_half_pixel" else centers
     outside = op.Or(op.Less(at, 0.0), op.Greater(at, last)) if mode == "tf_crop_and_resize" else None
-    if kind == "nearest":
-        rounding = attribute(node, "nearest_mode", "round_prefer_floor")
-        half = {"round_prefer_floor": -0.5, "round_prefer_ceil": 0.5}.get(rounding, 0.0)
-        at = (op.Ceil if rounding in ("round_prefer_floor", "ceil") else op.Floor)(op.Add(at, half) if half else at)
-    at = op.Unsqueeze(op.Max(op.Min(at, last), 0.0), [1])  # [resized, 1]
-    distance = op.Abs(op.Sub(at, op.Cast(positions(op, length), to=int(dtype))))  # [resized, size]
-    matrix = op.Relu(op.Sub(1.0, distance))
-    if outside is not None:  # there Y is the constant extrapolation_value
-        matrix = op.Where(op.Unsqueeze(outside, [1]), op.scalar(0.0, matrix), matrix)
-    return op.cast_as(matrix, x)
+    return at, last, outside
+
+
+def rounded(op, node: ir.Node, at: ir.Value) -> ir.Value:
+    """Coordinates as nearest_mode rounds them."""
+    rounding = attribute(node, "nearest_mode", "round_prefer_floor")
+    half = {"round_prefer_floor": -0.5, "round_prefer_ceil": 0.5}.get(rounding, 0.0)
+    return (op.Ceil if rounding in ("round_prefer_floor", "ceil") else op.Floor)(op.Add(at, half) if half else at)
 
 
 def _resized_identity(op, node, x: ir.Value, axis: int, place: int, scale, region) -> ir.Value:
@@ -257,142 +270,3 @@ def _sum_blocks(op, dy: ir.Value, x: ir.Value, blocks: dict[int, int]) -> ir.Val
             summed.append(len(dims))
             dims.append(blocks[axis])
     return op.ReduceSum(reshape(op, dy, *dims), summed, keepdims=0)
-
-
-# -- AffineGrid -----------------------------------------------------------------------------
-
-
-@vjp("AffineGrid")
-def affine_grid(op, node, dy):
-    """Y[n,p] = theta[n] @ (p, 1)  ->  dtheta[n] = sum over p of dY[n,p] (p, 1)^T."""
-    theta, size = node.inputs
-    spatial = rank(node, dy) - 2
-    identity = op.const(np.eye(spatial, spatial + 1)[None], theta.dtype)
-    one_image = op.Concat([1], op.Slice(size, [1], [spatial + 2]), axis=0)
-    points = op.AffineGrid(identity, one_image, align_corners=attribute(node, "align_corners", 0))
-    points = op.Reshape(points, [-1, spatial])
-    points = op.Concat(points, op.full_like(op.Slice(points, [0], [1], [1]), 1.0), axis=1)  # [points, spatial + 1]
-    flat = reshape(op, dy, *sizes(theta, 0), -1, spatial)
-    return shaped(op.MatMul(op.Transpose(flat, perm=[0, 2, 1]), points), theta), None
-
-
-# -- GridSample -----------------------------------------------------------------------------
-
-
-@vjp("GridSample")
-def grid_sample(op, node, dy):
-    """Y[p] = sum_k w_k(grid[p]) X[i_k]  ->  dX[i_k] += w_k dY[p],  dgrid[p] = sum_k w_k' dY[p] X[i_k]."""
-    x, grid = node.inputs
-    spatial = rank(node, x) - 2
-    images = reshape(op, x, *sizes(x, 0, 1), -1)  # [batch, channels, positions]
-    flat_dy = reshape(op, dy, *sizes(x, 0, 1), 1, -1)  # [batch, channels, 1, points]
-    lengths = [op.dim(x, axis + 2) for axis in range(spatial)]
-    at, weights, slopes, inside = [], [], [], []
-    for axis, length in enumerate(lengths):
-        where, slope = _in_pixels(op, node, op.Gather(grid, np.int64(spatial - 1 - axis), axis=spatial + 1), length)
-        where = reshape(op, where, *sizes(x, 0), -1)  # [batch, points]
-        for part, value in zip((at, weights, slopes, inside), _taps(op, node, where, length)):
-            part.append(_combine_axis(op, value, axis, spatial))
-        slopes[-1] = op.Mul(slopes[-1], slope) if slopes[-1] is not None else None
-    index = at[0]
-    for length, part in zip(lengths[1:], at[1:]):
-        index = op.Add(op.Mul(index, length), part)
-    index = reshape(op, index, *sizes(x, 0), -1)  # [batch, taps * points]
-    index = op.Expand(op.Unsqueeze(index, [1]), op.Concat(op.dim(x, 0), op.dim(x, 1), [1], axis=0))
-    weight = _flat(op, _product(op, weights + [m for m in inside if m is not None]))
-    spread = op.Mul(flat_dy, op.Unsqueeze(weight, [1]))  # [batch, channels, taps, points]
-    spread_flat = reshape(op, spread, *sizes(x, 0, 1), -1)
-    dx = add_to_zeros(
-        op, images, spread_flat, lambda zeros, dy: op.ScatterElements(zeros, index, dy, axis=2, reduction="add")
-    )
-    dx = op.reshape_as(dx, x)
-    if slopes[0] is None:
-        return dx, op.zeros_like(grid)  # nearest: Y is piecewise constant in the grid
-    read = op.Reshape(op.GatherElements(images, index, axis=2), op.Shape(spread))
-    products = op.ReduceSum(op.Mul(read, flat_dy), [1], keepdims=0)  # [batch, taps, points]
-    partials = []
-    for axis in reversed(range(spatial)):
-        others = [w for k, w in enumerate(weights) if k != axis]
-        slope = _flat(op, _product(op, [slopes[axis], *others, *(m for m in inside if m is not None)]))
-        partials.append(op.Unsqueeze(op.ReduceSum(op.Mul(products, slope), [1], keepdims=0), [2]))
-    return dx, op.reshape_as(op.Concat(*partials, axis=2), grid)
-
-
-def _in_pixels(op, node: ir.Node, g: ir.Value, length: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """A coordinate in [-1, 1] as a position in pixels, and the derivative of that."""
-    length = op.cast_as(length, g)
-    if attribute(node, "align_corners", 0):
-        slope = op.Mul(op.Sub(length, 1.0), 0.5)
-        return op.Mul(op.Add(g, 1.0), slope), slope
-    slope = op.Mul(length, 0.5)
-    return op.Sub(op.Mul(op.Add(g, 1.0), slope), 0.5), slope
-
-
-def _taps(op, node: ir.Node, at: ir.Value, length: ir.Value):
-    """The pixels that a position is read from, their weights, the slopes of these, and (zeros) whether they exist.
-
-    Each [batch, taps, points]: the points, of which there are many, lie next to each other.
-    """
-    mode = attribute(node, "mode", "linear")
-    at = op.Unsqueeze(at, [1])  # [batch, 1, points]
-    if mode == "nearest":
-        first, offsets = op.Round(at), [0.0]
-        weights, slopes = op.full_like(at, 1.0), None
-    else:
-        first = op.Floor(at)
-        t = op.Sub(at, first)
-        if mode in ("linear", "bilinear"):
-            offsets = [0.0, 1.0]
-            weights = op.Concat(op.Sub(1.0, t), t, axis=1)
-            slopes = op.Concat(op.full_like(t, -1.0), op.full_like(t, 1.0), axis=1)
-        else:
-            offsets = [-1.0, 0.0, 1.0, 2.0]
-            # the coefficients of t^3, t^2, t, 1 for each of the four taps, a = -0.75
-            a = -0.75
-            cubic = np.array([[a, -2 * a, a, 0], [a + 2, -a - 3, 0, 1], [-a - 2, 2 * a + 3, -a, 0], [-a, a, 0, 0]])
-            weights = _polynomial(op, t, cubic)
-            slopes = _polynomial(op, t, cubic[:, :3] * [3, 2, 1])
-    pixel = op.Cast(op.Add(first, op.const(np.array(offsets)[:, None], at.dtype)), to=int(ir.DataType.INT64))
-    last = op.Sub(length, np.int64(1))
-    inside = None
-    padding = attribute(node, "padding_mode", "zeros")
-    if padding == "zeros":
-        inside = op.And(op.GreaterOrEqual(pixel, np.int64(0)), op.LessOrEqual(pixel, last))
-        inside = op.Cast(inside, to=int(at.dtype))
-    elif padding == "reflection":
-        if attribute(node, "align_corners", 0):  # about the centers of the first and the last pixel
-            period = op.Max(op.Mul(last, np.int64(2)), np.int64(1))
-            pixel = op.Mod(pixel, period)
-            pixel = op.Min(pixel, op.Sub(period, pixel))
-        else:  # about their outer edges
-            period = op.Mul(length, np.int64(2))
-            pixel = op.Mod(pixel, period)
-            pixel = op.Min(pixel, op.Sub(op.Sub(period, np.int64(1)), pixel))
-    pixel = op.Max(op.Min(pixel, last), np.int64(0))
-    return pixel, weights, slopes, inside
-
-
-def _polynomial(op, t: ir.Value, coefficients: np.ndarray) -> ir.Value:
-    """Horner's scheme, for all taps at once."""
-    columns = [op.const(c[:, None], t.dtype) for c in coefficients.T]
-    value = columns[0]
-    for column in columns[1:]:
-        value = op.Add(op.Mul(t, value), column)
-    return value
-
-
-def _combine_axis(op, value, axis: int, spatial: int):
-    """[batch, taps, points] with its taps on an axis of their own, so that all combinations broadcast."""
-    if value is None:
-        return None
-    extra = [1 + k for k in range(spatial) if k != axis]
-    return op.Unsqueeze(value, extra) if extra else value
-
-
-def _product(op, values):
-    return list(itertools.accumulate(values, op.Mul))[-1]
-
-
-def _flat(op, value):
-    """[batch, taps..., points] -> [batch, all taps, points]."""
-    return op.Reshape(value, [0, int(np.prod(value.shape.dims[1:-1])), -1])

@@ -264,21 +264,26 @@ def space_to_depth(op, node, dy):
 @vjp("Col2Im")
 def col2im(op, node, dy):
     """Y = overlapping blocks added up to an image  ->  dX = the blocks of dY."""
-    x, image, block = node.inputs
     dims = rank(node, dy) - 2
+    pads = np.array(attribute(node, "pads", [0] * 2 * dims))
+    padded = op.Pad(dy, pads.astype(np.int64), None, np.arange(2, 2 + dims)) if pads.any() else dy
+    pixels = pixels_of_col2im(op, node, dims)
+    return op.reshape_as(op.Gather(op.Reshape(padded, [0, 0, -1]), pixels, axis=2), node.inputs[0])
+
+
+def pixels_of_col2im(op, node: ir.Node, dims: int) -> ir.Value:
+    """Where in the flat padded image each element of each block lies, all elements, then all blocks."""
+    image, block = node.inputs[1:]
     dilations, strides = (attribute(node, name, [1] * dims) for name in ("dilations", "strides"))
     pads = np.array(attribute(node, "pads", [0] * 2 * dims))
     known = constant(image), constant(block)
     if known[0] is not None and known[1] is not None:
-        pixels = op.const(_pixels_of_blocks(*known, dilations, strides, pads))
-    else:
-        pixels = _pixels_at_run_time(op, image, block, dilations, strides, pads)
-    padded = op.Pad(dy, pads.astype(np.int64), None, np.arange(2, 2 + dims)) if pads.any() else dy
-    return op.reshape_as(op.Gather(op.Reshape(padded, [0, 0, -1]), pixels, axis=2), x)
+        return op.const(_pixels_of_blocks(*known, dilations, strides, pads))
+    return _pixels_at_run_time(op, image, block, dilations, strides, pads)
 
 
 def _pixels_of_blocks(sizes, extents, dilations, strides, pads) -> np.ndarray:
-    """Where in the flat padded image each element of each block lies, all elements, then all blocks."""
+    """`pixels_of_col2im` of known sizes."""
     dims = len(sizes)
     padded_sizes = sizes + pads[:dims] + pads[dims:]
     places = [  # along each axis, where element b of block number n lies: [elements, blocks]
@@ -292,7 +297,7 @@ def _pixels_of_blocks(sizes, extents, dilations, strides, pads) -> np.ndarray:
 
 
 def _pixels_at_run_time(op, image: ir.Value, block: ir.Value, dilations, strides, pads) -> ir.Value:
-    """`_pixels_of_blocks` of sizes that are known at run time only."""
+    """The same of sizes that are known at run time only."""
     dims, flat = len(dilations), None
     for k, (dilation, stride) in enumerate(zip(dilations, strides)):
         size, extent = (op.Gather(v, np.array([k])) for v in (image, block))

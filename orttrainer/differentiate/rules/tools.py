@@ -11,7 +11,7 @@ import onnx_ir as ir
 from orttrainer.differentiate.driver import unknown_rank
 from orttrainer.errors import GradientError
 from orttrainer.graph.builder import infer_outputs, static_dims
-from orttrainer.graph.passes.empty_tensors import product_from_left
+from orttrainer.graph.passes.empty_tensors import product_from_left, product_of_rows
 from orttrainer.graph.sizes import given_sizes, may_be_zero
 
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -162,12 +162,13 @@ def scatter_along(
 def along(op, dy: ir.Value, axis: int, matrix: ir.Value) -> ir.Value:
     """M^T dY along one axis."""
     last = len(dy.shape) - 1
+    given = given_sizes(op.graph)
+    empty = any(may_be_zero(size, given) for size in dy.shape.dims[:-2])
     if axis == last - 1:
-        turned, given = op.Transpose(matrix, perm=[1, 0]), given_sizes(op.graph)
-        empty = any(may_be_zero(size, given) for size in dy.shape.dims[:-2])
+        turned = op.Transpose(matrix, perm=[1, 0])
         return product_from_left(op, turned, dy) if empty else op.MatMul(turned, dy)
     if axis == last:
-        return op.MatMul(dy, matrix)
+        return product_of_rows(op, dy, matrix) if empty else op.MatMul(dy, matrix)
     swap = list(range(last + 1))
     swap[axis], swap[last] = last, axis
     return op.Transpose(op.MatMul(op.Transpose(dy, perm=swap), matrix), perm=swap)

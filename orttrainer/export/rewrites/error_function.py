@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from orttrainer.export import double_erf
 from orttrainer.export.rewrites.series import float_of, in_float64, polynomial
 from orttrainer.export.stop_gradient import stopped
 
@@ -28,11 +29,12 @@ _ERFINV_FAR = (
 
 
 def _erfinv(input):
-    """y with erf(y) = x, to a few float32 roundings; infinite at -1 and 1."""
+    """y with erf(y) = x, to a few roundings of the dtype; infinite at -1 and 1."""
     still = stopped(in_float64(input))
     inside = still.abs() < 1
     x = torch.where(inside, still, 0.0)
     y = _erfinv_of(x, -torch.log1p(-(x**2)))
+    y = _refined(y, x.abs(), 1 - x.abs()) if input.dtype == torch.float64 else y
     moved = _moved(y, math.sqrt(math.pi) / 2 * (y * y).exp(), 2 * y, in_float64(input) - still)
     return _beyond(input, moved, inside, (still + 1) / 2)
 
@@ -42,7 +44,9 @@ def _ndtri(input):
     still = stopped(in_float64(input))
     inside = (still > 0) & (still < 1)
     p = torch.where(inside, still, 0.5)
-    y = _erfinv_of(2 * p - 1, -torch.log(4 * p * (1 - p))) * math.sqrt(2)
+    y = _erfinv_of(2 * p - 1, -torch.log(4 * p * (1 - p)))
+    y = _refined(y, (2 * p - 1).abs(), 2 * torch.minimum(p, 1 - p)) if input.dtype == torch.float64 else y
+    y = y * math.sqrt(2)
     moved = _moved(y, math.sqrt(2 * math.pi) * (y * y / 2).exp(), y, in_float64(input) - still)
     return _beyond(input, moved, inside, still)
 
@@ -53,6 +57,15 @@ def _erfinv_of(x, w):
         for c, at in ((_ERFINV_CENTER, w - 2.5), (_ERFINV_TAIL, w.sqrt() - 3), (_ERFINV_FAR, w.sqrt() - 7))
     )
     return torch.where(w < 5, center, torch.where(w < 16, tail, far)) * x
+
+
+def _refined(y, x, rest):
+    """y nearer to where erf(|y|) is x, or where x is near 1, erfc(|y|) is 1 - x: by a step of Halley's, of cubic order."""
+    z = y.abs()
+    off = (
+        torch.where(x < 0.5, torch.erf(z) - x, rest - torch.special.erfc(z)) * (math.sqrt(math.pi) / 2) * (z * z).exp()
+    )
+    return torch.sign(y) * (z - off / (1 + off * z))
 
 
 def _moved(y, slope, k, change):
@@ -74,17 +87,35 @@ _LOG_ERFCX = (
 )  # fmt: skip
 
 
-def _log_erfcx(z):
-    """log(erfc(z) e^(z^2)) for z >= 0."""
+def _log_erfcx(z, dtype):
+    """log(erfc(z) e^(z^2)) for z >= 0, as exact as `dtype`."""
+    if dtype == torch.float64:
+        return _erfcx_of(z).log()
     t = 1 / (1 + z / 2)
     return t.log() + polynomial(_LOG_ERFCX, 2 * t - 1)
+
+
+def _erfcx_of(z):
+    """erfc(z) e^(z^2) for z >= 0, by Cody's rational functions."""
+    first, second = double_erf.BOUNDS
+    center = torch.where(z < first, z, 0.0)
+    far = z.clamp(min=second)
+    inverse = 1 / (far * far)
+    tail = (1 / math.sqrt(math.pi) - inverse * _quotient(double_erf.FAR, inverse)) / far
+    middle = torch.where(z > second, tail, _quotient(double_erf.MIDDLE, z.clamp(first, second)))
+    return torch.where(z < first, (center * center).exp() * torch.special.erfc(center), middle)
+
+
+def _quotient(polynomials, x):
+    numerator, denominator = (polynomial(coefficients, x) for coefficients in polynomials)
+    return numerator / denominator
 
 
 def _log_ndtr(input, *, out=None):
     """log P(Y < x) for a normal Y."""
     x = in_float64(input)
     z = torch.where(x < 0, -x, x) / math.sqrt(2)
-    less = _log_erfcx(z) - z * z - math.log(2)  # that of -|x|
+    less = _log_erfcx(z, input.dtype) - z * z - math.log(2)  # that of -|x|
     value = torch.where(x < 0, less, torch.log1p(-less.exp()))
     return value.to(float_of(input))
 
@@ -92,7 +123,7 @@ def _log_ndtr(input, *, out=None):
 def _erfcx(input, *, out=None):
     """erfc(x) e^(x^2), where the one may be 0 and the other infinite."""
     x = in_float64(input)
-    right = _log_erfcx(torch.where(x < 0, -x, x)).exp()
+    right = _log_erfcx(torch.where(x < 0, -x, x), input.dtype).exp()
     left = torch.where(x < 0, x, 0.0)
     value = torch.where(x < 0, 2 * (left * left).exp() - right, right)
     return value.to(float_of(input))

@@ -202,16 +202,40 @@ def _lu(A, *, pivot=True, out=None):
     return torch.return_types.linalg_lu(_LU.apply(A))
 
 
+def _pivots(A):
+    """Numbers whose product is the determinant but for its sign, and 1 or -1, which is the rest of that."""
+    P, _, U, _ = _eliminated(A.double())
+    order = P.argmax(-2)
+    exchanges = (order.unsqueeze(-1) > order.unsqueeze(-2)).triu(1).sum((-2, -1))
+    return U.diagonal(dim1=-2, dim2=-1), 1 - 2 * (exchanges % 2)
+
+
+class _Det(Function):
+    @staticmethod
+    def forward(ctx, A):
+        pivots, sign = _pivots(A)
+        found = sign * pivots.prod(-1)
+        ctx.save_for_backward(A, found)
+        return found
+
+    @staticmethod
+    def backward(ctx, d):
+        A, found = ctx.saved_tensors
+        return (d * found)[..., None, None] * inverse(A).mT
+
+
+def _det(A, *, out=None):
+    """torch.linalg.det; of large matrices of float64, of which ONNX Runtime has none."""
+    return torch.linalg.det(A) if A.dtype != torch.float64 or A.shape[-1] <= 3 else _Det.apply(A)
+
+
 class _Slogdet(Function):
     """Sign and logarithm of the determinant, which itself may be too large or small for a number."""
 
     @staticmethod
     def forward(ctx, A):
-        P, _, U, _ = _eliminated(A.double())
-        pivots = U.diagonal(dim1=-2, dim2=-1)
-        order = P.argmax(-2)
-        exchanges = (order.unsqueeze(-1) > order.unsqueeze(-2)).triu(1).sum((-2, -1))
-        sign = (1 - 2 * (exchanges % 2)) * torch.sign(pivots).prod(-1)
+        pivots, sign = _pivots(A)
+        sign = sign * torch.sign(pivots).prod(-1)
         ctx.save_for_backward(A)
         sign = sign.to(A.dtype)
         ctx.mark_non_differentiable(sign)
@@ -312,11 +336,13 @@ class _QR(Function):
         A, Q, R = (x.double() for x in ctx.saved_tensors)
         dQ, dR = dQ.double(), dR.double()
         beyond = dR[..., number:]  # more columns than rows: these are Q^T A
-        dQ = dQ + A[..., number:] @ beyond.mT
+        # Products over nothing ONNX Runtime (1.31.1) does not write, where it takes a transpose into those of a batch.
+        if A.shape[-1] > number:
+            dQ = dQ + A[..., number:] @ beyond.mT
         R, dR = R[..., :number], dR[..., :number]
         M = R @ dR.mT - dQ.mT @ Q
         dA = (dQ + Q @ (M.tril() + M.tril(-1).mT)) @ _inverse_of_triangle(R, upper=True).mT
-        return torch.cat([dA, Q @ beyond], -1).to(dtype)
+        return (torch.cat([dA, Q @ beyond], -1) if A.shape[-1] > number else dA).to(dtype)
 
 
 def complete_basis(U):
@@ -356,6 +382,7 @@ REWRITES = only_exporting(
         torch.linalg.householder_product: _householder_product,
         **dict.fromkeys([torch.orgqr, torch.Tensor.orgqr], _householder_product),
         torch.linalg.lu: _lu,
+        **dict.fromkeys([torch.linalg.det, torch.det, torch.Tensor.det], _det),
         **dict.fromkeys([torch.linalg.slogdet, torch.slogdet, torch.Tensor.slogdet], _slogdet),
         **dict.fromkeys([torch.logdet, torch.Tensor.logdet], _logdet),
         torch.linalg.qr: _qr,

@@ -7,6 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from orttrainer.export.rewrites.spelled_out import log_sigmoid
 from orttrainer.export.stop_gradient import stop_gradient
 
 __all__ = ["REWRITES"]
@@ -105,10 +106,10 @@ def _multilabel_margin_loss(input, target, reduction=1):
 
 def _binary_cross_entropy_with_logits(input, target, weight=None, pos_weight=None, reduction=1):
     """torch.binary_cross_entropy_with_logits; the exporters' Log(Sigmoid(x)) is -inf from -88 on."""
-    log_sigmoid = -F.softplus(-input)
+    logarithm = log_sigmoid(input)
     if pos_weight is not None:
-        log_sigmoid = log_sigmoid * ((pos_weight - 1) * target + 1)
-    return _weighted((1 - target) * input - log_sigmoid, weight, reduction)
+        logarithm = logarithm * ((pos_weight - 1) * target + 1)
+    return _weighted((1 - target) * input - logarithm, weight, reduction)
 
 
 def _binary_cross_entropy(input, target, weight=None, reduction=1):

@@ -1,7 +1,7 @@
 """The logarithm of the gamma function with its derivatives, which ONNX has not.
 
-By Stirling's series at 8 and above, which leaves out less than 1e-11; smaller arguments are moved there by
-gamma(x + 1) = x gamma(x), and negative ones are reflected. In float64, for the terms cancel.
+By Stirling's series at 8 and above, which leaves out less than 1e-11, or of float64 at 16 and above; smaller arguments are
+moved there by gamma(x + 1) = x gamma(x), and negative ones are reflected. In float64, for the terms cancel.
 """
 
 from __future__ import annotations
@@ -14,17 +14,21 @@ from orttrainer.export.rewrites.series import float_of, in_float64, polynomial
 
 __all__ = ["REWRITES"]
 
-_SHIFT = 8
 _LGAMMA_SERIES = (1 / 12, -1 / 360, 1 / 1260, -1 / 1680, 1 / 1188, -691 / 360360)
 _DIGAMMA_SERIES = (1 / 12, -1 / 120, 1 / 252, -1 / 240, 1 / 132, -691 / 32760)
 
 
+def _shift(input):
+    """Where Stirling's series is as exact as the dtype."""
+    return 16 if input.dtype == torch.float64 else 8
+
+
 def _lgamma(input):
     """log |gamma(x)|; infinite at 0, -1, -2, ..."""
-    x, mirrored, z, small, w = _shifted(input)
+    x, mirrored, z, small, w = _shifted(input, _shift(input))
     value = (w - 0.5) * w.log() - w + 0.5 * math.log(2 * math.pi) + _series(_LGAMMA_SERIES, w) / w
     product = torch.ones_like(z)
-    for step in range(_SHIFT):
+    for step in range(_shift(input)):
         product = product * torch.where(small, z + step, 1.0)
     value = value - product.log()
     reflected = math.log(math.pi) - _angle(x, mirrored).sin().abs().log() - value
@@ -33,9 +37,9 @@ def _lgamma(input):
 
 def _digamma(input):
     """The derivative of lgamma; -inf at 0, NaN at -1, -2, ..."""
-    x, mirrored, z, small, w = _shifted(input)
+    x, mirrored, z, small, w = _shifted(input, _shift(input))
     value = w.log() - 0.5 / w - _series(_DIGAMMA_SERIES, w) / (w * w)
-    for step in range(_SHIFT):
+    for step in range(_shift(input)):
         value = value - torch.where(small, 1.0 / torch.where(small, z + step, 1.0), 0.0)
     angle = _angle(x, mirrored)
     value = value - torch.where(mirrored, math.pi * angle.cos() / angle.sin(), 0.0)
@@ -43,7 +47,7 @@ def _digamma(input):
     return torch.where(x == 0, -math.inf, value).to(float_of(input))
 
 
-def _shifted(input, shift=_SHIFT):
+def _shifted(input, shift):
     """x; whether it is reflected; z, which is x or 1 - x; whether z is small; w >= shift, which is z or z + shift."""
     x = in_float64(input)
     mirrored = x < 0.5
@@ -75,7 +79,7 @@ def _polygamma(n, input):
     """The derivative of order n of digamma; infinite at 0, -1, -2, ..."""
     if n == 0:
         return _digamma(input)
-    shift = _SHIFT + n
+    shift = _shift(input) + n
     x, mirrored, z, small, w = _shifted(input, shift)
     series = [coefficient * math.perm(2 * k + n + 1, n) for k, coefficient in enumerate(_DIGAMMA_SERIES)]
     total = w**-n * (math.factorial(n - 1) + math.factorial(n) / 2 / w + _series(series, w) / (w * w))

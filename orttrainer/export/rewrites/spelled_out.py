@@ -115,9 +115,12 @@ else:
     _larger, _smaller = larger, smaller
 
 
-def _log_sigmoid(input):
+def log_sigmoid(input):
     """Exporters write the logarithm of the sigmoid, which is infinite below -100."""
-    return -F.softplus(-input)
+    threshold = (
+        math.inf if input.dtype == torch.float64 else 20
+    )  # beyond which softplus is taken for x: 2e-9 too little
+    return -F.softplus(-input, threshold=threshold)
 
 
 def _hypot(input, other):
@@ -167,7 +170,7 @@ def atan2(y, x):
     base = torch.where(steep, y, x)
     nothing = base == 0
     slope = torch.where(nothing, 0.0, torch.where(steep, x, y)) / torch.where(nothing, 1.0, base)
-    turn = torch.where(_sign(x) < 0, math.pi, 0.0).to(dtype)
+    turn = (_sign(x) < 0).to(dtype) * math.pi
     return torch.where(steep, _sign(y) * (math.pi / 2) - slope.atan(), slope.atan() + _sign(y) * turn)
 
 
@@ -409,7 +412,7 @@ REWRITES = {
     torch.norm: _norm,
     torch.Tensor.norm: _tensor_norm,
     torch.pdist: _pdist,
-    torch._C._nn.log_sigmoid: _log_sigmoid,
+    torch._C._nn.log_sigmoid: log_sigmoid,
     F.pairwise_distance: _pairwise_distance,
     F.hardtanh: _hardtanh,
     F.relu6: _relu6,

@@ -58,7 +58,7 @@ def _matmul(op: Builder, node: ir.Node, given: set[str]) -> bool:
         ones = [*range(len(left.shape) - 2)]
         new = product_from_left(op, op.Squeeze(left, ones) if ones else left, right)
     elif len(right.shape) == 2 and _is_turned(left) and any(may_be_zero(size, given) for size in left.shape.dims[:-2]):
-        new = _product_of_rows(op, left, right)
+        new = product_of_rows(op, left, right)
     else:
         return False
     _put(op, node, [new])
@@ -73,10 +73,10 @@ def product_from_left(op: Builder, matrix: ir.Value, x: ir.Value) -> ir.Value:
     """A matrix times each of the matrices of x, of which there may be none."""
     rank = len(x.shape)
     swap = [*range(rank - 2), rank - 1, rank - 2]
-    return op.Transpose(_product_of_rows(op, op.Transpose(x, perm=swap), op.Transpose(matrix, perm=[1, 0])), perm=swap)
+    return op.Transpose(product_of_rows(op, op.Transpose(x, perm=swap), op.Transpose(matrix, perm=[1, 0])), perm=swap)
 
 
-def _product_of_rows(op: Builder, x: ir.Value, matrix: ir.Value) -> ir.Value:
+def product_of_rows(op: Builder, x: ir.Value, matrix: ir.Value) -> ir.Value:
     """Each of the matrices of x, of which there may be none, times a matrix: the rows of all of them at once."""
     last = len(x.shape) - 1
     rows = op.Reshape(x, op.Concat(op.const(np.array([-1])), op.dim(matrix, 0), axis=0))

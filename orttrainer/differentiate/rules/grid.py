@@ -1,0 +1,168 @@
+"""Resampling: AffineGrid and GridSample."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import onnx_ir as ir
+
+from orttrainer.differentiate.registry import vjp
+from orttrainer.differentiate.rules.tools import add_to_zeros, attribute, rank, shaped
+from orttrainer.differentiate.rules.windows import reshape, sizes
+
+
+@vjp("AffineGrid")
+def affine_grid(op, node, dy):
+    """Y[n,p] = theta[n] @ (p, 1)  ->  dtheta[n] = sum over p of dY[n,p] (p, 1)^T."""
+    theta, size = node.inputs
+    spatial = rank(node, dy) - 2
+    identity = op.const(np.eye(spatial, spatial + 1)[None], theta.dtype)
+    one_image = op.Concat([1], op.Slice(size, [1], [spatial + 2]), axis=0)
+    points = op.AffineGrid(identity, one_image, align_corners=attribute(node, "align_corners", 0))
+    points = op.Reshape(points, [-1, spatial])
+    points = op.Concat(points, op.full_like(op.Slice(points, [0], [1], [1]), 1.0), axis=1)  # [points, spatial + 1]
+    flat = reshape(op, dy, *sizes(theta, 0), -1, spatial)
+    return shaped(op.MatMul(op.Transpose(flat, perm=[0, 2, 1]), points), theta), None
+
+
+@vjp("GridSample")
+def grid_sample(op, node, dy):
+    """Y[p] = sum_k w_k(grid[p]) X[i_k]  ->  dX[i_k] += w_k dY[p],  dgrid[p] = sum_k w_k' dY[p] X[i_k]."""
+    x, grid = node.inputs
+    spatial = rank(node, x) - 2
+    images = reshape(op, x, *sizes(x, 0, 1), -1)  # [batch, channels, positions]
+    flat_dy = reshape(op, dy, *sizes(x, 0, 1), 1, -1)  # [batch, channels, 1, points]
+    index, weights, slopes, inside = reads(op, node)
+    weight = _flat(op, _product(op, weights + inside))
+    spread = op.Mul(flat_dy, op.Unsqueeze(weight, [1]))  # [batch, channels, taps, points]
+    spread_flat = reshape(op, spread, *sizes(x, 0, 1), -1)
+    dx = add_to_zeros(
+        op, images, spread_flat, lambda zeros, dy: op.ScatterElements(zeros, index, dy, axis=2, reduction="add")
+    )
+    dx = op.reshape_as(dx, x)
+    if slopes[0] is None:
+        return dx, op.zeros_like(grid)  # nearest: Y is piecewise constant in the grid
+    read = op.Reshape(op.GatherElements(images, index, axis=2), op.Shape(spread))
+    products = op.ReduceSum(op.Mul(read, flat_dy), [1], keepdims=0)  # [batch, taps, points]
+    partials = []
+    for axis in reversed(range(spatial)):
+        others = [w for k, w in enumerate(weights) if k != axis]
+        slope = _flat(op, _product(op, [slopes[axis], *others, *inside]))
+        partials.append(op.Unsqueeze(op.ReduceSum(op.Mul(products, slope), [1], keepdims=0), [2]))
+    return dx, op.reshape_as(op.Concat(*partials, axis=2), grid)
+
+
+def grid_sample_by_definition(op, node: ir.Node) -> ir.Value:
+    """Y[p] = sum_k w_k(grid[p]) X[i_k], by GatherElements."""
+    x, grid = node.inputs
+    index, weights, _, inside = reads(op, node)
+    weight = op.Unsqueeze(_flat(op, _product(op, weights + inside)), [1])  # [batch, 1, taps, points]
+    read = op.GatherElements(reshape(op, x, *sizes(x, 0, 1), -1), index, axis=2)
+    read = reshape(op, read, *sizes(x, 0, 1), *sizes(weight, 2), -1)
+    y = op.ReduceSum(op.Mul(read, weight), [2], keepdims=0)
+    return reshape(op, y, *sizes(x, 0, 1), *sizes(grid, *range(1, len(grid.shape) - 1)))
+
+
+def reads(op, node: ir.Node):
+    """What a GridSample reads: flat indices [batch, channels, taps * points], and along each axis the weights, their
+    slopes by the grid, and (with zeros around) whether there is such a pixel, each [batch, taps..., points]."""
+    x, grid = node.inputs
+    spatial = len(x.shape) - 2
+    lengths = [op.dim(x, axis + 2) for axis in range(spatial)]
+    at, weights, slopes, inside = [], [], [], []
+    for axis, length in enumerate(lengths):
+        where, slope = _in_pixels(op, node, op.Gather(grid, np.int64(spatial - 1 - axis), axis=spatial + 1), length)
+        where = reshape(op, where, *sizes(x, 0), -1)  # [batch, points]
+        for part, value in zip((at, weights, slopes, inside), _taps(op, node, where, length)):
+            part.append(_combine_axis(op, value, axis, spatial))
+        slopes[-1] = op.Mul(slopes[-1], slope) if slopes[-1] is not None else None
+    index = at[0]
+    for length, part in zip(lengths[1:], at[1:]):
+        index = op.Add(op.Mul(index, length), part)
+    index = reshape(op, index, *sizes(x, 0), -1)  # [batch, taps * points]
+    index = op.Expand(op.Unsqueeze(index, [1]), op.Concat(op.dim(x, 0), op.dim(x, 1), [1], axis=0))
+    return index, weights, slopes, [mask for mask in inside if mask is not None]
+
+
+def _in_pixels(op, node: ir.Node, g: ir.Value, length: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """A coordinate in [-1, 1] as a position in pixels, and the derivative of that."""
+    length = op.cast_as(length, g)
+    if attribute(node, "align_corners", 0):
+        slope = op.Mul(op.Sub(length, 1.0), 0.5)
+        return op.Mul(op.Add(g, 1.0), slope), slope
+    slope = op.Mul(length, 0.5)
+    return op.Sub(op.Mul(op.Add(g, 1.0), slope), 0.5), slope
+
+
+def _taps(op, node: ir.Node, at: ir.Value, length: ir.Value):
+    """The pixels that a position is read from, their weights, the slopes of these, and (zeros) whether they exist.
+
+    Each [batch, taps, points]: the points, of which there are many, lie next to each other.
+    """
+    mode = attribute(node, "mode", "linear")
+    at = op.Unsqueeze(at, [1])  # [batch, 1, points]
+    if mode == "nearest":
+        first, offsets = op.Round(at), [0.0]
+        weights, slopes = op.full_like(at, 1.0), None
+    else:
+        first = op.Floor(at)
+        t = op.Sub(at, first)
+        if mode in ("linear", "bilinear"):
+            offsets = [0.0, 1.0]
+            weights = op.Concat(op.Sub(1.0, t), t, axis=1)
+            slopes = op.Concat(op.full_like(t, -1.0), op.full_like(t, 1.0), axis=1)
+        else:
+            offsets = [-1.0, 0.0, 1.0, 2.0]
+            cubic = keys_kernel(-0.75)
+            weights = _polynomial(op, t, cubic)
+            slopes = _polynomial(op, t, cubic[:, :3] * [3, 2, 1])
+    pixel = op.Cast(op.Add(first, op.const(np.array(offsets)[:, None], at.dtype)), to=int(ir.DataType.INT64))
+    last = op.Sub(length, np.int64(1))
+    inside = None
+    padding = attribute(node, "padding_mode", "zeros")
+    if padding == "zeros":
+        inside = op.And(op.GreaterOrEqual(pixel, np.int64(0)), op.LessOrEqual(pixel, last))
+        inside = op.Cast(inside, to=int(at.dtype))
+    elif padding == "reflection":
+        if attribute(node, "align_corners", 0):  # about the centers of the first and the last pixel
+            period = op.Max(op.Mul(last, np.int64(2)), np.int64(1))
+            pixel = op.Mod(pixel, period)
+            pixel = op.Min(pixel, op.Sub(period, pixel))
+        else:  # about their outer edges
+            period = op.Mul(length, np.int64(2))
+            pixel = op.Mod(pixel, period)
+            pixel = op.Min(pixel, op.Sub(op.Sub(period, np.int64(1)), pixel))
+    pixel = op.Max(op.Min(pixel, last), np.int64(0))
+    return pixel, weights, slopes, inside
+
+
+def keys_kernel(a: float) -> np.ndarray:
+    """The weights of the four pixels around a place, t behind the second: coefficients of t^3, t^2, t and 1 for each."""
+    return np.array([[a, -2 * a, a, 0], [a + 2, -a - 3, 0, 1], [-a - 2, 2 * a + 3, -a, 0], [-a, a, 0, 0]])
+
+
+def _polynomial(op, t: ir.Value, coefficients: np.ndarray) -> ir.Value:
+    """Horner's scheme, for all taps at once."""
+    columns = [op.const(c[:, None], t.dtype) for c in coefficients.T]
+    value = columns[0]
+    for column in columns[1:]:
+        value = op.Add(op.Mul(t, value), column)
+    return value
+
+
+def _combine_axis(op, value, axis: int, spatial: int):
+    """[batch, taps, points] with its taps on an axis of their own, so that all combinations broadcast."""
+    if value is None:
+        return None
+    extra = [1 + k for k in range(spatial) if k != axis]
+    return op.Unsqueeze(value, extra) if extra else value
+
+
+def _product(op, values):
+    return list(itertools.accumulate(values, op.Mul))[-1]
+
+
+def _flat(op, value):
+    """[batch, taps..., points] -> [batch, all taps, points]."""
+    return op.Reshape(value, [0, int(np.prod(value.shape.dims[1:-1])), -1])

@@ -1,0 +1,84 @@
+"""Operators that ONNX Runtime's CPU provider has no float64 kernels for, as they are written out for it, and their gradients."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from cases import activation, convolution, convolution_transposed, elementwise, normalization, pooling, resize, shape
+
+from orttrainer.differentiate.double.kernels import DoubleKernelsPass, lacks_kernels
+from orttrainer.differentiate.rules import convolution_weights
+from orttrainer.testing import Case, check_vjp
+from orttrainer.testing.check import _gradients, _model, _run_onnxruntime, evaluate
+
+FAMILIES = activation, convolution, convolution_transposed, elementwise, normalization, pooling, resize, shape
+# ONNX's evaluator has the scales in float32; of a kernel of unknown size there are no taps to write out.
+LESS_EXACT = {"cubic_down", "cubic_align_corners", "cubic_exclude_outside", "cubic_antialias"}
+
+
+def written_out(model, feeds):
+    """Outputs of a float64 model as ONNX Runtime computes them."""
+    model = ir.from_proto(model)
+    DoubleKernelsPass()(model)
+    assert not lacks_kernels(model)
+    return _run_onnxruntime(ir.to_proto(model), feeds)
+
+
+def lacking(case) -> bool:
+    known = case.opset >= 18 and not case.domain and not (case.op_type == "Resize" and case.name == "crop")
+    return known and lacks_kernels(ir.from_proto(_model(case, np.float64)[0]))
+
+
+CASES = [case for family in FAMILIES for case in family.CASES if lacking(case)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("symbolic", [False, True], ids=["", "symbolic"])
+def test_outputs_and_gradients_are_exact_in_float64(case, symbolic):
+    if symbolic and (not case.symbolic or case.op_type in ("Conv", "ConvTranspose", "Col2Im")):
+        pytest.skip("sizes are needed")
+    model, feeds = _model(case, np.float64, symbolic=symbolic)
+    expected = evaluate(model, feeds)
+    rng = np.random.default_rng(0)
+    cotangents = {name: np.asarray(rng.standard_normal(y.shape)) for name, y in expected.items()}
+    found = written_out(model, feeds)
+    close(found, expected, 1e-6 if case.name in LESS_EXACT else 1e-14)
+    close(_gradients(model, feeds, cotangents, run=written_out), _gradients(model, feeds, cotangents), 1e-13)
+
+
+def close(found, expected, tolerance):
+    for name, y in expected.items():
+        assert found[name].shape == y.shape
+        np.testing.assert_allclose(found[name], y, rtol=0, atol=tolerance * max(1.0, np.abs(y).max(initial=0.0)))
+
+
+@pytest.mark.parametrize("case", convolution.CASES + convolution_transposed.CASES, ids=str)
+def test_the_forms_of_weight_gradients_of_float32_are_exact_as_well(case, monkeypatch):
+    monkeypatch.setattr(convolution_weights, "in_products", lambda w: False)
+    check_vjp(case)
+
+
+def numbers() -> np.ndarray:
+    """Of all magnitudes, around the bounds of series, near where functions are 0 or infinite, and what is no number."""
+    rng = np.random.default_rng(0)
+    sizes = [10.0 ** rng.uniform(-300, 308, 2000), 10.0 ** rng.uniform(-3, 3, 4000), rng.uniform(0, 2, 4000)]
+    sizes += [1 - 10.0 ** rng.uniform(-16, 0, 1000), 1 + 10.0 ** rng.uniform(-16, 0, 1000)]
+    sizes += [np.nextafter(np.arange(400) * np.pi / 2, end) for end in (0, np.inf)]
+    sizes += [[0.5, 0.66, 1.0, 1.5, 2.0**19, 2.0**28, 709.0, 709.78, 5e-324, 0.0, np.inf, np.nan]]
+    return np.concatenate([*sizes, *(-np.asarray(size) for size in sizes)])
+
+
+FUNCTIONS = {
+    "Acos": np.arccos, "Acosh": np.arccosh, "Asin": np.arcsin, "Asinh": np.arcsinh, "Atan": np.arctan,
+    "Atanh": np.arctanh, "Cosh": np.cosh, "Sinh": np.sinh, "Tan": np.tan,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op_type, function", FUNCTIONS.items(), ids=FUNCTIONS)
+def test_functions_are_exact_at_all_magnitudes(op_type, function):
+    x = numbers()
+    with np.errstate(all="ignore"):
+        expected = function(x)
+    found = written_out(*_model(Case(op_type, x), np.float64))["y0"]
+    np.testing.assert_allclose(found, expected, rtol=1e-15, atol=1e-307)
