@@ -1,0 +1,95 @@
+"""Norms and distances: the exporters forget `keepdim`, have no norm of a matrix, and their x^p has no slope at 0."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from orttrainer.export.rewrites.extrema import largest_difference
+from orttrainer.export.rewrites.spectra import spectral_norm
+from orttrainer.export.rewrites.spelled_out import functions
+
+__all__ = ["REWRITES"]
+
+
+def _vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
+    """torch.linalg.vector_norm; exporters forget `keepdim` without `dim`, and their x^p has no slope at 0."""
+    x = x if dtype is None else x.to(dtype)
+    dim = None if dim == () else dim
+    if dim is None and keepdim:
+        return _vector_norm(x.flatten(), ord, 0).reshape([1] * x.dim())
+    if ord in (0, 1, 2, math.inf, -math.inf):
+        return torch.linalg.vector_norm(x, ord, dim, keepdim)
+    axes = list(range(x.dim())) if dim is None else dim
+    none = 0.0 if ord > 0 else math.inf  # 0^ord
+    zero = x == 0
+    powers = torch.where(zero, none, torch.where(zero, 1.0, x).abs() ** ord)
+    total = powers.sum(axes, keepdim) if x.dim() else powers
+    zero = total == 0
+    return torch.where(zero, none, torch.where(zero, 1.0, total) ** (1.0 / ord))
+
+
+def _linalg_norm(x, ord=None, dim=None, keepdim=False, *, dtype=None):
+    """torch.linalg.norm: of a vector if `ord` is not given, or goes along one axis; else of a matrix."""
+    axes = x.dim() if dim is None else 1 if isinstance(dim, int) else len(dim)
+    if ord in (None, "fro"):
+        return _vector_norm(x, 2, dim, keepdim, dtype=dtype)
+    if axes <= 1 and not isinstance(ord, str):
+        return _vector_norm(x, ord, dim, keepdim, dtype=dtype)
+    return _matrix_norm(x, ord, (-2, -1) if dim is None else dim, keepdim, dtype=dtype)
+
+
+def _matrix_norm(A, ord="fro", dim=(-2, -1), keepdim=False, *, dtype=None):
+    """torch.linalg.matrix_norm, whose Frobenius norm has the slope 0 at 0."""
+    if ord == "fro":
+        return _vector_norm(A, 2, dim, keepdim, dtype=dtype)
+    if ord in (2, -2, "nuc"):
+        return spectral_norm(A if dtype is None else A.to(dtype), ord, dim, keepdim)
+    return torch.linalg.matrix_norm(A, ord, dim, keepdim, dtype=dtype)
+
+
+def _norm(input, p="fro", dim=None, keepdim=False, out=None, dtype=None):
+    """torch.norm, which knows no norm of a matrix but the nuclear one."""
+    if p == "nuc":
+        return spectral_norm(input if dtype is None else input.to(dtype), p, dim, keepdim)
+    if out is not None:
+        return torch.norm(input, p, dim, keepdim, out, dtype)
+    return _vector_norm(input, 2 if p in ("fro", None) else p, dim, keepdim, dtype=dtype)
+
+
+def _tensor_norm(input, p="fro", dim=None, keepdim=False, dtype=None):
+    return _norm(input, p, dim, keepdim, dtype=dtype)
+
+
+def _cdist(x1, x2, p=2.0, compute_mode=None):
+    """The norm of each difference; 0 has the slope 0. The axis is counted from the first: see `spelled_out._vecdot`."""
+    differences = x1.unsqueeze(-2) - x2.unsqueeze(-3)
+    return _distance(differences, p, differences.dim() - 1)
+
+
+def _pdist(input, p=2.0):
+    """The distances of all pairs of rows."""
+    first, second = torch.triu_indices(input.size(0), input.size(0), 1)
+    return _distance(input[first] - input[second], p, -1)
+
+
+def _distance(differences, p, axis):
+    return largest_difference(differences) if p == math.inf else _vector_norm(differences, p, axis)
+
+
+def _pairwise_distance(x1, x2, p=2.0, eps=1e-6, keepdim=False):
+    return _vector_norm(x1 - x2 + eps, p, -1, keepdim)
+
+
+REWRITES = {
+    torch.linalg.vector_norm: _vector_norm,
+    torch.linalg.matrix_norm: _matrix_norm,
+    torch.linalg.norm: _linalg_norm,
+    torch.norm: _norm,
+    torch.Tensor.norm: _tensor_norm,
+    torch.pdist: _pdist,
+    F.pairwise_distance: _pairwise_distance,
+    **functions(cdist=_cdist),
+}
