@@ -273,7 +273,8 @@ class ORTTrainer(FrontEnd):
         """Name -> CPU tensor (a copy) for all weights and buffers and, if asked, the optimizer's state.
 
         Optimizer entries have the legacy names `Moment_1_<weight>`, `Moment_2_<weight>`,
-        `Update_Count_<weight>` (Adam) and `Step` (LAMB); with float16 there are the copies
+        `Update_Count_<weight>` (Adam) and `Step` (LAMB), beyond legacy also `Momentum_<weight>` (SGD) and
+        `Max_Moment_2_<weight>` (amsgrad); with float16 there are the copies
         `<weight>_fp16`, and of the trainer's own `LossScaler`, if that is dynamic, "Loss_Scale" and
         "Loss_Scale_Stable_Steps"; a scale that `train_step` takes is the caller's to save. Before the first step of a
         torch module what was loaded, or empty, with a warning.

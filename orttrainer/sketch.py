@@ -76,7 +76,7 @@ def trainer(
     Raises:
         InvalidArgumentError: an argument has a value that cannot be used; a parameter of the
             optimizer is not in the model.
-        UnsupportedFeatureError: another optimizer, or amsgrad, dampening, differentiable.
+        UnsupportedFeatureError: another optimizer, or differentiable.
 
     Parameters that are in no group are not trained. The model is compiled with the first batch.
 

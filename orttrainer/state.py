@@ -26,7 +26,7 @@ from orttrainer.state_dict import (
     checked_accumulated,
 )
 from orttrainer.training_graph import SEED, StateEntry, TrainingGraph
-from orttrainer.update_counts import SHARED_COUNT, counts_in
+from orttrainer.update_counts import SHARED_COUNT, counts_in, counts_to_load
 
 log = logging.getLogger("orttrainer")
 
@@ -359,7 +359,7 @@ class TrainedState:
 
     def counts_in(self, given: Mapping[str, torch.Tensor]) -> dict[str, int]:
         """What a state dict says of the trained parameters."""
-        return counts_in(given, self._kept.count, self.signature.counters)
+        return counts_to_load(given, self._kept.count, self.signature.counters)
 
     def _untrained(self) -> dict[str, torch.Tensor]:
         """Tensors of the shapes of those parameters of the module that are not trained."""

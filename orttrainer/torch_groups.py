@@ -48,6 +48,10 @@ class Groups:
             "betas", "eps", "weight_decay", "amsgrad", "decoupled_weight_decay", "maximize", "differentiable",
         ),
     }  # fmt: skip
+    _FIXED: ClassVar = {  # those that the graph has as they are
+        "SGDOptimizer": {"nesterov": int, "dampening": float, "maximize": int},
+        "AdamOptimizer": {"amsgrad": int, "maximize": int},
+    }
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], max_grad_norm: float | None):
         if type(optimizer) not in self._KINDS:
@@ -108,12 +112,13 @@ class Groups:
             )
         index = self._group_of[name]
         numbers = self._numbers[index]
-        found = {"max_norm_clip": self._max_norm, "maximize": int(numbers["maximize"])}
+        found = {"max_norm_clip": self._max_norm}
+        found |= {key: number(numbers[key]) for key, number in self._FIXED[self.kind].items()}
         for key in self._FED[self.kind]:
             for which, attribute in enumerate(self._attributes_of(key, numbers)):
                 value = float(_listed(numbers[key])[which])
                 found[attribute] = Fed(value, self._place(index, key, which)) if (index, key) in self.fed else value
-        return found | ({"nesterov": int(numbers["nesterov"])} if self.kind == "SGDOptimizer" else {})
+        return found
 
     @staticmethod
     def _attributes_of(key: str, numbers: Mapping[str, Any]) -> tuple[str, ...]:
@@ -194,12 +199,17 @@ class Groups:
         found = {}
         for name, parameter in self.parameters.items():
             state, zeros = self.optimizer.state.get(parameter) or {}, torch.zeros_like(parameter)
+            group = self._numbers[self._group_of[name]]
             if self.kind == "SGDOptimizer":
                 momentum = state.get("momentum_buffer")
                 found[f"Momentum_{name}"] = _real(zeros if momentum is None else momentum)
+                if group["dampening"]:
+                    found[f"Update_Count_{name}"] = torch.tensor([1 if momentum is None else 2])
             else:
                 found[f"Moment_1_{name}"] = _real(state.get("exp_avg", zeros))
                 found[f"Moment_2_{name}"] = _real(state.get("exp_avg_sq", zeros))
+                if group["amsgrad"]:
+                    found[f"Max_Moment_2_{name}"] = _real(state.get("max_exp_avg_sq", zeros))
                 found[f"Update_Count_{name}"] = torch.tensor([int(state.get("step", 0)) + 1])
         return found
 
@@ -213,12 +223,11 @@ class Groups:
         return {key: tuple(x) if isinstance(x := group[key], list) else x for key in self._NUMBERS[self.kind]}
 
     def _refuse_unsupported(self, index: int, group: Mapping[str, Any]) -> None:
-        for key in ("amsgrad", "differentiable", "dampening"):
-            if group.get(key) and (key != "dampening" or group["momentum"]):
-                raise UnsupportedFeatureError(
-                    f"param_groups[{index}] of the optimizer has {key}={group[key]!r}, for which the training graph has "
-                    "no update. Leave it out."
-                )
+        if group.get("differentiable"):
+            raise UnsupportedFeatureError(
+                f"param_groups[{index}] of the optimizer has differentiable={group['differentiable']!r}, for which the "
+                "training graph has no update. Leave it out."
+            )
 
 
 def _listed(value: Any) -> tuple:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["counters_fit", "counts_in", "numbered"]
+__all__ = ["counters_fit", "counts_in", "counts_to_load", "numbered"]
 
 SHARED_COUNT = "Step"  # LAMB's, of which a state dict has one, while there is one
 Counts = Mapping[str, int]  # of parameters: their updates, plus 1, as legacy counts
@@ -32,6 +32,15 @@ def counts_in(state: Mapping[str, Any], counter: str | None, parameters: Collect
         if number is not None:
             found[parameter] = number
     return found
+
+
+def counts_to_load(state: Mapping[str, Any], counter: str | None, counted: Collection[str]) -> dict[str, int]:
+    """What a state dict says of parameters whose updates a graph counts: as `counts_in`.
+
+    A momentum without a count, as an SGD without dampening has it, is that of a parameter that was updated.
+    """
+    updated = {n: 2 for n in counted if f"Momentum_{n}" in state and f"{counter}_{n}" not in state}
+    return updated | counts_in(state, counter, counted)
 
 
 def numbered(counts: Counts, parameters: Collection[str]) -> dict[str, int]:

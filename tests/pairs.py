@@ -19,9 +19,15 @@ LAMB_AS_ADAM = {"ratio_min": 1.0, "ratio_max": 1.0, "do_bias_correction": 1, "ep
 
 OPTIMIZERS = {
     "SGD with momentum": ("SGDOptimizer", {"momentum": 0.9}, lambda p: torch.optim.SGD(p, RATE, momentum=0.9)),
+    "SGD with dampening": (
+        "SGDOptimizer", {"momentum": 0.9, "dampening": 0.3}, lambda p: torch.optim.SGD(p, RATE, 0.9, dampening=0.3),
+    ),
     "Adam": ("AdamOptimizer", {}, lambda p: torch.optim.Adam(p, RATE)),
+    "Adam with amsgrad": (
+        "AdamOptimizer", {"amsgrad": 1, "beta": 0.5}, lambda p: torch.optim.Adam(p, RATE, (0.9, 0.5), amsgrad=True),
+    ),
     "LAMB": ("LambOptimizer", LAMB_AS_ADAM, lambda p: torch.optim.Adam(p, RATE)),
-}
+}  # fmt: skip
 
 
 class Pair:

@@ -77,6 +77,7 @@ ARITHMETIC = {
     "Sub": node("Sub", "a b", "t"),
     "Mul": node("Mul", "a b", "t"),
     "Div": node("Div", "a b", "t"),
+    "Max": node("Max", "a b", "t"),
     "Neg": node("Neg", "a", "t"),
     "Abs": node("Abs", "a", "t"),
     "Sqrt": node("Sqrt", "a", "t"),

@@ -28,6 +28,16 @@ def test_sgd_has_a_slot_only_where_there_is_momentum():
     assert sgd.slots("w", (2, 3), FLOAT) == (Slot("Momentum_w", (2, 3), FLOAT, 0.0, "w"),)
 
 
+def test_amsgrad_and_dampening_have_a_slot_more_where_they_are():
+    adam = make_optimizer("AdamOptimizer", ["v", "w"], {"v": {}, "w": {"amsgrad": 1}}.get)
+    assert [slot.name for slot in adam.slots("v", (2,), FLOAT)] == ["Moment_1_v", "Moment_2_v"]
+    assert adam.slots("w", (2,), FLOAT)[-1] == Slot("Max_Moment_2_w", (2,), FLOAT, 0.0, "w")
+    given = {"u": {"dampening": 0.1}, "v": {"momentum": 0.9}, "w": {"momentum": 0.9, "dampening": 0.1}}
+    sgd = make_optimizer("SGDOptimizer", given, given.get)
+    assert sgd.shared_slots == (Slot("Update_Count", (1,), INT64, 1.0, None),)
+    assert [*map(sgd.counter_of, given)] == [None, None, "Update_Count"]
+
+
 def late_readers(old, new):
     """Nodes that read `old` and are neither the producer of `new` nor before it."""
     before, pending = set(), [new.producer()]
@@ -45,6 +55,7 @@ ATTRIBUTES = {
         {"weight_decay": 0.1},
         {"momentum": 0.9},
         {"momentum": 0.9, "nesterov": 1, "weight_decay": 0.1, "max_norm_clip": 2.0},
+        {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1},
     ],
     "AdamOptimizer": [
         {},
@@ -52,6 +63,7 @@ ATTRIBUTES = {
         {"lambda": 0.1, "weight_decay_mode": 1},
         {"do_bias_correction": 0},
         {"weight_decay": 0.1},
+        {"amsgrad": 1},
     ],
     "AdamWOptimizer": [{}],
     "LambOptimizer": [
@@ -104,7 +116,9 @@ def test_an_update_in_place_equals_one_that_is_not(name, given):
         ("SGDOptimizer", {"momentum": 0.9}, 4, 5),  # momentum * u + scale * g: two tensors, two factors
         ("SGDOptimizer", {"momentum": 0.9, "nesterov": 1}, 6, 7),
         ("SGDOptimizer", {"momentum": 0.9, "weight_decay": 0.1}, 6, 7),
+        ("SGDOptimizer", {"momentum": 0.9, "dampening": 0.1}, 5, 6),
         ("AdamOptimizer", {}, 12, 12),
+        ("AdamOptimizer", {"amsgrad": 1}, 13, 13),
         ("AdamOptimizer", {"lambda": 0.1}, 13, 13),
         ("AdamOptimizer", {"lambda": 0.1, "weight_decay_mode": 1}, 13, 13),
         ("AdamOptimizer", {"weight_decay": 0.1}, 14, 14),

@@ -43,10 +43,12 @@ SCALED = [
     ("SGDOptimizer", {"weight_decay": 0.1}),
     ("SGDOptimizer", {"momentum": 0.9, "weight_decay": 0.1, "max_norm_clip": 2.0}),
     ("SGDOptimizer", {"momentum": 0.9, "nesterov": 1}),
+    ("SGDOptimizer", {"momentum": 0.9, "dampening": 0.25}),
     ("AdamOptimizer", {}),
     ("AdamOptimizer", {"weight_decay": 0.1}),
     ("AdamOptimizer", {"weight_decay": 0.1, "lambda": 0.1, "max_norm_clip": math.inf}),
     ("AdamWOptimizer", {}),
+    ("AdamWOptimizer", {"amsgrad": 1}),
     ("LambOptimizer", {"lambda": 0.1, "do_bias_correction": 1}),
 ]
 

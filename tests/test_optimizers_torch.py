@@ -59,6 +59,29 @@ def test_an_optimizer_that_maximizes_equals_torch(name, max_norm, dtype, toleran
 
 
 @pytest.mark.parametrize("dtype, tolerance", PRECISIONS)
+@pytest.mark.parametrize("max_norm", [None, 3.0])
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("decay", [0.0, 0.05])
+def test_dampening_spares_the_first_gradient_as_in_torch(decay, maximize, max_norm, dtype, tolerance):
+    options = {"momentum": 0.9, "dampening": 0.3, "weight_decay": decay, "maximize": maximize}
+    given = options if max_norm is None else {**options, "max_norm_clip": max_norm}
+    check("SGDOptimizer", given, lambda p, lr: torch.optim.SGD(p, lr, **options), dtype, tolerance, max_norm)
+
+
+@pytest.mark.parametrize("dtype, tolerance", PRECISIONS)
+@pytest.mark.parametrize("max_norm", [None, 3.0])
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("name, decay", [("Adam", "weight_decay"), ("AdamW", "lambda")])
+def test_amsgrad_equals_torch(name, decay, maximize, max_norm, dtype, tolerance):
+    bound = np.inf if max_norm is None else max_norm
+    given = {"alpha": 0.8, "beta": 0.6, decay: 0.05, "amsgrad": 1, "maximize": maximize, "max_norm_clip": bound}
+    options = {"betas": (0.8, 0.6), "weight_decay": 0.05, "amsgrad": True, "maximize": maximize}
+    optimizer = getattr(torch.optim, name)
+    state = check(f"{name}Optimizer", given, lambda p, lr: optimizer(p, lr, **options), dtype, tolerance, max_norm)
+    assert (state["Max_Moment_2_matrix"] > state["Moment_2_matrix"]).any()
+
+
+@pytest.mark.parametrize("dtype, tolerance", PRECISIONS)
 def test_adamw_by_name_has_the_defaults_of_torch_adamw(dtype, tolerance):
     state = check("AdamWOptimizer", {}, torch.optim.AdamW, dtype, tolerance)
     assert state["Update_Count"].tolist() == [STEPS + 1]

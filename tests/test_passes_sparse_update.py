@@ -82,10 +82,12 @@ OPTIMIZERS = {
     "SGD, momentum": ("SGD", {"momentum": 0.9}, 0),
     "SGD, Nesterov's momentum": ("SGD", {"momentum": 0.9, "nesterov": 1}, 0),
     "SGD, weight decay": ("SGD", {"weight_decay": 0.01}, 0),
+    "SGD, dampening": ("SGD", {"momentum": 0.9, "dampening": 0.1}, 0),
     "Adam": ("Adam", {}, 0),
     "Adam, clipped": ("Adam", {"max_norm_clip": 0.01}, 1),
     "Adam, coupled decay": ("Adam", {"weight_decay": 0.01}, 0),
     "Adam, no first moment": ("Adam", {"alpha": 0.0, "do_bias_correction": 0}, 0),
+    "Adam, the greatest second moment": ("Adam", {"amsgrad": 1, "beta": 0.5}, 0),
     "AdamW": ("AdamW", {}, 0),
     "LAMB": ("Lamb", {"lambda": 0.01}, 1),
 }

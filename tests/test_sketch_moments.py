@@ -14,7 +14,7 @@ from test_sketch import assert_parameters_close, sgd, torch_step
 from test_sketch_optimizer import MOMENTS, make
 from torch import nn
 
-KINDS = ["momentum", "adam"]
+KINDS = ["momentum", "dampening", "adam", "amsgrad"]
 
 
 def assert_goes_on_alike(trainer, module, reference, theirs, steps=range(10, 14)):

@@ -126,8 +126,8 @@ CHANGES = {
     "no momentum": (
         lambda m: sgd(m, momentum=0.9), {"momentum": 0.0}, "'momentum'.* is 0.0 now.*it must be above 0",
     ),
-    "momentum with dampening": (
-        lambda m: torch.optim.SGD(m.parameters(), 0.1, dampening=0.5), {"momentum": 0.9}, "has dampening=0.5, for which",
+    "dampening": (
+        lambda m: sgd(m, momentum=0.9), {"dampening": 0.5}, "'dampening'.* is 0.5 now, but was 0 before.*part of the graph",
     ),
     "sgd's decay": (sgd, {"weight_decay": -0.1}, "'weight_decay'.* is -0.1 now, but was 0.*must be finite and not neg"),
     "betas": (
@@ -176,6 +176,9 @@ def test_one_cycle_is_followed(kind, options):
 
 FOLLOWED = {
     "SGD's momentum": (lambda p: torch.optim.SGD(p, 0.1), {"momentum": 0.9}, {"momentum": 0.5}),
+    "momentum, of which the first is not dampened": (
+        lambda p: torch.optim.SGD(p, 0.1, dampening=0.5), {"momentum": 0.9}, {"momentum": 0.5},
+    ),
     "SGD's decay": (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), {"weight_decay": 0.1}, {"weight_decay": 0.0}),
     "Adam": (
         lambda p: torch.optim.Adam(p, 0.02), {"betas": [0.5, 0.9]}, {"betas": (0.8, 0.99), "eps": 1e-2, "weight_decay": 0.1},
@@ -244,8 +247,8 @@ def test_a_group_that_cannot_be_taken_is_refused_until_it_is_gone():
     trainer = make(module, optimizer)
     trainer.step(*batch())
     before = trainer.state_dict()
-    foreign, unknown = {"params": net()[0].bias}, {"params": module[0].bias, "amsgrad": True}
-    for group, text in ((foreign, "is in neither model nor"), (unknown, "has amsgrad=True")):
+    foreign, unknown = {"params": net()[0].bias}, {"params": module[0].bias, "differentiable": True}
+    for group, text in ((foreign, "is in neither model nor"), (unknown, "has differentiable=True")):
         optimizer.add_param_group(group)
         with pytest.raises((InvalidArgumentError, UnsupportedFeatureError), match=text):
             trainer.step(*batch())
@@ -266,9 +269,10 @@ REFUSED = {
     "RMSprop": (lambda p: torch.optim.RMSprop(p), "optimizer is a torch.optim.rmsprop.RMSprop"),
     "the class": (lambda p: torch.optim.SGD, "optimizer is the class torch.optim.sgd.SGD"),
     "a name": (lambda p: "SGDOptimizer", "optimizer is a builtins.str"),
-    "amsgrad": (lambda p: torch.optim.Adam(p, amsgrad=True), r"param_groups\[0\] of the optimizer has amsgrad=True"),
-    "dampening": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1), "has dampening=0.1"),
-    "differentiable": (lambda p: torch.optim.AdamW(p, differentiable=True), "has differentiable=True"),
+    "differentiable": (
+        lambda p: torch.optim.AdamW(p, differentiable=True),
+        r"param_groups\[0\] of the optimizer has differentiable=True, for which the training graph has no update",
+    ),
 }
 
 
@@ -356,6 +360,8 @@ MOMENTS = {
     "momentum": lambda m: sgd(m, momentum=0.9, nesterov=True),
     "adam": lambda m: torch.optim.Adam(m.parameters(), lr=0.01, weight_decay=0.1),
     "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01),
+    "amsgrad": lambda m: torch.optim.Adam(m.parameters(), lr=0.05, betas=(0.8, 0.5), amsgrad=True),
+    "dampening": lambda m: sgd(m, momentum=0.9, dampening=0.6),
 }
 
 

@@ -40,6 +40,7 @@ _FORMULAS_OF_FLOATS = {
     "Div": "{0} / {1}",
     "Reciprocal": "1 / {0}",
     "Sqrt": "sqrt{f}({0})",
+    "Max": "{0} > {1} || {0} != {0} ? {0} : {1}",  # NaN where either is
     "Abs": "fabs{f}({0})",
     "Relu": "{0} < 0 ? 0 : {0}",
     "Exp": "exp{g}({0})",
@@ -57,6 +58,8 @@ def formula(node: ir.Node) -> str | None:
         return None
     if node.op_type == "Cast":
         return _cast(node.inputs[0].dtype, node.outputs[0].dtype)
+    if node.op_type == "Max" and len(node.inputs) != 2:
+        return None
     dtype = node.inputs[0].dtype
     if node.op_type == "HardSigmoid" and dtype in FLOATS:
         return _hard_sigmoid(node, dtype)

@@ -16,6 +16,8 @@ class AdamUpdate(moments.MomentOptimizer):
         m <- alpha * m + (1 - alpha) * h;   v <- beta * v + (1 - beta) * h^2
         ac, bc = 1 - alpha^t, 1 - beta^t    (1, 1 without do_bias_correction)
 
+    With amsgrad (https://openreview.net/forum?id=ryQu7f-RZ) the greatest v so far takes the place of v below.
+
     weight_decay, coupled, is torch.optim.Adam's; lambda, decoupled, is that of AdamW
     (https://arxiv.org/abs/1711.05101).
 
@@ -27,7 +29,7 @@ class AdamUpdate(moments.MomentOptimizer):
     g is scaled by max_norm_clip / norm where the global norm is above max_norm_clip, and by -1 with maximize.
     """
 
-    slot_names, count = ("Moment_1", "Moment_2", "Update_Count"), "Update_Count"
+    slot_names, count = ("Moment_1", "Moment_2", "Max_Moment_2", "Update_Count"), "Update_Count"
 
     def step(self, op, scalars, values, rate, x, m, v):
         a, b = moments.corrections(scalars, values)
@@ -51,6 +53,7 @@ class Adam(AdamUpdate):
         "weight_decay_mode": Attribute(0, *ZERO_OR_ONE),
         "weight_decay": Attribute(0.0, *NON_NEGATIVE),
         "maximize": Attribute(0, *ZERO_OR_ONE),
+        "amsgrad": Attribute(0, *ZERO_OR_ONE),
     }
 
 

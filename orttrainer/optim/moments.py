@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import onnx_ir as ir
 
 from orttrainer.errors import OptimizerError
 from orttrainer.graph import Builder
 from orttrainer.optim.optimizer import CLIP, DECAY_RATE, NON_NEGATIVE, ZERO_OR_ONE, Attribute, Optimizer, Slot
-from orttrainer.optim.scalars import INT64, Scalar, Scalars, sign
+from orttrainer.optim.scalars import Scalar, Scalars, sign
 
 
 def attributes(epsilon: float, do_bias_correction: int, shared: bool) -> dict[str, Attribute]:
@@ -36,11 +36,6 @@ def check_bias_correction(optimizer: str, parameter: str, values: Mapping[str, f
 
 def slots(name: str, shape: tuple[int, ...], dtype: ir.DataType) -> tuple[Slot, ...]:
     return tuple(Slot(f"Moment_{i}_{name}", tuple(shape), dtype, 0.0, name) for i in (1, 2))
-
-
-def counter(name: str) -> Slot:
-    """Number of updates + 1, as legacy counts."""
-    return Slot(name, (1,), INT64, 1.0, None)
 
 
 def new_moments(
@@ -75,41 +70,41 @@ def direction(op: Builder, scalars: Scalars, m: ir.Value, v: ir.Value, epsilon: 
 
 
 class MomentOptimizer(Optimizer):
-    """What Adam and LAMB share: both moments of every parameter, a count, and their update; not the step itself.
-
-    There is one counter for all parameters that were updated equally often: PyTorch's Adam counts the updates of each.
-    """
+    """What Adam and LAMB share: both moments of every parameter, a count, and their update; not the step itself."""
 
     def slots(self, name, shape, dtype):
         self._check_dtype(name, dtype)
-        return slots(name, shape, dtype)
-
-    @property
-    def shared_slots(self):
-        return tuple(map(counter, self._counters(self.attributes)))
-
-    def counter_of(self, parameter):
-        number = self._counted_with.get(parameter, 0)
-        return f"{self.count}.{number}" if number else self.count
-
-    def _counters(self, parameters: Iterable[str]) -> list[str]:
-        return sorted({self.counter_of(parameter) for parameter in parameters})
+        greatest = (Slot(_greatest(name), tuple(shape), dtype, 0.0, name),) if self._keeps_greatest(name) else ()
+        return slots(name, shape, dtype) + greatest
 
     def update(self, op, learning_rates, gradient_norm, gradient_scale, parameters, gradients, state):
         norm = gradient_norm if self.clip else None
-        updated = {name: op.Add(state[name], 1) for name in self._counters(parameters)}
+        updated = self._counted(op, parameters, state)
         scalars_of = {n: Scalars(op, learning_rates, norm, gradient_scale, count) for n, count in updated.items()}
         for name in sorted(parameters):
             x, values, scalars = parameters[name], self.attributes[name], scalars_of[self.counter_of(name)]
             m, v = (state[f"Moment_{i}_{name}"] for i in (1, 2))
             m, v = new_moments(op, scalars, values, gradients[name], x, m, v)
-            updated[name] = self.step(op, scalars, values, scalars.learning_rate(name), x, m, v)
             updated[f"Moment_1_{name}"], updated[f"Moment_2_{name}"] = m, v
+            if self._keeps_greatest(name):
+                v = updated[_greatest(name)] = op.Max(state[_greatest(name)], v)
+            updated[name] = self.step(op, scalars, values, scalars.learning_rate(name), x, m, v)
         return updated
 
     @abc.abstractmethod
     def step(self, op: Builder, scalars: Scalars, values: Mapping[str, float | int], rate, x, m, v) -> ir.Value:
         """The new value of parameter `x`, from its learning rate, its new moments `m` and `v` and its attributes."""
 
+    def _counts(self, parameter):
+        return True
+
+    def _keeps_greatest(self, parameter: str) -> bool:
+        """Whether the step takes the greatest second moment so far."""
+        return bool(self.attributes[parameter].get("amsgrad"))
+
     def _check_together(self, parameter, values):
         check_bias_correction(self.name, parameter, values)
+
+
+def _greatest(parameter: str) -> str:
+    return f"Max_Moment_2_{parameter}"

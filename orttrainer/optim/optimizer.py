@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from orttrainer.errors import OptimizerError
 from orttrainer.graph import Builder
+from orttrainer.optim.scalars import INT64
 
 FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
@@ -70,6 +71,7 @@ DECAY_RATE = ("between 0 and 1", lambda x: 0.0 <= x <= 1.0)
 CLIP = ("above 0 (inf: do not clip)", lambda x: x > 0.0)
 ZERO_OR_ONE = ("0 or 1", lambda x: x in (0, 1))
 NUMBER = ("a number", lambda x: True)
+FINITE = ("finite", math.isfinite)
 
 
 class Optimizer(abc.ABC):
@@ -117,12 +119,18 @@ class Optimizer(abc.ABC):
 
     @property
     def shared_slots(self) -> tuple[Slot, ...]:
-        """The state that parameters share; by default none."""
-        return ()
+        """The state that parameters share: counters, which hold the number of updates + 1, as legacy counts."""
+        return tuple(Slot(name, (1,), INT64, 1.0, None) for name in self._counters(self.attributes))
 
     def counter_of(self, parameter: str) -> str | None:
-        """The name of the slot that counts this one's updates; None, by default, where nothing does."""
-        return None
+        """The name of the slot that counts this one's updates; None where nothing does.
+
+        There is one for all parameters that were updated equally often: PyTorch counts the updates of each.
+        """
+        if not self._counts(parameter):
+            return None
+        number = self._counted_with.get(parameter, 0)
+        return f"{self.count}.{number}" if number else self.count
 
     @property
     def fed(self) -> set[Fed]:
@@ -166,6 +174,19 @@ class Optimizer(abc.ABC):
         Returns:
             The new value of every parameter and every slot, by name.
         """
+
+    # -- counters -------------------------------------------------------------------------
+
+    def _counts(self, parameter: str) -> bool:
+        """Whether the updates of this one are counted; by default not."""
+        return False
+
+    def _counters(self, parameters: Iterable[str]) -> list[str]:
+        return sorted({self.counter_of(parameter) for parameter in parameters if self._counts(parameter)})
+
+    def _counted(self, op: Builder, parameters: Iterable[str], state: Mapping[str, ir.Value]) -> dict[str, ir.Value]:
+        """The counters of these, with this update, by name."""
+        return {name: op.Add(state[name], 1) for name in self._counters(parameters)}
 
     # -- attributes -----------------------------------------------------------------------
 

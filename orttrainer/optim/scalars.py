@@ -19,7 +19,7 @@ INT64 = ir.DataType.INT64
 
 Scalar = ir.Value | float
 
-EMITTED_ONCE = ("clip", "bias_correction", "product", "quotient", "sqrt", "complement", "positive", "_like")
+EMITTED_ONCE = ("clip", "bias_correction", "undamped", "product", "quotient", "sqrt", "complement", "positive", "_like")
 
 
 def sign(values: Mapping[str, float | int]) -> float:
@@ -80,6 +80,13 @@ class Scalars:
         decay = decay if isinstance(decay, ir.Value) else self.op.const(decay, DOUBLE)
         corrected = self.op.Sub(self._one, self.op.Pow(decay, self.step))
         return self.op.Where(self._started, corrected, self._one)
+
+    def undamped(self, dampening: float) -> Scalar:
+        """What of a gradient goes into the momentum: 1 at the first update, as in PyTorch, then 1 - dampening."""
+        if not dampening:
+            return 1.0
+        later = self.op.const(1.0 - dampening, DOUBLE)
+        return self.op.Where(self.op.Greater(self.step, 1.0), later, self._one)
 
     def product(self, *factors: Scalar) -> Scalar:
         """Product of all factors; the known ones are multiplied here and now."""

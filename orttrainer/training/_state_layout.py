@@ -1,7 +1,7 @@
 """The nested state dict of the second generation, and the flat one of the engine.
 
     model:           {full_precision: {weight: array}}               weights, frozen weights and buffers
-    optimizer:       {weight: {Moment_1, Moment_2, Update_Count, Momentum}, shared_optimizer_state: {Step}}
+    optimizer:       {weight: {Moment_1, Moment_2, Max_Moment_2, Update_Count, Momentum}, shared_optimizer_state: {Step}}
                      Beyond legacy: {weight: {Step}}, where some were frozen for a while, which were updated less often
     trainer_options, train_step_info: plain numbers and strings
     random:          {Training_Step, Random_Seed}                    beyond legacy: what dropout masks are made of

@@ -14,7 +14,7 @@ from orttrainer.graph.passes.speed.late_norm import let_norm_be_late
 from orttrainer.graph.passes.speed.sparse_update import is_written_through, scattered_first, sums_squares
 from orttrainer.graph.passes.speed.tile_products import RowProduct, wait_for_operands
 
-ELEMENTWISE = frozenset(["Add", "Div", "Mul", "Neg", "Sqrt", "Sub"])
+ELEMENTWISE = frozenset(["Add", "Div", "Max", "Mul", "Neg", "Sqrt", "Sub"])
 ELEMENTS = 2**19  # of a tile, at most: six tensors of them are in the cache together
 LEAST_SHARE = 8  # a tile may be this many times smaller, where the sizes of the parameter have no better divisor
 LEAST_ELEMENTS = 2**19  # of a parameter: smaller ones with their moments are in the cache anyway
