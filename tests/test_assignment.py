@@ -9,6 +9,8 @@ import onnx_ir as ir
 import pytest
 import torch
 from in_step import check_equal, step
+from scipy import optimize
+from scipy.optimize import linear_sum_assignment  # as scripts import it
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription
@@ -16,9 +18,6 @@ from orttrainer.engine import Engine
 from orttrainer.export.assignment import define_assignments
 from orttrainer.runtime import load
 from orttrainer.settings import OptimizerChoice, Settings
-
-optimize = pytest.importorskip("scipy.optimize")
-linear_sum_assignment = optimize.linear_sum_assignment  # as scripts import it
 
 RATE = 0.05
 

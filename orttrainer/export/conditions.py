@@ -19,7 +19,6 @@ from orttrainer import runtime
 from orttrainer.differentiate.double import DoubleKernelsPass, lacks_kernels
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.initializers import as_real, state_as_inputs
-from orttrainer.export.normalize import infer_shapes_again
 from orttrainer.export.told import Told, place
 from orttrainer.graph.passes.divisors import NonzeroDivisorsPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
@@ -186,6 +185,8 @@ def taken_out(model: ir.Model, made: Sequence[Condition], state: Sequence[str]) 
         for value in [value for value in copy.graph.inputs if not value.uses() and not value.is_graph_output()]:
             copy.graph.inputs.remove(value)
         if lacks_kernels(copy):
+            from orttrainer.export.normalize import infer_shapes_again  # here: it imports the exporters, 40 MB
+
             infer_shapes_again(copy)
             DoubleKernelsPass()(copy)
         conditions = Conditions(ir.to_proto(copy).SerializeToString(), tuple(made))
