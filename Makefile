@@ -70,7 +70,7 @@ test-gpu: $(VENV)/.test
 $(LEGACY)/.test: pyproject.toml constraints.txt
 	@echo "setting up $(LEGACY) with onnxruntime-training-cpu 1.19.2 (Python 3.12 or older) ..."
 	@test -x $(LEGACY)/bin/python || $(PYTHON) -m venv $(LEGACY)
-	@$(LEGACY)/bin/python -m pip install $(PIP_FLAGS) -e '.[mpi]' pytest torch-optimizer transformers onnxruntime-training-cpu==1.19.2
+	@$(LEGACY)/bin/python -m pip install $(PIP_FLAGS) -e '.[mpi]' pytest scipy torch-optimizer transformers onnxruntime-training-cpu==1.19.2
 	@touch $@
 
 test-legacy-runtime: $(LEGACY)/.test
