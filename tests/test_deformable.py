@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from in_step import check_equal, step
-from torch import nn
+from torch import library, nn
 
 from orttrainer import IODescription, ModelDescription
 from orttrainer.engine import Engine
@@ -46,7 +46,7 @@ def reference(x, weight, offset, mask, bias, sh, sw, ph, pw, dh, dw, groups, off
 try:
     import torchvision  # noqa: F401
 except ImportError:
-    _library = torch.library.Library("torchvision", "FRAGMENT")
+    _library = library.Library("torchvision", "FRAGMENT")
     _library.define(_SCHEMA)
     _library.impl("deform_conv2d", reference, "CompositeImplicitAutograd")
 

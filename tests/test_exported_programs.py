@@ -8,6 +8,7 @@ from torch import nn
 
 import orttrainer
 from orttrainer.errors import InvalidArgumentError
+from orttrainer.export.call import set_mode
 
 X, Y = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0)).unbind()
 ROWS = ({0: torch.export.Dim("rows")},)
@@ -46,6 +47,25 @@ MADE = {
 def test_a_program_itself_is_refused_with_what_to_pass():
     with pytest.raises(InvalidArgumentError, match=r"got ExportedProgram: pass its \.module\(\)"):
         orttrainer.trainer(program(), nn.MSELoss(), torch.optim.SGD([torch.zeros(1)], lr=0.1))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_layers_beside_a_program_get_the_mode_that_it_has_none_of(training):
+    module = Held()
+    module.head.training = not training
+    set_mode(module, training)
+    assert module.training is module.head.training is training
+    with pytest.raises(NotImplementedError, match="not supported"):  # torch raises it, as before; no stub
+        module.body.train()
+
+
+def test_what_a_module_raises_when_its_mode_is_set_is_told():
+    class Stubborn(nn.Linear):
+        def train(self, mode=True):
+            raise NotImplementedError("this one has no modes")  # a user's, not to be swallowed; no stub
+
+    with pytest.raises(NotImplementedError, match="this one has no modes"):  # the user's
+        set_mode(Stubborn(4, 4), training=True)
 
 
 @pytest.mark.parametrize("name", MADE)

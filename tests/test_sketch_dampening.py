@@ -9,7 +9,7 @@ import torch
 from marks import in_turn
 from small import assert_same, batch, net
 from test_sketch import assert_parameters_close, sgd, torch_step
-from test_sketch_moments import assert_goes_on_alike
+from test_sketch_moments import Wave, assert_goes_on_alike
 from test_sketch_optimizer import MOMENTS, make
 from torch import nn
 
@@ -143,14 +143,6 @@ def test_a_run_that_is_resumed_in_the_midst_of_a_block_goes_on_as_one(case, stri
 
 
 def test_the_greatest_moment_of_complex_parameters_is_taken_over():
-    class Wave(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.phase = nn.Parameter(torch.complex(torch.eye(4, 3), torch.ones(4, 3)))
-
-        def forward(self, x):
-            return (x @ self.phase.real) * (x @ self.phase.imag)
-
     reference = Wave()
     theirs = MOMENTS["amsgrad"](reference)
     for step in range(3):

@@ -17,6 +17,17 @@ from torch import nn
 KINDS = ["momentum", "dampening", "adam", "amsgrad"]
 
 
+class Wave(nn.Module):
+    """Of complex parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.phase = nn.Parameter(torch.complex(torch.eye(4, 3), torch.ones(4, 3)))
+
+    def forward(self, x):
+        return (x @ self.phase.real) * (x @ self.phase.imag)
+
+
 def assert_goes_on_alike(trainer, module, reference, theirs, steps=range(10, 14)):
     for step in steps:
         loss = trainer.step(*batch(step))[0]
@@ -71,14 +82,6 @@ def test_an_empty_state_that_is_loaded_before_the_first_step_leaves_what_the_tra
 
 
 def test_moments_of_complex_parameters_are_taken_over_and_taken_away():
-    class Wave(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.phase = nn.Parameter(torch.complex(torch.eye(4, 3), torch.ones(4, 3)))
-
-        def forward(self, x):
-            return (x @ self.phase.real) * (x @ self.phase.imag)
-
     reference = Wave()
     theirs = sgd(reference, momentum=0.9)
     fresh = copy.deepcopy(theirs.state_dict())

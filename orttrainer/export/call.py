@@ -274,8 +274,11 @@ def in_train_mode(module):
 
 
 def set_mode(module, training):
-    """Train or eval mode; what `torch.export` has made is left as it is: it has the one mode in which it was exported."""
-    with contextlib.suppress(NotImplementedError):
+    """Train or eval mode, but for programs of `torch.export`, which have that of their export and refuse to be asked."""
+    programs = [m for m in module.modules() if getattr(m.train, "__module__", "") == "torch.export.exported_program"]
+    with contextlib.ExitStack() as stack:
+        for program, name in itertools.product(programs, ("train", "eval")):
+            stack.enter_context(mock.patch.object(program, name, lambda *_: None))
         module.train() if training else module.eval()
 
 
