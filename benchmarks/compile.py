@@ -89,17 +89,17 @@ def worker(layers: int, threads: int) -> None:
     started, meter = time.perf_counter(), Meter()
 
     import orttrainer.compile
+    import orttrainer.engine.in_use
+    import orttrainer.engine.source
     import orttrainer.export.module
-    import orttrainer.in_use
     import orttrainer.phase
     import orttrainer.run
-    import orttrainer.source
     from orttrainer import IODescription, ModelDescription, ORTTrainer, export
 
     meter.measure(export, "export_module", "export")
     meter.measure(orttrainer.export.module, "check_values", "checks")
-    meter.measure(orttrainer.source, "check_gradients", "checks")
-    meter.measure(orttrainer.in_use, "compile_training_graph", "passes")
+    meter.measure(orttrainer.engine.source, "check_gradients", "checks")
+    meter.measure(orttrainer.engine.in_use, "compile_training_graph", "passes")
     meter.measure(orttrainer.compile, "differentiate", "differentiate")
     meter.measure(orttrainer.run.Runner, "_make_step", "session")
     meter.measure(orttrainer.phase.Phase, "run", "first step")

@@ -12,7 +12,7 @@ from orttrainer.errors import UnsupportedFeatureError
 from orttrainer.training_graph import TrainingGraph
 
 if TYPE_CHECKING:
-    from orttrainer.engine import Engine
+    from orttrainer.engine.engine import Engine
     from orttrainer.profiling import Profile
 
 

@@ -25,12 +25,12 @@ from orttrainer.arguments import (
     session_options,
 )
 from orttrainer.describe import IODescription, ModelDescription
-from orttrainer.engine import Engine
+from orttrainer.engine.engine import Engine
+from orttrainer.engine.settings import OptimizerChoice, Settings
 from orttrainer.errors import OptimizerError, SchemaError
 from orttrainer.front_end import FrontEnd
 from orttrainer.graph.write import write_model
 from orttrainer.scaler_state import from_state, scaler_state
-from orttrainer.settings import OptimizerChoice, Settings
 
 LOSS_SCALE_BEFORE = "default_loss_scale_input_name"  # its keyword while the graph's own name is not known
 

@@ -14,15 +14,7 @@ import torch
 from onnx_ir.passes import common
 
 from orttrainer import runtime
-from orttrainer.blocked import (
-    block_convolutions,
-    block_size,
-    block_weight_gradients,
-    filter_minimally,
-    separate_pool_gradients,
-)
 from orttrainer.errors import ExecutionError
-from orttrainer.gated import gate_sums
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.divisors import DIVISION_BY_ZERO
 from orttrainer.graph.passes.half_kernels import EmulateHalfPass, has_cpu_kernel, has_cuda_kernel
@@ -59,7 +51,15 @@ from orttrainer.native.rows import FuseRowsPass
 from orttrainer.native.toolchain import compiled, has_wide_vectors
 from orttrainer.native.weights import FuseWeightGradientsPass
 from orttrainer.native.winograd import FuseWinogradPass
-from orttrainer.scattered import adds_in_turn
+from orttrainer.runtime.blocked import (
+    block_convolutions,
+    block_size,
+    block_weight_gradients,
+    filter_minimally,
+    separate_pool_gradients,
+)
+from orttrainer.runtime.gated import gate_sums
+from orttrainer.runtime.scattered import adds_in_turn
 from orttrainer.training_graph import Signature
 
 _ELEMENT_TYPES = {

@@ -10,7 +10,7 @@ import torch
 from orttrainer.arguments import checked_loss_scale
 from orttrainer.errors import StateError
 from orttrainer.loss_scaler import LossScaler
-from orttrainer.state_dict import checked_count
+from orttrainer.state.state_dict import checked_count
 
 __all__ = ["SCALE", "STABLE_STEPS", "checked_scale", "from_state", "scaler_state"]
 

@@ -15,15 +15,15 @@ from orttrainer import export
 from orttrainer.arguments import check_module, check_scaler, kind
 from orttrainer.batches import batch_by_name, described, in_form_of, inputs_and_label
 from orttrainer.describe import ModelDescription
-from orttrainer.engine import Engine
+from orttrainer.engine.engine import Engine
+from orttrainer.engine.settings import OptimizerChoice, Settings
 from orttrainer.errors import InvalidArgumentError, SchemaError
 from orttrainer.front_end import FrontEnd
 from orttrainer.loss_scaler import LossScaler
 from orttrainer.scaler_state import from_state, scaler_state
-from orttrainer.settings import OptimizerChoice, Settings
-from orttrainer.torch_groups import Groups
-from orttrainer.torch_hooks import call_post_hooks, refuse_pre_hooks
-from orttrainer.torch_moments import Holding, moments_of
+from orttrainer.torch_optimizer.groups import Groups
+from orttrainer.torch_optimizer.hooks import call_post_hooks, refuse_pre_hooks
+from orttrainer.torch_optimizer.moments import Holding, moments_of
 
 __all__ = ["Trainer", "trainer"]
 
@@ -71,7 +71,7 @@ def trainer(
             Where an epoch ends with fewer, `trainer.update()` makes the update of these.
         mixed_precision: "float16" or "bfloat16": forward and backward in it; parameters stay in float32.
         loss_scaler: an `orttrainer.LossScaler`; by default a dynamic one for float16, none for bfloat16.
-        settings: more fields of `orttrainer.engine.Settings`, such as `providers` or `check_export`.
+        settings: more fields of `orttrainer.engine.engine.Settings`, such as `providers` or `check_export`.
 
     Raises:
         InvalidArgumentError: an argument has a value that cannot be used; a parameter of the

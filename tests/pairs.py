@@ -8,8 +8,8 @@ import torch
 from small import batch, description
 from torch import nn
 
-from orttrainer.engine import Engine
-from orttrainer.settings import OptimizerChoice, Settings
+from orttrainer.engine.engine import Engine
+from orttrainer.engine.settings import OptimizerChoice, Settings
 
 RATE = 0.05
 FACTOR = 1.0  # which a module of the tests reads

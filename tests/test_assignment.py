@@ -14,10 +14,10 @@ from scipy.optimize import linear_sum_assignment  # as scripts import it
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription
-from orttrainer.engine import Engine
+from orttrainer.engine.engine import Engine
+from orttrainer.engine.settings import OptimizerChoice, Settings
 from orttrainer.export.assignment import define_assignments
 from orttrainer.runtime import load
-from orttrainer.settings import OptimizerChoice, Settings
 
 RATE = 0.05
 

@@ -15,10 +15,10 @@ from pairs import RATE, Pair
 from small import batch, description
 from torch import nn
 
-from orttrainer.engine import Engine
+from orttrainer.engine.engine import Engine
+from orttrainer.engine.settings import OptimizerChoice, Settings
+from orttrainer.engine.ways import check_can_go_on
 from orttrainer.errors import UnsupportedModelError
-from orttrainer.settings import OptimizerChoice, Settings
-from orttrainer.ways import check_can_go_on
 
 GLOBAL = 1.0
 options = argparse.Namespace(gain=1.0, other=0)

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from orttrainer import IODescription, ModelDescription
-from orttrainer.engine import Engine
+from orttrainer.engine.engine import Engine
+from orttrainer.engine.settings import OptimizerChoice, Settings
 from orttrainer.errors import InvalidArgumentError
 from orttrainer.pipeline import SPEED_PASSES
-from orttrainer.settings import OptimizerChoice, Settings
 
 sys.path.append(str(pathlib.Path(__file__).parent.parent / "benchmarks"))  # last: `compile` is a name there
 

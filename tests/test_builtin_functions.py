@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from fidelity import assert_trains_as_in_pytorch, vectors
 from torch import nn
 
-from orttrainer.source import Source
+from orttrainer.engine.source import Source
 
 # Of the module, which has counted its steps, and its output: `t` is a float, `n` a whole number.
 SCHEDULES = {

@@ -16,10 +16,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from orttrainer import build_gradient
-from orttrainer.engine import Engine
+from orttrainer.engine.engine import Engine
+from orttrainer.engine.settings import OptimizerChoice, Settings
 from orttrainer.errors import ExportMismatchError
 from orttrainer.export.rewrites import custom_functions
-from orttrainer.settings import OptimizerChoice, Settings
 from orttrainer.testing import evaluate
 
 

@@ -11,9 +11,9 @@ from in_step import check_equal, step
 from torch import library, nn
 
 from orttrainer import IODescription, ModelDescription
-from orttrainer.engine import Engine
+from orttrainer.engine.engine import Engine
+from orttrainer.engine.settings import OptimizerChoice, Settings
 from orttrainer.export.rewrites import deformable
-from orttrainer.settings import OptimizerChoice, Settings
 
 _SCHEMA = (
     "deform_conv2d(Tensor input, Tensor weight, Tensor offset, Tensor mask, Tensor bias, int stride_h, int stride_w, "

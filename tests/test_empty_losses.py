@@ -13,8 +13,8 @@ from torch import nn
 
 import orttrainer
 from orttrainer import IODescription, ModelDescription
-from orttrainer.engine import Engine
-from orttrainer.settings import OptimizerChoice, Settings
+from orttrainer.engine.engine import Engine
+from orttrainer.engine.settings import OptimizerChoice, Settings
 
 RATE, WEIGHTS = 0.05, torch.arange(1.0, 6.0)
 LABELS = [1, 2, -100, 4], [-100] * 4, [0, 1, -100, -100]

@@ -166,7 +166,7 @@ def test_sizes_that_a_module_takes_only_one_by_one_are_compared_one_by_one(monke
 
 def test_compiling_leaves_garbage_collection_as_it_was(monkeypatch):
     seen = []
-    monkeypatch.setattr("orttrainer.source.check_gradients", lambda *_: seen.append(gc.isenabled()))
+    monkeypatch.setattr("orttrainer.engine.source.check_gradients", lambda *_: seen.append(gc.isenabled()))
     make(net()).train_step(*batch(), LR)
     assert gc.isenabled()
     gc.disable()
@@ -235,8 +235,8 @@ def test_an_onnx_model_trains_without_the_exporters():
 import sys, onnx, torch
 from onnx import parser
 from orttrainer.describe import IODescription, ModelDescription
-from orttrainer.engine import Engine
-from orttrainer.settings import OptimizerChoice, Settings
+from orttrainer.engine.engine import Engine
+from orttrainer.engine.settings import OptimizerChoice, Settings
 
 model = parser.parse_model('''<ir_version: 8, opset_import: ["": 18]>
 f (float[N, 2] x) => (float loss) <float[2, 1] w = {0.5, -0.25}> {

@@ -11,7 +11,7 @@ from small import LR, batch, make, torch_step
 from torch import nn
 
 from orttrainer.errors import StateError
-from orttrainer.seen import Seen
+from orttrainer.state.seen import Seen
 
 
 class Layers(nn.Module):

@@ -12,9 +12,9 @@ from marks import slow
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription
-from orttrainer.engine import Engine
+from orttrainer.engine.engine import Engine
+from orttrainer.engine.settings import OptimizerChoice, Settings
 from orttrainer.errors import UnsupportedModelError
-from orttrainer.settings import OptimizerChoice, Settings
 
 RATE, SIZES = 0.05, (4, 6, 3, 1, 2, 6)
 PLACES = torch.linspace(0.5, 1.5, 4)[:, None]

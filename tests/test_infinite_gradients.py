@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription
-from orttrainer.engine import Engine
+from orttrainer.engine.engine import Engine
+from orttrainer.engine.settings import OptimizerChoice, Settings
 from orttrainer.pipeline import SPEED_PASSES
-from orttrainer.settings import OptimizerChoice, Settings
 
 
 def distances(h):

@@ -13,12 +13,12 @@ from marks import in_turn, slow
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription, ORTTrainer
-from orttrainer.engine import Engine
+from orttrainer.engine.engine import Engine
+from orttrainer.engine.settings import OptimizerChoice, Settings
 from orttrainer.errors import ExecutionError, StateError
 from orttrainer.graph.passes import loss
 from orttrainer.graph.passes.speed import layout, products
 from orttrainer.pipeline import SPEED_PASSES
-from orttrainer.settings import OptimizerChoice, Settings
 
 OPTIMIZERS = {
     "SGDOptimizer": lambda p: torch.optim.SGD(p, 0.1),

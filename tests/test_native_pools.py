@@ -14,11 +14,11 @@ from test_passes_nchwc_regions import assert_trained, trained
 from torch import nn
 
 from orttrainer import phase
-from orttrainer.blocked import block_convolutions
 from orttrainer.differentiate.rules.pooling import max_pool
 from orttrainer.graph.builder import Builder
 from orttrainer.native.pools import FusePoolGradientsPass
 from orttrainer.native.toolchain import DOMAIN, compiled
+from orttrainer.runtime.blocked import block_convolutions
 
 pytestmark = pytest.mark.usefixtures("own_kernel_cache")
 

@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from orttrainer import IODescription, ModelDescription
-from orttrainer.engine import Engine
+from orttrainer.engine.engine import Engine
+from orttrainer.engine.settings import OptimizerChoice, Settings
 from orttrainer.graph.passes.empty_tensors import EmptyTensorsPass
 from orttrainer.graph.sizes import may_be_zero
-from orttrainer.settings import OptimizerChoice, Settings
 
 
 class Chosen(nn.Module):

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
 from orttrainer import IODescription, ModelDescription
-from orttrainer.engine import Engine
-from orttrainer.settings import OptimizerChoice, Settings
+from orttrainer.engine.engine import Engine
+from orttrainer.engine.settings import OptimizerChoice, Settings
 
 RATE, STEPS, FEATURES, HIDDEN = 0.1, 7, 4, 6
 LENGTHS = [3, 7, 2, 4, 5], [6, 1, 1, 2, 6], [4, 4, 3, 1], [7, 7, 7, 7, 7]

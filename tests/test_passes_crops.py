@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from orttrainer import IODescription, ModelDescription
 from orttrainer.differentiate.prepare import prepare
-from orttrainer.engine import Engine
+from orttrainer.engine.engine import Engine
+from orttrainer.engine.settings import OptimizerChoice, Settings
 from orttrainer.graph.passes.speed.crops import CropIntoPadsPass
-from orttrainer.settings import OptimizerChoice, Settings
 
 END = 2**63 - 1
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from test_passes_sparse_update import EACH, OPTIMIZERS, Bag, engine, train
 
-from orttrainer import gated, runtime
+from orttrainer import runtime
 from orttrainer.graph.passes.speed import gated_add
 from orttrainer.graph.passes.speed.gated_add import GatedAddPass
+from orttrainer.runtime import gated
 
 PASS = GatedAddPass.__name__
 needs_operator = pytest.mark.skipif(not gated.is_available(), reason="this ONNX Runtime has no GatedAdd")

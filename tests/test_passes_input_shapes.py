@@ -9,9 +9,9 @@ from test_passes_nchwc_regions import Residual, assert_trained, node, trained
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription
-from orttrainer.engine import Engine
+from orttrainer.engine.engine import Engine
+from orttrainer.engine.settings import OptimizerChoice, Settings
 from orttrainer.graph.passes.speed.input_shapes import InputShapesPass
-from orttrainer.settings import OptimizerChoice, Settings
 
 
 def rewritten(model):

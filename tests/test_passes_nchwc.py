@@ -10,11 +10,12 @@ import torch
 from onnx import TensorProto, helper
 from torch import nn
 
-from orttrainer import IODescription, ModelDescription, blocked, runtime
-from orttrainer.engine import Engine
+from orttrainer import IODescription, ModelDescription, runtime
+from orttrainer.engine.engine import Engine
+from orttrainer.engine.settings import OptimizerChoice, Settings
 from orttrainer.graph.passes.speed.nchwc import BlockedConvolutionPass
 from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN
-from orttrainer.settings import OptimizerChoice, Settings
+from orttrainer.runtime import blocked
 
 BLOCK = blocked.block_size() or 16
 needs_blocks = pytest.mark.skipif(blocked.block_size() is None, reason="no blocked kernels for this processor")

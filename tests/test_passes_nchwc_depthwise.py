@@ -13,8 +13,8 @@ from test_passes_nchwc import BLOCK, needs_blocks, operators, results, rewritten
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription
-from orttrainer.engine import Engine
-from orttrainer.settings import OptimizerChoice, Settings
+from orttrainer.engine.engine import Engine
+from orttrainer.engine.settings import OptimizerChoice, Settings
 
 
 def depthwise_gradient(channels, sizes, result, perm=(2, 1, 0, 3, 4), **attributes):

@@ -10,13 +10,13 @@ from test_passes_nchwc import BLOCK, model_of, needs_blocks, results, sessions_o
 from test_passes_nchwc_regions import assert_trained, frozen, node, trained
 from torch.nn import functional as F
 
-from orttrainer import blocked
 from orttrainer.graph.passes.speed import nchwc, nchwc_filtering
 from orttrainer.graph.passes.speed.nchwc import BlockedConvolutionPass
 from orttrainer.graph.passes.speed.nchwc_filtering import TILES, MinimalFilteringPass
 from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN
 from orttrainer.graph.passes.speed.nchwc_regions import StayInBlocksPass
 from orttrainer.graph.passes.speed.nchwc_sums import SumIntoConvolutionPass
+from orttrainer.runtime import blocked
 
 
 @pytest.fixture(autouse=True)

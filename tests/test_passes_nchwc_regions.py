@@ -11,12 +11,12 @@ from test_passes_nchwc import BLOCK, model_of, needs_blocks, operators, results,
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription, Recompute
-from orttrainer.engine import Engine
+from orttrainer.engine.engine import Engine
+from orttrainer.engine.settings import OptimizerChoice, Settings
 from orttrainer.graph.passes.batch_norm import SplitBatchNormalizationPass, SwitchBatchNormalizationPass
 from orttrainer.graph.passes.speed.nchwc import BlockedConvolutionPass
 from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN
 from orttrainer.graph.passes.speed.nchwc_regions import StayInBlocksPass
-from orttrainer.settings import OptimizerChoice, Settings
 
 pytestmark = needs_blocks
 SIZES = {

@@ -8,7 +8,7 @@ from test_native_weights import expected, gradient_of, run
 from test_passes_nchwc import BLOCK, needs_blocks, sessions_opened
 from test_passes_nchwc_regions import assert_trained, frozen, trained
 
-from orttrainer import Recompute, blocked
+from orttrainer import Recompute
 from orttrainer.differentiate.rules.windows import Window
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.speed import nchwc_weights
@@ -16,6 +16,7 @@ from orttrainer.graph.passes.speed.nchwc import BlockedConvolutionPass
 from orttrainer.graph.passes.speed.nchwc_filtering import TILES as ALL_TILES
 from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN
 from orttrainer.graph.passes.speed.nchwc_weights import BlockedWeightGradientsPass
+from orttrainer.runtime import blocked
 
 pytestmark = needs_blocks
 SQUARE = Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1))

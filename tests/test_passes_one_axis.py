@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from orttrainer import IODescription, ModelDescription
-from orttrainer.engine import Engine
+from orttrainer.engine.engine import Engine
+from orttrainer.engine.settings import OptimizerChoice, Settings
 from orttrainer.graph.passes.speed.one_axis import OneAxisPass
-from orttrainer.settings import OptimizerChoice, Settings
 
 SIZES = {"x": (3, 4, 17), "w": (6, 4, 3), "grouped": (6, 2, 3), "t": (4, 6, 3), "b": (6,)}
 

@@ -9,9 +9,9 @@ from test_native_weights import run
 from test_passes_nchwc import BLOCK, needs_blocks, sessions_opened
 from test_passes_nchwc_regions import assert_trained, trained
 
-from orttrainer.blocked import block_convolutions
 from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN
 from orttrainer.graph.passes.speed.pools import SeparatePoolGradientsPass
+from orttrainer.runtime.blocked import block_convolutions
 
 pytestmark = needs_blocks
 LEAST = "orttrainer.graph.passes.speed.pools.LEAST_ELEMENTS"

@@ -10,9 +10,10 @@ import torch
 from fidelity import assert_trains_with_and_without
 from torch import nn
 
-from orttrainer import runtime, scattered
+from orttrainer import runtime
 from orttrainer.graph.passes.speed import rows as rows_of_tables
 from orttrainer.graph.passes.speed.rows import FlatScatterPass, GatherRowsPass
+from orttrainer.runtime import scattered
 
 SCATTER = """
 <ir_version: 8, opset_import: ["" : 18]>

@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from orttrainer import IODescription, ModelDescription
-from orttrainer.engine import Engine
+from orttrainer.engine.engine import Engine
+from orttrainer.engine.settings import OptimizerChoice, Settings
 from orttrainer.graph.passes.speed.small_images import SmallImagesPass
-from orttrainer.settings import OptimizerChoice, Settings
 
 CHANNELS, OUT = 160, 128
 

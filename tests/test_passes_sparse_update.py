@@ -13,11 +13,11 @@ from small import assert_same, train_with_torch
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription, ORTTrainer, phase
-from orttrainer.engine import Engine
+from orttrainer.engine.engine import Engine
+from orttrainer.engine.settings import OptimizerChoice, Settings
 from orttrainer.errors import ExecutionError
 from orttrainer.graph.passes.speed.sparse_update import SparseUpdatePass, written_through
 from orttrainer.run import Runner
-from orttrainer.settings import OptimizerChoice, Settings
 
 ROWS, WIDTH, RATE, STEPS = 4096, 24, 0.05, 4
 PASS = SparseUpdatePass.__name__

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription, runtime
-from orttrainer.engine import Engine
+from orttrainer.engine.engine import Engine
+from orttrainer.engine.settings import OptimizerChoice, Settings
 from orttrainer.graph.passes.speed.thresholds import ThresholdPass
-from orttrainer.settings import OptimizerChoice, Settings
 
 INF = float("inf")
 LAYERS = {

@@ -11,13 +11,13 @@ from test_passes_sparse_update import OPTIMIZERS, assert_close
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription, phase
-from orttrainer.engine import Engine
+from orttrainer.engine.engine import Engine
+from orttrainer.engine.settings import OptimizerChoice, Settings
 from orttrainer.errors import ExecutionError
 from orttrainer.graph.passes.speed import late_norm, tile_products, tiles
 from orttrainer.graph.passes.speed.tile_products import RowProduct
 from orttrainer.graph.passes.speed.tiles import TileUpdatesPass
 from orttrainer.run import Runner
-from orttrainer.settings import OptimizerChoice, Settings
 
 PASS, RATE, STEPS, ROWS = TileUpdatesPass.__name__, 0.05, 4, 4
 PRODUCTS = ("Gemm", "MatMul", "FusedMatMul")

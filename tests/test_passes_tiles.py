@@ -24,11 +24,11 @@ from test_passes_sparse_update import (
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription
-from orttrainer.engine import Engine
+from orttrainer.engine.engine import Engine
+from orttrainer.engine.settings import OptimizerChoice, Settings
 from orttrainer.graph.passes.speed import late_norm, tiles
 from orttrainer.graph.passes.speed.tiles import TileUpdatesPass
 from orttrainer.run import Runner
-from orttrainer.settings import OptimizerChoice, Settings
 
 PASS = TileUpdatesPass.__name__
 DENSE = "SparseUpdatePass"

@@ -11,10 +11,10 @@ from test_passes_nchwc import model_of, operators, results, sessions_opened
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription
-from orttrainer.engine import Engine
+from orttrainer.engine.engine import Engine
+from orttrainer.engine.settings import OptimizerChoice, Settings
 from orttrainer.graph.passes.speed.nchwc import BlockedConvolutionPass
 from orttrainer.graph.passes.speed.turned import TurnConvolutionPass
-from orttrainer.settings import OptimizerChoice, Settings
 
 OTHER = {"Conv": "ConvTranspose", "ConvTranspose": "Conv"}
 

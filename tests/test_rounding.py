@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import orttrainer
-from orttrainer import IODescription, ModelDescription, verify
+from orttrainer import IODescription, ModelDescription
+from orttrainer.engine import verify
 from orttrainer.errors import ExportMismatchError
 from orttrainer.export import export_module, observe_gradients
 

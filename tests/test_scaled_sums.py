@@ -10,7 +10,7 @@ from torch import nn
 
 import orttrainer
 from orttrainer.errors import StateError
-from orttrainer.state_dict import ACCUMULATED_SCALE
+from orttrainer.state.state_dict import ACCUMULATED_SCALE
 from orttrainer.training import amp, optim
 
 RATE = 0.5

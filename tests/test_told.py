@@ -14,11 +14,12 @@ from in_step import check_equal, step
 from torch import nn
 
 import orttrainer
-from orttrainer import IODescription, ModelDescription, ways
-from orttrainer.engine import Engine
+from orttrainer import IODescription, ModelDescription
+from orttrainer.engine import ways
+from orttrainer.engine.engine import Engine
+from orttrainer.engine.settings import OptimizerChoice, Settings
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.told import UNTOLD
-from orttrainer.settings import OptimizerChoice, Settings
 
 RATE, ROWS, CLASSES = 0.05, 9, 3
 FORMS = []  # loss of `f(module, x, label)`, and how many graphs the batches below need

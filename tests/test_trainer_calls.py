@@ -11,7 +11,8 @@ import torch
 from small import LR, RATE, assert_same, batch, description, forward_model, make, net, snapshot, torch_step
 from torch import nn
 
-from orttrainer import IODescription, ModelDescription, ORTTrainer, in_use, phase
+from orttrainer import IODescription, ModelDescription, ORTTrainer, phase
+from orttrainer.engine import in_use
 from orttrainer.errors import (
     DescriptionMismatchWarning,
     OrtTrainerError,

@@ -13,9 +13,9 @@ from small import make
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription
-from orttrainer.engine import Engine
+from orttrainer.engine.engine import Engine
+from orttrainer.engine.settings import OptimizerChoice, Settings
 from orttrainer.errors import UnsupportedModelError
-from orttrainer.settings import OptimizerChoice, Settings
 
 RATE = 0.1
 

@@ -8,10 +8,10 @@ import torch
 from cases import convolution, convolution_transposed, pooling, resize
 from marks import of_each_operator
 
-from orttrainer import blocked
 from orttrainer.differentiate import build_gradient
 from orttrainer.errors import GradientError
 from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN
+from orttrainer.runtime import blocked
 from orttrainer.testing import check_gradient, evaluate
 from orttrainer.testing.check import _compare, _gradients, _model, _run_onnxruntime
 

@@ -114,8 +114,8 @@ def _orttrainer(workload, accumulate: int, native: bool) -> Step:
 
 def _without(disabled: str, workload, accumulate: int) -> Step:
     """`orttrainer` with one graph pass switched off."""
-    from orttrainer.engine import Engine
-    from orttrainer.settings import OptimizerChoice, Settings
+    from orttrainer.engine.engine import Engine
+    from orttrainer.engine.settings import OptimizerChoice, Settings
 
     engine = Engine(
         workload.module(), workload.loss_fn, workload.description(),

@@ -12,9 +12,9 @@ from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.faithful import MutedDropout
 from orttrainer.export.forwards import outputs_of, own, rewind, values_of_buffers
 from orttrainer.export.hidden_state import Generators, HiddenState, alike, sampled
+from orttrainer.export.holdings import same_elements
 from orttrainer.export.outside import noticed
 from orttrainer.export.untouched import Moved, memory_of
-from orttrainer.holdings import same_elements
 
 __all__ = ["CallsOthers", "FirstCall", "SeesGradients"]
 

@@ -10,8 +10,8 @@ from orttrainer.errors import OrtTrainerError
 from orttrainer.export.call import asks_for_gradients, in_train_mode
 from orttrainer.export.faithful import MutedDropout
 from orttrainer.export.hidden_state import Generators, sampled
+from orttrainer.export.holdings import same_elements
 from orttrainer.export.untouched import Moved, memory_of, unchanged
-from orttrainer.holdings import same_elements
 
 __all__ = ["AsksForGradients", "called", "other_values", "outputs_of", "own", "rewind", "values_of_buffers"]
 

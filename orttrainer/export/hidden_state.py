@@ -16,7 +16,7 @@ import torch
 
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.counters import Counters
-from orttrainer.holdings import same_elements
+from orttrainer.export.holdings import same_elements
 
 __all__ = ["Generators", "HiddenState", "alike", "anew", "changes", "sampled"]
 

@@ -13,9 +13,9 @@ from orttrainer.export.call import OUTSIDE, LossModule, in_train_mode, state_nam
 from orttrainer.export.faithful import MutedDropout
 from orttrainer.export.forwards import rewind, values_of_buffers
 from orttrainer.export.hidden_state import Generators, HiddenState, alike
+from orttrainer.export.holdings import same_elements
 from orttrainer.export.initializers import as_real
 from orttrainer.export.untouched import unchanged
-from orttrainer.holdings import same_elements
 
 __all__ = ["observe_gradients"]
 

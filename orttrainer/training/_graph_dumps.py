@@ -7,7 +7,7 @@ import os
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from orttrainer.engine import Engine
+from orttrainer.engine.engine import Engine
 from orttrainer.errors import InvalidArgumentError
 from orttrainer.graph.write import write_model
 

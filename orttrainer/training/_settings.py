@@ -8,9 +8,9 @@ from dataclasses import replace
 import onnx
 
 from orttrainer.arguments import session_options
+from orttrainer.engine.settings import OptimizerChoice, Settings
 from orttrainer.errors import InvalidArgumentError, SettingError, UnsupportedFeatureError
 from orttrainer.graph.recompute import Recompute
-from orttrainer.settings import OptimizerChoice, Settings
 from orttrainer.training._graph_dumps import check_folders
 from orttrainer.training.amp.loss_scaler import DynamicLossScaler, LossScaler
 from orttrainer.training.model_desc_validation import LEARNING_RATE_IO_DESCRIPTION_NAME

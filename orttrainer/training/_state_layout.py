@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from orttrainer.errors import StateError
-from orttrainer.state_dict import ACCUMULATED, ACCUMULATED_BY, ACCUMULATED_SCALE, SUM
+from orttrainer.state.state_dict import ACCUMULATED, ACCUMULATED_BY, ACCUMULATED_SCALE, SUM
+from orttrainer.state.update_counts import SHARED_COUNT
 from orttrainer.training_graph import SEED, STEP
-from orttrainer.update_counts import SHARED_COUNT
 
 FULL_PRECISION, SHARED = "full_precision", "shared_optimizer_state"
 SECTIONS = ("model", "optimizer", "train_step_info")

@@ -13,7 +13,7 @@ from onnx_ir import tensor_adapters
 
 from orttrainer.arguments import checked_rate, inputs_by_name
 from orttrainer.distributed import failing_together
-from orttrainer.engine import Engine
+from orttrainer.engine.engine import Engine
 from orttrainer.errors import CheckpointError, RuntimeNotFoundError, SettingError, StateError
 from orttrainer.front_end import FrontEnd
 from orttrainer.graph.write import write_model

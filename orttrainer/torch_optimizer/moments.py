@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from orttrainer.torch_groups import Groups
+from orttrainer.torch_optimizer.groups import Groups
 
 __all__ = ["Holding", "Moments", "moments_of"]
 

@@ -24,22 +24,22 @@ from orttrainer.distributed import (
     find_collective,
 )
 from orttrainer.distributed.agreement import number_of_another
+from orttrainer.engine.nonfinite import LossWatch
+from orttrainer.engine.settings import OptimizerChoice, Settings
+from orttrainer.engine.source import Source
+from orttrainer.engine.turns import one_at_a_time
+from orttrainer.engine.ways import Ways, check_can_go_on
 from orttrainer.errors import StateError
 from orttrainer.front_end import NotCopied
-from orttrainer.kept_state import KeptState
 from orttrainer.native.toolchain import is_wanted
-from orttrainer.nonfinite import LossWatch
 from orttrainer.optim import OPTIMIZERS, make_optimizer
 from orttrainer.run import Runner
 from orttrainer.seed import seed_of_rank
-from orttrainer.settings import OptimizerChoice, Settings
-from orttrainer.source import Source
-from orttrainer.state import TrainedState, cpu_copy
-from orttrainer.state_dict import ACCUMULATED, ACCUMULATED_BY, ACCUMULATED_SCALE, SUM, accumulated_scale
+from orttrainer.state.kept import KeptState
+from orttrainer.state.state_dict import ACCUMULATED, ACCUMULATED_BY, ACCUMULATED_SCALE, SUM, accumulated_scale
+from orttrainer.state.trained import TrainedState, cpu_copy
+from orttrainer.state.update_counts import SHARED_COUNT, counters_fit, counts_in, numbered
 from orttrainer.training_graph import SEED, STEP, TrainingGraph
-from orttrainer.turns import one_at_a_time
-from orttrainer.update_counts import SHARED_COUNT, counters_fit, counts_in, numbered
-from orttrainer.ways import Ways, check_can_go_on
 
 if TYPE_CHECKING:
     from orttrainer.export import ForwardGraph

@@ -22,17 +22,17 @@ from orttrainer.arguments import (
 )
 from orttrainer.describe import InputSchema, ModelDescription
 from orttrainer.distributed import failing_together
+from orttrainer.engine.in_use import InUse
+from orttrainer.engine.inference import export_inference
+from orttrainer.engine.nonfinite import LossWatch
+from orttrainer.engine.settings import OptimizerChoice, Settings
+from orttrainer.engine.turns import PreparingAStep, one_at_a_time
 from orttrainer.errors import InvalidArgumentError, StateError
 from orttrainer.graph.passes.constants import InitializersToConstantsPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.places import Places
-from orttrainer.in_use import InUse
-from orttrainer.inference import export_inference
-from orttrainer.nonfinite import LossWatch
 from orttrainer.pipeline import check_disabled_passes
 from orttrainer.profiling import Profile, check_updates, places_of, profiled, watching
-from orttrainer.settings import OptimizerChoice, Settings
-from orttrainer.turns import PreparingAStep, one_at_a_time
 
 if TYPE_CHECKING:
     from orttrainer.export import ForwardGraph

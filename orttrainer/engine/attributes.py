@@ -17,7 +17,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from orttrainer import export
-from orttrainer.holdings import (
+from orttrainer.export.holdings import (
     CONTAINERS,
     DEPTH,
     PLAIN,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from orttrainer.engine import Engine
+    from orttrainer.engine.engine import Engine
 
 
 def one_at_a_time(method: Callable) -> Callable:

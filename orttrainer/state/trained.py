@@ -14,19 +14,19 @@ from onnx_ir.tensor_adapters import TorchTensor
 from orttrainer import export
 from orttrainer.distributed import Collective, check_ranks_agree
 from orttrainer.errors import StateError
-from orttrainer.holdings import same_elements
-from orttrainer.kept_state import KeptState
+from orttrainer.export.holdings import same_elements
 from orttrainer.seed import seed_of_rank, seed_of_run
-from orttrainer.seen import Seen, form
-from orttrainer.state_dict import (
+from orttrainer.state.kept import KeptState
+from orttrainer.state.seen import Seen, form
+from orttrainer.state.state_dict import (
     ACCUMULATED,
     ACCUMULATED_BY,
     ACCUMULATED_SCALE,
     check_fits,
     checked_accumulated,
 )
+from orttrainer.state.update_counts import SHARED_COUNT, counts_in, counts_to_load
 from orttrainer.training_graph import SEED, StateEntry, TrainingGraph
-from orttrainer.update_counts import SHARED_COUNT, counts_in, counts_to_load
 
 log = logging.getLogger("orttrainer")
 

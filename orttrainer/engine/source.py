@@ -20,14 +20,14 @@ from onnx_ir import tensor_adapters
 
 from orttrainer import export, runtime, signals
 from orttrainer.describe import InputSchema, InputSpec, ModelDescription
+from orttrainer.engine.settings import Settings
+from orttrainer.engine.verify import check_gradients
 from orttrainer.errors import (
     InvalidArgumentError,
     UnknownNameError,
     UnsupportedFeatureError,
 )
-from orttrainer.settings import Settings
-from orttrainer.state_dict import check_fits
-from orttrainer.verify import check_gradients
+from orttrainer.state.state_dict import check_fits
 
 if TYPE_CHECKING:
     from orttrainer.export import ForwardGraph

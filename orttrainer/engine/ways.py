@@ -18,17 +18,17 @@ import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
 from orttrainer import export
-from orttrainer.attributes import OF_GRADIENTS, Attributes
+from orttrainer.engine.attributes import OF_GRADIENTS, Attributes
+from orttrainer.engine.inference import inference_model
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.granted import unmet
 from orttrainer.graph.subgraphs import node_inputs, subgraphs
-from orttrainer.inference import inference_model
 
 if TYPE_CHECKING:
+    from orttrainer.engine.source import Source
     from orttrainer.export import Conditions, ForwardGraph
     from orttrainer.run import Runner
-    from orttrainer.source import Source
-    from orttrainer.state import TrainedState
+    from orttrainer.state.trained import TrainedState
     from orttrainer.training_graph import TrainingGraph
 
 MOST = 16  # whose graphs are kept: each was exported

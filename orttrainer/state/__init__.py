@@ -1,0 +1,1 @@
+"""The tensors that a trainer shares with the module, and what belongs to them."""

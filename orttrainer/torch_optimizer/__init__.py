@@ -1,0 +1,1 @@
+"""What a trainer has from a torch optimizer: its groups, its moments, the hooks around its step."""
