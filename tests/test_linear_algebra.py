@@ -89,7 +89,9 @@ FORMS = {
     "norms": lambda w, x: torch.norm(w, "nuc") + linalg.matrix_norm(x @ w, 2) + linalg.norm(w, -2, keepdim=True).sum(),
     "ranks": lambda w, x: (
         (x @ w).square().mean() * linalg.matrix_rank(torch.stack([w, w.tril(-1), 1e-3 * w, 0 * w]), atol=0.1).sum()
-        + w.square().sum()
+    ),
+    "ranks of products": lambda w, x: (
+        w.square().sum()
         * (
             linalg.matrix_rank(x @ w)
             - linalg.matrix_rank(outer(w, x), 2.0).sum()

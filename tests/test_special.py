@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from fidelity import assert_trains_as_in_pytorch, vectors
+from marks import slow
 from torch import nn
 
 # Each with bounds of its argument.
@@ -41,7 +42,7 @@ class Special(nn.Module):
         return torch.asinh(torch.stack(found, 1))  # none is too large
 
 
-@pytest.mark.parametrize("slopes", [False, True], ids=["values", "slopes"])
+@pytest.mark.parametrize("slopes", [False, slow(True)], ids=["values", "slopes"])
 def test_special_functions_train_as_in_pytorch(slopes):
     assert_trains_as_in_pytorch(lambda: Special(slopes), vectors, evaluates=not slopes)
 
