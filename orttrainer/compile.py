@@ -153,7 +153,7 @@ class _Build:
         for name in (learning_rate, TRAINING_MODE, NORM, FINITE, BATCHES):
             self._free(name)
         self.described = described
-        self._input(graph, learning_rate, ir.DataType.FLOAT, [rates])
+        self._input(graph, learning_rate, self._rate_type(), [rates])
         self._input(graph, TRAINING_MODE, ir.DataType.BOOL, [])
         self.loss_scale = self._unused(LOSS_SCALE) if precision is not None else None
         if self.loss_scale is not None:
@@ -261,7 +261,7 @@ class _Build:
         factors = [inputs[name] for name in (self.loss_scale, self.batches and self.batches.name) if name]
         if factors:
             total = functools.reduce(op.Mul, factors)
-            self.scale = op.Squeeze(op.Div(op.const(np.ones(1, np.float32)), total), [0])
+            self.scale = op.Squeeze(op.Div(op.const(np.ones(1), norm.dtype), op.cast_as(total, norm)), [0])
             norm = op.Mul(norm, self.scale)
         if self.loss_scale is not None:
             self.finite = op.Reshape(op.Equal(op.Sub(norm, norm), op.scalar(0.0, norm)), [1])
@@ -319,13 +319,19 @@ class _Build:
             )
         return {name: self.new.get(name, inputs[name]) for name in names}
 
+    def _rate_type(self) -> ir.DataType:
+        """Of the learning rates: float32 has 0.1 to eight digits, which the update of a float64 parameter would show."""
+        double = ir.DataType.DOUBLE
+        return double if any(self.tensors[n].dtype == double for n in self.parameters) else ir.DataType.FLOAT
+
     def _rates(self) -> list[ir.Value]:
         """The learning rate of each group, of shape [1]."""
         count = self.rate.shape[0]
         return [self.rate] if count == 1 else [self.op.Slice(self.rate, [i], [i + 1]) for i in range(count)]
 
     def _double(self, rate: ir.Value) -> ir.Value:
-        return self.op.Squeeze(self.op.Cast(rate, to=int(ir.DataType.DOUBLE)), [0])
+        rate = rate if rate.dtype == ir.DataType.DOUBLE else self.op.Cast(rate, to=int(ir.DataType.DOUBLE))
+        return self.op.Squeeze(rate, [0])
 
     def lower(self, primitives: bool, keep: bool, gradients: Collection[str]) -> None:
         """Replace operators whose kernels are slow or absent, now that their gradients are taken."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import onnx_ir as ir
 import torch
 from onnx_ir.passes import common
+from onnx_ir.tensor_adapters import to_torch_dtype
 
 from orttrainer import runtime, signals
 from orttrainer.distributed import Collective, SingleProcess
@@ -78,7 +79,8 @@ class Runner:
         self._evaluate: dict[tuple[str, ...], Phase] = {}
         self._needed: dict[tuple[str, ...], set[str]] = {}
         self._on, self._off = (torch.tensor(value) for value in (True, False))
-        self.gradient_norm = torch.zeros((), dtype=torch.float32, device=device)
+        norm = next(x for x in graph.graph.graph.outputs if x.name == graph.signature.gradient_norm)
+        self.gradient_norm = torch.zeros((), dtype=to_torch_dtype(norm.dtype), device=device)
         self.accumulated = 0
         self.scale_of_sums = 1.0  # the loss scale that what is in the accumulators is multiplied with
         self.accumulators: dict[str, torch.Tensor] = {}
@@ -96,7 +98,7 @@ class Runner:
 
         Args:
             inputs: by name.
-            learning_rate: float32 [groups].
+            learning_rate: of the graph's dtype, [groups].
             loss_scale: float32 [1], for a graph with mixed precision.
             update: False to add the gradients to the accumulators and no more.
 

@@ -66,7 +66,8 @@ def trainer(
             batch, whose axis 0 may vary, together in all inputs that have its size there. Where other
             axes vary as well, describe them here, with a name for each size that does.
         device: "cpu", "cuda", "cuda:1" or a `torch.device`; by default where the model is.
-        max_grad_norm: scale gradients down to this global norm, where theirs is above it.
+        max_grad_norm: scale gradients down to this global norm, where theirs is above it, as
+            `torch.nn.utils.clip_grad_norm_` does.
         gradient_accumulation_steps: batches per update; may be changed (`trainer.gradient_accumulation_steps = 8`).
             Where an epoch ends with fewer, `trainer.update()` makes the update of these.
         mixed_precision: "float16" or "bfloat16": forward and backward in it; parameters stay in float32.

@@ -83,10 +83,10 @@ class Signature:
     Attributes:
         inputs: the described inputs, in order.
         outputs: the described outputs, in order, loss first.
-        learning_rate: input, float32 [groups]: one rate for each group of parameters, and what else of the optimizer
-            each step feeds, such as betas that a schedule changes.
+        learning_rate: input, float32 [groups], float64 where a parameter is: one rate for each group of parameters, and
+            what else of the optimizer each step feeds, such as betas that a schedule changes.
         training_mode: bool input, False to evaluate; None if nothing in the graph asks for it.
-        gradient_norm: output, the global L2 norm of all gradients before clipping, 0-d float32.
+        gradient_norm: output, the global L2 norm of all gradients before clipping, 0-d float32, float64 where a parameter is.
         gradients: for each trained parameter the inner value that the update takes for its gradient; with
             accumulation the new value of its accumulator.
         ordered_learning_rate: the inner copy of the learning rate that is only there once all

@@ -18,7 +18,7 @@ def test_an_unknown_optimizer_is_named_with_those_there_are():
 @pytest.mark.parametrize(
     "name, given, text",
     [
-        ("SGDOptimizer", {"lambda": 0.1}, "SGDOptimizer has no attribute 'lambda' (given for parameter 'w'); it has: 'momentum', 'nesterov', 'weight_decay', 'max_norm_clip', 'maximize', 'dampening'."),
+        ("SGDOptimizer", {"lambda": 0.1}, "SGDOptimizer has no attribute 'lambda' (given for parameter 'w'); it has: 'momentum', 'nesterov', 'weight_decay', 'max_norm_clip', 'max_norm_epsilon', 'maximize', 'dampening'."),
         ("SGDOptimizer", {"nesterov": 1}, "SGDOptimizer: attribute 'nesterov' of parameter 'w' is 1; it must be 0 where 'momentum' is 0."),
         ("SGDOptimizer", {"momentum": -0.9}, "attribute 'momentum' of parameter 'w' is -0.9; it must be finite and not negative."),
         ("SGDOptimizer", {"momentum": 0.9, "nesterov": 2}, "attribute 'nesterov' of parameter 'w' is 2; it must be 0 or 1."),
@@ -26,7 +26,7 @@ def test_an_unknown_optimizer_is_named_with_those_there_are():
         ("SGDOptimizer", {"max_norm_clip": -1.0}, "attribute 'max_norm_clip' of parameter 'w' is -1.0; it must be above 0 (inf: do not clip)."),
         ("AdamWOptimizer", {"lr": 0.1}, "AdamWOptimizer has no attribute 'lr'"),
         ("AdamOptimizer", {"lr": 0.1}, "AdamOptimizer has no attribute 'lr' (given for parameter 'w'); it has: 'alpha', 'beta', 'lambda', "
-         "'epsilon', 'max_norm_clip', 'do_bias_correction', 'weight_decay_mode', 'weight_decay', 'maximize', 'amsgrad'."),
+         "'epsilon', 'max_norm_clip', 'max_norm_epsilon', 'do_bias_correction', 'weight_decay_mode', 'weight_decay', 'maximize', 'amsgrad'."),
         ("AdamOptimizer", {"alpha": "0.9"}, "AdamOptimizer: attribute 'alpha' of parameter 'w' is '0.9'; it must be a float, not a str."),
         ("AdamOptimizer", {"beta": True}, "attribute 'beta' of parameter 'w' is True; it must be a float, not a bool."),
         ("AdamOptimizer", {"do_bias_correction": 1.0}, "attribute 'do_bias_correction' of parameter 'w' is 1.0; it must be an int or a bool, not a float."),

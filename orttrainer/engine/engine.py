@@ -72,7 +72,7 @@ class Engine(InUse):
         check_disabled_passes(settings.disabled_passes)
         super().__init__(model, loss_fn, description, optimizer, settings)
         self._scale = torch.ones(1, dtype=torch.float32)
-        self._rate, self._rates_given = 0.0, None  # of the last step: what it was given, and what `_rates` holds
+        self._rate = 0.0  # that the last step was given
         if not self.source.needs_batch(description):
             self._compile(self._of_onnx_model)
 
@@ -134,11 +134,11 @@ class Engine(InUse):
         self._runner.raise_interruption()
 
     def _rates_at(self, rate: float) -> torch.Tensor:
-        """The learning rate of each group: float32 [groups], the same tensor as long as they stay the same."""
+        """The learning rate of each group, [groups], the same tensor as long as they stay the same."""
         # A later graph may train parameters of further groups.
         rates = [rate] if self._optimizer.rates is None else self._optimizer.rates(rate)[: self._rates_fed]
         if rates != self._rates_given:
-            self._rates, self._rates_given = torch.tensor(rates, dtype=torch.float32), rates
+            self._rates, self._rates_given = torch.tensor(rates, dtype=self._rates_dtype), rates
         self._rate = rate
         return self._rates
 

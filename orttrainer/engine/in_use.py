@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import onnx
 import onnx_ir as ir
 import torch
+from onnx_ir.tensor_adapters import to_torch_dtype
 
 from orttrainer import runtime, signals
 from orttrainer.compile import compile_training_graph
@@ -89,7 +90,8 @@ class InUse(NotCopied):
             self.describe(description)
         self.training_graph: TrainingGraph | None = None
         self.source = Source(model, loss_fn, self.device, settings, self.collective.size)
-        self._rates_fed = 1  # that the graph takes
+        self._rates_fed, self._rates_dtype = 1, torch.float32  # what the graph takes
+        self._rates_given: Sequence[float] | None = None  # what `_rates` holds
         self._given_early: tuple[dict, bool] = ({}, False)  # to `load_state_dict`, before there is a graph
         self._loaded_early: set[str] = set()  # names of it that are in the modules already
         self._runner: Runner | None = None
@@ -254,8 +256,9 @@ class InUse(NotCopied):
     def _go_on(self, forward: ForwardGraph, graph: TrainingGraph, state: TrainedState, runner: Runner) -> None:
         runner.rebind(state.take_over())
         self._forward, self.training_graph, self._state, self._runner = forward, graph, state, runner
-        inputs = {x.name: x for x in graph.graph.graph.inputs}
-        self._rates_fed = inputs[graph.signature.learning_rate].shape[0]
+        rates = next(x for x in graph.graph.graph.inputs if x.name == graph.signature.learning_rate)
+        self._rates_fed, self._rates_dtype = rates.shape[0], to_torch_dtype(rates.dtype)
+        self._rates_given = None
         self._ways.took(forward, graph, state, runner)
         self._kept.counters = {name: state.tensors[counter] for name, counter in graph.signature.counters.items()}
 

@@ -16,7 +16,7 @@ LARGE = 2**23
 
 
 def global_norm(op: Builder, gradients: Mapping[str, ir.Value] | Iterable[ir.Value]) -> ir.Value:
-    """sqrt(sum over all gradients of sum(g * g)): 0-d float32, added up in the order of the names.
+    """sqrt(sum over all gradients of sum(g * g)): 0-d, added up in the order of the names; float64 if any gradient is, else float32.
 
     Args:
         op: builder of the training graph.
@@ -25,10 +25,12 @@ def global_norm(op: Builder, gradients: Mapping[str, ir.Value] | Iterable[ir.Val
     if isinstance(gradients, Mapping):
         gradients = [gradients[name] for name in sorted(gradients)]
     squares = [sum_of_squares(op, g) for g in gradients]
-    if len({square.dtype for square in squares}) > 1:
-        squares = [_cast(op, square, ir.DataType.DOUBLE) for square in squares]
-    total = op.Sum(*squares) if len(squares) > 1 else squares[0] if squares else op.const(0.0, ir.DataType.FLOAT)
-    return _cast(op, op.Sqrt(total), ir.DataType.FLOAT)
+    dtypes = {square.dtype for square in squares}
+    dtype = ir.DataType.DOUBLE if ir.DataType.DOUBLE in dtypes else ir.DataType.FLOAT
+    if len(dtypes) > 1:
+        squares = [_cast(op, square, dtype) for square in squares]
+    total = op.Sum(*squares) if len(squares) > 1 else squares[0] if squares else op.const(0.0, dtype)
+    return _cast(op, op.Sqrt(total), dtype)
 
 
 def sum_of_squares(op: Builder, x: ir.Value) -> ir.Value:

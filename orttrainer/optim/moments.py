@@ -21,6 +21,7 @@ def attributes(epsilon: float, do_bias_correction: int, shared: bool) -> dict[st
         "lambda": Attribute(0.0, *NON_NEGATIVE),
         "epsilon": Attribute(epsilon, *NON_NEGATIVE),
         "max_norm_clip": Attribute(1.0, *CLIP),
+        "max_norm_epsilon": Attribute(0.0, *NON_NEGATIVE),
         "do_bias_correction": Attribute(do_bias_correction, *ZERO_OR_ONE, shared=shared),
     }
 
@@ -45,7 +46,7 @@ def new_moments(
 
     s scales, clips and, with maximize, turns g round. It stays out of h, which is held as h / s. Where s is 0, because the norm has overflowed, h is 0.
     """
-    alpha, beta, s = values["alpha"], values["beta"], scalars.gradient(values["max_norm_clip"])
+    alpha, beta, s = values["alpha"], values["beta"], scalars.gradient(values)
     if values.get("weight_decay"):
         decay = scalars.product(values["weight_decay"], sign(values))
         g = op.Add(g, op.Mul(x, scalars.like(x, scalars.quotient(decay, scalars.positive(s)))))

@@ -62,16 +62,23 @@ class Scalars:
     def learning_rate(self, parameter: str) -> ir.Value:
         return self._rates[parameter]
 
-    def gradient(self, max_norm: float) -> Scalar:
-        """What a gradient is multiplied with: its scale, and the clipping to a global norm of `max_norm`."""
-        return self.clip(max_norm) if self._scale is None else self.product(self.clip(max_norm), self._scale)
+    def gradient(self, values: Mapping[str, float | int]) -> Scalar:
+        """What a gradient is multiplied with: its scale, and the clipping that the attributes of its parameter ask for."""
+        clip = self.clip(values["max_norm_clip"], values["max_norm_epsilon"])
+        return clip if self._scale is None else self.product(clip, self._scale)
 
-    def clip(self, max_norm: float) -> Scalar:
-        """max_norm / norm where norm > max_norm, else 1: also where norm is NaN, so that NaN gradients stay seen."""
+    def clip(self, max_norm: float, epsilon: float = 0.0) -> Scalar:
+        """max_norm / norm where norm > max_norm, else 1: also where norm is NaN, so that NaN gradients stay seen.
+
+        With `epsilon`, which is added to the norm, as `torch.nn.utils.clip_grad_norm_` has it: NaN makes all gradients NaN.
+        """
         if self._gradient_norm is None or max_norm == math.inf:
             return 1.0
-        above = self.op.Greater(self._norm, max_norm)
-        return self.op.Where(above, self.op.Div(self.op.scalar(max_norm, self._norm), self._norm), self._one)
+        op, bound = self.op, self.op.const(max_norm, DOUBLE)
+        if not epsilon:
+            return op.Where(op.Greater(self._norm, bound), op.Div(bound, self._norm), self._one)
+        norm = op.Add(self._norm, epsilon)
+        return op.Where(op.LessOrEqual(norm, bound), self._one, op.Div(bound, norm))
 
     def bias_correction(self, decay: Scalar, enabled: bool) -> Scalar:
         """1 - decay ** step where step > 0, else 1. In float64: float32 loses half the digits for decay near 1."""

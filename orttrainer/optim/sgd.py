@@ -31,6 +31,7 @@ class SGD(Optimizer):
         "nesterov": Attribute(0, *ZERO_OR_ONE),
         "weight_decay": Attribute(0.0, *NON_NEGATIVE),
         "max_norm_clip": Attribute(math.inf, *CLIP),
+        "max_norm_epsilon": Attribute(0.0, *NON_NEGATIVE),
         "maximize": Attribute(0, *ZERO_OR_ONE),
         "dampening": Attribute(0.0, *FINITE),
     }
@@ -47,7 +48,7 @@ class SGD(Optimizer):
             scalars = scalars_of[self.counter_of(name)]
             x, g, values, rate = parameters[name], gradients[name], self.attributes[name], scalars.learning_rate(name)
             momentum, decay = values["momentum"], values["weight_decay"]
-            s = scalars.product(scalars.gradient(values["max_norm_clip"]), sign(values))
+            s = scalars.product(scalars.gradient(values), sign(values))
             if not momentum:
                 step = op.Mul(g, scalars.like(x, scalars.product(rate, s)))
                 if decay:

@@ -15,6 +15,8 @@ from orttrainer.optim import OPTIMIZERS, Fed
 
 __all__ = ["Groups"]
 
+_CLIP_EPSILON = 1e-6  # that `torch.nn.utils.clip_grad_norm_` adds to the norm
+
 
 class Groups:
     """The parameter groups of a torch optimizer, as the engine asks for them.
@@ -112,7 +114,7 @@ class Groups:
             )
         index = self._group_of[name]
         numbers = self._numbers[index]
-        found = {"max_norm_clip": self._max_norm}
+        found = {"max_norm_clip": self._max_norm, "max_norm_epsilon": _CLIP_EPSILON}
         found |= {key: number(numbers[key]) for key, number in self._FIXED[self.kind].items()}
         for key in self._FED[self.kind]:
             for which, attribute in enumerate(self._attributes_of(key, numbers)):
