@@ -63,7 +63,8 @@ def capture_dynamo(
             if granted is not None:
                 granted += granted_by(program, names, symbols)
         # With gradients a Scan would give the sizes that its backward reads.
-        exact = double_precision.casts_of_exact_numbers()
+        double = double_precision.is_double(wrapper, inputs)
+        exact = double_precision.exact_numbers(double)
         with _late_signatures(), decomposing, _unasserted(), _values_known(), exact, torch.no_grad():
             onnx_program = torch.onnx.export(
                 program,
@@ -71,6 +72,7 @@ def capture_dynamo(
                 custom_translation_table={
                     **batch_norm.TRANSLATIONS,
                     **double_precision.TRANSLATIONS,
+                    **(double_precision.NUMBERS if double else {}),
                     **masks.TRANSLATIONS,
                     **written_slices.TRANSLATIONS,
                     torch.ops.aten._neg_view.default: core.aten_neg,  # the imaginary part of a conjugate

@@ -164,7 +164,9 @@ def _check_changes(program, forms: dict[torch.fx.Node, _Form]) -> None:
     last = {memory(argument): places[node] for node, form in forms.items() for argument in form.changed}
     signature, seen = program.graph_signature, set()
     state = signature.inputs_to_buffers.keys() | signature.inputs_to_parameters.keys()
-    for node, place in places.items() if last else ():
+    shown = [node for node in places if node.users or node.op != "placeholder"]  # a tensor of two names is there twice
+    for node in shown if last else ():
+        place = places[node]
         changed = set(map(memory, forms[node].changed)) if node in forms else ()
         for held in last.keys() & set(map(memory, pytree.tree_leaves(node.meta.get("val")))):
             if held not in seen:

@@ -11,7 +11,15 @@ from orttrainer.differentiate.double.activations import elu, elu_of, hard_sigmoi
 from orttrainer.graph.builder import Builder, take_place
 from orttrainer.graph.passes.batch_norm import EXACT
 
-__all__ = ["DoubleAttributesPass"]
+__all__ = ["DoubleAttributesPass", "take_decimals"]
+
+
+def take_decimals(model: ir.Model) -> None:
+    """Numbers that a file has rounded to float32 -> the shortest decimals that round to them: what a program writes, mostly."""
+    for node in model.graph.all_nodes():
+        for name, attribute in node.attributes.items():
+            if attribute.type == ir.AttributeType.FLOAT and not attribute.is_ref():
+                node.attributes[name] = ir.AttrFloat32(name, float(str(np.float32(attribute.as_float()))))
 
 
 class DoubleAttributesPass(ir.passes.InPlacePass):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Sequence
 from unittest import mock
 
 import onnx_ir as ir
@@ -16,7 +17,7 @@ import torch
 from onnxscript import opset18 as op
 from onnxscript.function_libs.torch_lib.ops import core, linalg, nn
 
-__all__ = ["TRANSLATIONS", "casts_of_exact_numbers"]
+__all__ = ["NUMBERS", "TRANSLATIONS", "exact_numbers", "is_double"]
 
 aten = torch.ops.aten
 
@@ -24,10 +25,22 @@ aten = torch.ops.aten
 _CAST = {"Cast", "CastLike", "Log"}  # of a number, before it has the dtype of a tensor; torch casts logarithms, too
 
 
+def is_double(module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether all floating-point tensors that there are before forward are float64."""
+    dtypes = {x.dtype for x in (*module.parameters(), *module.buffers(), *inputs) if x.is_floating_point()}
+    return dtypes == {torch.float64}
+
+
 @contextlib.contextmanager
-def casts_of_exact_numbers() -> Iterator[None]:
-    """Let torch write down as float64 what it then casts to the dtype of a tensor."""
+def exact_numbers(double: bool) -> Iterator[None]:
+    """Let torch write down as float64 what it then casts to the dtype of a tensor.
+
+    Args:
+        double: also the numbers that it takes of tensors (`item()`), which `NUMBERS` then translates.
+    """
     with contextlib.ExitStack() as stack:
+        if double:
+            stack.enter_context(_symbols_of_float64())
         with contextlib.suppress(ImportError, AttributeError):  # private names: other torch versions may lack them
             from torch.onnx._internal.exporter import _building
 
@@ -40,6 +53,22 @@ def casts_of_exact_numbers() -> Iterator[None]:
                 return process(signature, named_inputs, type_binding, constants, opset)
 
             stack.enter_context(mock.patch.object(_building, "_process_python_constants", process_python_constants))
+        yield
+
+
+@contextlib.contextmanager
+def _symbols_of_float64() -> Iterator[None]:
+    """Let torch take its symbols of floats for float64, as Python's floats are."""
+    from torch.onnx._internal.exporter import _core
+
+    set_type = _core._set_shape_type
+
+    def set_shape_type(value, meta_val, *args, **kwargs):
+        set_type(value, meta_val, *args, **kwargs)
+        if isinstance(meta_val, (float, torch.SymFloat)):
+            value.dtype = ir.DataType.DOUBLE
+
+    with mock.patch.object(_core, "_set_shape_type", set_shape_type):
         yield
 
 
@@ -171,6 +200,23 @@ def _softplus(self, beta=1.0, threshold=20.0):
     )
 
 
+def _local_scalar_dense(self):
+    """aten._local_scalar_dense: `item()`."""
+    if not self.dtype.is_floating_point():
+        return core.aten__local_scalar_dense(self)
+    return op.Cast(op.Gather(op.Reshape(self, [-1]), 0), to=ir.DataType.DOUBLE)
+
+
+def _truediv(self, other):
+    """operator.truediv, of numbers."""
+    return op.Div(_in_float64(self), _in_float64(other))
+
+
+NUMBERS = {
+    aten._local_scalar_dense.default: _local_scalar_dense,
+    operator.truediv: _truediv,
+    torch.sym_float: _in_float64,
+}
 TRANSLATIONS = {
     aten.addbmm.default: _addbmm,
     aten.addcdiv.default: _addcdiv,

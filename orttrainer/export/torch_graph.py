@@ -15,6 +15,8 @@ from orttrainer.export.batch_norm import stop_gradients_at_statistics
 from orttrainer.export.call import in_train_mode, register_once
 from orttrainer.export.capture import capture_dynamo, capture_torchscript, load_exporter
 from orttrainer.export.conditions import taken_out
+from orttrainer.export.double_attributes import take_decimals
+from orttrainer.export.double_precision import is_double
 from orttrainer.export.forward_graph import ForwardGraph
 from orttrainer.export.granted import Granted
 from orttrainer.export.initializers import add_initializer, inputs_as_state, state_as_inputs, state_tensor
@@ -54,6 +56,9 @@ def by_torchscript(job, forget_cached: bool) -> ForwardGraph:
     decided = set()
     model = _captured(job, functools.partial(capture_torchscript, decided=decided), forget_cached)
     normalize.name_state(model, job.public, _ir_tensors(job))
+    double = is_double(job.wrapper, job.inputs)
+    if double:
+        take_decimals(model)
     updated = normalize.add_torchscript_updates(model, _counters(job))
     missing = {job.public[name] for name in job.updated} - set(updated)
     if missing:
@@ -61,6 +66,8 @@ def by_torchscript(job, forget_cached: bool) -> ForwardGraph:
             f"forward changes the buffers {sorted(missing)}, which a TorchScript graph cannot show."
         )
     normalize.convert_opset(model, job.opset)
+    if double:
+        take_decimals(model)  # the converter writes a file of its own
     return _forward_graph(job, model, updated, "torchscript", decided, _all_sizes(job))
 
 

@@ -98,6 +98,7 @@ def _listed(tensors):
 
 def _gradients(outputs: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]):
     """The sum over `outputs` of cotangent * d output / d input, for each of `inputs`, as one node."""
+    cotangents = [g.to(y.dtype) for y, g in zip(outputs, cotangents)]  # as torch does
     return tuple(
         torch.onnx.ops.symbolic_multi_out(
             f"{DOMAIN}::{GRADIENT}",
