@@ -84,6 +84,12 @@ FUNCTIONS = {
     "clamp between tensors": (lambda x, y: torch.clamp(x, y - 1, y + 1), TIES, OTHER),
     "clamp to the bounds of others": (lambda x, y: x.clip(min=y) + x.clamp_min(x.detach()) + torch.clamp_max(x, y), TIES, OTHER),
     "clamp between numbers": (lambda x, y: x.clamp(-1.0, 1.0) + x.clip(max=2) * torch.clamp_min(x, 0) - (x * 1).clamp_(-2, 1), TIES, OTHER),
+    "clamp between numbers in tensors": (lambda x: torch.clamp(x, torch.tensor(0.0), torch.tensor(2.0)), TIES),
+    "the larger and the smaller of numbers": (
+        lambda x: x.maximum(torch.tensor(0.0)).minimum(torch.tensor(2.0)) + 2 * x.minimum(torch.tensor(3.0)).maximum(torch.tensor(1.0))
+        + x.maximum(torch.tensor(2.0)).maximum(torch.tensor(2.0)) - x.minimum(torch.tensor(1.0)).minimum(torch.tensor(1.0)), TIES,
+    ),
+    "rectified, then bounded, or the reverse": (lambda x: torch.relu(x - 1).clamp(max=2) + 2 * torch.relu((x - 2).clamp(-1, 1)), TIES),
     "clamp in place": (lambda x, y: (x * 1).clamp_(max=y), TIES, OTHER),
     "copysign in place": (lambda x, y: (2 * x).copysign_(y), TIES, OTHER),
     "hypot in place, of a part": (lambda x, y: _changed(2 * x, lambda z: z[:, 1:3].hypot_(y[:, :2])), TIES, OTHER),
