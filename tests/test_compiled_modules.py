@@ -50,3 +50,20 @@ def test_what_is_to_be_compiled_is_not_compiled_to_be_exported(compiled, caplog)
     pair.steps(3)
     assert not torch._dynamo.utils.counters["frames"]
     assert caplog.text == ""
+
+
+class Branching(nn.Module):
+    """With functions that PyTorch compiles by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(torch.cond(x.sum() > 0, gate, torch.cos, (x,)))
+
+
+def test_what_pytorch_compiles_in_forward_is_no_code_of_forward(caplog):
+    torch._dynamo.reset()
+    Pair(Branching()).steps(2)
+    assert not [record for record in caplog.records if record.name == "orttrainer"]

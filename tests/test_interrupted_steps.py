@@ -175,6 +175,15 @@ def test_a_time_limit_in_the_first_step_is_kept(where, kind, monkeypatch):
     assert limits > 3
 
 
+@pytest.fixture
+def python_s_own_handler():
+    """Of Ctrl-C, also where the tests run in the background of a shell, which lets its jobs ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("python_s_own_handler")
 def test_ctrl_c_waits_until_nothing_is_half_done_and_a_second_one_does_not():
     reached = []
     with pytest.raises(KeyboardInterrupt), signals.none_lost():

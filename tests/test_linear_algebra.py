@@ -117,6 +117,19 @@ FORMS = {
     "slogdet-twice": lambda w, x: gradient_norm(linalg.slogdet(w)[1], w),
 }
 
+if hasattr(linalg, "polar"):  # since torch 2.15
+    FORMS |= {
+        "sqrth": lambda w, x: linalg.matrix_sqrth(positive(w)).sin().sum(),
+        "sqrth-of-a-triangle": lambda w, x: linalg.matrix_sqrth(positive(w.detach()) + w.tril() / 9)[1, :3].sin().sum(),
+        "sqrth-equal": lambda w, x: (x @ linalg.matrix_sqrth(torch.eye(4) + w - w.detach())).sin().sum(),
+        "sqrth-twice": lambda w, x: gradient_norm(linalg.matrix_sqrth(positive(w)).sin().sum(), w),
+        "polar": lambda w, x: sum(p.sin().sum() for p in linalg.polar(w)),
+        "polar-of-rows": lambda w, x: sum(p.sin().sum() for p in linalg.polar(x @ w)),
+        "polar-batch": lambda w, x: 0.1 * sum(p[:, 1, :3].sin().sum() for p in linalg.polar(outer(w, x) + w)),
+        "polar-equal": lambda w, x: sum((x @ p).sin().sum() for p in linalg.polar(2 * torch.eye(4) + w - w.detach())),
+        "polar-twice": lambda w, x: gradient_norm(linalg.polar(w)[0].sin().sum(), w),
+    }
+
 
 class Model(nn.Module):
     def __init__(self, form):
@@ -231,6 +244,7 @@ USUAL = [
         "norm-of-zeros",
     ),
     *("pinv", "lstsq", "cholesky-twice", "eigenvalues-twice"),
+    *("sqrth-of-a-triangle", "sqrth-equal", "polar-of-rows", "polar-equal"),
 ]
 
 

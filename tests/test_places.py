@@ -55,6 +55,12 @@ def scale_some_columns(y, t, mask):
     y[1, :, :t] *= y[0, 0, 0].clone()
 
 
+def slices_by_aten(y, t, mask):
+    """As torch's associative_scan takes them, without what is usual."""
+    before = y.clone()
+    y[:, :2] = torch.ops.aten.slice(before, 1, 2) * torch.ops.aten.slice(before, dim=1, end=2)
+
+
 def told(index, t, mask):
     """The index with what the names in it stand for."""
     if isinstance(index, slice):
@@ -112,6 +118,7 @@ FUNCTIONS = {  # which change y of [3, 4, 5]; t is 0, 1 or 2, the mask one of 3
     "divide_an_element": divide_an_element,
     "subtract_by_select": subtract_by_select,
     "write_in_a_loop": write_in_a_loop,
+    "slices_by_aten": slices_by_aten,
 }
 
 
@@ -133,7 +140,7 @@ def batch(step: int):
 
 @pytest.mark.parametrize(
     "name",
-    usual(FUNCTIONS, "a row at a place", "a mask behind an axis behind a place", "reads a mask, then a place", "add_to_row", "write_in_a_loop", "masked_by_lengths", "rows_of_as_many"),
+    usual(FUNCTIONS, "a row at a place", "a mask behind an axis behind a place", "reads a mask, then a place", "add_to_row", "write_in_a_loop", "masked_by_lengths", "rows_of_as_many", "slices_by_aten"),
 )  # fmt: skip
 def test_what_is_read_and_written_at_a_place_trains_as_in_pytorch(name):
     assert_trains_as_in_pytorch(lambda: Places(FUNCTIONS[name]), batch, evaluates=True)

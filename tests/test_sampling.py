@@ -34,8 +34,19 @@ def volumes(step: int):
     return [volume, torch.randn(2 + step, 3, 2, 4, 3, generator=generator) * 0.8]
 
 
+def has_cubic_volumes() -> bool:
+    try:
+        F.grid_sample(torch.zeros(1, 1, 1, 1, 1), torch.zeros(1, 1, 1, 1, 3), "bicubic", align_corners=True)
+    except RuntimeError:
+        return False
+    return True
+
+
+needs_cubic = pytest.mark.skipif(not has_cubic_volumes(), reason="PyTorch has it since 2.15")
+
+
 @pytest.mark.parametrize("align_corners", [False, slow(True)])
-@pytest.mark.parametrize("mode", ["bilinear", slow("nearest")])
+@pytest.mark.parametrize("mode", ["bilinear", slow("nearest"), pytest.param("bicubic", marks=needs_cubic)])
 def test_a_sampled_volume_trains_as_in_pytorch(mode, align_corners):
     assert_trains_as_in_pytorch(lambda: Warped(mode, align_corners), volumes, evaluates=True)
 
@@ -43,8 +54,9 @@ def test_a_sampled_volume_trains_as_in_pytorch(mode, align_corners):
 class AtCorners(nn.Module):
     """A volume and points where the slope jumps, both parameters."""
 
-    def __init__(self):
+    def __init__(self, mode):
         super().__init__()
+        self.options = {"mode": mode, "align_corners": True}
         self.volume = nn.Parameter(torch.randn(1, 1, 3, 3, 3, generator=torch.Generator().manual_seed(0)))
         points = [
             [-1.0, -1, -1],
@@ -59,9 +71,10 @@ class AtCorners(nn.Module):
         self.points = nn.Parameter(torch.tensor(points).reshape(1, 1, 1, -1, 3))
 
     def forward(self, x):
-        found = [F.grid_sample(self.volume, self.points, padding_mode=p, align_corners=True) for p in PADDINGS]
+        found = [F.grid_sample(self.volume, self.points, padding_mode=p, **self.options) for p in PADDINGS]
         return torch.cat(found) * x.mean()
 
 
-def test_at_voxels_and_bounds_the_slope_is_pytorch_s():
-    assert_trains_as_in_pytorch(AtCorners, lambda step: [torch.ones(2 + step, 1)], evaluates=False)
+@pytest.mark.parametrize("mode", ["bilinear", pytest.param("bicubic", marks=needs_cubic)])
+def test_at_voxels_and_bounds_the_slope_is_pytorch_s(mode):
+    assert_trains_as_in_pytorch(lambda: AtCorners(mode), lambda step: [torch.ones(2 + step, 1)], evaluates=False)

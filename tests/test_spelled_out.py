@@ -84,6 +84,12 @@ FUNCTIONS = {
     "clamp between tensors": (lambda x, y: torch.clamp(x, y - 1, y + 1), TIES, OTHER),
     "clamp to the bounds of others": (lambda x, y: x.clip(min=y) + x.clamp_min(x.detach()) + torch.clamp_max(x, y), TIES, OTHER),
     "clamp between numbers": (lambda x, y: x.clamp(-1.0, 1.0) + x.clip(max=2) * torch.clamp_min(x, 0) - (x * 1).clamp_(-2, 1), TIES, OTHER),
+    "clamp between numbers in tensors": (lambda x: torch.clamp(x, torch.tensor(0.0), torch.tensor(2.0)), TIES),
+    "the larger and the smaller of numbers": (
+        lambda x: x.maximum(torch.tensor(0.0)).minimum(torch.tensor(2.0)) + 2 * x.minimum(torch.tensor(3.0)).maximum(torch.tensor(1.0))
+        + x.maximum(torch.tensor(2.0)).maximum(torch.tensor(2.0)) - x.minimum(torch.tensor(1.0)).minimum(torch.tensor(1.0)), TIES,
+    ),
+    "rectified, then bounded, or the reverse": (lambda x: torch.relu(x - 1).clamp(max=2) + 2 * torch.relu((x - 2).clamp(-1, 1)), TIES),
     "clamp in place": (lambda x, y: (x * 1).clamp_(max=y), TIES, OTHER),
     "copysign in place": (lambda x, y: (2 * x).copysign_(y), TIES, OTHER),
     "hypot in place, of a part": (lambda x, y: _changed(2 * x, lambda z: z[:, 1:3].hypot_(y[:, :2])), TIES, OTHER),
@@ -113,6 +119,25 @@ FUNCTIONS = {
     "extrema of all axes that are not named": (lambda x: x.amax() * torch.amin(x, keepdim=True) + x.amin(()) - torch.amax(x, axis=1), TIES),
     "an amax of a scalar": (lambda x: x.amax() * torch.amin(x), 2.0),
     "the larger of two": (lambda x, y: torch.max(x, y) * torch.min(x, other=y), TIES, OTHER),
+    "a margin between several": (
+        lambda x: F.multi_margin_loss(x, torch.tensor([1, 2]), margin=1.0, weight=x[0].detach(), reduction="none")
+        + F.multi_margin_loss(x, torch.tensor([3, 0]), p=2) + 2 * F.multi_margin_loss(x[0], torch.tensor(1)), TIES,
+    ),
+    "a margin between two": (
+        lambda x, y: F.margin_ranking_loss(x, y, torch.ones(2, 1), margin=1.0, reduction="none") + 2 * F.margin_ranking_loss(x, y, -torch.ones(1, 4)), TIES, OTHER,
+    ),
+    "a margin of distances": (
+        lambda x: F.hinge_embedding_loss(x, torch.tensor([-1.0, 1, -1, -1]), margin=2.0, reduction="none")
+        + 2 * F.hinge_embedding_loss(x, -torch.ones(4), margin=1.5, reduction="sum"), TIES,
+    ),
+    "a margin of angles": (
+        lambda x, y: F.cosine_embedding_loss(x, y, torch.tensor([-1, -1, 1]), reduction="none")
+        + 2 * F.cosine_embedding_loss(x[1], y[0], torch.tensor(-1)), [[1.0, 0], [3, 4], [1, 2]], [[0.0, 2], [3, 1], [2, -2]],
+    ),
+    "a margin of triplets": (
+        lambda x, y, z: F.triplet_margin_loss(x, y, z, margin=5.0, eps=0.0, reduction="none")
+        + 2 * F.triplet_margin_loss(x, z, y, margin=1.0, swap=True), [[0.0, 0], [1, 0]], [[3.0, 4], [2, 5]], [[6.0, 8], [3, 1]],
+    ),
     "cdist by the largest difference": (lambda x, y: torch.cdist(x, y, math.inf), [[2.0, -2, 2, 1], [3, 3, 0, 0]], [[0.0, 0, 0, 0], [3, 3, 0, 0]]),
     "cdist of infinities": (lambda x: torch.cdist(x, x.detach() * 0 + 1, math.inf).clamp(max=3) + x.sum(), [[2.0, -2.0], [1.0, 3.0]]),
     "pdist by the largest difference": (lambda x: F.pdist(x, math.inf), [[2.0, -2, 2, 1], [0, 0, 0, 0], [4, 2, 2, 0]]),

@@ -15,6 +15,7 @@ __all__ = ["Read", "is_installed", "names_in", "read_by", "watched"]
 
 _READS = {dis.opmap[name] for name in ("LOAD_GLOBAL", "LOAD_NAME")}
 _SETS = {dis.opmap[f"STORE_{kind}"]: kind for kind in ("GLOBAL", "DEREF", "ATTR")}
+_COMPILER = os.path.join("torch", "_dynamo", "convert_frame.py")
 
 RunCode = dict[int, tuple[CodeType, dict]]  # id -> code, and its globals
 
@@ -79,7 +80,8 @@ def read_by(run: RunCode, ours: str, torchs: str) -> Read:
 
 @contextlib.contextmanager
 def watched(calls: Mapping[object, Callable[[], None]]) -> Iterator[RunCode | None]:
-    """Note the code that is run within the block, but for what a first import of a module runs: forward does not compute with it.
+    """Note the code that is run within the block, but for what forward does not compute with: what a first import of a module
+    runs, and what torch's compiler does, as for the functions that torch.cond is given.
 
     Args:
         calls: functions of C, and what is called when they are.
@@ -91,14 +93,14 @@ def watched(calls: Mapping[object, Callable[[], None]]) -> Iterator[RunCode | No
         yield None
         return
     run: RunCode = {}
-    importing = 0  # depth of calls below the import
+    within = 0  # depth of calls below the import, or below the compiler
 
     def called(frame, event, function):
-        nonlocal importing
-        if event == "call" and (importing or _imports(frame)):
-            importing += 1
-        elif event == "return" and importing:
-            importing -= 1
+        nonlocal within
+        if event == "call" and (within or _imports(frame) or frame.f_code.co_filename.endswith(_COMPILER)):
+            within += 1
+        elif event == "return" and within:
+            within -= 1
         elif event == "call":
             run[id(frame.f_code)] = frame.f_code, frame.f_globals
         elif event == "c_call":

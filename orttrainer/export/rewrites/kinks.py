@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-__all__ = ["REWRITES", "flat_beyond", "larger", "slope_at_zero", "smaller"]
+__all__ = ["REWRITES", "clamp", "flat_beyond", "larger", "slope_at_zero", "smaller"]
 
 
 def _std(input, *args, **kwargs):
@@ -28,7 +28,7 @@ def _softshrink(input, lambd=0.5):
     return torch.where(input > lambd, input - lambd, torch.where(input < -lambd, input + lambd, 0.0))
 
 
-def _clamp(input, min=None, max=None, *, out=None):
+def clamp(input, min=None, max=None, *, out=None):
     """torch.clamp.
 
     At a bound that is a number the slope is 1, as ONNX's Clip has it, and since torch 2.15 it is 0; at one that is a tensor
@@ -72,11 +72,11 @@ _FLAT_AT_BOUNDS = slope_at_zero(lambda x: x.clamp(min=0.0)) == 0.0
 
 
 def _clamp_min(input, min, *, out=None):
-    return _clamp(input, min)
+    return clamp(input, min)
 
 
 def _clamp_max(input, max, *, out=None):
-    return _clamp(input, None, max)
+    return clamp(input, None, max)
 
 
 def _logit(input, eps=None, *, out=None):
@@ -87,7 +87,7 @@ def _logit(input, eps=None, *, out=None):
 
 REWRITES = {
     **dict.fromkeys([torch.logit, torch.Tensor.logit, torch.special.logit], _logit),
-    **dict.fromkeys([torch.clamp, torch.Tensor.clamp, torch.clip, torch.Tensor.clip], _clamp),
+    **dict.fromkeys([torch.clamp, torch.Tensor.clamp, torch.clip, torch.Tensor.clip], clamp),
     **dict.fromkeys([torch.clamp_min, torch.Tensor.clamp_min], _clamp_min),
     **dict.fromkeys([torch.clamp_max, torch.Tensor.clamp_max], _clamp_max),
     **dict.fromkeys([torch.std, torch.Tensor.std], _std),

@@ -7,6 +7,8 @@ import math
 import torch
 import torch.nn.functional as F
 
+from orttrainer.export.rewrites.kinks import clamp
+from orttrainer.export.rewrites.norms import pairwise_distance
 from orttrainer.export.rewrites.spelled_out import log_sigmoid
 from orttrainer.export.stop_gradient import stop_gradient
 
@@ -104,6 +106,39 @@ def _multilabel_margin_loss(input, target, reduction=1):
     return _weighted(losses, None, reduction)
 
 
+def _multi_margin_loss(input, target, p=1, margin=1.0, weight=None, reduction=1):
+    """torch._C._nn.multi_margin_loss, whose slope at the margin is 0; in torch's decomposition it is that of clamp."""
+    target, classes = target.unsqueeze(-1), input.shape[-1]
+    of_label = input.gather(-1, _out_of_range(target, classes, 0))
+    margins = F.relu(margin - of_label + input)
+    others = target != torch.arange(classes, device=target.device)
+    losses = torch.where(others, margins if p == 1 else margins * margins, 0.0)
+    return _weighted(losses.sum(-1) / classes, None if weight is None else weight[target.squeeze(-1)], reduction)
+
+
+def _margin_ranking_loss(input1, input2, target, margin=0.0, reduction=1):
+    return _weighted(clamp(margin - target * (input1 - input2), 0), None, reduction)
+
+
+def _hinge_embedding_loss(input, target, margin=1.0, reduction=1):
+    beyond = torch.where(target != 1, clamp(margin - input, 0), 0.0)
+    return _weighted(beyond + torch.where(target != -1, input, 0.0), None, reduction)
+
+
+def _cosine_embedding_loss(input1, input2, target, margin=0.0, reduction=1):
+    products, *squares = ((x * y).sum(-1) for x, y in ((input1, input2), (input1, input1), (input2, input2)))
+    cosine = products / ((squares[0] + 1e-12) * (squares[1] + 1e-12)).sqrt()
+    beyond = torch.where(target == -1, clamp(cosine - margin, 0), 0.0)
+    return _weighted(beyond + torch.where(target == 1, 1 - cosine, 0.0), None, reduction)
+
+
+def _triplet_margin_loss(anchor, positive, negative, margin=1.0, p=2.0, eps=1e-6, swap=False, reduction=1):
+    near, far = (pairwise_distance(anchor, x, p, eps) for x in (positive, negative))
+    if swap:
+        far = torch.minimum(far, pairwise_distance(positive, negative, p, eps))
+    return _weighted(clamp(margin + near - far, 0), None, reduction)
+
+
 def _binary_cross_entropy_with_logits(input, target, weight=None, pos_weight=None, reduction=1):
     """torch.binary_cross_entropy_with_logits; the exporters' Log(Sigmoid(x)) is -inf from -88 on."""
     logarithm = log_sigmoid(input)
@@ -149,6 +184,11 @@ REWRITES = {
     F.nll_loss: _nll_loss,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     torch._C._nn.binary_cross_entropy: _binary_cross_entropy,
+    torch._C._nn.multi_margin_loss: _multi_margin_loss,
     torch._C._nn.multilabel_margin_loss: _multilabel_margin_loss,
+    torch.cosine_embedding_loss: _cosine_embedding_loss,
+    torch.hinge_embedding_loss: _hinge_embedding_loss,
+    torch.margin_ranking_loss: _margin_ranking_loss,
+    torch.triplet_margin_loss: _triplet_margin_loss,
     torch.binary_cross_entropy_with_logits: _binary_cross_entropy_with_logits,
 }

@@ -11,7 +11,7 @@ from orttrainer.export.rewrites.extrema import largest_difference
 from orttrainer.export.rewrites.spectra import spectral_norm
 from orttrainer.export.rewrites.spelled_out import functions
 
-__all__ = ["REWRITES"]
+__all__ = ["REWRITES", "pairwise_distance"]
 
 
 def _vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
@@ -79,7 +79,7 @@ def _distance(differences, p, axis):
     return largest_difference(differences) if p == math.inf else _vector_norm(differences, p, axis)
 
 
-def _pairwise_distance(x1, x2, p=2.0, eps=1e-6, keepdim=False):
+def pairwise_distance(x1, x2, p=2.0, eps=1e-6, keepdim=False):
     return _vector_norm(x1 - x2 + eps, p, -1, keepdim)
 
 
@@ -90,6 +90,6 @@ REWRITES = {
     torch.norm: _norm,
     torch.Tensor.norm: _tensor_norm,
     torch.pdist: _pdist,
-    F.pairwise_distance: _pairwise_distance,
+    F.pairwise_distance: pairwise_distance,
     **functions(cdist=_cdist),
 }

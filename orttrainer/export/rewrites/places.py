@@ -120,10 +120,10 @@ def _select(select):
     return selected
 
 
-def _slice(input, dim, start, stop, step):
+def _slice(input, dim=0, start=None, end=None, step=1):
     """`x[:t]`, which torch makes this of; noted for `x[:t] += v`, too."""
-    shown = torch.ops.aten.slice(input, dim, start, stop, step)
-    index = slice(start, stop)
+    shown = torch.ops.aten.slice(input, dim, start, end, step)
+    index = slice(start, end)
     if torch.compiler.is_exporting() and step == 1 and (_is_told_range(index) or hasattr(input, "_shown_at")):
         shown._shown_at = input, dim, index
     return shown

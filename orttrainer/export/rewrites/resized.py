@@ -9,14 +9,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-__all__ = ["REWRITES"]
+__all__ = ["REWRITES", "cubic"]
 
 
 def _linear(x):
     return (1 - x).clamp(min=0)
 
 
-def _cubic(x, a=-0.5):
+def cubic(x, a=-0.5):
     """Keys' kernel."""
     near, far = ((a + 2) * x - (a + 3)) * x * x + 1, ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
     return torch.where(x < 1, near, torch.where(x < 2, far, 0.0))
@@ -96,7 +96,7 @@ def _of_four(size, count, step, align_corners, like):
     at = torch.arange(count, device=like.device, dtype=torch.float64)
     at = at * step if align_corners else (at + 0.5) * step - 0.5
     taps = at.floor().unsqueeze(-1) + torch.arange(-1, 3, device=like.device)
-    shares = _cubic((at.unsqueeze(-1) - taps).abs(), -0.75)
+    shares = cubic((at.unsqueeze(-1) - taps).abs(), -0.75)
     hit = taps.clamp(0, size - 1).unsqueeze(-1) == torch.arange(size, device=like.device)
     return (shares.unsqueeze(-1) * hit).sum(1).to(like.dtype)
 
@@ -105,7 +105,7 @@ _nn, _aten = torch._C._nn, torch.ops.aten
 
 REWRITES = {
     **{f: _upsample(f, _antialiased(_linear)) for f in (_nn._upsample_bilinear2d_aa, _aten._upsample_bilinear2d_aa)},
-    **{f: _upsample(f, _antialiased(_cubic)) for f in (_nn._upsample_bicubic2d_aa, _aten._upsample_bicubic2d_aa)},
+    **{f: _upsample(f, _antialiased(cubic)) for f in (_nn._upsample_bicubic2d_aa, _aten._upsample_bicubic2d_aa)},
     **{f: _upsample(f, _of_four) for f in (_nn.upsample_bicubic2d, _aten.upsample_bicubic2d)},
     **{f: _by_rounded_factors(f) for f in (_nn.upsample_bilinear2d, _nn.upsample_trilinear3d)},
 }

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from orttrainer.export.rewrites.resized import cubic
+
 __all__ = ["REWRITES"]
 
-_NEAREST = 1  # as torch numbers the modes ...
+_NEAREST, _CUBIC = 1, 2  # as torch numbers the modes ...
 _ZEROS, _BORDER = 0, 1  # ... and what is beyond the volume; 2 is its reflection
 
 
@@ -21,10 +23,9 @@ def _grid_sampler_3d(input, grid, interpolation_mode, padding_mode, align_corner
     batch, channels, *sizes = input.shape
     place, weight = torch.arange(batch, device=input.device).unsqueeze(1), 1.0  # [taps of z, of y, of x, batch, points]
     for axis, size in enumerate(sizes):
-        at = _in_voxels(grid[..., 2 - axis].reshape(batch, -1), size, padding_mode, align_corners)
-        near, share = (
-            x.reshape([-1] + [1] * (2 - axis) + list(at.shape)) for x in _neighbors(at, size, interpolation_mode)
-        )
+        at = _in_voxels(grid[..., 2 - axis].reshape(batch, -1), size, align_corners)
+        found = _neighbors(at, size, interpolation_mode, padding_mode, align_corners)
+        near, share = (x.reshape([-1] + [1] * (2 - axis) + list(at.shape)) for x in found)
         place, weight = place * size + near, weight * share
     # As rows of one table: a gather along an axis would need an index for each channel.
     table = input.flatten(2).transpose(1, 2).reshape(-1, channels)
@@ -32,9 +33,13 @@ def _grid_sampler_3d(input, grid, interpolation_mode, padding_mode, align_corner
     return found.sum((0, 1, 2)).transpose(1, 2).reshape(batch, channels, *grid.shape[1:4])
 
 
-def _in_voxels(at, size, padding_mode, align_corners):
-    """Coordinates from -1 to 1 as positions in voxels, from 0 to size - 1; beyond these as `padding_mode` says."""
-    at = (at + 1) / 2 * (size - 1) if align_corners else ((at + 1) * size - 1) / 2
+def _in_voxels(at, size, align_corners):
+    """Coordinates from -1 to 1 as positions in voxels, from 0 to size - 1."""
+    return (at + 1) / 2 * (size - 1) if align_corners else ((at + 1) * size - 1) / 2
+
+
+def _within(at, size, padding_mode, align_corners):
+    """Positions, of which those beyond the volume are as `padding_mode` says."""
     if padding_mode == _ZEROS:
         return torch.where((at >= -1) & (at <= size), at, -2.0)  # what is farther away is as good as NaN
     if padding_mode != _BORDER:
@@ -53,16 +58,31 @@ def _reflected(at, low, span):
     return torch.where(turns % 2 == 0, rest, span - rest) + low
 
 
-def _neighbors(at, size, mode):
+def _neighbors(at, size, mode, padding_mode, align_corners):
     """The voxels next to each position along one axis, and their weights: [taps, batch, points]; outside the weight is 0."""
-    if mode == _NEAREST:
-        near = torch.round(at.detach()).unsqueeze(0)
-        share = torch.ones_like(near)
+    if mode == _CUBIC:  # here not the position is brought into the volume, but each voxel that it is read from
+        near, share = _next_four(at)
+        near = _within(near, size, padding_mode, align_corners)
     else:
-        below = torch.floor(at.detach())
-        near, share = torch.stack([below, below + 1]), torch.stack([below + 1 - at, at - below])
+        at = _within(at, size, padding_mode, align_corners)
+        near, share = _nearest(at) if mode == _NEAREST else _next_two(at)
     inside = (near >= 0) & (near < size)
     return torch.where(inside, near, 0.0).long(), torch.where(inside, share, 0.0)
+
+
+def _nearest(at):
+    near = torch.round(at.detach()).unsqueeze(0)
+    return near, torch.ones_like(near)
+
+
+def _next_two(at):
+    below = torch.floor(at.detach())
+    return torch.stack([below, below + 1]), torch.stack([below + 1 - at, at - below])
+
+
+def _next_four(at):
+    below, offsets = torch.floor(at.detach()), torch.arange(-1, 3, device=at.device).reshape(-1, 1, 1)
+    return below + offsets, cubic((at - below - offsets).abs(), -0.75)
 
 
 REWRITES = {torch.grid_sampler: _grid_sampler, torch.grid_sampler_3d: _grid_sampler_3d}

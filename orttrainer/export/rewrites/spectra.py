@@ -65,16 +65,18 @@ def _ordered(values, *vectors, descending):
     return values, *(x.gather(-1, order.unsqueeze(-2).expand(x.shape)) for x in vectors)
 
 
+def _eigen(whole):
+    shift = whole.abs().sum(-1).amax(-1)[..., None, None]  # where none is negative, rotations find eigenvectors
+    _, V = _jacobi(whole + shift * eye(whole))
+    return _ordered((V * (whole @ V)).sum(-2), V, descending=False)
+
+
 class _Eigh(Function):
     """Ascending eigenvalues and the eigenvectors of the symmetric matrix whose one triangle is in A."""
 
     @staticmethod
     def forward(ctx, A, uplo):
-        whole = symmetric(A.double(), uplo)
-        shift = whole.abs().sum(-1).amax(-1)[..., None, None]  # where none is negative, rotations find eigenvectors
-        _, V = _jacobi(whole + shift * eye(whole))
-        values, V = _ordered((V * (whole @ V)).sum(-2), V, descending=False)
-        values, V = values.to(A.dtype), V.to(A.dtype)
+        values, V = (x.to(A.dtype) for x in _eigen(symmetric(A.double(), uplo)))
         ctx.save_for_backward(values, V)
         return values, V
 
@@ -252,6 +254,65 @@ def spectral_norm(A, ord, dim=None, keepdim=False):
     return norm
 
 
+class _Sqrth(Function):
+    """The root X of a symmetric matrix, beside its eigenvalues and eigenvectors.
+
+    X dA' + dA' X = dX, unlike the gradients of these, has a solution where eigenvalues are equal.
+    """
+
+    @staticmethod
+    def forward(ctx, A):
+        values, V = _eigen(symmetric(A.double(), "L"))
+        X = (V * values.clamp(min=0).sqrt().unsqueeze(-2)) @ V.mT
+        X, values, V = (x.to(A.dtype) for x in (X, values, V))
+        ctx.save_for_backward(values, V)
+        return X, values, V
+
+    @staticmethod
+    def backward(ctx, dX, dvalues, dV):
+        values, V = (x.double() for x in ctx.saved_tensors)
+        roots, dX = values.clamp(min=0).sqrt(), dX.double()
+        inner = V.mT @ ((dX + dX.mT) / 2) @ V / (roots.unsqueeze(-2) + roots.unsqueeze(-1))
+        return (V @ inner @ V.mT).to(dV.dtype) + _Eigh.backward(ctx, dvalues, dV)[0]
+
+
+def _sqrth(A, *, out=None):
+    """torch.linalg.matrix_sqrth."""
+    return _Sqrth.apply(A)[0]
+
+
+class _Polar(Function):
+    """A = U H with orthonormal columns of U and a symmetric H, beside the singular value decomposition of A.
+
+    The gradients need no differences of singular values, which may be equal (Kenney and Laub, "Polar decomposition and
+    matrix sign function condition estimates", 1991).
+    """
+
+    @staticmethod
+    def forward(ctx, A):
+        W, S, V = _singular(A.double())
+        W, S, V, U, H = (x.to(A.dtype) for x in (W, S, V, W @ V.mT, (V * S.unsqueeze(-2)) @ V.mT))
+        ctx.save_for_backward(W, S, V)
+        return U, H, W, S, V
+
+    @staticmethod
+    def backward(ctx, dU, dH, dW, dS, dV):
+        W, S, V = (x.double() for x in ctx.saved_tensors)
+        dtype, dU, dH, row = dU.dtype, dU.double(), dH.double(), S.unsqueeze(-2)
+        inner = (W.mT @ dU @ V - V.mT @ dH @ V * row) / (row + S.unsqueeze(-1))
+        dA = W @ ((inner - inner.mT) @ V.mT + V.mT @ dH)
+        if W.shape[-2] > W.shape[-1]:
+            dA = dA + (dU - W @ (W.mT @ dU)) @ (V / row) @ V.mT
+        return dA.to(dtype) + _SVD.backward(ctx, dW, dS, dV)
+
+
+def _polar(A, *, out=None):
+    """torch.linalg.polar."""
+    return torch.return_types.linalg_polar(_Polar.apply(A)[:2])
+
+
+_NEWER = {"matrix_sqrth": _sqrth, "polar": _polar}  # since torch 2.15
+
 REWRITES = only_exporting(
     {
         torch.linalg.eigh: _eigh,
@@ -264,5 +325,6 @@ REWRITES = only_exporting(
         torch.linalg.matrix_rank: _matrix_rank,
         torch.linalg.lstsq: _lstsq,
         torch.linalg.cond: _cond,
+        **{getattr(torch.linalg, name): rewrite for name, rewrite in _NEWER.items() if hasattr(torch.linalg, name)},
     }
 )
