@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from pairs import Pair
 from small import LR, batch, make, torch_step
 from torch import nn
 
@@ -193,3 +194,29 @@ def test_what_an_import_within_forward_runs_is_not_followed_and_what_forward_cal
         loss = torch_step(reference, *batch(step))
         torch.testing.assert_close(trainer.train_step(*batch(step), LR)[0], loss)
         assert len(exports) == step
+
+
+class Table(nn.Module):
+    """Keeps its state in a dict and a list, too, and reads it from there; a tensor of the list is no part of the state."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.head = nn.Parameter(torch.ones(4)), nn.Linear(4, 3)
+        self.register_buffer("total", torch.zeros(4))
+        self.table, self.rows = {"weight": self.weight, "total": self.total}, [self.total, torch.ones(4)]
+
+    def forward(self, x):
+        self.total += x.detach().mean(0)
+        return self.head(x * self.table["weight"] + self.table["total"] * self.rows[1] + self.rows[0])
+
+
+def test_what_trains_is_no_change_of_a_dict_or_list_that_holds_it(exports):
+    pair = Pair(Table())
+    pair.steps(3)
+    assert len(exports) == 1
+    pair.change(lambda module: module.rows[1].fill_(3.0))
+    pair.steps(2)
+    assert len(exports) == 2
+    pair.change(lambda module: module.table.update(weight=module.rows[1]))
+    pair.steps(2)
+    assert len(exports) == 3

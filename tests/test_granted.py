@@ -115,6 +115,39 @@ FORMS = {  # what is done, and how many graphs the sizes need
     "a share of the rows, beside a decision by a value": (hardest_by_value, 3),
     "parts": (lambda y: sum(part.mean() * (i + 1) for i, part in enumerate(y.split(2))), 3),
 }
+
+
+class RowByRow(torch.autograd.Function):
+    """Has three times the gradient, written down for one row after the other."""
+
+    @staticmethod
+    def forward(ctx, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        dx = torch.zeros_like(dy)
+        for row in range(dy.size(0)):
+            dx[row] = 3 * dy[row]
+        return dx
+
+
+class OfOneRow(RowByRow):
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * (3 if len(dy) > 1 else 5)
+
+
+def hooked(y):
+    y.register_hook(lambda dy: torch.stack([row * (place + 1) for place, row in enumerate(dy)]))
+    return y.square().mean()
+
+
+FORMS |= {  # by sizes gradients alone depend on
+    "a backward of each row": (lambda y: RowByRow.apply(y).square().mean(), 5),
+    "a backward of one row": (lambda y: OfOneRow.apply(y).square().mean(), 2),
+    "a hook of each row": (hooked, 5),
+}
 LONG = "of all elements", "squeezed along the batch"
 
 

@@ -121,12 +121,22 @@ class Normalized(nn.Module):
         return (self.norm(x) * self.scale).pow(3).mean()
 
 
-def test_a_forward_that_rounding_decides_is_exported():
+class OfGroups(Normalized):
+    """The same of features in groups, by a matrix that is neither parameter nor buffer, as TabNet has it: it stays float32."""
+
+    groups = torch.eye(3)
+
+    def forward(self, x):
+        return super().forward(x @ self.groups)
+
+
+@pytest.mark.parametrize("kind", [Normalized, OfGroups])
+def test_a_forward_that_rounding_decides_is_exported(kind):
     x = 1000 + 0.02 * torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
     single, double = (Normalized().to(d)(x.to(d)).item() for d in (torch.float32, torch.float64))
     assert abs(single - double) > 1e-3 * abs(double)  # else this tests nothing
     description = ModelDescription([IODescription("x", ["batch", 3])], [IODescription("loss", [])])
-    export_module(Normalized(), None, description, [x])
+    export_module(kind(), None, description, [x])
 
 
 class Alike(nn.Module):

@@ -115,7 +115,8 @@ class Attributes:
         self._hooks += [*self._of_parameters.values()]
         self._registered, self._hooked = RemovableHandle.next_id, any(self._hooks)
         places = [(held, key) for _, held, key in self._places()]
-        self._held = Holdings(places, [*self._enclosed, *(self._hooks if self._hooked else ())], self._entries)
+        elsewhere = [*self._enclosed, *(self._hooks if self._hooked else ())]
+        self._held = Holdings(places, elsewhere, self._entries, self._state())
         self.look_at_parameters()
 
     def look_at_parameters(self) -> None:
@@ -161,7 +162,8 @@ class Attributes:
             self._flags = self._read_flags()
         found = {path: held[key] for path, held, key in self._places()}
         found |= {path: content_of(cell) for path, cell in self._cells.items() if path not in self._ignored}
-        found = {path: comparable(value, self._entries) for path, value in found.items()}
+        state = self._state()
+        found = {path: comparable(value, self._entries, state) for path, value in found.items()}
         for path, layer in self._layers.items():
             found[f"{path}.training".strip(".")] = _Training(self._flags[path])
             for key in _HOOKS:
@@ -217,6 +219,11 @@ class Attributes:
             for key, parameter in layer._parameters.items()
             if parameter is not None
         }
+
+    def _state(self) -> set[int]:
+        """The identities of parameters and buffers: what is in them the graph has in each step, also of those that lie in a list or dict."""
+        held = [x for layer in self._layers.values() for x in (*layer._parameters.values(), *layer._buffers.values())]
+        return {id(tensor) for tensor in held if tensor is not None}
 
     def _hooks_of_parameters(self) -> dict[str, Mapping]:
         """Those of gradients, which `register_hook` and the like add; of the parameters that have any."""

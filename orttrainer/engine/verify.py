@@ -17,8 +17,6 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from onnx_ir.passes import common
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from orttrainer import export, runtime
 from orttrainer.differentiate import differentiate
@@ -210,7 +208,7 @@ def _allowed(module, loss_fn, description, batch, expected, errors: Mapping[str,
     try:
         twin, loss_fn = _in_double(module), copy.deepcopy(loss_fn)
         arguments = [tensor.double() if tensor.is_floating_point() else tensor for tensor in batch]
-        with _WidenedOperands():
+        with export.WidenedOperands():
             exact = export.observe_gradients(twin, loss_fn, description, arguments)
         lengths, scales = _lengths_and_scales(exact, list(errors))
         together = math.hypot(*lengths.values())
@@ -223,7 +221,7 @@ def _allowed(module, loss_fn, description, batch, expected, errors: Mapping[str,
             allowed = {name: TOLERANCE + max(10 * error, anywhere, zero[name]) for name, error in own.items()}
             if all(errors[name] <= allowed[name] for name in errors):
                 break
-            with _moved(twin, generator), _WidenedOperands():
+            with _moved(twin, generator), export.WidenedOperands():
                 nearby = [_nearer_to_0(x, generator) if x.is_floating_point() else x for x in arguments]
                 other = export.observe_gradients(twin, loss_fn, description, nearby)
     except Exception:  # whatever the user's code or a copy of it raises
@@ -238,22 +236,6 @@ def _in_double(module: torch.nn.Module) -> torch.nn.Module:
         for hook in (parameter._backward_hooks or {}).values():
             copied.register_hook(hook)
     return twin
-
-
-class _WidenedOperands(TorchFunctionMode):
-    """Within the block what meets float64 becomes it: float32 that no module holds, such as a loss's class weights."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        writes = func.__name__.endswith("_")  # in place, and __setitem__: a copy would be written
-        floats = {x.dtype for x in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(x) and x.is_floating_point()}
-        if not writes and torch.float64 in floats and len(floats) > 1:
-            args, kwargs = pytree.tree_map_only(torch.Tensor, _widened, (args, kwargs))
-        return func(*args, **kwargs)
-
-
-def _widened(x: torch.Tensor) -> torch.Tensor:
-    return x.double() if x.dtype == torch.float32 else x
 
 
 def _nearer_to_0(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -11,6 +11,7 @@ _HOME = {
     "Conditions": "conditions",
     "ForwardGraph": "forward_graph",
     "Read": "run_code",
+    "WidenedOperands": "widened",
     "as_real": "initializers",
     "attach_loss": "torch_loss",
     "check_layers": "call",
@@ -34,6 +35,7 @@ __all__ = [
     "Conditions",
     "ForwardGraph",
     "Read",
+    "WidenedOperands",
     "as_real",
     "attach_loss",
     "check_layers",
@@ -69,6 +71,7 @@ if TYPE_CHECKING:
     from orttrainer.export.postprocess import check_postprocessed
     from orttrainer.export.run_code import Read, is_installed, names_in
     from orttrainer.export.torch_loss import attach_loss, lacks_loss
+    from orttrainer.export.widened import WidenedOperands
 
 
 def __getattr__(name: str):

@@ -79,7 +79,7 @@ class LossModule(nn.Module):
         return tuple(self._modules.get(OUTSIDE, ()))
 
     def forward(self, *inputs):
-        self.followed.begin()
+        self.followed.begin(inputs)
         with contextlib.nullcontext() if self.followed.hints is None else self.followed.hints.indexing():
             outputs = self.described_outputs(inputs)
         return (*outputs, *(_attribute(self, name).clone() for name in self.updated), *self.followed.tensors(inputs))

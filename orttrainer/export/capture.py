@@ -61,7 +61,7 @@ def capture_dynamo(
         with faithful(wrapper, decided):
             program = _exported_program(wrapper, inputs, symbols, fixed)
             if granted is not None:
-                granted += granted_by(program, names, symbols)
+                granted += granted_by(program, names, symbols, shown=not wrapper.followed.by_size)
         # With gradients a Scan would give the sizes that its backward reads.
         double = double_precision.is_double(wrapper, inputs)
         exact = double_precision.exact_numbers(double)

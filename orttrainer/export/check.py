@@ -33,6 +33,7 @@ from orttrainer.export.initializers import as_real, constant_of, state_as_inputs
 from orttrainer.export.observation import Observation, observe
 from orttrainer.export.sizes import all_resized, resized
 from orttrainer.export.untouched import unchanged
+from orttrainer.export.widened import WidenedOperands
 from orttrainer.graph.passes.axes import AllAxesPass
 from orttrainer.graph.passes.divisors import NonzeroDivisorsPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
@@ -150,7 +151,8 @@ def _rounding(wrapper, named, inputs, expected) -> dict[str, float]:
     """How far the module's float32 is from its own float64, where that can be asked: output -> largest difference."""
     try:
         twin = copy.deepcopy(wrapper).double()
-        exact = named(observe(twin, [t.double() if t.is_floating_point() else t for t in inputs]))
+        with WidenedOperands():
+            exact = named(observe(twin, [t.double() if t.is_floating_point() else t for t in inputs]))
         pairs = {name: (want.double(), exact[name]) for name, want in expected.items() if name in exact}
         return {name: _largest(a - b) for name, (a, b) in pairs.items() if b.is_floating_point()}
     except Exception:  # whatever the user's code or a copy of it raises

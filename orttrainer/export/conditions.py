@@ -6,9 +6,10 @@ that these conditions are a graph of their own, which the engine asks before eac
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import onnx_ir as ir
@@ -19,6 +20,7 @@ from orttrainer import runtime
 from orttrainer.differentiate.double import DoubleKernelsPass, lacks_kernels
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.initializers import as_real, state_as_inputs
+from orttrainer.export.sizes import decisions_by_sizes_of
 from orttrainer.export.told import Told, place
 from orttrainer.graph.passes.divisors import NonzeroDivisorsPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
@@ -102,17 +104,18 @@ class Followed:
         told: the numbers that it was told.
         hints: gives them to the trace; None where that can do without.
         made: what the graph depends on.
-        by_size: forward decided by a size where TorchScript traced.
+        by_size: a size decided where a batch of another size may not show it: in TorchScript's trace, or for a gradient alone.
     """
 
     def __init__(self):
         self.observed: tuple[Condition, ...] = ()
         self.told: tuple[Told, ...] = ()
         self.hints: Hints | None = None
-        self.begin()
+        self.begin(())
 
-    def begin(self) -> None:
-        """Forward is traced from its beginning."""
+    def begin(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Forward is traced from its beginning, on these inputs."""
+        self._inputs = inputs
         self._waiting = defaultdict(list)
         for condition in reversed(self.observed):
             self._waiting[condition[:2]].append(condition)
@@ -121,6 +124,16 @@ class Followed:
         self._tensors: list[torch.Tensor] = []
         if self.hints is not None:
             self.hints.begin(self.told)
+
+    @contextlib.contextmanager
+    def gradient(self) -> Iterator[None]:
+        """What is traced within the block makes a gradient, and no output."""
+        decisions = decisions_by_sizes_of(self._inputs)
+        before = decisions()
+        try:
+            yield
+        finally:
+            self.by_size |= decisions() != before
 
     def more_hints(self, by_numbers: bool) -> bool:
         """Whether there is another trace to try, of forward or of one that asked for numbers: with (other) hints."""
@@ -150,6 +163,7 @@ class Followed:
         """What a traced forward on `inputs` depends on, at its end: bool [1] for each condition."""
         for decided in self.hints.end(inputs) if self.hints is not None else ():
             self.note(Condition(decided.file, decided.line, True), decided.holds)
+        self._inputs = ()  # which keep the trace alive
         return self._tensors
 
 

@@ -60,12 +60,13 @@ def unmet(granted: Sequence[Granted], batch: Mapping[str, torch.Tensor], trains:
     return next((statement for statement in asked if not statement.holds(batch)), None)
 
 
-def granted_by(program, names: Sequence[str], symbols: Sequence[Mapping[int, str]]) -> list[Granted]:
+def granted_by(program, names: Sequence[str], symbols: Sequence[Mapping[int, str]], shown: bool) -> list[Granted]:
     """What a `torch.export.ExportedProgram` takes for granted.
 
     Args:
         names: of its inputs.
         symbols: per input, the axes that may vary: {axis: symbol}. Those of one symbol have one size, which is not said again.
+        shown: see `Granted`.
     """
     import sympy  # here: with torch's exporter, which has it
     from torch.utils._sympy.printers import PythonPrinter
@@ -92,7 +93,7 @@ def granted_by(program, names: Sequence[str], symbols: Sequence[Mapping[int, str
         if not _is_python(texts[0]):  # it holds of the sizes of the trace, and the check is not to drop it as needless
             texts = [f"{of_trace(env)[symbol]} == {named[symbol]}" for symbol in expression.free_symbols]
         stated += [(text, tuple(used)) for text in texts]
-    return [_of_its_own(text, sizes) for text, sizes in dict.fromkeys(stated)]
+    return [_of_its_own(text, sizes)._replace(shown=shown) for text, sizes in dict.fromkeys(stated)]
 
 
 def _is_python(text: str) -> bool:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -167,8 +167,10 @@ def _listed(names: Sequence[str]) -> str:
 
 def _attributes(module: torch.nn.Module) -> dict[str, Any]:
     """The values of plain attributes, by the module's path and their name; {} for what keeps nothing."""
+    held = [tensor for layer in module.modules() for tensor in (*layer._parameters.values(), *layer._buffers.values())]
+    state = {id(tensor) for tensor in held}
     return {
-        _path(name, key): _value(value)
+        _path(name, key): _value(value, state)
         for name, layer in module.named_modules()
         for key, value in vars(layer).items()
         if key not in ("_parameters", "_buffers", "_modules")
@@ -193,17 +195,17 @@ def _path(module: str, attribute: str) -> str:
 _FEW = 100  # entries: what is longer is a table of the user's, not what a forward keeps
 
 
-def _value(value: Any) -> Any:
-    """A copy of what can be compared, and containers of that; other objects stand for themselves."""
+def _value(value: Any, state: Collection[int]) -> Any:
+    """A copy of what can be compared, and containers of that; other objects stand for themselves, as tensors of the state do."""
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()
+        return value if id(value) in state else value.detach().clone()
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, dict) and len(value) <= _FEW:
-        return {key: _value(held) for key, held in value.items()}
+        return {key: _value(held, state) for key, held in value.items()}
     if isinstance(value, (tuple, list, collections.deque)):
         content = [held for held in value]  # not by a length that is its own
-        return [_value(held) for held in content] if len(content) <= _FEW else value
+        return [_value(held, state) for held in content] if len(content) <= _FEW else value
     return value
 
 

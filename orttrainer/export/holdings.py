@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import CellType, FunctionType, MappingProxyType
 from typing import Any
 
@@ -41,12 +41,20 @@ class Holdings:
         places: dictionaries, of an object, a class or a scope, and keys.
         values: what is elsewhere.
         entries: of objects among what is found.
+        state: identities of tensors of which it does not matter here what is in them.
     """
 
-    def __init__(self, places: Iterable[tuple[Mapping, str]], values: Iterable[Any], entries: Entries):
+    def __init__(
+        self,
+        places: Iterable[tuple[Mapping, str]],
+        values: Iterable[Any],
+        entries: Entries,
+        state: Collection[int] = frozenset(),
+    ):
         self._dicts: list[tuple[dict, str, Any]] = []
         self._elsewhere: list[tuple[Mapping, str, Any]] = []  # in classes and in slots
         self._containers, self._tensors, self._arrays = [], [], []
+        self._state = state
         self._met: set = set()  # what many layers have, such as a configuration, once
         for owner, key in places:
             self._gather_from(owner, key, entries, DEPTH)
@@ -91,7 +99,7 @@ class Holdings:
 
     def _gather(self, value: Any, entries: Entries, depth: int) -> None:
         if isinstance(value, torch.Tensor):
-            if not value.is_inference():
+            if not value.is_inference() and id(value) not in self._state:
                 self._tensors.append(value)
         elif is_array(value):
             self._arrays.append(value)
@@ -105,8 +113,17 @@ class Holdings:
                 self._gather_from(attributes_of(value), key, entries, depth - 1)
 
 
-def comparable(value: Any, entries: Entries, depth: int = DEPTH) -> Any:
-    """What is equal to that of another value if both hold the same: numbers, texts and arrays by what they are, other objects themselves."""
+def comparable(value: Any, entries: Entries, state: Collection[int] = frozenset(), depth: int = DEPTH) -> Any:
+    """What is equal to that of another value if both hold the same: numbers, texts and arrays by what they are, other objects themselves.
+
+    Args:
+        entries: of objects among what is found.
+        state: identities of tensors that are compared as objects alone.
+    """
+
+    def compared(inside: Iterable[Any]) -> list:
+        return [comparable(x, entries, state, depth - 1) for x in inside]
+
     if isinstance(value, PLAIN):
         return type(value), value
     if is_array(value):
@@ -114,15 +131,14 @@ def comparable(value: Any, entries: Entries, depth: int = DEPTH) -> Any:
     if is_container(value, depth):
         if isinstance(value, (set, frozenset)):
             return type(value), frozenset(value)
-        inside = [*(value.values() if isinstance(value, dict) else value)]
         keys = [*value] if isinstance(value, dict) else None
-        return type(value), keys, [comparable(x, entries, depth - 1) for x in inside]
+        return type(value), keys, compared(value.values() if isinstance(value, dict) else value)
     if depth and isinstance(value, FunctionType):  # made anew from the same text it is the same
         around = [value.__defaults__, value.__kwdefaults__, *map(content_of, value.__closure__ or ())]
-        return FunctionType, value.__code__, [comparable(x, entries, depth - 1) for x in around]
+        return FunctionType, value.__code__, compared(around)
     if depth and not isinstance(value, torch.Tensor) and (found := entries(value)):
-        return type(value), [*found], [comparable(x, entries, depth - 1) for x in found.values()]
-    return _Is(value)
+        return type(value), [*found], compared(found.values())
+    return _Is(value, id(value) in state)
 
 
 def has_objects(found: Any) -> bool:
@@ -204,13 +220,17 @@ def same_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class _Is:
-    """Equal only to what is of the same object, and of the same version of it; of a small tensor, to what has its elements."""
+    """Equal only to what is of the same object, and of the same version of it; of a small tensor, to what has its elements.
 
-    def __init__(self, value: Any):
-        self.value, self.copy = value, None
-        if isinstance(value, torch.Tensor) and is_small(value):
-            self.copy = value.detach().clone()
-        self.version = value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
+    Args:
+        whatever: whether the same object is equal, whatever is in it.
+    """
+
+    def __init__(self, value: Any, whatever: bool):
+        self.value, self.copy, self.version = value, None, None
+        if isinstance(value, torch.Tensor) and not whatever:
+            self.copy = value.detach().clone() if is_small(value) else None
+            self.version = None if value.is_inference() else value._version
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Is):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterable
 
 import torch
 
-__all__ = ["all_resized", "resized", "without_ones"]
+__all__ = ["all_resized", "decisions_by_sizes_of", "of_trace", "resized", "without_ones"]
 
 _TRIES = 16
 _GOLDEN = (5**0.5 - 1) / 2  # whose multiples, but for whole numbers, lie evenly in [0, 1)
@@ -89,6 +90,23 @@ def without_ones(inputs, symbols, accepts, anew=False):
 def of_trace(env):
     """Symbol -> the size that it has in the trace of a `ShapeEnv`."""
     return env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # as older torch calls it
+
+
+def decisions_by_sizes_of(inputs: Iterable[torch.Tensor]) -> Callable[[], object]:
+    """A function that gives something else as soon as the trace that has these inputs has decided by sizes once more.
+
+    Where none of them has a size that may vary any more, it always does: what numbers decide nobody notes.
+    """
+    sizes = (size for x in inputs for size in x.shape if isinstance(size, torch.SymInt))
+    if (size := next(sizes, None)) is None:
+        return object
+    env = size.node.shape_env
+
+    def noted():
+        ranges = {symbol: env.var_to_range.get(symbol) for symbol in of_trace(env)}
+        return ranges, dict(env.replacements), len(env.guards), env.num_deferred_runtime_asserts
+
+    return noted
 
 
 def _another(size):

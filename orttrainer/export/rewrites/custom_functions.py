@@ -79,7 +79,7 @@ class CustomFunctions:
             ctx, args = (None, given) if _is_newer(cls) else (given[0], given[1:])
             if _may_be_traced(cls, args):
                 with torch.enable_grad():  # as around `apply`
-                    outputs = _traced(cls, ctx, args, self._wrapper.differentiates)
+                    outputs = _traced(cls, ctx, args, self._wrapper)
                 if outputs is not None:
                     return outputs[0]
             self.depth += 1
@@ -174,12 +174,12 @@ def _may_be_traced(cls: type[Function], args: tuple) -> bool:
     )
 
 
-def _traced(cls: type[Function], of_torch: FunctionCtx | None, args: tuple, twice: bool) -> tuple | None:
+def _traced(cls: type[Function], of_torch: FunctionCtx | None, args: tuple, wrapper: LossModule) -> tuple | None:
     """What `cls.forward` returns, as a tuple of one; None if the backward cannot be traced.
 
     Args:
         of_torch: the `ctx` of torch, which makes what is returned that of `apply`; None where `setup_context` is told later.
-        twice: forward asks for gradients, so that the backward may be differentiated.
+        wrapper: of the model; where its forward asks for gradients, the backward may be differentiated.
     """
     ctx = _Context(args)
     sources = [x.clone() for x, needed in zip(args, ctx.needs_input_grad) if needed]  # forward may write to them
@@ -204,7 +204,7 @@ def _traced(cls: type[Function], of_torch: FunctionCtx | None, args: tuple, twic
         for position, y in enumerate(flat)
     ]
     try:
-        with torch.set_grad_enabled(twice):  # as autograd runs it
+        with wrapper.followed.gradient(), torch.set_grad_enabled(wrapper.differentiates):  # as autograd runs it
             boxed = getattr(cls, "boxed_grads_call", False)  # since torch 2.15
             gradients = cls.backward(ctx, cotangents) if boxed else cls.backward(ctx, *cotangents)
         gradients = gradients if isinstance(gradients, tuple) else (gradients,)

@@ -89,7 +89,7 @@ def _hooked(wrapper: LossModule, x: torch.Tensor, hooks: list[Callable]) -> torc
 
     kept = [(vars(m), dict(vars(m))) for m in wrapper.modules()]
     try:
-        with torch.no_grad():
+        with wrapper.followed.gradient(), torch.no_grad():
             return identity_with_gradient(x, changed)
     except Exception as error:  # whatever the user's code raises, or the exporter that sees it
         log.info("a hook is not in the graph: %s", error)
