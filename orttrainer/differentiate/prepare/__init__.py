@@ -7,6 +7,7 @@ every value gets its dtype and shape, and nodes are sorted and named.
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 
@@ -15,7 +16,7 @@ from orttrainer.differentiate.prepare.bodies import schema_of, with_function_bod
 from orttrainer.differentiate.prepare.loop_states import infer_loop_states
 from orttrainer.differentiate.prepare.opsets import with_known_opset
 from orttrainer.differentiate.prepare.ranks import infer_ranks
-from orttrainer.graph.builder import infer_outputs
+from orttrainer.graph.builder import Builder, infer_outputs
 from orttrainer.graph.inference import infer_shapes
 from orttrainer.graph.passes.gradient_marks import COTANGENT, CUSTOM_GRADIENT, STOP_GRADIENT
 from orttrainer.graph.passes.gradient_marks import DOMAIN as MARKS
@@ -42,6 +43,7 @@ def prepare(model: ir.Model) -> ir.Model:
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     model = with_function_bodies(model)
     common.LiftSubgraphInitializersToMainGraphPass()(model)
+    _complete_loops(model)
     common.TopologicalSortPass()(model)
     for node in model.graph.all_nodes():
         if node.op_type == "STFT" and "onesided" not in node.attributes:  # ONNX's inference takes it for 0
@@ -72,6 +74,14 @@ def _infer_foreign(graph: ir.Graph) -> bool:
         elif all(x is None or x.dtype is not None for x in node.inputs):
             foreign |= infer_by_definition(node, graph.opset_imports)
     return foreign
+
+
+def _complete_loops(model: ir.Model) -> None:
+    """Give a Loop without a condition one: the last input of a node may be left out, but a Loop has two."""
+    for node in model.graph.all_nodes():
+        if node.op_type == "Loop" and node.domain == "" and (len(node.inputs) < 2 or node.inputs[1] is None):
+            node.resize_inputs(max(2, len(node.inputs)))
+            node.replace_input_with(1, Builder(model.graph, "always").const(np.array(True)))
 
 
 def _complete_types(graph: ir.Graph) -> None:
