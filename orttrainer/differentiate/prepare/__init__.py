@@ -18,13 +18,16 @@ from orttrainer.differentiate.prepare.opsets import with_known_opset
 from orttrainer.differentiate.prepare.ranks import infer_ranks
 from orttrainer.graph.builder import Builder, infer_outputs
 from orttrainer.graph.inference import infer_shapes
+from orttrainer.graph.passes.ceil_mode import CeilModePass
 from orttrainer.graph.passes.gradient_marks import COTANGENT, CUSTOM_GRADIENT, STOP_GRADIENT
 from orttrainer.graph.passes.gradient_marks import DOMAIN as MARKS
 from orttrainer.graph.passes.loop_lists import StackLoopListsPass
 from orttrainer.graph.passes.sequences import ResolveSequencesPass
 
-# Operators that have neither a schema nor a definition; their outputs have dtype and shape of the first inputs.
+# Operators that have neither a schema nor a definition, or of which ONNX infers no shape; their outputs have dtype and shape
+# of the first inputs.
 LIKE_FIRST_INPUT = {("com.microsoft", op_type) for op_type in ("BiasGelu", "FastGelu", "Gelu", "Inverse", "QuickGelu")}
+LIKE_FIRST_INPUT |= {("", "GroupNormalization"), ("", "MeanVarianceNormalization")}
 LIKE_FIRST_INPUT |= {
     (MARKS, STOP_GRADIENT),
     (MARKS, COTANGENT),
@@ -48,6 +51,7 @@ def prepare(model: ir.Model) -> ir.Model:
     for node in model.graph.all_nodes():
         if node.op_type == "STFT" and "onesided" not in node.attributes:  # ONNX's inference takes it for 0
             node.attributes["onesided"] = ir.AttrInt64("onesided", 1)
+    CeilModePass()(model)
     infer_shapes(model)
     if _infer_foreign(model.graph):
         infer_shapes(model)
@@ -65,12 +69,12 @@ def _infer_foreign(graph: ir.Graph) -> bool:
     foreign = False
     for node in graph.all_nodes():
         y = node.outputs[0]
-        if (schema := schema_of(node, graph.opset_imports)) is not None:
-            if foreign and y.type is None:
-                infer_outputs(node, schema, graph.opset_imports)
-        elif (node.domain, node.op_type) in LIKE_FIRST_INPUT:
+        if (node.domain, node.op_type) in LIKE_FIRST_INPUT:
             for x, y in zip(node.inputs, node.outputs):
                 foreign, y.type, y.shape = True, x.type, x.shape and x.shape.copy()
+        elif (schema := schema_of(node, graph.opset_imports)) is not None:
+            if foreign and y.type is None:
+                infer_outputs(node, schema, graph.opset_imports)
         elif all(x is None or x.dtype is not None for x in node.inputs):
             foreign |= infer_by_definition(node, graph.opset_imports)
     return foreign
