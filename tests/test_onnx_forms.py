@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import onnx.parser
+import onnxruntime
 import pytest
 import torch
 from bad_input import cases, raises
@@ -94,6 +95,70 @@ def test_the_default_domain_may_be_called_by_its_full_name(named, opset):
     for spelled in (*opsets, *nodes):
         spelled.domain = spelled.domain or "ai.onnx"
     assert_trains_like(proto, lambda x, W: torch.tanh(x @ W), BATCHES, W=W)
+
+
+@pytest.mark.parametrize("name", ["linear", "linear_2"])
+def test_nodes_of_one_name_are_told_apart(name):
+    """ONNX Runtime loads no such model; ONNX's checker has no objection."""
+    proto = model("[linear] h = MatMul (x, W) [linear] t = Tanh (h) r = Mul (t, t)", "3", 18, W=W)
+    proto.graph.node[2].name = name
+    assert_trains_like(proto, lambda x, W: torch.tanh(x @ W).square(), BATCHES, W=W)
+    names = [node.name for node in build_gradient(proto).graph.node]
+    assert len(names) == len({*names})
+
+
+def test_a_call_of_a_function_may_leave_its_last_outputs_out():
+    header = '<ir_version: 8, opset_import: ["" : 18, "own" : 1]>'
+    functions = """<domain: "own", opset_import: ["" : 18]> both (a, w) => (b, c, d) { b = MatMul (a, w) c = Neg (b) d = Abs (b) }
+    <domain: "own", opset_import: ["" : 18, "own" : 1]> first (a, w) => (b, c) { b, c = own.both (a, w) }"""
+    proto = onnx.parser.parse_model(
+        f"{header} g (float[rows, 3] x) => (float loss) {{ h = own.first (x, W) r = Tanh (h) {LOSS} }} {functions}"
+    )
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(W, "W"))
+    assert_trains_like(proto, lambda x, W: torch.tanh(x @ W), BATCHES, W=W)
+
+
+# -- As ONNX Runtime's optimizers write them --------------------------------------------------------
+
+
+def test_the_version_of_operators_of_onnx_runtime_may_be_missing():
+    """As `onnxruntime.transformers.optimizer` leaves it in the models that it returns."""
+    proto = model("h = MatMul (x, W) r = com.microsoft.Gelu (h)", "3", 18, W=W)
+    assert [opset.domain for opset in proto.opset_import] == [""]
+    assert_trains_like(proto, lambda x, W: torch.nn.functional.gelu(x @ W), BATCHES, W=W)
+
+
+def optimized(proto: onnx.ModelProto, folder) -> onnx.ModelProto:
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    options.optimized_model_filepath = str(folder / "optimized.onnx")
+    onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return onnx.load(options.optimized_model_filepath)
+
+
+def test_a_model_that_onnx_runtime_optimized_trains(tmp_path):
+    """Its fusions give the shapes that they reshape to the names that they gave them before."""
+    cubes = np.random.default_rng(1).standard_normal((3, 2, 3, 4)).astype(np.float32)
+    weights = {"W": W.T, "b": W[0, :3], "U": W, "c": W[1]}
+    proto = model("h = MatMul (x, W) k = Add (h, b) t = Tanh (k)", "3, 4", 18, W=weights["W"], b=weights["b"])
+    proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 2
+    del proto.graph.node[-2:]
+    proto.graph.output[0].CopyFrom(onnx.helper.make_tensor_value_info("t", onnx.TensorProto.FLOAT, [2, 3, 3]))
+    half = optimized(proto, tmp_path)
+    assert "gemm_input_shape" in {tensor.name for tensor in half.graph.initializer}
+    rest = model("m = MatMul (t, U) r = Add (m, c)", "3, 4", 18, U=weights["U"], c=weights["c"])
+    half.graph.node.extend(rest.graph.node)
+    half.graph.initializer.extend(rest.graph.initializer)
+    half.graph.output[0].CopyFrom(rest.graph.output[0])
+    trainer = make(half, 3, 4)
+    twins = {name: torch.tensor(weight, requires_grad=True) for name, weight in weights.items()}
+    for x in map(torch.tensor, cubes):
+        loss = (torch.tanh(x @ twins["W"] + twins["b"]) @ twins["U"] + twins["c"]).square().mean()
+        torch.testing.assert_close(trainer.train_step(x, LR), loss.detach())
+        for twin, gradient in zip(twins.values(), torch.autograd.grad(loss, [*twins.values()])):
+            twin.data -= LR * gradient
+    for name, twin in twins.items():
+        torch.testing.assert_close(trainer.state_dict()[name], twin.detach())
 
 
 # -- Sizes ----------------------------------------------------------------------------------------

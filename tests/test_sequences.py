@@ -97,3 +97,37 @@ def test_a_list_that_a_loop_appends_to(axis):
     np.testing.assert_allclose(found["y"], outputs[0].detach(), rtol=1e-12, atol=1e-15)
     for name, expected in zip(("s0", "w"), torch.autograd.grad(outputs, given, [torch.tensor(s) for s in seeds])):
         np.testing.assert_allclose(found[f"{name}_grad"], expected, rtol=1e-10)
+
+
+JOINED = {"whole": ("4,3", "4,3", 0), "last": ("4,3", "4,3", -1), "of symbols": ("B,3", "4,3", 0), "of one row": ("1,B", "1,3", 0)}  # fmt: skip
+
+
+@pytest.mark.parametrize("condition", ["", "c"])
+@pytest.mark.parametrize("case", JOINED)
+def test_a_list_that_a_loop_appends_to_and_that_is_joined_without_a_new_axis(case, condition):
+    """As torch.cat after a scripted loop; with and without a condition, of which no input is then left but the count."""
+    shape, sizes, axis = JOINED[case]
+    body = f"""g (int64 n, real[{shape}] x, real[3] w) => (real[P,Q] y) <bool c = {{1}}> {{
+      e = SequenceEmpty <dtype = 11> ()
+      l = Loop <body = b (int64 i, bool ci, seq(real[{shape}]) li) => (bool co, seq(real[{shape}]) ln) {{
+        co = Identity(ci) k = CastLike(i, w) p = Mul(x, w) q = Add(p, k) yi = Sin(q) ln = SequenceInsert(li, yi) }}> (n, {condition}, e)
+      y = ConcatFromSequence <axis = {axis}> (l) }}"""
+    feeds = {"n": np.array(3), **randoms(x=tuple(map(int, sizes.split(","))), w=3)}
+    x, w = given = [torch.tensor(feeds[name], requires_grad=True) for name in ("x", "w")]
+    expected = torch.cat([torch.sin(x * w + k) for k in range(3)], axis)
+    seed = np.random.default_rng(0).standard_normal(expected.shape)
+    gradient = build_gradient(parsed(body), of="y", wrt=["x", "w"])
+    found = _run_onnxruntime(gradient, feeds | {"y_cotangent": seed})
+    np.testing.assert_allclose(found["y"], expected.detach(), rtol=1e-12)
+    for name, value in zip(("x", "w"), torch.autograd.grad(expected, given, torch.tensor(seed))):
+        np.testing.assert_allclose(found[f"{name}_grad"], value, rtol=1e-10)
+
+
+def test_a_joined_list_of_tensors_that_may_differ_in_size_is_refused_by_name():
+    body = """g (int64 n, real[4] x) => (real[P] y) <int64[1] one = {1}, int64[1] zero = {0}> {
+      e = SequenceEmpty <dtype = 11> ()
+      l = Loop <body = b (int64 i, bool ci, seq(real[R]) li) => (bool co, seq(real[R]) ln) {
+        co = Identity(ci) j = Reshape(i, one) s = Slice(x, zero, j) ln = SequenceInsert(li, s) }> (n, , e)
+      y = ConcatFromSequence <axis = 0> (l) }"""
+    with pytest.raises(GradientError, match="'ConcatFromSequence'"):
+        build_gradient(parsed(body), wrt="x", of="y")

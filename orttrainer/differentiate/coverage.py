@@ -25,7 +25,7 @@ NOT_YET = "not yet"
 STATES = (RULE, FUNCTION_BODY, NO_GRADIENT, NOT_YET)
 
 # Why an operator without a rule has no gradient yet, whatever else ONNX says.
-SEQUENCE = "resolved where the length and the positions are known, or a Loop makes a list to be stacked; a cotangent is a tensor"
+SEQUENCE = "resolved where the length and the positions are known, or a Loop makes a list to be stacked or joined; a cotangent is a tensor"
 REASONS = {
     **dict.fromkeys(("ConcatFromSequence", "Optional", "OptionalGetElement", "SequenceAt", "SequenceConstruct"), SEQUENCE),
     **dict.fromkeys(("SequenceErase", "SequenceInsert", "SequenceMap", "SplitToSequence"), SEQUENCE),

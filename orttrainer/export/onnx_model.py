@@ -17,6 +17,7 @@ from orttrainer.export.double_erf import DoubleErfPass
 from orttrainer.export.double_recurrent import DoubleRecurrentPass
 from orttrainer.export.forward_graph import MAX_OPSET, ForwardGraph
 from orttrainer.export.initializers import constant_of
+from orttrainer.graph.passes.ceil_mode import CeilModePass
 from orttrainer.graph.passes.output_padding import OutputPaddingPass
 from orttrainer.graph.passes.sigmoid import SmallSigmoidPass
 from orttrainer.graph.passes.unique import UniqueTypesPass
@@ -111,6 +112,7 @@ def open_model(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[
     model.ir_version = max(model.ir_version, _INITIALIZERS_APART)
     _select_outputs(model.graph, outputs)
     common.RemoveUnusedNodesPass()(model)
+    CeilModePass()(model)
     common.ShapeInferencePass(check_type=False, strict_mode=False)(model)
     for role, values in (("input", model.graph.inputs), ("output", model.graph.outputs)):
         for value in values:
@@ -136,12 +138,21 @@ def _convert_opset(model):
     from orttrainer.export.normalize import convert_opset  # here: it imports the exporters, 40 MB
 
     given = model.opset_imports.get("", _CONVERTED_TO)
+    if given > MAX_OPSET and any(_has_new_attributes(node) for node in model.graph.all_nodes()):
+        return
     with unconvertible_aside(model):
         convert_opset(model, _CONVERTED_TO)
     if given <= _COORDINATES_UNNAMED and model.opset_imports.get("") == _CONVERTED_TO:
         for node in model.graph.all_nodes():
             if node.op_type == "Resize" and node.domain == "":
                 _name_coordinates(node)
+
+
+def _has_new_attributes(node: ir.Node) -> bool:
+    """Whether the opset that models are converted to lacks an attribute of this operator, which ONNX's converter lets stand."""
+    if node.domain != "" or not onnx.defs.has(node.op_type, _CONVERTED_TO):
+        return False
+    return not node.attributes.keys() <= onnx.defs.get_schema(node.op_type, _CONVERTED_TO).attributes.keys()
 
 
 def _name_coordinates(resize):

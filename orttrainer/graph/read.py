@@ -10,6 +10,7 @@ from google.protobuf.message import EncodeError
 from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
 from orttrainer.errors import ModelError
+from orttrainer.graph.names import name_apart
 from orttrainer.graph.spelling import in_usual_spelling
 
 STANDARD_DOMAINS = ("", "ai.onnx", "ai.onnx.ml")
@@ -41,6 +42,8 @@ def read_model(proto: onnx.ModelProto) -> ir.Model:
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ir.serde.SerdeError) as error:
         raise ModelError(f"the ONNX model is broken: {_reason(error)}") from error
     _detach(model)
+    name_apart(model)
+    _complete_calls(model)
     return model
 
 
@@ -62,6 +65,14 @@ def _is_small(proto: onnx.ModelProto) -> bool:
         return proto.ByteSize() < onnx.checker.MAXIMUM_PROTOBUF
     except EncodeError:  # protobuf counts by writing
         return False
+
+
+def _complete_calls(model: ir.Model) -> None:
+    """Let calls of functions have all outputs, also those that they leave out, as the inliner wants them."""
+    for nodes in (model.graph.all_nodes(), *(function.all_nodes() for function in model.functions.values())):
+        for node in nodes:
+            if (function := model.functions.get(node.op_identifier())) is not None:
+                node.resize_outputs(len(function.outputs))
 
 
 def _detach(model: ir.Model) -> None:

@@ -9,11 +9,14 @@ import onnx
 from onnx import numpy_helper
 
 _DEFAULT_DOMAIN = "ai.onnx"  # in full; as a rule it is ""
+_CONTRIBUTED = "com.microsoft"
 
 
 def in_usual_spelling(proto: onnx.ModelProto) -> onnx.ModelProto:
     """The model with dense tensors in the place of sparse ones, as ONNX Runtime makes them, and "" for the domain "ai.onnx".
 
+    Where operators of "com.microsoft" are there without a version of theirs, as the optimizer of ONNX Runtime's tools for
+    transformers leaves them, it is 1, the only one.
     Sizes below 0, which some tools write for those that vary, become unknown ones, as they are to ONNX Runtime.
     Outputs that are maps, as scikit-learn's classifiers have one beside their probabilities, are left out.
     A model that has none of these is returned as it is.
@@ -21,7 +24,8 @@ def in_usual_spelling(proto: onnx.ModelProto) -> onnx.ModelProto:
     Raises:
         ValidationError: the indices of a sparse tensor do not fit its shape.
     """
-    if not (_has_sparse(proto) or _names_default_domain(proto) or _has_maps(proto) or any(_negative_sizes(proto))):
+    ways = (_has_sparse, _names_default_domain, _lacks_version, _has_maps)
+    if not any(way(proto) for way in ways) and not any(_negative_sizes(proto)):
         return proto
     changed = onnx.ModelProto()
     changed.CopyFrom(proto)
@@ -37,6 +41,8 @@ def in_usual_spelling(proto: onnx.ModelProto) -> onnx.ModelProto:
         node.domain = _short(node.domain)
     for owner in (changed, *changed.functions):
         opsets = {_short(opset.domain): opset.version for opset in owner.opset_import}
+        if owner is changed and _lacks_version(changed):
+            opsets[_CONTRIBUTED] = 1
         del owner.opset_import[:]
         owner.opset_import.extend(onnx.helper.make_opsetid(*opset) for opset in opsets.items())
     return changed
@@ -49,6 +55,11 @@ def _has_sparse(proto: onnx.ModelProto) -> bool:
 def _names_default_domain(proto: onnx.ModelProto) -> bool:
     opsets = (opset for owner in (proto, *proto.functions) for opset in owner.opset_import)
     return any(named.domain == _DEFAULT_DOMAIN for named in (*opsets, *_nodes(proto)))
+
+
+def _lacks_version(proto: onnx.ModelProto) -> bool:
+    imported = any(opset.domain == _CONTRIBUTED for opset in proto.opset_import)
+    return not imported and any(node.domain == _CONTRIBUTED for graph in _graphs(proto) for node in graph.node)
 
 
 def _drop_maps(graph: onnx.GraphProto) -> None:

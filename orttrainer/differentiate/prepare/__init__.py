@@ -7,6 +7,7 @@ every value gets its dtype and shape, and nodes are sorted and named.
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 
@@ -15,15 +16,18 @@ from orttrainer.differentiate.prepare.bodies import schema_of, with_function_bod
 from orttrainer.differentiate.prepare.loop_states import infer_loop_states
 from orttrainer.differentiate.prepare.opsets import with_known_opset
 from orttrainer.differentiate.prepare.ranks import infer_ranks
-from orttrainer.graph.builder import infer_outputs
+from orttrainer.graph.builder import Builder, infer_outputs
 from orttrainer.graph.inference import infer_shapes
+from orttrainer.graph.passes.ceil_mode import CeilModePass
 from orttrainer.graph.passes.gradient_marks import COTANGENT, CUSTOM_GRADIENT, STOP_GRADIENT
 from orttrainer.graph.passes.gradient_marks import DOMAIN as MARKS
 from orttrainer.graph.passes.loop_lists import StackLoopListsPass
 from orttrainer.graph.passes.sequences import ResolveSequencesPass
 
-# Operators that have neither a schema nor a definition; their outputs have dtype and shape of the first inputs.
+# Operators that have neither a schema nor a definition, or of which ONNX infers no shape; their outputs have dtype and shape
+# of the first inputs.
 LIKE_FIRST_INPUT = {("com.microsoft", op_type) for op_type in ("BiasGelu", "FastGelu", "Gelu", "Inverse", "QuickGelu")}
+LIKE_FIRST_INPUT |= {("", "GroupNormalization"), ("", "MeanVarianceNormalization")}
 LIKE_FIRST_INPUT |= {
     (MARKS, STOP_GRADIENT),
     (MARKS, COTANGENT),
@@ -42,10 +46,12 @@ def prepare(model: ir.Model) -> ir.Model:
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     model = with_function_bodies(model)
     common.LiftSubgraphInitializersToMainGraphPass()(model)
+    _complete_loops(model)
     common.TopologicalSortPass()(model)
     for node in model.graph.all_nodes():
         if node.op_type == "STFT" and "onesided" not in node.attributes:  # ONNX's inference takes it for 0
             node.attributes["onesided"] = ir.AttrInt64("onesided", 1)
+    CeilModePass()(model)
     infer_shapes(model)
     if _infer_foreign(model.graph):
         infer_shapes(model)
@@ -63,15 +69,23 @@ def _infer_foreign(graph: ir.Graph) -> bool:
     foreign = False
     for node in graph.all_nodes():
         y = node.outputs[0]
-        if (schema := schema_of(node, graph.opset_imports)) is not None:
-            if foreign and y.type is None:
-                infer_outputs(node, schema, graph.opset_imports)
-        elif (node.domain, node.op_type) in LIKE_FIRST_INPUT:
+        if (node.domain, node.op_type) in LIKE_FIRST_INPUT:
             for x, y in zip(node.inputs, node.outputs):
                 foreign, y.type, y.shape = True, x.type, x.shape and x.shape.copy()
+        elif (schema := schema_of(node, graph.opset_imports)) is not None:
+            if foreign and y.type is None:
+                infer_outputs(node, schema, graph.opset_imports)
         elif all(x is None or x.dtype is not None for x in node.inputs):
             foreign |= infer_by_definition(node, graph.opset_imports)
     return foreign
+
+
+def _complete_loops(model: ir.Model) -> None:
+    """Give a Loop without a condition one: the last input of a node may be left out, but a Loop has two."""
+    for node in model.graph.all_nodes():
+        if node.op_type == "Loop" and node.domain == "" and (len(node.inputs) < 2 or node.inputs[1] is None):
+            node.resize_inputs(max(2, len(node.inputs)))
+            node.replace_input_with(1, Builder(model.graph, "always").const(np.array(True)))
 
 
 def _complete_types(graph: ir.Graph) -> None:

@@ -313,9 +313,8 @@ def _of_tiles(mask: ir.Value, spread: ir.Value) -> tuple[ir.Node, ir.Value] | No
 def _compared(mask: ir.Value) -> tuple[ir.Value, ir.Value] | None:
     """(a, b) of 1 where a, what a MaxPool gives, enlarged, is not larger than b, else 0."""
     step = _made_by(mask, "HardSigmoid")
-    difference = (
-        _made_by(step.inputs[0], "Sub") if step is not None and step.attributes.get_float("alpha") < -1e38 else None
-    )
+    is_steep = step is not None and step.attributes.get_float("alpha", 0.2) < -1e38
+    difference = _made_by(step.inputs[0], "Sub") if is_steep else None
     if difference is None:
         return None
     a, b = difference.inputs

@@ -1,0 +1,38 @@
+"""Names that ONNX allows, and that ONNX Runtime stumbles over."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from itertools import count
+
+import onnx_ir as ir
+
+# ONNX Runtime's fusions give these to the initializers that they make, and look among the names of nodes alone for who has
+# them: in a model that it optimized once, it takes its older ones for those of today.
+_OF_FUSIONS = re.compile(r"(gemm_(in|out)put_shape|squeeze_axes|SqueezeAxesInitializer|fused_Split)(_token_\d+)?")
+
+
+def name_apart(model: ir.Model) -> None:
+    """Give equal names of nodes in one graph, and names of initializers that ONNX Runtime gives as well, new ones."""
+    for graph in (model.graph, *model.graph.subgraphs()):
+        taken = {node.name for node in graph}
+        seen: set[str] = set()
+        for node in graph:
+            if node.name and node.name in seen:
+                node.name = _free(node.name, taken)
+                taken.add(node.name)
+            seen.add(node.name)
+    _rename_initializers(model.graph)
+
+
+def _rename_initializers(graph: ir.Graph) -> None:
+    for name, value in list(graph.initializers.items()):
+        if _OF_FUSIONS.fullmatch(name) and not (value.is_graph_input() or value.is_graph_output()):
+            inner = (y.name for node in graph.all_nodes() for y in node.outputs)
+            value.name = _free(name, {*graph.initializers, *inner, *(x.name for x in graph.inputs)})
+
+
+def _free(name: str, taken: Iterable[str]) -> str:
+    """`name_2`, or the first of `name_3`, ... that nobody has."""
+    return next(free for n in count(2) if (free := f"{name}_{n}") not in taken)

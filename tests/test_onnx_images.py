@@ -1,0 +1,100 @@
+"""ONNX models of images, in the forms that other tools write them in."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from onnx_models import assert_trains_like, model
+
+from orttrainer.graph.passes.ceil_mode import CeilModePass
+from orttrainer.graph.read import read_model
+
+RNG = np.random.default_rng(0)
+W, V = (RNG.uniform(0.5, 1.5, shape).astype(np.float32) for shape in ((2, 1, 1), (3, 2, 2, 2)))
+
+
+def images(height: int, width: int) -> list[torch.Tensor]:
+    return [torch.randn(n, 2, height, width, generator=torch.Generator().manual_seed(n)) for n in (2, 3, 5)]
+
+
+# -- Windows beyond the image ---------------------------------------------------------------------
+
+WINDOW = "ceil_mode = 1, kernel_shape = [2, 2], strides = [2, 2], pads = [1, 1, 1, 1]"
+POOLS = {
+    "MaxPool": lambda x: F.max_pool2d(x, 2, 2, 1, ceil_mode=True),
+    "AveragePool": lambda x: F.avg_pool2d(x, 2, 2, 1, ceil_mode=True, count_include_pad=False),
+    "LpPool": lambda x: F.lp_pool2d(F.pad(x, (1, 1, 1, 1)), 2.0, 2, 2),
+}
+
+
+@pytest.mark.parametrize("opset", [18, 22])
+@pytest.mark.parametrize("operator", POOLS)
+def test_a_window_beyond_the_image_is_none_for_what_follows_either(operator, opset):
+    """ONNX's inference counts it before opset 22: of 5 pixels 4 windows, where PyTorch and ONNX Runtime have 3."""
+    body = f"h = Mul (x, W) p = {operator} <{WINDOW}> (h) r = Conv (p, V)"
+    proto = model(body, "2, 5, 5", opset, W=W, V=V)
+    assert_trains_like(proto, lambda x, W, V: F.conv2d(POOLS[operator](x * W), V), images(5, 5), W=W, V=V)
+
+
+@pytest.mark.parametrize("operator", ["MaxPool", "AveragePool"])
+def test_a_window_beyond_the_image_and_one_across_its_end(operator):
+    """Along the rows the last is beyond; along the columns it hangs over the end."""
+    window = "ceil_mode = 1, kernel_shape = [2, 3], strides = [2, 2], pads = [1, 0, 1, 0]"
+    body = f"h = Mul (x, W) p = {operator} <{window}> (h) r = Conv (p, V)"
+
+    def twin(x, W, V):
+        pool = getattr(F, {"MaxPool": "max_pool2d", "AveragePool": "avg_pool2d"}[operator])
+        counted = {"count_include_pad": False} if operator == "AveragePool" else {}
+        return F.conv2d(pool(x * W, (2, 3), 2, (1, 0), ceil_mode=True, **counted), V)
+
+    assert_trains_like(model(body, "2, 5, 6", 18, W=W, V=V), twin, images(5, 6), W=W, V=V)
+
+
+STAY = {
+    "the last window hangs over the end": ("2, 6, 6", WINDOW.replace("pads = [1, 1, 1, 1]", "pads = [0, 1, 0, 1]")),
+    "sizes that vary": ("2, H, W", WINDOW),
+    "pads that count": ("2, 5, 6", "ceil_mode = 1, count_include_pad = 1, kernel_shape = [2, 3], strides = [2, 2], pads = [1, 0, 1, 0]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape, window", STAY.values(), ids=STAY)
+def test_other_windows_stay_as_they_are(shape, window):
+    operator = "AveragePool" if "count" in window else "MaxPool"
+    proto = model(f"r = {operator} <{window}> (x)", shape, 18)
+    assert not CeilModePass()(read_model(proto)).modified
+
+
+# -- Operators ------------------------------------------------------------------------------------
+
+
+def test_dilated_means_of_a_late_opset_train():
+    """Models of late opsets are converted to 18, which has no such attribute; ONNX's converter let it stand."""
+    body = "h = Mul (x, W) p = AveragePool <kernel_shape = [2, 2], dilations = [2, 1]> (h) r = Conv (p, V)"
+    taps = torch.full((2, 1, 2, 2), 0.25)
+
+    def twin(x, W, V):
+        return F.conv2d(F.conv2d(x * W, taps, dilation=(2, 1), groups=2), V)
+
+    assert_trains_like(model(body, "2, 5, 5", 24, W=W, V=V), twin, images(5, 5), W=W, V=V)
+
+
+def test_a_hard_sigmoid_that_names_no_slope_trains_behind_a_convolution():
+    def twin(x, W, V):
+        return torch.clip(F.conv2d(x * W, V) * 0.2 + 0.5, 0, 1)
+
+    proto = model("h = Mul (x, W) c = Conv (h, V) r = HardSigmoid (c)", "2, 5, 5", 18, W=W, V=V)
+    assert_trains_like(proto, twin, images(5, 5), W=W, V=V)
+
+
+def test_what_follows_a_group_normalization_knows_its_rank():
+    """ONNX infers no shape of it."""
+    body = "h = Mul (x, W) n = GroupNormalization <num_groups = 1> (h, G, b) r = Gather <axis = 2> (n, i)"
+    scale, bias = np.float32([1.5, 0.5]), np.float32([0.1, -0.2])
+    proto = model(f"i = Constant <value_ints = [0, 3, 3]> () {body}", "2, 5, 5", 21, W=W, G=scale, b=bias)
+
+    def twin(x, W, G, b):
+        return F.group_norm(x * W, 1, G, b)[:, :, [0, 3, 3]]
+
+    assert_trains_like(proto, twin, images(5, 5), W=W, G=scale, b=bias)
