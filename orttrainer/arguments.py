@@ -78,12 +78,24 @@ def check_module(model, loss_fn, argument: str = "loss_fn") -> None:
         raise InvalidArgumentError(
             "model is a TorchScript module, which has no Python to export; pass the torch.nn.Module that it was made from"
         )
+    _refuse_averaging(model)
     if inspect.isclass(loss_fn):
         raise InvalidArgumentError(f"{argument} is a class; pass an instance of it: {loss_fn.__name__}()")
     if loss_fn is not None and not callable(loss_fn):
         raise InvalidArgumentError(
             f"{argument} must be callable as {argument}(prediction, label), or None; got {loss_fn!r}"
         )
+
+
+def _refuse_averaging(model) -> None:
+    """DistributedDataParallel averages in PyTorch's own backward, which a graph does not run."""
+    for name, layer in model.named_modules() if isinstance(model, torch.nn.Module) else ():
+        if isinstance(layer, torch.nn.parallel.DistributedDataParallel):
+            where = f"{name!r} in the model" if name else "the model"
+            raise UnsupportedFeatureError(
+                f"{where} is a DistributedDataParallel: pass the module that it was made from, its .module; the trainer "
+                "finds the ranks itself and averages gradients over them"
+            )
 
 
 def check_model(model, loss_fn, model_desc, learning_rate_description) -> None:

@@ -421,6 +421,8 @@ def _open_session(
                 " It has this operator for other types only: let forward compute in float32, by model.float() where it "
                 "is of float64, or without torch.autocast: ask the trainer for mixed precision."
             )
+        elif "Protobuf serialization failed" in text:
+            hint = " There is no room for its copy in the folder of temporary files; name another in TMPDIR."
         raise ExecutionError(
             f"ONNX Runtime {onnxruntime.__version__} cannot load the training graph: {text}.{hint}"
         ) from error

@@ -7,6 +7,7 @@ in the training graph by their outputs, and from there the module that they come
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import statistics
@@ -136,8 +137,7 @@ class Profile:
             number, part, *_ = os.path.basename(path).split("-")
             merged = onnx.load(os.path.join(self._folder, f"{number}-{part}.onnx"), load_external_data=False)
             found, inner = known.of_merged(merged.graph), _inner_names(merged.graph)
-            with open(path) as file:
-                events = json.load(file)
+            events = _events_of(path)
             runs = sorted((e["ts"], e["dur"]) for e in events if e.get("name") == "model_run")
             # An update's session runs but once a block; none runs where the first step has failed.
             runs = runs[len(runs) * self._skip // max(1, len(self._walls)) :]
@@ -271,6 +271,15 @@ def places_of(graph: TrainingGraph, forward: ir.Model, modules: Collection[str] 
     updates = {entry.output: entry.parameter or entry.name for entry in states if entry.role != "random"}
     forwards = [*signature.outputs, *statistics]
     return Places(graph.graph.graph, forward.graph, forwards, signature.gradients, updates, modules)
+
+
+def _events_of(path: str) -> list[dict]:
+    with open(path) as file:
+        try:
+            return json.load(file)
+        except json.JSONDecodeError as error:  # ONNX Runtime goes on without a word where a disk is full
+            text = "no room for what is measured; make some, or name another folder in TMPDIR"
+            raise OSError(errno.ENOSPC, text, os.path.dirname(path)) from error
 
 
 def _row(name: str, cells: list[float], total: float) -> str:

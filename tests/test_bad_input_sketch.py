@@ -66,6 +66,20 @@ def test_a_wrong_argument_is_refused(case):
         case[0]()
 
 
+@pytest.fixture
+def group():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("within, where", [(lambda m: m, "the model is"), (nn.Sequential, "'0' in the model is")])
+def test_a_module_that_averages_gradients_itself_is_refused(within, where, group):
+    module = within(nn.parallel.DistributedDataParallel(net()))
+    with raises(UnsupportedFeatureError, f"{where} a DistributedDataParallel: pass ... its .module"):
+        trainer(module, nn.functional.mse_loss, sgd(module))
+
+
 @pytest.fixture(scope="module")
 def trained():
     sketch = make()

@@ -189,3 +189,12 @@ def test_device_of_a_rank_is_its_own_gpu(monkeypatch):
     assert device_of_rank("cpu", rank_5) == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)  # torch.cuda.set_device(2)
     assert device_of_rank("cuda", rank_5) == torch.device("cuda", 2)
+
+
+def test_a_group_that_was_destroyed_is_an_error_that_says_so():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    collective = find_collective()
+    torch.distributed.destroy_process_group()
+    for call, argument in ((collective.all_reduce_mean_, torch.ones(2)), (collective.all_gather_object, 1)):
+        with pytest.raises(DistributedError, match=r"of 1: the group of torch\.distributed was destroyed"):
+            call(argument)

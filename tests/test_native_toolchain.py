@@ -59,6 +59,31 @@ def test_a_compiler_that_is_not_there_is_an_error(compiler, monkeypatch):
         small.make(native_kernels=True)
 
 
+@pytest.mark.parametrize("given", ["gcc 'x", "''"])
+def test_a_compiler_that_cannot_be_named_so_is_an_error(given, compiler, monkeypatch):
+    monkeypatch.setenv("CC", given)
+    with pytest.raises(RuntimeNotFoundError, match="is not to be found"):
+        small.make(native_kernels=True)
+
+
+def test_a_blank_name_of_a_compiler_is_none(compiler, monkeypatch):
+    monkeypatch.setenv("CC", " ")
+    blank = toolchain._compiler()
+    toolchain._compiler.cache_clear()
+    monkeypatch.delenv("CC")
+    assert toolchain._compiler() == blank
+
+
+def test_a_compiler_that_the_system_does_not_run_is_an_error(compiler, monkeypatch, tmp_path):
+    script = tmp_path / "cc"
+    script.write_bytes(b"\0\1\2")
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", str(script))
+    monkeypatch.setenv("ORTTRAINER_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(RuntimeNotFoundError, match=r"a C compiler that works; .* failed: Exec format error"):
+        toolchain.compiled([])
+
+
 def test_a_compiler_that_fails_is_an_error_and_leaves_nothing_behind(compiler, monkeypatch, tmp_path):
     script = tmp_path / "cc"
     script.write_text("#!/bin/sh\necho no space left >&2\nexit 1\n")
@@ -89,6 +114,46 @@ def test_a_cache_that_cannot_be_written_to_is_an_error(monkeypatch, tmp_path):
         trainer.train_step(*small.batch(), small.LR)
     monkeypatch.setenv("ORTTRAINER_CACHE", str(tmp_path / "cache"))
     assert torch.isfinite(trainer.train_step(*small.batch(), small.LR)[0])
+
+
+def test_a_cache_may_be_the_folder_that_a_script_runs_in_and_leaves(monkeypatch, tmp_path):
+    monkeypatch.setenv("ORTTRAINER_CACHE", ".")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    trainer = small.make(native_kernels=True)
+    loss, *_ = trainer.train_step(*small.batch(), small.LR)
+    monkeypatch.chdir(tmp_path / "other")
+    assert trainer.eval_step(*small.batch())[0] < loss
+
+
+def test_an_empty_library_in_the_cache_is_compiled_again(monkeypatch, tmp_path):
+    monkeypatch.setenv("ORTTRAINER_CACHE", str(tmp_path / "whole"))
+    whole = toolchain.compiled([])
+    path = tmp_path / whole.name
+    path.touch()  # as a power failure may leave it
+    monkeypatch.setenv("ORTTRAINER_CACHE", str(tmp_path))
+    assert toolchain.compiled([]) == path
+    assert path.stat().st_size == whole.stat().st_size
+
+
+def test_a_cache_that_no_library_can_be_loaded_from_is_an_error(monkeypatch, tmp_path):
+    monkeypatch.setenv("ORTTRAINER_CACHE", str(tmp_path))
+
+    def mounted_noexec(path):
+        raise OSError(f"{path}: failed to map segment from shared object")
+
+    monkeypatch.setattr(toolchain.ctypes, "CDLL", mounted_noexec)
+    with pytest.raises(RuntimeNotFoundError, match=r"none can \(failed to map segment .*not mounted noexec"):
+        toolchain.compiled([])
+
+
+def test_what_a_killed_compilation_left_is_removed_by_the_next(monkeypatch, tmp_path):
+    monkeypatch.setenv("ORTTRAINER_CACHE", str(tmp_path))
+    killed = "import os; from orttrainer.graph.write import replacing\nwith replacing('x.so') as made:\n os.kill(os.getpid(), 9)"
+    subprocess.run([sys.executable, "-c", killed], cwd=tmp_path, check=False)
+    assert len(list(tmp_path.iterdir())) == 1
+    path = toolchain.compiled([])
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_user_without_a_home_is_told_to_name_a_cache(monkeypatch):

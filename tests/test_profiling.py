@@ -16,7 +16,7 @@ from torch import nn
 
 import orttrainer
 from orttrainer import IODescription, ModelDescription, profiling
-from orttrainer.errors import InvalidArgumentError, SchemaError, StateError
+from orttrainer.errors import ExecutionError, InvalidArgumentError, SchemaError, StateError
 from orttrainer.graph.activations import ancestors
 
 PHASES = {"forward", "backward", "update"}
@@ -319,6 +319,22 @@ def test_a_step_that_fails_ends_the_profile_and_nothing_else():
         trainer.train_step(batch()[0], LR)
     assert not profiling._active
     trainer.train_step(*batch(1), LR)
+
+
+@pytest.mark.parametrize(
+    "room, error, text",
+    [(1_000, ExecutionError, "no room for its copy"), (60_000, OSError, "no room for what is measured")],
+)
+def test_a_folder_of_temporary_files_that_is_full_is_an_error_that_says_so(room, error, text):
+    resource = pytest.importorskip("resource")
+    trainer, limits = trained(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        with pytest.raises(error, match=text):
+            trainer.profile(steps=200)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert trainer.profile(steps=1).steps == 1
 
 
 def test_a_node_that_is_nowhere_in_the_training_graph_belongs_to_its_reader():

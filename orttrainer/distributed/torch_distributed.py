@@ -195,5 +195,10 @@ class TorchCollective(Collective):
             yield
         except DistributedError:
             raise
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
+            if not dist.is_initialized():
+                raise DistributedError(
+                    f"{call} failed on rank {self.rank} of {self.size}: the group of torch.distributed was destroyed. "
+                    "Call destroy_process_group() after the last step of all trainers."
+                ) from error
             raise communication_failed(self, call, error) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import os
@@ -11,10 +12,10 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 
 from orttrainer.errors import InvalidArgumentError, RuntimeNotFoundError
+from orttrainer.graph.write import replacing
 from orttrainer.native.kernel import Kernel
 
 DOMAIN = "orttrainer.native"
@@ -56,7 +57,7 @@ def compiled(kernels: Sequence[Kernel]) -> pathlib.Path:
     """The library with these kernels, from the cache or compiled now (half a second).
 
     Raises:
-        RuntimeNotFoundError: there is no C compiler, or it fails; or no folder for the result.
+        RuntimeNotFoundError: there is no C compiler, or it fails; or no folder for the result, or none that it can be loaded from.
     """
     unique = sorted({kernel.name: kernel for kernel in kernels}.values(), key=lambda kernel: kernel.name)
     source = "\n".join(map(_text, _BEFORE))
@@ -65,16 +66,31 @@ def compiled(kernels: Sequence[Kernel]) -> pathlib.Path:
     source += _REGISTER.format(entries="\n".join(kernel.entry() for kernel in unique), domain=DOMAIN)
     command = _compiler()
     key = hashlib.sha256("\0".join([source, *command, *_FLAGS, _processor()]).encode()).hexdigest()[:32]
-    path = _cache() / f"{key}.so"
+    path = _cache().absolute() / f"{key}.so"  # a name without a folder is looked for in those of the system
+    if _why_not_loaded(path) is None:
+        return path
     try:
-        if not path.exists():
-            _compile(command, source, path)
+        _compile(command, source, path)
     except OSError as error:
         raise RuntimeNotFoundError(
             f"native kernels need a folder to keep them in, and {path.parent} cannot be written to ({error.strerror}). "
             "Set ORTTRAINER_CACHE to one that can, or leave native_kernels off."
         ) from error
+    if (reason := _why_not_loaded(path)) is not None:
+        raise RuntimeNotFoundError(
+            f"native kernels need a folder that libraries can be loaded from, and from {path.parent} none can ({reason}). "
+            "Set ORTTRAINER_CACHE to one on a file system that is not mounted noexec, or leave native_kernels off."
+        )
     return path
+
+
+def _why_not_loaded(path: pathlib.Path) -> str | None:
+    """What the system says where it does not load a library: it is not there, empty, or in a folder mounted noexec."""
+    try:
+        ctypes.CDLL(str(path))
+    except OSError as error:
+        return str(error).removeprefix(f"{path}: ")
+    return None
 
 
 def _text(name: str) -> str:
@@ -120,10 +136,11 @@ def _switched_on() -> bool:
 @functools.cache
 def _compiler() -> tuple[str, ...]:
     """The command of a C compiler: that of the variable CC, one on the path, or the one that ziglang brings."""
-    if given := os.environ.get("CC"):
-        if shutil.which(shlex.split(given)[0]) is None:
+    if given := os.environ.get("CC", "").strip():
+        command = _words(given)
+        if not command or shutil.which(command[0]) is None:
             raise RuntimeNotFoundError(f"native kernels need a C compiler, and CC={given!r} is not to be found")
-        return tuple(shlex.split(given))
+        return command
     for name in ("cc", "gcc", "clang"):
         if (path := shutil.which(name)) is not None:
             return (path,)
@@ -137,19 +154,31 @@ def _compiler() -> tuple[str, ...]:
     return (sys.executable, "-m", "ziglang", "cc")
 
 
+def _words(command: str) -> tuple[str, ...]:
+    """As a shell takes it apart; none where it could not."""
+    try:
+        return tuple(shlex.split(command))
+    except ValueError:  # a quotation without an end
+        return ()
+
+
 def _compile(command: Sequence[str], source: str, path: pathlib.Path) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # another process may compile the same at the moment
-        made = pathlib.Path(folder) / path.name
-        done = subprocess.run(
-            [*command, *_FLAGS, "-", "-o", str(made), "-lm"], input=source, capture_output=True, text=True, check=False
-        )
+    with replacing(path) as made:  # another process may compile the same at the moment
+        places = {**os.environ, "TMPDIR": os.path.dirname(made)}  # what a killed compiler leaves is found there later
+        done = _run([*command, *_FLAGS, "-", "-o", made, "-lm"], input=source, env=places)
         if done.returncode:
             raise RuntimeNotFoundError(
                 f"native kernels need a C compiler that works; {' '.join(command)} failed: {done.stderr.strip()[:500]}. "
                 "Set CC to another one, or leave native_kernels off."
             )
-        os.replace(made, path)
+
+
+def _run(command: Sequence[str], **options) -> subprocess.CompletedProcess:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    except OSError as error:  # a script without its first line, or for another processor
+        return subprocess.CompletedProcess(command, 1, "", error.strerror or str(error))
 
 
 @functools.cache
