@@ -33,6 +33,7 @@ from orttrainer.graph.passes.speed.layout import WideLinearLayoutPass
 from orttrainer.graph.recompute import Recompute
 from orttrainer.graph.subgraphs import node_inputs
 from orttrainer.optim import Optimizer, global_norm
+from orttrainer.optim.scalars import as_double
 from orttrainer.pipeline import after_update, before_gradients, check_disabled_passes, rewritten
 from orttrainer.training_graph import SEED, STEP, Signature, StateEntry, TrainingGraph, transposed_tensor
 
@@ -297,7 +298,7 @@ class _Build:
         with self.op.scope("update"):
             rates = self._rates()
             by_name = {name: rates[groups.get(name, 0)] for name in gradients}
-            optimizer = optimizer.fed_with({fed: self._double(rates[fed.place]) for fed in optimizer.fed})
+            optimizer = optimizer.fed_with({fed: as_double(self.op, rates[fed.place]) for fed in optimizer.fed})
             self.new.update(optimizer.update(self.op, by_name, self.norm, self.scale, parameters, gradients, state))
 
     def _as_forward_left_them(self, names: Collection[str]) -> dict[str, ir.Value]:
@@ -328,10 +329,6 @@ class _Build:
         """The learning rate of each group, of shape [1]."""
         count = self.rate.shape[0]
         return [self.rate] if count == 1 else [self.op.Slice(self.rate, [i], [i + 1]) for i in range(count)]
-
-    def _double(self, rate: ir.Value) -> ir.Value:
-        rate = rate if rate.dtype == ir.DataType.DOUBLE else self.op.Cast(rate, to=int(ir.DataType.DOUBLE))
-        return self.op.Squeeze(rate, [0])
 
     def lower(self, primitives: bool, keep: bool, gradients: Collection[str]) -> None:
         """Replace operators whose kernels are slow or absent, now that their gradients are taken."""

@@ -62,9 +62,7 @@ class Runner:
         native_kernels: bool = False,
         number: int = 0,
     ):
-        self.graph = graph
-        self.number = number
-        self.state = state
+        self.graph, self.state, self.number = graph, state, number
         self._interruptions: list[BaseException] = []
         self._opened: weakref.WeakSet[Phase] = weakref.WeakSet()
         self.device = device

@@ -147,6 +147,10 @@ class Scalars:
         return self.op.const(1.0, DOUBLE)
 
     def _double(self, x: ir.Value) -> ir.Value:
-        """`x` as a 0-d float64 value."""
-        x = x if x.dtype == DOUBLE else self.op.Cast(x, to=int(DOUBLE))
-        return x if x.shape is not None and len(x.shape) == 0 else self.op.Squeeze(x, [0])
+        return as_double(self.op, x)
+
+
+def as_double(op: Builder, x: ir.Value) -> ir.Value:
+    """`x`, of one element, as a 0-d float64 value."""
+    x = x if x.dtype == DOUBLE else op.Cast(x, to=int(DOUBLE))
+    return x if x.shape is not None and len(x.shape) == 0 else op.Squeeze(x, [0])
