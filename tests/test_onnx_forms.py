@@ -172,6 +172,12 @@ def test_a_size_below_0_is_one_that_varies():
     assert not batch.HasField("dim_value")
 
 
+def test_an_initializer_has_its_own_shape_whatever_the_input_of_its_name_declares():
+    proto = model("r = MatMul (x, W)", "3", 18, W=W)
+    proto.graph.input.append(onnx.helper.make_tensor_value_info("W", onnx.TensorProto.FLOAT, ["any", "size"]))
+    assert_trains_like(proto, lambda x, W: x @ W, BATCHES, W=W)
+
+
 # -- What is a weight -----------------------------------------------------------------------------
 
 

@@ -123,6 +123,8 @@ def open_model(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[
 def _check_is_tensor(role: str, value: ir.Value) -> None:
     if isinstance(value.type, ir.SequenceType):
         raise ModelError(f"{role} {value.name!r} is a sequence, and a trainer takes and gives tensors only")
+    if role == "input" and value.dtype in (None, ir.DataType.UNDEFINED):
+        raise ModelError(f"input {value.name!r} has no dtype; declare it in the model")
     try:
         tensor_adapters.to_torch_dtype(value.dtype or ir.DataType.FLOAT)
     except (TypeError, ValueError) as error:
