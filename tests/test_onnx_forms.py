@@ -15,6 +15,8 @@ from small import LR
 from orttrainer import IODescription, ModelDescription, ORTTrainer, build_gradient
 from orttrainer.errors import ModelError
 
+RNG = np.random.default_rng(2)
+SHAPES = {"V": (3, 4), "U": (1, 4, 3), "R": (1, 4, 4)}
 W = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
 
 
@@ -292,3 +294,26 @@ def test_batch_normalization_in_the_training_form_of_old_exporters_trains(opset,
 def test_batch_normalization_of_single_pixels_is_refused():
     with raises(ModelError, "the moments of BatchNormalization node 'norm' are of single pixels"):
         make(old_normalization(7, ", spatial = 0"), 3)
+
+
+# -- Recurrent layers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("opset", [14, 22])
+def test_recurrent_layers_whose_first_axis_is_the_batch_train(opset):
+    """ONNX Runtime has no kernel for layout=1."""
+    body = """zero = Constant <value_int = 0> () one = Constant <value_ints = [1]> () f = Gather <axis = 1> (x, zero) s0 = MatMul (f, V)
+    h0 = Unsqueeze (s0, one) y, last = RNN <hidden_size = 4, layout = 1> (x, U, R, , , h0)
+    y2, last2 = RNN <hidden_size = 4, layout = 1> (x, U, R) wide = Unsqueeze (last, one) a = Mul (y, wide) r = Add (a, y2)"""
+    weights = {name: RNG.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+    def states(x, h, U, R):
+        found = [h := torch.tanh(step @ U[0].T + h @ R[0].T) for step in x.unbind(1)]
+        return torch.stack(found, 1)
+
+    def twin(x, V, U, R):
+        first, second = states(x, x[:, 0] @ V, U, R), states(x, x.new_zeros(len(x), 4), U, R)
+        return first * first[:, -1:] + second
+
+    batches = [torch.randn(n, 5, 3, generator=torch.Generator().manual_seed(n)) for n in (2, 3, 6)]
+    assert_trains_like(model(body, "5, 3", opset, **weights), twin, batches, **weights)

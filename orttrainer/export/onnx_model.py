@@ -17,6 +17,7 @@ from orttrainer.export.double_erf import DoubleErfPass
 from orttrainer.export.double_recurrent import DoubleRecurrentPass
 from orttrainer.export.forward_graph import MAX_OPSET, ForwardGraph
 from orttrainer.export.initializers import constant_of
+from orttrainer.graph.passes.batch_first import BatchFirstPass
 from orttrainer.graph.passes.ceil_mode import CeilModePass
 from orttrainer.graph.passes.output_padding import OutputPaddingPass
 from orttrainer.graph.passes.sigmoid import SmallSigmoidPass
@@ -112,6 +113,7 @@ def open_model(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[
     model.ir_version = max(model.ir_version, _INITIALIZERS_APART)
     _select_outputs(model.graph, outputs)
     common.RemoveUnusedNodesPass()(model)
+    BatchFirstPass()(model)
     CeilModePass()(model)
     common.ShapeInferencePass(check_type=False, strict_mode=False)(model)
     for role, values in (("input", model.graph.inputs), ("output", model.graph.outputs)):
