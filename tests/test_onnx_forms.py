@@ -192,6 +192,24 @@ def test_constant_nodes_that_may_be_meant_as_weights_are_named_in_a_warning(capl
     assert "the numbers of the Constant nodes 'V' are not trained; make initializers of those that are" in caplog.text
 
 
+def test_weights_that_an_exporter_made_one_are_named_in_a_warning(caplog):
+    """As torch.onnx.export writes equal ones in evaluation: of a fresh BatchNorm the bias and the mean."""
+    body = "h = MatMul (x, W) mean = Identity (b) var = Identity (g) r = BatchNormalization <epsilon = 0.0> (h, g, b, mean, var)"
+    weights = {"W": W, "b": np.zeros(4, np.float32), "g": np.ones(4, np.float32)}
+
+    def twin(x, W, b, g):
+        return (x @ W - b) / torch.sqrt(g) * g + b
+
+    assert_trains_like(model(body, "3", 18, **weights), twin, BATCHES, **weights)
+    assert "'b' is 'mean' as well; 'g' is 'var' as well: one tensor each, trained as one" in caplog.text
+    assert "training=torch.onnx.TrainingMode.TRAINING" in caplog.text
+
+
+def test_weights_that_are_only_read_through_an_identity_are_not_told_of(caplog):
+    assert_trains_like(model("V = Identity (W) r = MatMul (x, V)", "3", 18, W=W), lambda x, W: x @ W, BATCHES, W=W)
+    assert not caplog.text
+
+
 def test_a_weight_without_elements_is_a_constant():
     empty = np.zeros((0, 4), np.float32)
     proto = model("h = MatMul (x, W) r = Concat <axis = 0> (h, E)", "3", 18, W=W, E=empty)

@@ -73,6 +73,7 @@ def from_onnx(model: onnx.ModelProto, description, added: str | None = None) -> 
     _warn_of_constants(model, scalars, added)
     parameters = tuple(n for n in floats if n not in scalars)
     buffers = tuple(n for n in initializers if n not in {*parameters, *scalars, *constant})
+    _warn_of_shared([initializers[n] for n in parameters])
     return ForwardGraph(model=model, parameters=parameters, buffers=buffers, updates=updates)
 
 
@@ -89,6 +90,18 @@ def _warn_of_constants(model: ir.Model, scalars: Sequence[str], added: str | Non
         log.warning(
             "the numbers of the Constant nodes %s are not trained; make initializers of those that are weights",
             ", ".join(map(repr, tables)),
+        )
+
+
+def _warn_of_shared(weights: Sequence[ir.Value]) -> None:
+    """Name weights that may be meant to be several."""
+    copies = {w.name: [r.outputs[0].name for r in w.consumers() if r.op_type == "Identity"] for w in weights}
+    shared = {w.name: copies[w.name] for w in weights if copies[w.name] and len(w.uses()) > 1}
+    if shared:
+        log.warning(
+            "%s: one tensor each, trained as one. torch.onnx.export writes weights and statistics that are equal so, unless "
+            "it is called with training=torch.onnx.TrainingMode.TRAINING",
+            "; ".join(f"{name!r} is {', '.join(map(repr, others))} as well" for name, others in shared.items()),
         )
 
 
