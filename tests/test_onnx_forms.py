@@ -222,6 +222,7 @@ OUTPUTS = {
     "texts": ('string c', 'c = Constant <value_string = "red"> ()', "output 'c' has dtype STRING, of which there is no torch tensor"),
     "numbers of 4 bits": ("int4[rows, 4] c", "c = Cast <to = 22> (r)", "output 'c' has dtype INT4, of which there is no torch tensor"),
     "a sequence": ("seq(float[rows, 1]) c", "c = SplitToSequence <axis = 1> (r)", "output 'c' is a sequence, and a trainer takes and gives tensors"),
+    "an optional": ("optional(float[rows, 4]) c", "c = Optional (r)", "output 'c' is an optional, and a trainer takes and gives tensors"),
     "numbers that nothing reads": ("int64[4] B", "", "output 'B' is an initializer that nothing else reads...leave it out of the ModelDescription"),
 }  # fmt: skip
 

@@ -136,8 +136,10 @@ def open_model(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[
 
 
 def _check_is_tensor(role: str, value: ir.Value) -> None:
-    if isinstance(value.type, ir.SequenceType):
-        raise ModelError(f"{role} {value.name!r} is a sequence, and a trainer takes and gives tensors only")
+    optional = role == "output" and isinstance(value.type, ir.OptionalType)  # as an input it may be a tensor
+    if optional or isinstance(value.type, ir.SequenceType):
+        kind = "an optional" if optional else "a sequence"
+        raise ModelError(f"{role} {value.name!r} is {kind}, and a trainer takes and gives tensors only")
     if role == "input" and value.dtype in (None, ir.DataType.UNDEFINED):
         raise ModelError(f"input {value.name!r} has no dtype; declare it in the model")
     try:
