@@ -193,16 +193,52 @@ def test_constant_nodes_that_may_be_meant_as_weights_are_named_in_a_warning(capl
 
 
 def test_weights_that_an_exporter_made_one_are_named_in_a_warning(caplog):
-    """As torch.onnx.export writes equal ones in evaluation: of a fresh BatchNorm the bias and the mean."""
-    body = "h = MatMul (x, W) mean = Identity (b) var = Identity (g) r = BatchNormalization <epsilon = 0.0> (h, g, b, mean, var)"
-    weights = {"W": W, "b": np.zeros(4, np.float32), "g": np.ones(4, np.float32)}
-
-    def twin(x, W, b, g):
-        return (x @ W - b) / torch.sqrt(g) * g + b
-
-    assert_trains_like(model(body, "3", 18, **weights), twin, BATCHES, **weights)
-    assert "'b' is 'mean' as well; 'g' is 'var' as well: one tensor each, trained as one" in caplog.text
+    """As torch.onnx.export writes equal ones in evaluation."""
+    body = "h = MatMul (x, W) k = Add (h, b) t = Tanh (k) c = Identity (b) r = Add (t, c)"
+    weights = {"W": W, "b": np.zeros(4, np.float32)}
+    assert_trains_like(model(body, "3", 18, **weights), lambda x, W, b: torch.tanh(x @ W + b) + b, BATCHES, **weights)
+    assert "'b' is 'c' as well: one tensor each, trained as one" in caplog.text
     assert "training=torch.onnx.TrainingMode.TRAINING" in caplog.text
+
+
+@pytest.mark.parametrize("training", [0, 1])
+@pytest.mark.parametrize("copies, statistics", [("mean = Identity (b) var = Identity (g)", "mean, var"), ("", "b, g")])
+def test_statistics_that_an_exporter_made_one_with_equal_weights_are_statistics(copies, statistics, training, caplog):
+    """Of a fresh BatchNorm the bias and the mean, the scale and the variance."""
+    outputs = "r, new_mean, new_var" if training else "r"
+    call = f"BatchNormalization <epsilon = 0.001, training_mode = {training}> (h, g, b, {statistics})"
+    weights = {"W": W, "b": np.zeros(4, np.float32), "g": np.ones(4, np.float32)}
+    trainer = make(model(f"{copies} h = MatMul (x, W) {outputs} = {call}", "3", 18, **weights), 3)
+    mean, var = ("mean", "var") if copies else ("b_mean", "g_var")
+    assert trainer.state_dict().keys() == {*weights, mean, var}
+    twin = torch.nn.BatchNorm1d(4, eps=0.001).train(bool(training))
+    weight = torch.nn.Parameter(torch.tensor(W))
+    optimizer = torch.optim.SGD([weight, *twin.parameters()], LR.item())
+    for x in BATCHES:
+        optimizer.zero_grad()
+        loss = twin(x @ weight).square().mean()
+        torch.testing.assert_close(trainer.train_step(x, LR), loss.detach())
+        loss.backward()
+        optimizer.step()
+    state = trainer.state_dict()
+    for name, value in {"W": weight, "g": twin.weight, "b": twin.bias, mean: twin.running_mean}.items():
+        torch.testing.assert_close(state[name], value.detach())
+    assert not caplog.text
+
+
+def test_statistics_that_others_read_as_well_stay_one_with_what_those_read():
+    body = (
+        "h = MatMul (x, W) r, new_m, new_v = BatchNormalization <training_mode = 1> (h, g, b, m, v) seen = Identity (m)"
+    )
+    weights = {"W": W, "g": np.ones(4), "b": np.zeros(4), "m": np.zeros(4), "v": np.ones(4)}
+    proto = model(body, "3", 18, **weights)
+    proto.graph.output.append(onnx.helper.make_tensor_value_info("seen", onnx.TensorProto.FLOAT, [4]))
+    desc = ModelDescription([IODescription("x", ["rows", 3])], [IODescription("loss", []), IODescription("seen", [4])])
+    trainer = ORTTrainer(proto, None, desc, "SGDOptimizer", None, IODescription("rate", [1]), "cpu")
+    assert trainer.state_dict().keys() == weights.keys()
+    trainer.train_step(BATCHES[0], LR)
+    mean = trainer.state_dict()["m"].clone()
+    torch.testing.assert_close(trainer.train_step(BATCHES[1], LR)[1], mean)
 
 
 def test_weights_that_are_only_read_through_an_identity_are_not_told_of(caplog):

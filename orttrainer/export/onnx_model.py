@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import onnx
 import onnx_ir as ir
@@ -16,7 +16,7 @@ from orttrainer.errors import ModelError, UnknownNameError
 from orttrainer.export.double_erf import DoubleErfPass
 from orttrainer.export.double_recurrent import DoubleRecurrentPass
 from orttrainer.export.forward_graph import MAX_OPSET, ForwardGraph
-from orttrainer.export.initializers import constant_of
+from orttrainer.export.initializers import constant_of, free_name
 from orttrainer.graph.passes.batch_first import BatchFirstPass
 from orttrainer.graph.passes.ceil_mode import CeilModePass
 from orttrainer.graph.passes.output_padding import OutputPaddingPass
@@ -36,6 +36,12 @@ _FLOATS = (
     ir.DataType.BFLOAT16,
 )
 _OLDEST_OPSET, _CONVERTED_TO = 17, 18
+_WEIGHTS = {  # which inputs are weights and nothing else
+    **dict.fromkeys(
+        ("BatchNormalization", "GroupNormalization", "InstanceNormalization", "LayerNormalization"), (1, 2)
+    ),
+    **dict.fromkeys(("Conv", "ConvTranspose", "Gemm"), (1, 2)),
+}
 _COORDINATES_UNNAMED = 10  # the last opset whose Resize does not say where pixels are
 _INITIALIZERS_APART = 4  # the first IR version whose initializers need not be inputs too
 
@@ -64,6 +70,7 @@ def from_onnx(model: onnx.ModelProto, description, added: str | None = None) -> 
     DoubleRecurrentPass()(model)
     DoubleErfPass()(model)
     model.ir_version = min(model.ir_version, 10)
+    _separate_statistics(model.graph)
     updates = _batch_norm_updates(model.graph)
     statistics = {_original(v).name for n in model.graph if _is_batch_norm(n) for v in n.inputs[3:5]}
     initializers = model.graph.initializers
@@ -202,6 +209,44 @@ def _original(value):
     producer = value.producer()
     copied = producer is not None and producer.op_type == "Sum" and len(producer.inputs) == 1
     return producer.inputs[0] if copied else value
+
+
+def _separate_statistics(graph):
+    """Give a BatchNormalization a mean and a variance of its own, where an exporter let it share a weight that is equal."""
+    for node in filter(_is_batch_norm, list(graph)):
+        for index, role in ((3, "mean"), (4, "var")):
+            given = source = node.inputs[index]
+            while (producer := source.producer()) is not None and producer.op_type == "Identity":
+                source = producer.inputs[0]
+            if not source.is_initializer() or not any(
+                place in _WEIGHTS.get(n.op_type, ()) for n, place in _readers(source)
+            ):
+                continue
+            name = f"{source.name}_{role}"
+            if given is not source:
+                given.name, name = f"{given.name}/shared", given.name
+            taken = {*graph.initializers, *(y.name for n in graph.all_nodes() for y in n.outputs)}
+            name = free_name(name, taken) if name in taken else name
+            own = ir.Value(
+                name=name, type=source.type, shape=source.shape, const_value=_copied(source.const_value, name)
+            )
+            graph.register_initializer(own)
+            node.replace_input_with(index, own)
+    for node in [n for n in graph if n.op_type == "Identity" and not n.outputs[0].uses()]:
+        if not node.outputs[0].is_graph_output():
+            graph.remove(node, safe=True)
+
+
+def _readers(value: ir.Value) -> Iterator[tuple[ir.Node, int]]:
+    """Who reads a value, also through an Identity, and as which input."""
+    for node, place in value.uses():
+        yield node, place
+        if node.op_type == "Identity":
+            yield from _readers(node.outputs[0])
+
+
+def _copied(tensor, name):
+    return ir.Tensor(tensor.numpy().copy(), tensor.dtype, shape=tensor.shape, name=name)
 
 
 def _batch_norm_updates(graph):
