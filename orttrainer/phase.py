@@ -73,7 +73,9 @@ _from_dlpack = getattr(torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack)
 
 # What the kernels of Gather, GatherElements and GatherND say of a wrong index.
 _NODE_FAILED = re.compile(r"running (\w+) node\. Name:'([^']*)' Status Message: (.*)")
-_SOURCE_LINE = re.compile(r"^\S+\.\w+:\d+ .*?\)(?: const)?(?: \[with .*?\])? ")  # C++ file, line and function
+_SOURCE_LINE = re.compile(
+    r"(?:^|(?<= ))\S+\.\w+:\d+ .*?\)(?: const)?(?: \[with .*?\])? "
+)  # C++ file, line and function
 _OUT_OF_RANGE = ("out of data bounds", "Out of range value in index", "invalid index found")
 
 
@@ -432,9 +434,10 @@ def _open_session(
 
 def _restate(error: Exception) -> str:
     text, hint, node = _first_line(error), "", ""
-    if failed := _NODE_FAILED.search(text):
+    while failed := _NODE_FAILED.search(text):  # of a node with bodies, the one within
         operator, node, text = failed.groups()
-        text = f"{operator} (node {node!r}): {_SOURCE_LINE.sub('', text)}"
+    if node:
+        text = f"{operator} (node {node!r}): {text}"
     if node.endswith(DIVISION_BY_ZERO):
         hint = "A whole number is divided by 0 in forward. "
     elif any(known in text for known in _OUT_OF_RANGE):
@@ -444,4 +447,4 @@ def _restate(error: Exception) -> str:
 
 def _first_line(error: Exception) -> str:
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return text.split(" : ", 2)[-1]
+    return _SOURCE_LINE.sub("", text.split(" : ", 2)[-1])

@@ -200,6 +200,22 @@ def test_loss_and_label_may_be_called_what_an_inner_value_is(names):
     torch.testing.assert_close(found, F.mse_loss(torch.tanh(x @ torch.ones(3, 4)), y))
 
 
+BRANCHES = """s = ReduceSum <keepdims = 0> (x) c = Cast <to = 9> (s)
+    output = If (c) <then_branch = yes () => (float[rows, 4] y) { y = MatMul (x, W) },
+    else_branch = no () => (float[rows, 4] z) { y = MatMul (x, W) z = Neg (y) }>"""
+STEPS = """n = Constant <value = int64 {2}> () h = MatMul (x, W)
+    output = Loop (n, , h) <body = step (int64 i, bool c, float[rows, 4] y) => (bool go, float[rows, 4] z) { go = Identity (c) z = Tanh (y) }>"""
+
+
+@pytest.mark.parametrize("body, predict", [(BRANCHES, lambda h: h), (STEPS, lambda h: torch.tanh(torch.tanh(h)))])
+def test_the_label_may_be_called_what_a_value_of_a_branch_or_a_loop_is(body, predict):
+    desc = ModelDescription([X, IODescription("y", ["rows", 4])], [IODescription("loss", []), OUTPUT])
+    trainer = make(product(18, body=body), loss_fn=F.mse_loss, desc=desc)
+    x, y = torch.randn(5, 3), torch.randn(5, 4)
+    found = trainer.train_step(x, y, LR)[0]
+    torch.testing.assert_close(found, F.mse_loss(predict(x @ torch.ones(3, 4)), y))
+
+
 @pytest.mark.parametrize("names", [("W", "label"), ("loss", "W")])
 def test_loss_and_label_may_not_be_called_what_a_weight_is(names):
     loss, label = names

@@ -15,6 +15,7 @@ from torch import nn
 from orttrainer import IODescription, build_gradient
 from orttrainer.errors import (
     DescriptionMismatchWarning,
+    ExecutionError,
     GradientError,
     InvalidArgumentError,
     MissingGradientError,
@@ -60,6 +61,15 @@ BRANCH = f"""s = ReduceSum <keepdims = 0> (x) b = Cast <to = 9> (s) output = If 
 LOOP = f"""n = Constant <value = int64 {{3}}> () go = Constant <value = bool {{1}}> () h = MatMul (x, W)
     output = Loop (n, go, h) <body = turn (int64 i, bool c, float[batch, 2] s) => (bool c2, float[batch, 2] s2) {{ c2 = Identity (c) r = RandomNormalLike (s) s2 = Mul (s, r) }}> {ROOT}"""
 
+NOWHERE = LINEAR.replace("(output, label)", "(output, lable)")
+
+
+def with_input(change, body: str = LINEAR) -> onnx.ModelProto:
+    proto = onnx_model(body)
+    change(proto.graph.input[1].type)
+    return proto
+
+
 ONNX_MODELS = {
     "the output first": (onnx_model(), dict(desc=describe(outputs=[OUTPUT, LOSS])), ModelError, "the first output, 'output', is trained as the loss and must be a float scalar; it has shape [batch, 2]"),
     "a loss that is not reduced": (
@@ -85,11 +95,17 @@ ONNX_MODELS = {
     "an opset of the future": (onnx_model(opset=99), {}, ModelError, "opset 99"),
     "an empty model": (onnx.ModelProto(), {}, ModelError, "the ONNX model is broken: The model does not have an ir_version"),
     "no opset": (changed(lambda m: m.ClearField("opset_import")), {}, ModelError, "broken: model with IR version >= 3 must specify opset_import"),
-    "an input from nowhere": (onnx_model(LINEAR.replace("(output, label)", "(output, lable)")), {}, ModelError, "broken: Nodes in a graph must be topologically sorted, however input 'lable'"),
+    "an input from nowhere": (onnx_model(NOWHERE), {}, ModelError, "broken: Nodes in a graph must be topologically sorted, however input 'lable'"),
+    "an input from nowhere beside one of any rank": (
+        with_input(lambda t: t.tensor_type.ClearField("shape"), NOWHERE), {}, ModelError, "broken: Nodes in a graph must be topologically sorted, however input 'lable'",
+    ),
+    "an input of no dtype": (with_input(lambda t: t.tensor_type.Clear()), {}, ModelError, "input 'label' has no dtype; declare it in the model"),
+    "an input of a dtype that there is not": (with_input(lambda t: setattr(t.tensor_type, "elem_type", 99)), {}, ModelError, "broken: Invalid tensor data type 99"),
     "one name for two values": (onnx_model(LINEAR + " q = Neg (d)"), {}, ModelError, "broken: Graph must be in single static assignment (SSA) form, however 'q'"),
     "an operator that ONNX does not have": (onnx_model(LINEAR.replace("Sub", "Minus")), {}, ModelError, "broken: No Op registered for Minus"),
     "a weight of another shape": (onnx_model(weight=W[:3]), {}, ModelError, "broken: ...MatMul...Incompatible dimensions"),
     "a truncated weight": (changed(lambda m: setattr(m.graph.initializer[0], "raw_data", b"123")), {}, ModelError, "broken: TensorProto (tensor name: W) raw_data size"),
+    "a weight with another's bytes": (changed(lambda m: setattr(m.graph.initializer[0], "raw_data", bytes(64))), {}, ModelError, "initializer 'W' has 64 bytes, and its shape [4, 2] takes 32"),
     "external data that is missing": (changed(move_data_away), {}, ModelError, "the data of 'W' is in a file 'weights.bin', which is not here...onnx.load(path)"),
     "wrong declarations, strictly": (
         onnx_model(), dict(desc=describe([IODescription("x", [3, 4, 5], torch.int64), LABEL]), strict=True), SchemaError,
@@ -125,6 +141,18 @@ def test_an_onnx_model_checks_its_first_batch_against_itself(case):
     assert_untouched(trainer, before)
     loss, _ = trainer.train_step(x, y, 0.1)
     assert loss.item() == pytest.approx(float(((x.numpy() @ W - y.numpy()) ** 2).mean()))
+
+
+def test_what_fails_within_a_branch_is_told_without_the_source_of_onnx_runtime():
+    branch = """s = ReduceSum <keepdims = 0> (x) b = Cast <to = 9> (s) k = Shape <start = 0, end = 1> (x) t = Expand (one, k)
+    output = If (b) <then_branch = yes () => (float[batch, 2] a) { m = MatMul (x, W) [the_sum] a = Add (m, t) },
+    else_branch = no () => (float[batch, 2] a) { a = MatMul (x, W) }> """
+    proto = onnx_model(branch + ROOT)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.float32([1]), "one"))
+    trainer = make(proto, None)
+    with raises(ExecutionError, "It said: Add (node 'the_sum'): axis == 1 || axis == largest was false") as told:
+        trainer.train_step(*batch(3), 0.1)
+    assert "/onnxruntime" not in str(told.value)
 
 
 def test_a_wrong_declaration_of_an_onnx_model_is_one_warning_and_the_model_holds():

@@ -15,6 +15,8 @@ from small import LR
 from orttrainer import IODescription, ModelDescription, ORTTrainer, build_gradient
 from orttrainer.errors import ModelError
 
+RNG = np.random.default_rng(2)
+SHAPES = {"V": (3, 4), "U": (1, 4, 3), "R": (1, 4, 4)}
 W = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
 
 
@@ -172,6 +174,12 @@ def test_a_size_below_0_is_one_that_varies():
     assert not batch.HasField("dim_value")
 
 
+def test_an_initializer_has_its_own_shape_whatever_the_input_of_its_name_declares():
+    proto = model("r = MatMul (x, W)", "3", 18, W=W)
+    proto.graph.input.append(onnx.helper.make_tensor_value_info("W", onnx.TensorProto.FLOAT, ["any", "size"]))
+    assert_trains_like(proto, lambda x, W: x @ W, BATCHES, W=W)
+
+
 # -- What is a weight -----------------------------------------------------------------------------
 
 
@@ -182,6 +190,60 @@ def test_constant_nodes_that_may_be_meant_as_weights_are_named_in_a_warning(capl
         model(body, "3", 18, W=W), lambda x, W: x @ W * 2 + torch.tensor([1.0, 2.0, 3.0, 4.0]), BATCHES, W=W
     )
     assert "the numbers of the Constant nodes 'V' are not trained; make initializers of those that are" in caplog.text
+
+
+def test_weights_that_an_exporter_made_one_are_named_in_a_warning(caplog):
+    """As torch.onnx.export writes equal ones in evaluation."""
+    body = "h = MatMul (x, W) k = Add (h, b) t = Tanh (k) c = Identity (b) r = Add (t, c)"
+    weights = {"W": W, "b": np.zeros(4, np.float32)}
+    assert_trains_like(model(body, "3", 18, **weights), lambda x, W, b: torch.tanh(x @ W + b) + b, BATCHES, **weights)
+    assert "'b' is 'c' as well: one tensor each, trained as one" in caplog.text
+    assert "training=torch.onnx.TrainingMode.TRAINING" in caplog.text
+
+
+@pytest.mark.parametrize("training", [0, 1])
+@pytest.mark.parametrize("copies, statistics", [("mean = Identity (b) var = Identity (g)", "mean, var"), ("", "b, g")])
+def test_statistics_that_an_exporter_made_one_with_equal_weights_are_statistics(copies, statistics, training, caplog):
+    """Of a fresh BatchNorm the bias and the mean, the scale and the variance."""
+    outputs = "r, new_mean, new_var" if training else "r"
+    call = f"BatchNormalization <epsilon = 0.001, training_mode = {training}> (h, g, b, {statistics})"
+    weights = {"W": W, "b": np.zeros(4, np.float32), "g": np.ones(4, np.float32)}
+    trainer = make(model(f"{copies} h = MatMul (x, W) {outputs} = {call}", "3", 18, **weights), 3)
+    mean, var = ("mean", "var") if copies else ("b_mean", "g_var")
+    assert trainer.state_dict().keys() == {*weights, mean, var}
+    twin = torch.nn.BatchNorm1d(4, eps=0.001).train(bool(training))
+    weight = torch.nn.Parameter(torch.tensor(W))
+    optimizer = torch.optim.SGD([weight, *twin.parameters()], LR.item())
+    for x in BATCHES:
+        optimizer.zero_grad()
+        loss = twin(x @ weight).square().mean()
+        torch.testing.assert_close(trainer.train_step(x, LR), loss.detach())
+        loss.backward()
+        optimizer.step()
+    state = trainer.state_dict()
+    for name, value in {"W": weight, "g": twin.weight, "b": twin.bias, mean: twin.running_mean}.items():
+        torch.testing.assert_close(state[name], value.detach())
+    assert not caplog.text
+
+
+def test_statistics_that_others_read_as_well_stay_one_with_what_those_read():
+    body = (
+        "h = MatMul (x, W) r, new_m, new_v = BatchNormalization <training_mode = 1> (h, g, b, m, v) seen = Identity (m)"
+    )
+    weights = {"W": W, "g": np.ones(4), "b": np.zeros(4), "m": np.zeros(4), "v": np.ones(4)}
+    proto = model(body, "3", 18, **weights)
+    proto.graph.output.append(onnx.helper.make_tensor_value_info("seen", onnx.TensorProto.FLOAT, [4]))
+    desc = ModelDescription([IODescription("x", ["rows", 3])], [IODescription("loss", []), IODescription("seen", [4])])
+    trainer = ORTTrainer(proto, None, desc, "SGDOptimizer", None, IODescription("rate", [1]), "cpu")
+    assert trainer.state_dict().keys() == weights.keys()
+    trainer.train_step(BATCHES[0], LR)
+    mean = trainer.state_dict()["m"].clone()
+    torch.testing.assert_close(trainer.train_step(BATCHES[1], LR)[1], mean)
+
+
+def test_weights_that_are_only_read_through_an_identity_are_not_told_of(caplog):
+    assert_trains_like(model("V = Identity (W) r = MatMul (x, V)", "3", 18, W=W), lambda x, W: x @ W, BATCHES, W=W)
+    assert not caplog.text
 
 
 def test_a_weight_without_elements_is_a_constant():
@@ -196,6 +258,7 @@ OUTPUTS = {
     "texts": ('string c', 'c = Constant <value_string = "red"> ()', "output 'c' has dtype STRING, of which there is no torch tensor"),
     "numbers of 4 bits": ("int4[rows, 4] c", "c = Cast <to = 22> (r)", "output 'c' has dtype INT4, of which there is no torch tensor"),
     "a sequence": ("seq(float[rows, 1]) c", "c = SplitToSequence <axis = 1> (r)", "output 'c' is a sequence, and a trainer takes and gives tensors"),
+    "an optional": ("optional(float[rows, 4]) c", "c = Optional (r)", "output 'c' is an optional, and a trainer takes and gives tensors"),
     "numbers that nothing reads": ("int64[4] B", "", "output 'B' is an initializer that nothing else reads...leave it out of the ModelDescription"),
 }  # fmt: skip
 
@@ -286,3 +349,26 @@ def test_batch_normalization_in_the_training_form_of_old_exporters_trains(opset,
 def test_batch_normalization_of_single_pixels_is_refused():
     with raises(ModelError, "the moments of BatchNormalization node 'norm' are of single pixels"):
         make(old_normalization(7, ", spatial = 0"), 3)
+
+
+# -- Recurrent layers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("opset", [14, 22])
+def test_recurrent_layers_whose_first_axis_is_the_batch_train(opset):
+    """ONNX Runtime has no kernel for layout=1."""
+    body = """zero = Constant <value_int = 0> () one = Constant <value_ints = [1]> () f = Gather <axis = 1> (x, zero) s0 = MatMul (f, V)
+    h0 = Unsqueeze (s0, one) y, last = RNN <hidden_size = 4, layout = 1> (x, U, R, , , h0)
+    y2, last2 = RNN <hidden_size = 4, layout = 1> (x, U, R) wide = Unsqueeze (last, one) a = Mul (y, wide) r = Add (a, y2)"""
+    weights = {name: RNG.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+    def states(x, h, U, R):
+        found = [h := torch.tanh(step @ U[0].T + h @ R[0].T) for step in x.unbind(1)]
+        return torch.stack(found, 1)
+
+    def twin(x, V, U, R):
+        first, second = states(x, x[:, 0] @ V, U, R), states(x, x.new_zeros(len(x), 4), U, R)
+        return first * first[:, -1:] + second
+
+    batches = [torch.randn(n, 5, 3, generator=torch.Generator().manual_seed(n)) for n in (2, 3, 6)]
+    assert_trains_like(model(body, "5, 3", opset, **weights), twin, batches, **weights)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import onnx
 import onnx_ir as ir
@@ -16,7 +16,8 @@ from orttrainer.errors import ModelError, UnknownNameError
 from orttrainer.export.double_erf import DoubleErfPass
 from orttrainer.export.double_recurrent import DoubleRecurrentPass
 from orttrainer.export.forward_graph import MAX_OPSET, ForwardGraph
-from orttrainer.export.initializers import constant_of
+from orttrainer.export.initializers import constant_of, free_name
+from orttrainer.graph.passes.batch_first import BatchFirstPass
 from orttrainer.graph.passes.ceil_mode import CeilModePass
 from orttrainer.graph.passes.output_padding import OutputPaddingPass
 from orttrainer.graph.passes.sigmoid import SmallSigmoidPass
@@ -35,6 +36,12 @@ _FLOATS = (
     ir.DataType.BFLOAT16,
 )
 _OLDEST_OPSET, _CONVERTED_TO = 17, 18
+_WEIGHTS = {  # which inputs are weights and nothing else
+    **dict.fromkeys(
+        ("BatchNormalization", "GroupNormalization", "InstanceNormalization", "LayerNormalization"), (1, 2)
+    ),
+    **dict.fromkeys(("Conv", "ConvTranspose", "Gemm"), (1, 2)),
+}
 _COORDINATES_UNNAMED = 10  # the last opset whose Resize does not say where pixels are
 _INITIALIZERS_APART = 4  # the first IR version whose initializers need not be inputs too
 
@@ -63,6 +70,7 @@ def from_onnx(model: onnx.ModelProto, description, added: str | None = None) -> 
     DoubleRecurrentPass()(model)
     DoubleErfPass()(model)
     model.ir_version = min(model.ir_version, 10)
+    _separate_statistics(model.graph)
     updates = _batch_norm_updates(model.graph)
     statistics = {_original(v).name for n in model.graph if _is_batch_norm(n) for v in n.inputs[3:5]}
     initializers = model.graph.initializers
@@ -72,6 +80,7 @@ def from_onnx(model: onnx.ModelProto, description, added: str | None = None) -> 
     _warn_of_constants(model, scalars, added)
     parameters = tuple(n for n in floats if n not in scalars)
     buffers = tuple(n for n in initializers if n not in {*parameters, *scalars, *constant})
+    _warn_of_shared([initializers[n] for n in parameters])
     return ForwardGraph(model=model, parameters=parameters, buffers=buffers, updates=updates)
 
 
@@ -88,6 +97,18 @@ def _warn_of_constants(model: ir.Model, scalars: Sequence[str], added: str | Non
         log.warning(
             "the numbers of the Constant nodes %s are not trained; make initializers of those that are weights",
             ", ".join(map(repr, tables)),
+        )
+
+
+def _warn_of_shared(weights: Sequence[ir.Value]) -> None:
+    """Name weights that may be meant to be several."""
+    copies = {w.name: [r.outputs[0].name for r in w.consumers() if r.op_type == "Identity"] for w in weights}
+    shared = {w.name: copies[w.name] for w in weights if copies[w.name] and len(w.uses()) > 1}
+    if shared:
+        log.warning(
+            "%s: one tensor each, trained as one. torch.onnx.export writes weights and statistics that are equal so, unless "
+            "it is called with training=torch.onnx.TrainingMode.TRAINING",
+            "; ".join(f"{name!r} is {', '.join(map(repr, others))} as well" for name, others in shared.items()),
         )
 
 
@@ -112,6 +133,7 @@ def open_model(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[
     model.ir_version = max(model.ir_version, _INITIALIZERS_APART)
     _select_outputs(model.graph, outputs)
     common.RemoveUnusedNodesPass()(model)
+    BatchFirstPass()(model)
     CeilModePass()(model)
     common.ShapeInferencePass(check_type=False, strict_mode=False)(model)
     for role, values in (("input", model.graph.inputs), ("output", model.graph.outputs)):
@@ -121,8 +143,12 @@ def open_model(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[
 
 
 def _check_is_tensor(role: str, value: ir.Value) -> None:
-    if isinstance(value.type, ir.SequenceType):
-        raise ModelError(f"{role} {value.name!r} is a sequence, and a trainer takes and gives tensors only")
+    optional = role == "output" and isinstance(value.type, ir.OptionalType)  # as an input it may be a tensor
+    if optional or isinstance(value.type, ir.SequenceType):
+        kind = "an optional" if optional else "a sequence"
+        raise ModelError(f"{role} {value.name!r} is {kind}, and a trainer takes and gives tensors only")
+    if role == "input" and value.dtype in (None, ir.DataType.UNDEFINED):
+        raise ModelError(f"input {value.name!r} has no dtype; declare it in the model")
     try:
         tensor_adapters.to_torch_dtype(value.dtype or ir.DataType.FLOAT)
     except (TypeError, ValueError) as error:
@@ -183,6 +209,44 @@ def _original(value):
     producer = value.producer()
     copied = producer is not None and producer.op_type == "Sum" and len(producer.inputs) == 1
     return producer.inputs[0] if copied else value
+
+
+def _separate_statistics(graph):
+    """Give a BatchNormalization a mean and a variance of its own, where an exporter let it share a weight that is equal."""
+    for node in filter(_is_batch_norm, list(graph)):
+        for index, role in ((3, "mean"), (4, "var")):
+            given = source = node.inputs[index]
+            while (producer := source.producer()) is not None and producer.op_type == "Identity":
+                source = producer.inputs[0]
+            if not source.is_initializer() or not any(
+                place in _WEIGHTS.get(n.op_type, ()) for n, place in _readers(source)
+            ):
+                continue
+            name = f"{source.name}_{role}"
+            if given is not source:
+                given.name, name = f"{given.name}/shared", given.name
+            taken = {*graph.initializers, *(y.name for n in graph.all_nodes() for y in n.outputs)}
+            name = free_name(name, taken) if name in taken else name
+            own = ir.Value(
+                name=name, type=source.type, shape=source.shape, const_value=_copied(source.const_value, name)
+            )
+            graph.register_initializer(own)
+            node.replace_input_with(index, own)
+    for node in [n for n in graph if n.op_type == "Identity" and not n.outputs[0].uses()]:
+        if not node.outputs[0].is_graph_output():
+            graph.remove(node, safe=True)
+
+
+def _readers(value: ir.Value) -> Iterator[tuple[ir.Node, int]]:
+    """Who reads a value, also through an Identity, and as which input."""
+    for node, place in value.uses():
+        yield node, place
+        if node.op_type == "Identity":
+            yield from _readers(node.outputs[0])
+
+
+def _copied(tensor, name):
+    return ir.Tensor(tensor.numpy().copy(), tensor.dtype, shape=tensor.shape, name=name)
 
 
 def _batch_norm_updates(graph):

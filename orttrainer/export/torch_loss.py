@@ -135,8 +135,9 @@ def _give_way(graph: ir.Graph, roles: Mapping[str, str]) -> None:
                 f"the {role} is described as {name!r}, which an initializer of the ONNX model is called; give it another name"
             )
     values = [value for node in graph.all_nodes() for value in node.outputs]
+    values += [value for body in graph.subgraphs() for value in body.inputs]
     for value in values:
-        if value.name in roles and not value.is_graph_output():
+        if value.name in roles and value not in graph.outputs:
             value.name = free_name(value.name, {*graph.initializers, *(v.name for v in (*values, *graph.inputs))})
 
 

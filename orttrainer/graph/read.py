@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import onnx
 import onnx_ir as ir
@@ -19,6 +20,9 @@ STANDARD_DOMAINS = ("", "ai.onnx", "ai.onnx.ml")
 # got them, by their opset or at all.
 UNCHECKED = ("GroupNormalization", "LayerNormalization", "SimplifiedLayerNormalization")
 
+_ASIDE = "orttrainer.unchecked"
+_BROKEN = (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ir.serde.SerdeError)
+
 
 def read_model(proto: onnx.ModelProto) -> ir.Model:
     """The model in the IR.
@@ -34,30 +38,63 @@ def read_model(proto: onnx.ModelProto) -> ir.Model:
             )
     try:
         proto = in_usual_spelling(proto)
-        if _checkable(proto):
+        if _is_small(proto):
             # Full: shapes and types as well, which ONNX infers only through operators that it knows.
             known = all(node.domain in STANDARD_DOMAINS for node in proto.graph.node)
-            onnx.checker.check_model(proto, full_check=known)
+            checkable = _checkable(proto)
+            onnx.checker.check_model(checkable, full_check=known and checkable is proto)
         model = ir.from_proto(proto)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ir.serde.SerdeError) as error:
+    except (*_BROKEN, ValueError) as error:  # the last of a dtype that there is not
         raise ModelError(f"the ONNX model is broken: {_reason(error)}") from error
+    _check_tensors(model)
     _detach(model)
     name_apart(model)
     _complete_calls(model)
     return model
 
 
-def _checkable(proto: onnx.ModelProto) -> bool:
-    """Whether the checker takes such models: none of 2 GB, no input or output of unknown rank, and no `UNCHECKED` operator.
+def _check_tensors(model: ir.Model) -> None:
+    """That initializers have no more bytes than their shapes take, which the checker lets pass; they have these shapes."""
+    for name, value in model.graph.initializers.items():
+        tensor = value.const_value
+        value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape)
+        given = len(tensor.raw.raw_data) if isinstance(tensor, ir.serde.TensorProtoTensor) else 0
+        if given and given > tensor.nbytes:
+            raise ModelError(
+                f"initializer {name!r} has {given} bytes, and its shape {list(tensor.shape.numpy())} takes {tensor.nbytes}"
+            )
 
-    Runtimes take all of these.
+
+def _checkable(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """The model, or a copy that the checker takes: of known ranks, and with `UNCHECKED` operators in a domain of their own.
+
+    Runtimes take the others, too.
     """
     opset = max((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), default=1)
     unchecked = [op_type for op_type in UNCHECKED if op_type != "LayerNormalization" or opset < 17]
-    types = [value.type for value in (*proto.graph.input, *proto.graph.output)]
-    ranked = all(t.HasField("tensor_type") and t.tensor_type.HasField("shape") for t in types)
-    checked = all(node.domain not in ("", "ai.onnx") or node.op_type not in unchecked for node in proto.graph.node)
-    return ranked and checked and _is_small(proto)
+    if not any(_open(proto)) and not any(node.op_type in unchecked for node in proto.graph.node):
+        return proto
+    copy = onnx.ModelProto()
+    copy.CopyFrom(proto)
+    for value in _open(copy):
+        value.type.tensor_type.elem_type = value.type.tensor_type.elem_type or onnx.TensorProto.FLOAT
+        value.type.tensor_type.shape.SetInParent()
+    for node in copy.graph.node:
+        if node.domain == "" and node.op_type in unchecked:
+            node.domain = _ASIDE
+    copy.opset_import.append(onnx.helper.make_opsetid(_ASIDE, 1))
+    return copy
+
+
+def _open(proto: onnx.ModelProto) -> Iterator[onnx.ValueInfoProto]:
+    """Inputs and outputs of unknown rank, and outputs of unknown type."""
+    for value in proto.graph.input:
+        if value.type.HasField("tensor_type") and not value.type.tensor_type.HasField("shape"):
+            yield value
+    for value in proto.graph.output:
+        kind = value.type.WhichOneof("value")
+        if kind is None or (kind == "tensor_type" and not value.type.tensor_type.HasField("shape")):
+            yield value
 
 
 def _is_small(proto: onnx.ModelProto) -> bool:
