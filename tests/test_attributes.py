@@ -11,6 +11,7 @@ import numpy as np
 import pairs
 import pytest
 import torch
+from marks import slow, usual
 from pairs import RATE, Pair
 from small import batch, description
 from torch import nn
@@ -251,7 +252,7 @@ def of_functions():
 
 
 @pytest.mark.parametrize(
-    "made", [in_closures, of_an_object, of_a_method, partial, of_defaults, of_a_function, of_functions]
+    "made", [in_closures, of_an_object, slow(of_a_method), partial, of_defaults, slow(of_a_function), of_functions]
 )
 def test_what_a_loss_that_is_no_module_has_is_followed(made, exports):
     loss, change = made()
@@ -263,7 +264,7 @@ def test_what_a_loss_that_is_no_module_has_is_followed(made, exports):
     assert len(exports) == 2
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", usual(CHANGES, *[*CHANGES][::2]))
 def test_the_next_step_has_what_was_changed(name):
     pair = Pair(Annealed())
     pair.steps(2)

@@ -86,7 +86,7 @@ def attention_dropout_only(p: float, layers: int = 1) -> nn.Module:
     [
         (lambda: sample_transformer(0.2, layers=2), 9),  # 1 after the positions; in each layer 3 and 1 in its attention
         slow(lambda: attention_dropout_only(0.2, layers=2), 2),
-        (lambda: sample_transformer(0.0), 0),
+        slow(lambda: sample_transformer(0.0), 0),
     ],
     ids=["all", "attention only", "none"],
 )

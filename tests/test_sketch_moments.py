@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from marks import in_turn
 from small import assert_same, batch, net
 from test_sketch import assert_parameters_close, sgd, torch_step
 from test_sketch_optimizer import MOMENTS, make
@@ -103,8 +104,7 @@ def smooth(prediction, label):
     return nn.functional.cross_entropy(prediction, label, label_smoothing=0.3)
 
 
-@pytest.mark.parametrize("gone", [False, True])
-@pytest.mark.parametrize("case", KINDS)
+@pytest.mark.parametrize("case, gone", in_turn(KINDS, {"stays": False, "is gone": True}))
 def test_a_second_trainer_on_the_optimizer_goes_on_with_its_moments(case, gone):
     module, reference = net(), net()
     ours, theirs = MOMENTS[case](module), MOMENTS[case](reference)
