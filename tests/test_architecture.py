@@ -144,6 +144,7 @@ MAY_IMPORT = {
         "arguments",
         "batches",
         "describe",
+        "distributed",
         "engine",
         "export",
         "front_end",

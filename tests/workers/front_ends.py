@@ -16,7 +16,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import small
 from fast_export import share_operator_table
 
-from orttrainer import LossScaler, errors, training
+from orttrainer import LossScaler, errors, sketch, training
 from orttrainer.distributed import find_collective
 from orttrainer.training import amp, optim
 
@@ -41,6 +41,7 @@ def main(folder: str) -> None:
     results["changed"] = changed_on_one(rank)
     results["hooked"] = hooked(rank)
     results["first step"] = fail_at_the_first_step(rank)
+    results["first batch"] = fail_at_the_first_batch(rank)
     results["loaded by one"] = loaded_by_one(rank)
     results["midway"] = resume_midway(rank, size)
     results["not finite"] = not_finite(rank)
@@ -204,6 +205,14 @@ def fail_at_the_first_step(rank: int) -> list[str]:
     trainer.load_state_dict({"Moment_1_0.weight": torch.zeros(8, 4)})
     said.append(attempt(lambda: trainer.train_step(x, y, RATE)))
     return [*said, trainer.train_step(x, y, RATE)[0].item()]
+
+
+def fail_at_the_first_batch(rank: int) -> list[str]:
+    """Of the trainer around a torch optimizer, rank 1 first has a batch that forward does not take, then one that it does."""
+    module = small.net()
+    trainer = sketch.trainer(module, nn.functional.cross_entropy, torch.optim.SGD(module.parameters(), lr=RATE))
+    x, y = small.batch(rank)
+    return [attempt(lambda x=x: trainer.step(x, y)) for x in (x.double() if rank else x, x)]
 
 
 def not_finite(rank: int) -> dict:
