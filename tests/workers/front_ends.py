@@ -5,6 +5,7 @@ python front_ends.py FOLDER
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import sys
 
@@ -208,11 +209,14 @@ def fail_at_the_first_step(rank: int) -> list[str]:
 
 
 def fail_at_the_first_batch(rank: int) -> list[str]:
-    """Of the trainer around a torch optimizer, rank 1 first has a batch that forward does not take, then one that it does."""
+    """Rank 1 first has a batch that is not what the model takes, then one that is: of each of the front ends."""
     module = small.net()
     trainer = sketch.trainer(module, nn.functional.cross_entropy, torch.optim.SGD(module.parameters(), lr=RATE))
     x, y = small.batch(rank)
-    return [attempt(lambda x=x: trainer.step(x, y)) for x in (x.double() if rank else x, x)]
+    said = [attempt(functools.partial(trainer.step, x, y)) for x in (x.double() if rank else x, x)]
+    for trainer, rate in ((first("AdamOptimizer", 0, 1), [RATE]), (second("AdamOptimizer", 0), [])):
+        said += [attempt(functools.partial(trainer.train_step, *b, *rate)) for b in ([x] if rank else [x, y], [x, y])]
+    return said
 
 
 def not_finite(rank: int) -> dict:
