@@ -207,7 +207,7 @@ class ORTTrainer(FrontEnd):
         Example: `loss, logits = trainer.train_step(tokens, targets, torch.tensor([0.1]))`
         """
         engine = self._engine
-        with engine.preparing_a_step():
+        with engine.preparing_a_step(reading=True):
             given, rate, scale = self._arguments(args, kwargs)
             wanted = engine.checked_fetches(fetches)
         results, finite = engine.train_step(given, rate, scale)

@@ -15,6 +15,7 @@ from orttrainer import export
 from orttrainer.arguments import check_module, check_scaler, kind
 from orttrainer.batches import batch_by_name, described, in_form_of, inputs_and_label
 from orttrainer.describe import ModelDescription
+from orttrainer.distributed import failing_together
 from orttrainer.engine.engine import Engine
 from orttrainer.engine.settings import OptimizerChoice, Settings
 from orttrainer.errors import InvalidArgumentError, SchemaError
@@ -272,18 +273,24 @@ class Trainer(FrontEnd):
 
     def _checked(self, batch: tuple, call: str) -> dict[str, torch.Tensor]:
         """The batch by name, of which the first compiles."""
+        engine = self._engine
+        if engine.is_compiled:
+            return self._by_name(batch, call)
+        with failing_together(engine.collective, "reading the first batch"):
+            _warn_of_autocast(engine)
+            given = self._by_name(batch, call)
+        engine.compile(given)
+        return given
+
+    def _by_name(self, batch: tuple, call: str) -> dict[str, torch.Tensor]:
         inputs, label = inputs_and_label(batch, self._criterion is not None)
         engine = self._engine
         if not engine.is_compiled:
-            _warn_of_autocast(engine)
             if self._describes:
                 engine.describe(described(self.model, inputs, label))
             else:
                 engine.describe(in_form_of(inputs, label, engine.description))
-        given = batch_by_name(inputs, label, engine.description, engine.input_names, call)
-        if not engine.is_compiled:
-            engine.compile(given)
-        return given
+        return batch_by_name(inputs, label, engine.description, engine.input_names, call)
 
     def _take_moments(self) -> None:
         """Have the optimizer's moments, which another trainer or a load has changed since this trainer had them."""

@@ -79,6 +79,7 @@ MAY_IMPORT = {
         "arguments",
         "batches",
         "describe",
+        "distributed",
         "engine",
         "export",
         "front_end",

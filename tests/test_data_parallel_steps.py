@@ -148,6 +148,15 @@ def test_what_fails_at_the_first_step_of_one_rank_fails_on_both_until_it_is_righ
     assert third == own_third == "fine" and loss != own_loss
 
 
+def test_a_first_batch_that_one_rank_cannot_read_fails_on_both(ranks):
+    said, own = (rank["first batch"] for rank in ranks)
+    assert said[0].startswith("DistributedError: rank 1 of 2 failed in reading the first batch: RuntimeError: ")
+    for text in said[2::2]:
+        assert text.startswith("DistributedError: rank 1 of 2 failed in describing the first batch: ")
+    assert [text.split(":")[0] for text in own[::2]] == ["RuntimeError", "SchemaError", "SchemaError"]
+    assert said[1::2] == own[1::2] == ["fine"] * 3
+
+
 @pytest.mark.parametrize("generation", ["first", "second"])
 def test_each_rank_goes_on_exactly_from_its_own_sums_and_refuses_those_of_another(ranks, generation):
     for rank, given in enumerate(ranks):

@@ -4,7 +4,7 @@
 for one process. Importing this package imports neither mpi4py nor torch.
 """
 
-from orttrainer.distributed.agreement import failing_together
+from orttrainer.distributed.agreement import fail_on_others, failing_together
 from orttrainer.distributed.collective import Collective, SingleProcess, check_ranks_agree
 from orttrainer.distributed.launch import Launch, device_of_rank, find_collective, find_launch, read_launch
 
@@ -14,6 +14,7 @@ __all__ = [
     "SingleProcess",
     "check_ranks_agree",
     "device_of_rank",
+    "fail_on_others",
     "failing_together",
     "find_collective",
     "find_launch",

@@ -49,6 +49,12 @@ def failing_together(collective: Collective, what: str) -> Iterator[None]:
     _raise_of_others(collective, collective.all_gather_object(None), what)
 
 
+def fail_on_others(collective: Collective, error: Exception) -> None:
+    """Let ranks fail that are in a `failing_together`, or will be next, since this one has failed before it."""
+    if collective.size > 1:
+        collective.all_gather_object(_text(error))
+
+
 def average_together(
     collective: Collective, buffers: list[torch.Tensor], trainer: int, batches: int, own: Exception | None, dropped: str
 ) -> None:

@@ -21,7 +21,7 @@ from orttrainer.arguments import (
     to_device,
 )
 from orttrainer.describe import InputSchema, ModelDescription
-from orttrainer.distributed import failing_together
+from orttrainer.distributed import fail_on_others, failing_together
 from orttrainer.engine.in_use import InUse
 from orttrainer.engine.inference import export_inference
 from orttrainer.engine.nonfinite import LossWatch
@@ -142,17 +142,21 @@ class Engine(InUse):
         self._rate = rate
         return self._rates
 
-    def preparing_a_step(self, last: bool = False) -> PreparingAStep:
+    def preparing_a_step(self, last: bool = False, reading: bool = False) -> PreparingAStep:
         """A context: what fails in it fails on all ranks, where they wait for the gradients of this one.
 
         Args:
             last: whether an update comes next, however many batches are accumulated.
+            reading: nothing in it compiles, so that in a first step the others wait for this one to do so.
         """
-        return PreparingAStep(self, last)
+        return PreparingAStep(self, last, reading)
 
-    def give_up_a_step(self, error: Exception, last: bool = False) -> None:
+    def give_up_a_step(self, error: Exception, last: bool = False, reading: bool = False) -> None:
         """Fail on all ranks, where they wait for the gradients of this one; of a single rank nothing."""
-        if self._runner is not None and (last or self._is_last):
+        if self._runner is None:
+            if reading:
+                fail_on_others(self.collective, error)
+        elif last or self._is_last:
             self._runner.give_up(error)
 
     @property

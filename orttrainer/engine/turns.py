@@ -35,12 +35,12 @@ class PreparingAStep:
     A class: a generator as context manager costs each step another microsecond.
     """
 
-    def __init__(self, engine: Engine, last: bool):
-        self._engine, self._last = engine, last
+    def __init__(self, engine: Engine, last: bool, reading: bool):
+        self._engine, self._last, self._reading = engine, last, reading
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind, error, traceback) -> None:
         if isinstance(error, Exception):
-            self._engine.give_up_a_step(error, self._last)
+            self._engine.give_up_a_step(error, self._last, self._reading)

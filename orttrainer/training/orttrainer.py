@@ -122,7 +122,7 @@ class ORTTrainer(FrontEnd):
         Example: `loss, logits = trainer.train_step(tokens, targets)`
         """
         engine, info, scaler = self._engine, self._train_step_info, self.options.mixed_precision.loss_scaler
-        with engine.preparing_a_step():
+        with engine.preparing_a_step(reading=True):
             wanted = engine.checked_fetches(info.fetches)
             given = inputs_by_name(args, kwargs, engine.input_names, "train_step")
         if not self._is_settled:

@@ -5,6 +5,7 @@ python front_ends.py FOLDER
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import sys
 
@@ -16,7 +17,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import small
 from fast_export import share_operator_table
 
-from orttrainer import LossScaler, errors, training
+from orttrainer import LossScaler, errors, sketch, training
 from orttrainer.distributed import find_collective
 from orttrainer.training import amp, optim
 
@@ -41,6 +42,7 @@ def main(folder: str) -> None:
     results["changed"] = changed_on_one(rank)
     results["hooked"] = hooked(rank)
     results["first step"] = fail_at_the_first_step(rank)
+    results["first batch"] = fail_at_the_first_batch(rank)
     results["loaded by one"] = loaded_by_one(rank)
     results["midway"] = resume_midway(rank, size)
     results["not finite"] = not_finite(rank)
@@ -204,6 +206,17 @@ def fail_at_the_first_step(rank: int) -> list[str]:
     trainer.load_state_dict({"Moment_1_0.weight": torch.zeros(8, 4)})
     said.append(attempt(lambda: trainer.train_step(x, y, RATE)))
     return [*said, trainer.train_step(x, y, RATE)[0].item()]
+
+
+def fail_at_the_first_batch(rank: int) -> list[str]:
+    """Rank 1 first has a batch that is not what the model takes, then one that is: of each of the front ends."""
+    module = small.net()
+    trainer = sketch.trainer(module, nn.functional.cross_entropy, torch.optim.SGD(module.parameters(), lr=RATE))
+    x, y = small.batch(rank)
+    said = [attempt(functools.partial(trainer.step, x, y)) for x in (x.double() if rank else x, x)]
+    for trainer, rate in ((first("AdamOptimizer", 0, 1), [RATE]), (second("AdamOptimizer", 0), [])):
+        said += [attempt(functools.partial(trainer.train_step, *b, *rate)) for b in ([x] if rank else [x, y], [x, y])]
+    return said
 
 
 def not_finite(rank: int) -> dict:
