@@ -43,6 +43,7 @@ from orttrainer.graph.passes.speed.stacked_taps import StackRowsOfTapsPass
 from orttrainer.graph.passes.speed.tiles import TileUpdatesPass
 from orttrainer.graph.passes.speed.turned import TurnConvolutionPass
 from orttrainer.graph.passes.speed.usual_batch import sizes_at_hand
+from orttrainer.graph.rounded import rounding_optimizers
 from orttrainer.native.fuse import LEAST_SQUARED, FusePointwisePass
 from orttrainer.native.loops import FuseLoopsPass
 from orttrainer.native.pools import FusePoolGradientsPass
@@ -379,15 +380,6 @@ def _to_torch(value, device: torch.device) -> torch.Tensor:
     return tensor.bool() if value.data_type() == "tensor(bool)" else tensor
 
 
-_TO_FLOAT32 = ["LayerNormFusion", "MatMulScaleFusion"]  # make of constants attributes, which are of float32
-
-
-def _fuses_doubles(model: ir.Model) -> bool:
-    """Whether they would be fused; the scalars of an update, which are of float64 too, would not."""
-    nodes = (node for node in model.graph.all_nodes() if node.op_type in ("MatMul", "ReduceMean"))
-    return any(node.inputs[0].dtype == ir.DataType.DOUBLE for node in nodes)
-
-
 def _open_session(
     model: ir.Model,
     providers: Sequence,
@@ -403,7 +395,7 @@ def _open_session(
         library: with operators of our own.
     """
     disabled = ["NchwcTransformer"] if blocked else []
-    disabled += _TO_FLOAT32 if _fuses_doubles(model) else []
+    disabled += rounding_optimizers(model)
     onnxruntime = runtime.load()
     options = runtime.session_options()
     options.intra_op_num_threads = torch.get_num_threads()  # one setting, torch.set_num_threads, for both

@@ -25,6 +25,7 @@ FUNCTIONS = {
     "sum": lambda x: x + 0.1,
     "difference": lambda x: 0.1 - x,
     "quotient": lambda x: x / math.pi,
+    "factors that float32 has not": lambda x: x * 1.00000001 / 0.99999998 + (x * 1e-60 - 1e-60) * 1e60,
     "power": lambda x: x**0.1,
     "clamped": lambda x: x.clamp(0.3, 0.7),
     "chosen": lambda x: torch.where(x > 0.5, x, 0.1),

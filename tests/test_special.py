@@ -24,6 +24,16 @@ FUNCTIONS = {
     "log_ndtr": (torch.special.log_ndtr, -10.0, 5.0),
     "erfcx": (torch.special.erfcx, -2.0, 20.0),
 }
+if torch.special.bessel_j0(torch.ones(1, requires_grad=True)).requires_grad:  # since torch 2.15
+    FUNCTIONS |= {
+        # At 5 PyTorch's are off by 4e-7.
+        "j0": (torch.special.bessel_j0, 0.5, 4.5),
+        "j1": (torch.special.bessel_j1, 0.5, 4.5),
+        "j0 far": (torch.special.bessel_j0, -25.0, -13.0),
+        "j1 far": (torch.special.bessel_j1, -25.0, -13.0),
+        "modified i0": (torch.special.modified_bessel_i0, -5.0, 5.0),
+        "modified i1": (torch.special.modified_bessel_i1, -5.0, 5.0),
+    }
 
 
 class Special(nn.Module):
@@ -53,6 +63,8 @@ FAR = {
     "i1": (torch.special.i1, [0.0, 1e-20, 14.99, 15.01, -60.0]),
     "i0e": (torch.special.i0e, [0.0, 1e4, -1e6]),
     "i1e": (torch.special.i1e, [0.0, 1e4, -1e6]),
+    "j0": (torch.special.bessel_j0, [0.0, 14.99, 15.01, -60.0, 1e4]),
+    "j1": (torch.special.bessel_j1, [0.0, 1e-20, 14.99, 15.01, -60.0, 1e4]),
     "ndtri": (torch.special.ndtri, [1e-37, 1e-12, 3e-4, 0.5, 1 - 1e-6, 0.0, 1.0]),
     "log_ndtr": (torch.special.log_ndtr, [-1e6, -40.0, -0.0, 0.0, 9.0, 40.0]),
     "erfcx": (torch.special.erfcx, [-9.0, -0.5, -0.0, 0.0, 3.0, 12.0, 1e6, math.inf]),
@@ -69,6 +81,21 @@ def test_far_from_the_middle_they_are_torch_s(name):
     rewritten = REWRITES[original](1, at) if name == "trigamma" else REWRITES[original](at)
     expected = function(at.double()).float()
     torch.testing.assert_close(rewritten, expected, rtol=3e-7, atol=1e-37)
+
+
+class Diffracted(nn.Module):
+    """A function that has no gradient before torch 2.15, of a parameter that has one by another way."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(6) + 0.5)
+
+    def forward(self, x):
+        return torch.special.bessel_j1(9 * x * self.weight) * self.weight
+
+
+def test_a_function_has_a_gradient_where_pytorch_has_one():
+    assert_trains_as_in_pytorch(Diffracted, vectors, evaluates=True)
 
 
 def test_distributions_of_trained_parameters_train_as_in_pytorch():

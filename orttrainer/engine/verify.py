@@ -35,6 +35,7 @@ from orttrainer.graph.passes.scatter import ScatterReductionPass
 from orttrainer.graph.passes.speed.fourier import FourierProductPass
 from orttrainer.graph.passes.speed.input_shapes import InputShapesPass
 from orttrainer.graph.passes.speed.usual_batch import sizes_at_hand
+from orttrainer.graph.rounded import rounding_optimizers
 
 if TYPE_CHECKING:
     from orttrainer.export import ForwardGraph
@@ -160,7 +161,7 @@ def _deterministic_copy(forward: ForwardGraph) -> ir.Model:
 def _run(model: ir.Model, feeds: Mapping[str, torch.Tensor | np.ndarray]) -> list[torch.Tensor] | None:
     session = None
     try:
-        session = runtime.checking_session(ir.to_proto(model).SerializeToString())
+        session = runtime.checking_session(ir.to_proto(model).SerializeToString(), disabled=rounding_optimizers(model))
         return runtime.run(session, None, feeds)
     except Exception as error:  # ONNX Runtime raises a dozen classes without a common base
         text = str(error)

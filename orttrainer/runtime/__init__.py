@@ -202,8 +202,12 @@ def session_options():
     return options
 
 
-def checking_session(model: bytes, optimize: bool = True):
-    """A session on the CPU that runs once or twice, to check a graph: it keeps no memory from one node for another."""
+def checking_session(model: bytes, optimize: bool = True, disabled: Sequence[str] = ()):
+    """A session on the CPU that runs once or twice, to check a graph: it keeps no memory from one node for another.
+
+    Args:
+        disabled: names of optimizations that are left out.
+    """
     onnxruntime, options = load(), session_options()
     options.enable_cpu_mem_arena = False
     if not optimize:
@@ -211,7 +215,9 @@ def checking_session(model: bytes, optimize: bool = True):
         # graph has no such transposes, and the default order ends with each gradient before it begins with the next.
         options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(
+        model, options, providers=["CPUExecutionProvider"], disabled_optimizers=list(disabled)
+    )
 
 
 def run(session, outputs: Sequence[str] | None, feeds: Mapping[str, torch.Tensor | np.ndarray]) -> list[torch.Tensor]:
