@@ -275,9 +275,8 @@ def functions(**rewrites):
     return found
 
 
-def _mean(input, dim=None, keepdim=False, *, axis=None, **options):
+def _mean(input, dim=None, keepdim=False, **options):
     """torch.mean; the exporters take no None for all axes, unless nothing is said of axes."""
-    dim = axis if dim is None else dim
     if dim is None and not keepdim:
         return torch.mean(input, **options)
     return torch.mean(input, () if dim is None else dim, keepdim, **options)
