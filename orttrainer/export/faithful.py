@@ -213,9 +213,9 @@ def _bias_of(mask, dtype):
     return torch.where(mask, zero, torch.finfo(dtype).min)
 
 
-def _where(condition, *choices):
+def _where(condition, *choices, **named):
     """torch.where of a condition that may be of bytes, as masks once were."""
-    return torch.where(condition.bool() if condition.dtype == torch.uint8 else condition, *choices)
+    return torch.where(condition.bool() if condition.dtype == torch.uint8 else condition, *choices, **named)
 
 
 def _copy(self, src, non_blocking=False):

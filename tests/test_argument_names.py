@@ -1,4 +1,4 @@
-"""Functions take their arguments by NumPy's names, too, as in torch; also those that have another form in an export."""
+"""Functions take their arguments by torch's and by NumPy's names, also those that have another form in an export."""
 
 from __future__ import annotations
 
@@ -27,6 +27,10 @@ FORMS = {
     "argsort": lambda y: y.take_along_dim(y.argsort(axis=1), 1).cumsum(1),
     "unbind": lambda y: torch.unbind(y, axis=1)[0],
     "chunk": lambda y: y.chunk(2, axis=1)[0],
+    "where": lambda y: torch.where(condition=y > 0, input=y, other=y.square()),
+    "an angle": lambda y: torch.atan2(input=y, other=y.roll(1, 1)) + y.atan2(other=y.exp()),
+    "norms by torch's names": lambda y: torch.linalg.norm(input=y) + torch.linalg.vector_norm(input=y, ord=3),
+    "the norm of a matrix": lambda y: torch.linalg.matrix_norm(input=y, ord="fro"),
     "a similarity, whose x1 is its own": lambda y: nn.functional.cosine_similarity(x1=y, x2=y.roll(1, 1), dim=1),
 }
 
@@ -34,14 +38,14 @@ FORMS = {
 class Formed(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layer, self.scales = nn.Linear(6, 4), nn.Parameter(torch.arange(1.0, len(FORMS) + 1))
+        self.layer, self.scales = nn.Linear(6, 4), nn.Parameter(torch.linspace(0.5, 1.5, len(FORMS)))
 
     def forward(self, x):
         y = self.layer(x)
         return torch.stack([form(y).square().mean() for form in FORMS.values()]) * self.scales
 
 
-def test_arguments_by_numpys_names_train_as_in_pytorch():
+def test_arguments_by_name_train_as_in_pytorch():
     torch.manual_seed(0)
     module, x, label = Formed(), torch.randn(5, 6), torch.zeros(len(FORMS))
     twin = copy.deepcopy(module)
