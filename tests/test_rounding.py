@@ -158,3 +158,22 @@ def test_the_gradient_of_pixels_that_are_alike_is_not_refused_for_how_it_is_summ
     expected = observe_gradients(Alike(), None, description, batch)
     (error,) = verify.gradient_errors(forward, expected, batch).values()
     assert error < 1e-4
+
+
+class Scaled(nn.Module):
+    """Multiplies by a buffer in bfloat16, as RecurrentGemma does."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("scale", torch.tensor(3.0, dtype=torch.bfloat16))
+
+    def forward(self, x):
+        return (self.weight * x * self.scale.float()).square().sum()
+
+
+def test_gradients_beside_a_buffer_in_bfloat16_are_checked():
+    batch = [torch.arange(4.0)]
+    forward = export_module(Scaled(), None, DESCRIPTION, batch)
+    wrong = {"weight": 2 * 2 * 9 * batch[0] ** 2}  # twice the gradient
+    assert math.isclose(verify.gradient_errors(forward, wrong, batch)["weight"], 0.5, rel_tol=1e-5)

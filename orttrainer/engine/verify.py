@@ -99,7 +99,7 @@ def gradient_errors(
     """
     state = (*forward.parameters, *forward.buffers)
     feeds = {value.name: tensor for value, tensor in zip(forward.model.graph.inputs, batch)}
-    feeds |= {name: forward.model.graph.initializers[name].const_value.numpy() for name in state}
+    feeds |= {name: forward.model.graph.initializers[name].const_value.raw for name in state}
     model = _deterministic_copy(forward)
     graph = model.graph
     op = Builder(graph, "check")

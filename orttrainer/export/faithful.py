@@ -41,6 +41,7 @@ from orttrainer.export.rewrites import (
     normalization,
     packed,
 )
+from orttrainer.export.rewrites.numpy_names import by_torchs_names
 from orttrainer.export.run_code import Read, RunCode, read_by, watched
 from orttrainer.export.untouched import memory_of
 
@@ -105,7 +106,7 @@ class _Rewrites(TorchFunctionMode):
         super().__init__()
         known = {**_REWRITES, **deformable.rewrites(), **grouped.rewrites()}
         known[torch.Tensor.register_hook] = gradient_hooks.register_hook(wrapper)
-        self._rewrites = {**known, **complex_numbers.rewrites(known)}
+        self._forms, self._rewrites = known, {**known, **complex_numbers.rewrites(known)}
         self._wrapper, self.numbers = wrapper, Numbers(wrapper, decided)
         self._rewrites |= {func: self.numbers.array(func) for func in told.ARRAYS - {torch.Tensor.tolist}}
         self._names = {id(x): name for name, x in (*wrapper.named_parameters(), *wrapper.named_buffers())}
@@ -113,6 +114,7 @@ class _Rewrites(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         args, kwargs = self._registered(args), {name: self._registered(x) for name, x in (kwargs or {}).items()}
+        kwargs = by_torchs_names(self._forms.get(func), kwargs)
         if (apart := self._changed.detached(func, args)) is not None:
             return apart
         args, kwargs = self._changed.read(func, args, kwargs)
@@ -211,9 +213,9 @@ def _bias_of(mask, dtype):
     return torch.where(mask, zero, torch.finfo(dtype).min)
 
 
-def _where(condition, *choices):
+def _where(condition, *choices, **named):
     """torch.where of a condition that may be of bytes, as masks once were."""
-    return torch.where(condition.bool() if condition.dtype == torch.uint8 else condition, *choices)
+    return torch.where(condition.bool() if condition.dtype == torch.uint8 else condition, *choices, **named)
 
 
 def _copy(self, src, non_blocking=False):

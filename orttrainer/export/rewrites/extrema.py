@@ -18,8 +18,7 @@ def _first_extremum(function, place):
     """
     result_type = getattr(torch.return_types, function.__name__)
 
-    def call(input, dim=None, keepdim=False, *, axis=None, **others):
-        dim = axis if dim is None else dim
+    def call(input, dim=None, keepdim=False, **others):
         if not isinstance(dim, int) or others:
             return function(input, *([] if dim is None else [dim]), *([True] if keepdim else []), **others)
         if not input.dim():
@@ -41,8 +40,7 @@ def _trains(x) -> bool:
 def _over_all(function):
     """torch.amax or torch.amin; the exporter's asks for the axes, of which none means all."""
 
-    def call(input, dim=(), keepdim=False, *, axis=None, out=None):
-        dim = dim if axis is None else axis
+    def call(input, dim=(), keepdim=False, *, out=None):
         dim = list(range(input.dim())) if dim is None or dim == () or dim == [] else dim
         return function(input, dim, keepdim) if input.dim() else input.clone()
 

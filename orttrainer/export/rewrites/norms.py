@@ -14,9 +14,9 @@ from orttrainer.export.rewrites.spelled_out import functions
 __all__ = ["REWRITES", "pairwise_distance"]
 
 
-def _vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
+def _vector_norm(input, ord=2, dim=None, keepdim=False, *, dtype=None):
     """torch.linalg.vector_norm; exporters forget `keepdim` without `dim`, and their x^p has no slope at 0."""
-    x = x if dtype is None else x.to(dtype)
+    x = input if dtype is None else input.to(dtype)
     dim = None if dim == () else dim
     if dim is None and keepdim:
         return _vector_norm(x.flatten(), ord, 0).reshape([1] * x.dim())
@@ -31,23 +31,23 @@ def _vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
     return torch.where(zero, none, torch.where(zero, 1.0, total) ** (1.0 / ord))
 
 
-def _linalg_norm(x, ord=None, dim=None, keepdim=False, *, dtype=None):
+def _linalg_norm(input, ord=None, dim=None, keepdim=False, *, dtype=None):
     """torch.linalg.norm: of a vector if `ord` is not given, or goes along one axis; else of a matrix."""
-    axes = x.dim() if dim is None else 1 if isinstance(dim, int) else len(dim)
+    axes = input.dim() if dim is None else 1 if isinstance(dim, int) else len(dim)
     if ord in (None, "fro"):
-        return _vector_norm(x, 2, dim, keepdim, dtype=dtype)
+        return _vector_norm(input, 2, dim, keepdim, dtype=dtype)
     if axes <= 1 and not isinstance(ord, str):
-        return _vector_norm(x, ord, dim, keepdim, dtype=dtype)
-    return _matrix_norm(x, ord, (-2, -1) if dim is None else dim, keepdim, dtype=dtype)
+        return _vector_norm(input, ord, dim, keepdim, dtype=dtype)
+    return _matrix_norm(input, ord, (-2, -1) if dim is None else dim, keepdim, dtype=dtype)
 
 
-def _matrix_norm(A, ord="fro", dim=(-2, -1), keepdim=False, *, dtype=None):
+def _matrix_norm(input, ord="fro", dim=(-2, -1), keepdim=False, *, dtype=None):
     """torch.linalg.matrix_norm, whose Frobenius norm has the slope 0 at 0."""
     if ord == "fro":
-        return _vector_norm(A, 2, dim, keepdim, dtype=dtype)
+        return _vector_norm(input, 2, dim, keepdim, dtype=dtype)
     if ord in (2, -2, "nuc"):
-        return spectral_norm(A if dtype is None else A.to(dtype), ord, dim, keepdim)
-    return torch.linalg.matrix_norm(A, ord, dim, keepdim, dtype=dtype)
+        return spectral_norm(input if dtype is None else input.to(dtype), ord, dim, keepdim)
+    return torch.linalg.matrix_norm(input, ord, dim, keepdim, dtype=dtype)
 
 
 def _norm(input, p="fro", dim=None, keepdim=False, out=None, dtype=None):

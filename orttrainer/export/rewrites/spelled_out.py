@@ -87,11 +87,11 @@ def _sign(x):
     return torch.where((x < 0) | (x.reciprocal() < 0), -1.0, 1.0).to(x.dtype)
 
 
-def atan2(y, x):
-    """torch.atan2; the exporter's is -pi to the left where y is 0, and has no slope where x is. At (0, 0) the slope is 0."""
-    dtype = torch.result_type(y, x)
+def atan2(input, other):
+    """torch.atan2(y, x); the exporter's is -pi to the left where y is 0, and has no slope where x is. At (0, 0) the slope is 0."""
+    dtype = torch.result_type(input, other)
     dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
-    y, x = torch.broadcast_tensors(y.to(dtype), x.to(dtype))
+    y, x = torch.broadcast_tensors(input.to(dtype), other.to(dtype))
     steep = y.abs() > x.abs()
     base = torch.where(steep, y, x)
     nothing = base == 0
@@ -275,9 +275,8 @@ def functions(**rewrites):
     return found
 
 
-def _mean(input, dim=None, keepdim=False, *, axis=None, **options):
+def _mean(input, dim=None, keepdim=False, **options):
     """torch.mean; the exporters take no None for all axes, unless nothing is said of axes."""
-    dim = axis if dim is None else dim
     if dim is None and not keepdim:
         return torch.mean(input, **options)
     return torch.mean(input, () if dim is None else dim, keepdim, **options)
