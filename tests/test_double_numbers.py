@@ -77,3 +77,29 @@ def test_a_trace_to_torchscript(monkeypatch):
         nn.Linear(6, 6), nn.BatchNorm1d(6, eps=1e-3), nn.LeakyReLU(0.1), nn.ELU(0.7), nn.LayerNorm(6)
     )
     assert_trains_to_the_last_digits(Loss(module).double())
+
+
+BOUNDED = [
+    lambda x: x.clamp(0.25, 0.5),
+    lambda x: x.clamp(min=0.25),
+    lambda x: torch.clip(x, max=0.5),
+    lambda x: torch.clamp_min(x, 0.25),
+    lambda x: x.relu().clamp(max=0.5),
+]
+
+
+def test_slopes_at_bounds():
+    class Bounded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor([-1.0, 0.0, 0.25, 0.375, 0.5, 2.0]))
+
+        def forward(self, x):
+            y = torch.stack([function(self.scale * x[:1]) for function in BOUNDED])
+            return (y * torch.arange(1, 6)[:, None, None]).sum(), y
+
+    ones = [torch.ones(2, 6, dtype=torch.float64)]
+    module, ours = Bounded().double(), Bounded().double()
+    make(ours, loss_fn=None, desc=described(ones)).train_step(*ones, 1.0)
+    module(*ones)[0].backward()
+    torch.testing.assert_close(ours.scale, module.scale - module.scale.grad, rtol=0, atol=1e-14)

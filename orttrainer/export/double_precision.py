@@ -109,6 +109,13 @@ def _fill(self, value):
     return op.Expand(op.CastLike(value, self), op.Shape(self))
 
 
+def _clamp_tensor(self, min=None, max=None):
+    """aten.clamp.Tensor, which torch makes of numbers beside float64; Max and Min would have another slope at these."""
+    if any(bound is not None and len(bound.shape) for bound in (min, max)):
+        return core.aten_clamp_tensor(self, min, max)
+    return op.Clip(self, *(bound if bound is None else op.CastLike(bound, self) for bound in (min, max)))
+
+
 def _vector_norm(self, ord=2.0, dim=None, keepdim=False, dtype=-1):
     """aten.linalg_vector_norm."""
     if self.dtype != ir.DataType.DOUBLE or dtype != -1 or math.isinf(ord) or ord in (0, 1, 2):
@@ -224,6 +231,7 @@ TRANSLATIONS = {
     aten.addmv.default: _addmv,
     aten.linalg_vector_norm.default: _vector_norm,
     aten.celu.default: _celu,
+    aten.clamp.Tensor: _clamp_tensor,
     aten.fill.Scalar: _fill,
     aten.softplus.default: _softplus,
     aten.arange.default: _arange,
