@@ -243,7 +243,7 @@ USUAL = [
         "ranks",
         "norm-of-zeros",
     ),
-    *("pinv", "lstsq", "cholesky-twice", "eigenvalues-twice"),
+    *("lstsq", "cholesky-twice", "eigenvalues-twice"),
     *("sqrth-of-a-triangle", "sqrth-equal", "polar-of-rows", "polar-equal"),
 ]
 
