@@ -146,6 +146,7 @@ class OfAnySize(nn.Module):
         return y.square().mean() + sum(z.sin().mean() for z in (F.adaptive_avg_pool2d(y, 1), *small, large)), y
 
 
+@pytest.mark.slow
 def test_images_of_any_size_train_as_in_pytorch():
     torch.manual_seed(0)
     module = OfAnySize().double()

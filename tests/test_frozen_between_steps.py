@@ -8,7 +8,7 @@ import onnx
 import pytest
 import second_generation
 import torch
-from marks import in_turn, slow
+from marks import in_turn, slow, usual
 from pairs import OPTIMIZERS, RATE, Pair
 from small import LR, batch, make
 from torch import nn
@@ -49,7 +49,7 @@ def only(*parts: str):
 ALL = ("body", "middle", "head")
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", usual(OPTIMIZERS, "SGD with momentum", "Adam with amsgrad"))
 def test_layers_are_set_free_from_the_head_down_and_frozen_again(optimizer, exports):
     pair = Pair(stack(), optimizer=optimizer)
     for parts in (("head",), ("head", "middle"), ALL, ("body", "head.weight"), ("head",), ALL):

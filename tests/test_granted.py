@@ -148,7 +148,7 @@ FORMS |= {  # by sizes gradients alone depend on
     "a backward of one row": (lambda y: OfOneRow.apply(y).square().mean(), 2),
     "a hook of each row": (hooked, 5),
 }
-LONG = "of all elements", "squeezed along the batch"
+LONG = "of all elements", "squeezed along the batch", "a window of all but one", "each row, sliced"
 
 
 @pytest.mark.parametrize("name", [slow(name) if name in LONG else name for name in FORMS])

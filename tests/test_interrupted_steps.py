@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from marks import in_turn
 from small import LR, make
 from torch import nn
 
@@ -153,8 +154,9 @@ def test_the_front_ends_count_an_interrupted_step_that_was_made():
     assert trainer.global_step_ == updates()
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, Interruption])
-@pytest.mark.parametrize("where", ["in a child", "here"])
+@pytest.mark.parametrize(
+    "where, kind", in_turn(["in a child", "here"], {"Ctrl-C": KeyboardInterrupt, "a time limit": Interruption})
+)
 def test_a_time_limit_in_the_first_step_is_kept(where, kind, monkeypatch):
     if where == "here":
         monkeypatch.setenv("ORTTRAINER_EXPORT", "here")

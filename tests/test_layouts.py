@@ -392,6 +392,7 @@ class Chosen(nn.Module):
 
 
 @pytest.mark.usefixtures("any_table")
+@pytest.mark.slow
 def test_what_a_branch_reads_stays_as_it_is():
     module = Chosen()
     reference = copy.deepcopy(module)

@@ -240,7 +240,6 @@ USUAL = [
         "eigh-batch",
         "eigvalsh-equal",
         "svd-tall",
-        "ranks",
         "norm-of-zeros",
     ),
     *("lstsq", "cholesky-twice", "eigenvalues-twice"),

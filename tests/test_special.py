@@ -98,6 +98,7 @@ def test_a_function_has_a_gradient_where_pytorch_has_one():
     assert_trains_as_in_pytorch(Diffracted, vectors, evaluates=True)
 
 
+@pytest.mark.slow
 def test_distributions_of_trained_parameters_train_as_in_pytorch():
     """What a policy or a variational posterior asks for: log-probabilities and entropies."""
     from torch import distributions as d
