@@ -201,6 +201,21 @@ def test_weights_that_an_exporter_made_one_are_named_in_a_warning(caplog):
     assert "training=torch.onnx.TrainingMode.TRAINING" in caplog.text
 
 
+def assert_norm_trains(trainer, twin, *names):
+    """As mean(twin(x @ W)^2) in PyTorch. `names`: of W, and of the twin's weight, bias and running mean."""
+    weight = torch.nn.Parameter(torch.tensor(W))
+    optimizer = torch.optim.SGD([weight, *twin.parameters()], LR.item())
+    for x in BATCHES:
+        optimizer.zero_grad()
+        loss = twin(x @ weight).square().mean()
+        torch.testing.assert_close(trainer.train_step(x, LR), loss.detach())
+        loss.backward()
+        optimizer.step()
+    state = trainer.state_dict()
+    for name, value in zip(names, (weight, twin.weight, twin.bias, twin.running_mean), strict=True):
+        torch.testing.assert_close(state[name], value.detach())
+
+
 @pytest.mark.parametrize("training", [0, 1])
 @pytest.mark.parametrize("copies, statistics", [("mean = Identity (b) var = Identity (g)", "mean, var"), ("", "b, g")])
 def test_statistics_that_an_exporter_made_one_with_equal_weights_are_statistics(copies, statistics, training, caplog):
@@ -212,17 +227,7 @@ def test_statistics_that_an_exporter_made_one_with_equal_weights_are_statistics(
     mean, var = ("mean", "var") if copies else ("b_mean", "g_var")
     assert trainer.state_dict().keys() == {*weights, mean, var}
     twin = torch.nn.BatchNorm1d(4, eps=0.001).train(bool(training))
-    weight = torch.nn.Parameter(torch.tensor(W))
-    optimizer = torch.optim.SGD([weight, *twin.parameters()], LR.item())
-    for x in BATCHES:
-        optimizer.zero_grad()
-        loss = twin(x @ weight).square().mean()
-        torch.testing.assert_close(trainer.train_step(x, LR), loss.detach())
-        loss.backward()
-        optimizer.step()
-    state = trainer.state_dict()
-    for name, value in {"W": weight, "g": twin.weight, "b": twin.bias, mean: twin.running_mean}.items():
-        torch.testing.assert_close(state[name], value.detach())
+    assert_norm_trains(trainer, twin, "W", "g", "b", mean)
     assert not caplog.text
 
 
@@ -333,17 +338,7 @@ def test_batch_normalization_in_the_training_form_of_old_exporters_trains(opset,
     trainer = make(old_normalization(opset, attributes), 3)
     twin = torch.nn.BatchNorm1d(4, eps=0.001, momentum=0.2)
     twin.weight.data, twin.bias.data = torch.tensor([1.0, 2, 3, 4]), torch.tensor([4.0, 3, 2, 1])
-    weight = torch.nn.Parameter(torch.tensor(W))
-    optimizer = torch.optim.SGD([weight, *twin.parameters()], LR.item())
-    for x in BATCHES:
-        optimizer.zero_grad()
-        loss = twin(x @ weight).square().mean()
-        torch.testing.assert_close(trainer.train_step(x, LR), loss.detach())
-        loss.backward()
-        optimizer.step()
-    state = trainer.state_dict()
-    for name, value in {"W": weight, "scale": twin.weight, "bias": twin.bias, "m": twin.running_mean}.items():
-        torch.testing.assert_close(state[name], value.detach())
+    assert_norm_trains(trainer, twin, "W", "scale", "bias", "m")
 
 
 def test_batch_normalization_of_single_pixels_is_refused():

@@ -14,7 +14,10 @@ _OF_FUSIONS = re.compile(r"(gemm_(in|out)put_shape|squeeze_axes|SqueezeAxesIniti
 
 
 def name_apart(model: ir.Model) -> None:
-    """Give equal names of nodes in one graph, and names of initializers that ONNX Runtime gives as well, new ones."""
+    """Give equal names of nodes in one graph, and names of initializers that ONNX Runtime gives as well, new ones.
+
+    onnx-ir's `NameFixPass` renames values, too: those of branches, which users know by name.
+    """
     for graph in (model.graph, *model.graph.subgraphs()):
         taken = {node.name for node in graph}
         seen: set[str] = set()
