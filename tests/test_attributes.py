@@ -143,7 +143,7 @@ DEEPER = {
 }
 
 
-@pytest.mark.parametrize("change", DEEPER)
+@pytest.mark.parametrize("change", usual(DEEPER, *[*DEEPER][::2]))
 def test_what_lies_deeper_is_followed(change, exports, monkeypatch):
     for owner, name, value in ((Mixed, "temperature", 1.0), (Constants, "shift", 0.5), (pairs, "FACTOR", 1.0)):
         monkeypatch.setattr(owner, name, value, raising=False)  # which is undone behind the test

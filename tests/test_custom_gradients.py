@@ -10,6 +10,7 @@ import pytest
 import torch
 from exported import Model
 from fidelity import RATE, Loss, assert_trains_as_in_pytorch, described, vectors
+from marks import in_turn
 from small import make
 from torch import library, nn
 from torch.autograd import Function
@@ -320,8 +321,7 @@ BEHIND = {
 }
 
 
-@pytest.mark.parametrize("behind", BEHIND.values(), ids=BEHIND)
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("kind, behind", in_turn({kind.__name__: kind for kind in (nn.LSTM, nn.GRU, nn.RNN)}, BEHIND))
 def test_a_gradient_that_is_not_forwards_own_behind_a_recurrent_layer(kind, behind):
     def call(m, x):
         y, state = m.rnn(x.expand(3, -1, -1))

@@ -7,6 +7,7 @@ import onnx
 import pytest
 import second_generation as second
 import torch
+from marks import usual
 from small import LR, assert_same, batch, make, net, torch_step
 from torch import nn
 
@@ -50,7 +51,7 @@ WRITES = [(front_end, write) for front_end in FRONT_ENDS for write in (write_in_
 WRITES.pop()  # a torch optimizer goes on with the old memory, as in PyTorch
 
 
-@pytest.mark.parametrize(("front_end", "write"), WRITES)
+@pytest.mark.parametrize(("front_end", "write"), usual(WRITES, *WRITES[::2]))
 def test_weights_that_are_written_after_a_load_are_those_of_the_first_step(front_end, write):
     source, step = front_end(net(seed=1))
     step(*batch(0))

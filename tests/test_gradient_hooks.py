@@ -8,6 +8,7 @@ import pytest
 import torch
 from exported import Model
 from fidelity import RATE, assert_trains_as_in_pytorch, described, vectors
+from marks import in_turn
 from pairs import Pair
 from small import batch, make, net
 from test_custom_gradients import layer
@@ -59,8 +60,7 @@ COMPLEX = {
 }
 
 
-@pytest.mark.parametrize("of", ["a parameter", "what forward computes"])
-@pytest.mark.parametrize("name", COMPLEX)
+@pytest.mark.parametrize("name, of", in_turn(list(COMPLEX), ["a parameter", "what forward computes"]))
 def test_a_hook_on_complex_numbers(name, of):
     def call(m, x):
         z = (x * 1j + 0.5) @ m.weight

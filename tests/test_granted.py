@@ -148,7 +148,10 @@ FORMS |= {  # by sizes gradients alone depend on
     "a backward of one row": (lambda y: OfOneRow.apply(y).square().mean(), 2),
     "a hook of each row": (hooked, 5),
 }
-LONG = "of all elements", "squeezed along the batch", "a window of all but one", "each row, sliced"
+LONG = (
+    "of all elements", "squeezed along the batch", "a window of all but one", "each row, sliced", "each row", "a rounded size",
+    "parts", "halves", "a share of the rows", "an einsum of no rows", "moved by one", "a quotient of sizes", "even", "more than",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [slow(name) if name in LONG else name for name in FORMS])

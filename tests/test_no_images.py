@@ -125,8 +125,7 @@ def trained(layers, batches, **settings):
 
 
 USUAL = (
-    "3 x 3", "1 x 1", "groups", "transposed, strides", "three axes", "two, in blocks", "pools", "norms", "pads", "an LSTM",
-    "means of windows that overlap",
+    "3 x 3", "groups", "transposed, strides", "two, in blocks", "pools", "norms", "an LSTM",
 )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import multiprocessing
 
 import pytest
 import torch
+from marks import in_turn
 from torch import nn
 
 import orttrainer
@@ -156,8 +157,9 @@ def by_pytorch(model, **options):
     return Eager(model, torch.optim.SGD(model.parameters(), lr=0.5))
 
 
-@pytest.mark.parametrize("outputs", [3, 512], ids=["as declared", "transposed"])
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    "change, outputs", in_turn({change.__name__: change for change in CHANGES}, {"as declared": 3, "transposed": 512})
+)
 def test_other_memory_is_trained_and_what_was_before_is_left(change, outputs):
     expected, found = losses(by_pytorch, change, outputs), losses(by_graph, change, outputs)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

@@ -7,6 +7,7 @@ import gc
 
 import pytest
 import torch
+from marks import in_turn
 from pairs import Pair, second_of
 from small import batch
 from torch import nn
@@ -107,14 +108,21 @@ def net_of(module: nn.Module) -> nn.Module:
     return getattr(module, "net", module)
 
 
+HELD_AND_UPDATED = [
+    (in_a_list, averaged), (in_a_closure, loaded), (in_an_object, averaged), (by_its_method, assigned),
+    (near_weights, averaged), (near_weights, assigned), (global_one, loaded), (in_a_closure, frozen),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "where, update",
-    [(in_a_list, averaged), (in_a_closure, loaded), (in_an_object, averaged), (by_its_method, assigned),
-     (near_weights, averaged), (near_weights, assigned), (global_one, loaded), (in_a_closure, frozen)],
-    ids=lambda value: value.__name__,
-)  # fmt: skip
-@pytest.mark.parametrize("mode", ["train", "eval"])
-def test_a_teacher_is_what_it_is_at_the_step(where, update, mode, exports):
+    "teacher, mode",
+    in_turn(
+        {f"{where.__name__}-{update.__name__}": (where, update) for where, update in HELD_AND_UPDATED},
+        ["train", "eval"],
+    ),
+)
+def test_a_teacher_is_what_it_is_at_the_step(teacher, mode, exports):
+    where, update = teacher
     one, other = (getattr(net(1), mode)() for _ in range(2))
     (module, loss), (reference, reference_loss) = where(one), where(other) if where is not global_one else where(one)
     if where is global_one:  # each has its own

@@ -9,6 +9,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
+from marks import in_turn
 from torch import nn
 from torch.nn import functional as F
 
@@ -126,8 +127,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("batch", [4, "batch"])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name, batch", in_turn(list(LOSSES), [4, "batch"]))
 def test_a_segmentation_that_begins_with_a_constant_trains_as_in_pytorch(name, batch):
     """A head of zeros with a bias, as detectors have: the loss of all pixels is the same, and so is its gradient."""
     torch.manual_seed(0)

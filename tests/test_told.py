@@ -65,7 +65,7 @@ def a_length(m, x, label):
     return m.hidden(x[: int(label.max()) + 4]).square().mean()
 
 
-@form(1)
+@form(1, long=True)
 def rolls(m, x, label):
     h, shift = m.hidden(x), int(label.sum())
     weights = torch.linspace(0, 1, ROWS * CLASSES).reshape(ROWS, CLASSES)
@@ -73,7 +73,7 @@ def rolls(m, x, label):
     return (sum(moved) * weights).square().mean()
 
 
-@form(1)
+@form(1, long=True)
 def one_row_and_the_rest_of_them(m, x, label):
     """torch takes their numbers for equal."""
     number = int(label.sum())
@@ -110,7 +110,7 @@ def nothing_chosen(m, x, label):
     return F.cross_entropy(chosen, label[label == 2]) if chosen.shape[0] else m.hidden(x).square().mean()
 
 
-@form(2)
+@form(2, long=True)
 def experts(m, x, label):
     """Each takes the rows that are its own, if there are any: of two gates or of four."""
     weight, chosen = (m.gate(x) - 100 * (torch.arange(4) > label.max())).softmax(-1).max(-1)
@@ -123,7 +123,7 @@ def experts(m, x, label):
     return m.hidden(out).square().mean()
 
 
-@form(2)
+@form(2, long=True)
 def each_class(m, x, label):
     h = m.hidden(x)
     return sum(h[label == c].mean(0).square().sum() for c in label.unique())
@@ -141,7 +141,7 @@ def one_hot_of_as_many_as_there_are(m, x, label):
     return (m.hidden(x)[:, :1] * F.one_hot(label)).square().sum()
 
 
-@form(2)
+@form(2, long=True)
 def tensors_that_are_read_as_numbers(m, x, label):
     """By torch, within the call."""
     h, number = m.hidden(x), label.max() + 1  # 2 or 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fidelity import assert_trains_as_in_pytorch, vectors
+from marks import in_turn
 from torch import nn
 
 
@@ -58,7 +59,7 @@ UNDER_NO_GRAD = {
 }
 
 
-@pytest.mark.parametrize("change", BY_DATA.values(), ids=BY_DATA)
+@pytest.mark.parametrize("change", in_turn(BY_DATA))
 def test_what_is_written_by_way_of_data_trains_as_in_pytorch(change):
     assert_trains_as_in_pytorch(lambda: Overwritten(change, True), vectors, evaluates=True)
 
