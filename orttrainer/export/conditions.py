@@ -192,8 +192,8 @@ def taken_out(model: ir.Model, made: Sequence[Condition], state: Sequence[str]) 
         if value in by_chance:
             raise UnsupportedModelError(
                 f"forward decides by random numbers (dropout is one), at {condition.file}:{condition.line}; a graph "
-                "would draw others. Use torch.where or masks instead, or draw them before each step and pass them as an "
-                "input."
+                "would draw others. Switch that off (layerdrop=0 in a configuration of Hugging Face's), use torch.where or "
+                "masks instead, or draw them before each step and pass them as an input."
             )
     with state_as_inputs(copy, [name for name in state if name in copy.graph.initializers]):
         for value in [value for value in copy.graph.inputs if not value.uses() and not value.is_graph_output()]:
