@@ -14,7 +14,7 @@ from orttrainer.arguments import inputs_by_name
 from orttrainer.describe import IODescription, ModelDescription, check_tensors, leaves, mapped
 from orttrainer.errors import SchemaError
 
-__all__ = ["batch_by_name", "described", "in_form_of", "inputs_and_label"]
+__all__ = ["batch_by_name", "described", "for_sizes_of", "in_form_of", "inputs_and_label"]
 
 
 def inputs_and_label(batch: tuple, labelled: bool) -> tuple[tuple | Mapping, tuple]:
@@ -127,6 +127,34 @@ def described(model: torch.nn.Module, inputs: tuple | Mapping, label: tuple) -> 
     outputs = [IODescription(_free(name, {*taken, *batch}), []) for name in ("loss", *predictions)]
     nested = arguments if _is_nested(inputs) else None
     return ModelDescription(descriptions, outputs, label=names_of_label, arguments=nested)
+
+
+def for_sizes_of(given: ModelDescription, seen: Sequence[Mapping[str, Sequence[int]]]) -> ModelDescription:
+    """`given`, the description of a first batch, for others as well: axes that vary have names, those that vary alike the same.
+
+    Args:
+        seen: the shapes of the batches, by input; all of as many axes as in the first.
+    """
+    names: dict[tuple, str] = {}
+    taken = {dim for described in given.inputs_ for dim in described.shape_ if isinstance(dim, str)}
+
+    def dim_of(name: str, axis: int, dim: int | str) -> int | str:
+        sizes = tuple(shapes[name][axis] for shapes in seen)
+        if isinstance(dim, int) and len({*sizes}) == 1:
+            return dim
+        key = dim if isinstance(dim, str) else axis == 0, sizes  # a number of rows is not one of columns
+        if key not in names:
+            names[key] = dim if isinstance(dim, str) and dim not in names.values() else _free(f"{name}_{axis}", taken)
+            taken.add(names[key])
+        return names[key]
+
+    inputs = [
+        IODescription(x.name_, [dim_of(x.name_, axis, dim) for axis, dim in enumerate(x.shape_)], x.dtype_)
+        for x in given.inputs_
+    ]
+    return ModelDescription(
+        inputs, given.outputs_, loss_position=given.loss_position_, label=given.label_, arguments=given.arguments_
+    )
 
 
 def _refuse_what_forward_does_not_take(model: torch.nn.Module, inputs: tuple | Mapping, error: TypeError) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import numbers
 import os
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 from orttrainer import export
 from orttrainer.arguments import check_module, check_scaler, kind
-from orttrainer.batches import batch_by_name, described, in_form_of, inputs_and_label
+from orttrainer.batches import batch_by_name, described, for_sizes_of, in_form_of, inputs_and_label
 from orttrainer.describe import ModelDescription
 from orttrainer.distributed import failing_together
 from orttrainer.engine.engine import Engine
@@ -64,8 +65,9 @@ def trainer(
             groups may be added (`add_param_group`); everything else must stay as it is. Hooks that it has for
             after a step (`register_step_post_hook`) are called after each update; for before a step none may be.
         model_desc: inputs (the label last, unless its `label` says more) and outputs (the loss first). None: those of the first
-            batch, whose axis 0 may vary, together in all inputs that have its size there. Where other
-            axes vary as well, describe them here, with a name for each size that does.
+            batch, whose axis 0 may vary, together in all inputs that have its size there. At a batch of which other
+            axes vary, the module is exported again, for any size there; described here, with a name for each size that
+            varies, it is exported once. On several ranks they have to be described.
         device: "cpu", "cuda", "cuda:1" or a `torch.device`; by default where the model is.
         max_grad_norm: scale gradients down to this global norm, where theirs is above it, as
             `torch.nn.utils.clip_grad_norm_` does.
@@ -127,6 +129,8 @@ class Trainer(FrontEnd):
         self.model, self.optimizer = engine.model, groups.optimizer
         self._engine, self._criterion, self._groups, self._loss_scaler = engine, criterion, groups, loss_scaler
         self._describes = engine.description is None
+        self._first = engine.description  # of the first batch
+        self._seen: list[dict[str, tuple[int, ...]]] = []  # shapes of the batches that the description is for
         self._fed: set[tuple[int, str]] = set()  # as `Groups` had it when the graph was made
         self._moments, self._holding = moments_of(self.optimizer), Holding(engine.kept.slots_of, groups.names)
         self._moments.trainers.add(self)
@@ -287,10 +291,14 @@ class Trainer(FrontEnd):
         engine = self._engine
         if not engine.is_compiled:
             if self._describes:
-                engine.describe(described(self.model, inputs, label))
+                self._first = described(self.model, inputs, label)
+                engine.describe(self._first)
             else:
                 engine.describe(in_form_of(inputs, label, engine.description))
-        return batch_by_name(inputs, label, engine.description, engine.input_names, call)
+        given = batch_by_name(inputs, label, engine.description, engine.input_names, call)
+        if not engine.is_compiled:
+            self._seen = [_shapes(given)]
+        return given
 
     def _take_moments(self) -> None:
         """Have the optimizer's moments, which another trainer or a load has changed since this trainer had them."""
@@ -323,17 +331,48 @@ class Trainer(FrontEnd):
             "model.train(): for m in model.modules(): if isinstance(m, BatchNorm2d): m.eval()"
         )
 
-    def _run(self, call: Callable, *arguments):
-        """Call the compiled engine; say how sizes are described where the first batch did that."""
+    def _run(self, call: Callable, given: Mapping[str, torch.Tensor], *arguments):
+        """Call the compiled engine; where the batch has sizes that the first ones do not tell of, have it export again before."""
         try:
-            return call(*arguments)
+            return call(given, *arguments)
         except SchemaError as error:
-            if not self._describes or ": expected size " not in str(error):
+            if not self._describes or not self._differs_in_sizes(given):
                 raise
+            self._describe_anew(given, error, trains=call == self._engine.train_step)
+        return call(given, *arguments)
+
+    def _differs_in_sizes(self, given: Mapping[str, torch.Tensor]) -> bool:
+        """Whether this batch is like the first one but for its sizes."""
+        return all(
+            (x := given[like.name_]).dtype == like.dtype_ and x.dim() == len(like.shape_) and x.numel()
+            for like in self._first.inputs_
+        )
+
+    def _describe_anew(self, given: Mapping[str, torch.Tensor], error: SchemaError, trains: bool) -> None:
+        begun, seen = time.perf_counter(), [*self._seen, _shapes(given)]
+        description = for_sizes_of(self._first, seen)
+        if self._engine.collective.size > 1:
             raise SchemaError(
-                f"{error} What holds is what the first batch had. To let other sizes vary, describe the batch, with a "
-                f"name in place of each size that varies: trainer(..., model_desc={self._engine.description!r})"
+                f"{error} What holds is what the first batch had. On several ranks describe the batch, with a name in place "
+                f"of each size that varies: trainer(..., model_desc={description!r})"
             ) from error
+        try:
+            self._engine.describe_anew(description, given, trains)
+        except Exception as refusal:  # of the module's own, too
+            raise SchemaError(
+                f"{error} What holds is what the batches before had, and the module does not take such a batch: "
+                f"{type(refusal).__name__}: {refusal}"
+            ) from refusal
+        self._seen = seen
+        log.warning(
+            "%s, which the batches before did not have, so the module was exported again, in %.1f s, for any size there. It is "
+            "exported once where the batch is described: trainer(..., model_desc=%r)",
+            str(error).partition(". ")[0], time.perf_counter() - begun, description,
+        )  # fmt: skip
+
+
+def _shapes(batch: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in batch.items()}
 
 
 def _warn_of_autocast(engine: Engine) -> None:

@@ -14,6 +14,7 @@ import torch
 from onnx_ir.tensor_adapters import to_torch_dtype
 
 from orttrainer import runtime, signals
+from orttrainer.arguments import to_device
 from orttrainer.compile import compile_training_graph
 from orttrainer.describe import InputSchema, ModelDescription
 from orttrainer.distributed import (
@@ -204,6 +205,34 @@ class InUse(NotCopied):
             self._ways.look_at_parameters()
 
     # -- compile, and change ---------------------------------------------------------------
+
+    @one_at_a_time
+    def describe_anew(self, description: ModelDescription, given: Mapping[str, torch.Tensor], trains: bool) -> None:
+        """Export again, for batches of more sizes, and go on from the present state; of a module, on one rank.
+
+        Args:
+            description: of the same inputs and outputs, with other axes that vary.
+            given: a whole batch, by name.
+            trains: for a step that trains, not one that evaluates.
+
+        Raises:
+            SchemaError: the batch does not fit. Whatever else an export raises. Nothing is changed.
+        """
+        batch = {name: to_device(tensor, self.device) for name, tensor in given.items()}
+        schema = InputSchema.settle(description.inputs_, [*batch.values()], strict=self.settings.strict)
+        sizes, self._sizes = self._sizes, schema.sizes([*batch.values()])
+        try:
+            self._follow_module()
+            make = functools.partial(self.source.later_graph, description, schema, batch, trains)
+            with runtime.garbage_kept():
+                forward = self._ways.for_more_sizes(signals.none_lost()(make))
+                self._recompile(forward)
+        except BaseException:
+            self._sizes = sizes
+            raise
+        self._ways.keep_only(forward)
+        self._schema = schema
+        self.describe(description)
 
     def _compile(self, forward: Callable[[], ForwardGraph]) -> None:
         with runtime.garbage_kept(), failing_together(self.collective, "compiling the model"), signals.none_lost():

@@ -117,6 +117,20 @@ class Ways:
                 raise self._refused(batch, state, trains, "the graph that was made for it does not go its way either")
         return found
 
+    def for_more_sizes(self, make: Callable[[], ForwardGraph]) -> ForwardGraph:
+        """What `make` exports for batches of more sizes than the known graphs are for; `keep_only` it when it is in use."""
+        self._values = self._attributes.values()
+        with self._attributes.in_train_mode():
+            return make()
+
+    def keep_only(self, forward: ForwardGraph) -> None:
+        """Forget all graphs but this one, which is in use."""
+        self.known = [forward]
+        self._opened = {id(forward): self._opened[id(forward)]}
+        self._made_with = {id(forward): self._made_with[id(forward)]}
+        self._fitting.clear()
+        self._asked.clear()
+
     def _made_again(self, current: ForwardGraph, changed: Sequence[str], make) -> ForwardGraph | None:
         """The graph with these attributes; None where they make no difference."""
         begun = time.perf_counter()
