@@ -14,6 +14,7 @@ from orttrainer.graph.passes.batch_norm import SplitBatchNormalizationPass, Swit
 from orttrainer.graph.passes.divisors import CheckedDivisorsPass
 from orttrainer.graph.passes.draws import CounterHashDrawsPass
 from orttrainer.graph.passes.dropout import CounterHashDropoutPass
+from orttrainer.graph.passes.fourier import WideFourierPass
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogSoftmaxNllPass
 from orttrainer.graph.passes.matmul import VectorMatMulPass
 from orttrainer.graph.passes.padded_pools import PaddedPoolsPass
@@ -140,6 +141,7 @@ def before_gradients(
         OneAxisPass(),
         *([] if primitives else [VolumesAsImagesPass()]),
         FourierProductPass(),
+        WideFourierPass(),
         EinsumProductPass(),
         SumOfProductsPass(),
         TakeFromStackPass(),

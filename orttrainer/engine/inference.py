@@ -14,6 +14,7 @@ from orttrainer import runtime
 from orttrainer.differentiate.double import DoubleKernelsPass
 from orttrainer.errors import ExecutionError, ExportMismatchError, StateError
 from orttrainer.graph.light import without_weights
+from orttrainer.graph.passes.fourier import WideFourierPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.inference import InferenceBatchNormalizationPass
 from orttrainer.graph.passes.padded_pools import PaddedPoolsPass
@@ -37,6 +38,7 @@ def inference_model(forward: ir.Model, outputs: Sequence[str]) -> ir.Model:
     graph.outputs[:] = [by_name[name] for name in outputs]
     for rewrite in (
         RemoveGradientMarksPass(),
+        WideFourierPass(),
         DoubleKernelsPass(),
         MutePass({"Dropout"}),
         InferenceBatchNormalizationPass(),

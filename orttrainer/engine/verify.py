@@ -25,6 +25,7 @@ from orttrainer.differentiate.prepare import prepare
 from orttrainer.errors import ExportMismatchError
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.axes import AllAxesPass
+from orttrainer.graph.passes.fourier import WideFourierPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.long_sums import LongSumsPass
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogSoftmaxNllPass
@@ -154,7 +155,8 @@ def _deterministic_copy(forward: ForwardGraph) -> ir.Model:
         value.const_value = None
         model.graph.inputs.append(value)
     model = VectorMatMulPass()(prepare(model)).model
-    FourierProductPass()(model)  # as it trains: the operator is less exact
+    for rewrite in (FourierProductPass(), WideFourierPass()):  # as it trains: the operator is less exact
+        rewrite(model)
     return FuseLogSoftmaxNllPass()(model).model
 
 

@@ -36,6 +36,7 @@ from orttrainer.export.untouched import unchanged
 from orttrainer.export.widened import WidenedOperands
 from orttrainer.graph.passes.axes import AllAxesPass
 from orttrainer.graph.passes.divisors import NonzeroDivisorsPass
+from orttrainer.graph.passes.fourier import WideFourierPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.inference import InferenceBatchNormalizationPass
 from orttrainer.graph.passes.long_sums import LongSumsPass
@@ -416,10 +417,11 @@ def _runner(forward, *more):
     rewrites = (
         MutePass(),
         RemoveGradientMarksPass(),
+        FourierProductPass(),  # as it trains: the operator is less exact
+        WideFourierPass(),  # likewise
         DoubleKernelsPass(),
         ExpandSoftmaxCrossEntropyPass(),  # as it trains: the operator takes two more tensors of the size of the logits
         EinsumProductPass(),  # as it trains: the operator ends the process where a tensor is empty
-        FourierProductPass(),  # as it trains: the operator is less exact
         NonzeroDivisorsPass(),
         AllAxesPass(),  # as it trains, and else wrong where a tensor is empty
         LongSumsPass(),  # as it trains, and else the sums are less exact than PyTorch's
