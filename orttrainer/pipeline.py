@@ -16,7 +16,7 @@ from orttrainer.graph.passes.draws import CounterHashDrawsPass
 from orttrainer.graph.passes.dropout import CounterHashDropoutPass
 from orttrainer.graph.passes.fourier import WideFourierPass
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogSoftmaxNllPass
-from orttrainer.graph.passes.matmul import VectorMatMulPass
+from orttrainer.graph.passes.matmul import MultiplesPass, VectorMatMulPass
 from orttrainer.graph.passes.padded_pools import PaddedPoolsPass
 from orttrainer.graph.passes.random import ShareSubexpressionsPass
 from orttrainer.graph.passes.scatter import ScatterIntoSumPass, ScatterReductionPass
@@ -189,6 +189,7 @@ def after_update(
         InputShapesPass(),
         ShareSubexpressionsPass(gradients),
         ScalarRankPass(),
+        MultiplesPass(),
         *([TransposeSmallOperandPass(), CheckedDivisorsPass()] if on_cpu else []),
     ]
 

@@ -17,6 +17,7 @@ from orttrainer.graph.light import without_weights
 from orttrainer.graph.passes.fourier import WideFourierPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.inference import InferenceBatchNormalizationPass
+from orttrainer.graph.passes.matmul import MultiplesPass
 from orttrainer.graph.passes.padded_pools import PaddedPoolsPass
 from orttrainer.graph.passes.random import MutePass
 from orttrainer.graph.subgraphs import eliminate_identities, node_inputs
@@ -40,6 +41,7 @@ def inference_model(forward: ir.Model, outputs: Sequence[str]) -> ir.Model:
         RemoveGradientMarksPass(),
         WideFourierPass(),
         DoubleKernelsPass(),
+        MultiplesPass(),
         MutePass({"Dropout"}),
         InferenceBatchNormalizationPass(),
         common.RemoveUnusedNodesPass(),

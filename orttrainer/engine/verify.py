@@ -29,7 +29,7 @@ from orttrainer.graph.passes.fourier import WideFourierPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.long_sums import LongSumsPass
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogSoftmaxNllPass
-from orttrainer.graph.passes.matmul import VectorMatMulPass
+from orttrainer.graph.passes.matmul import MultiplesPass, VectorMatMulPass
 from orttrainer.graph.passes.padded_pools import PaddedPoolsPass
 from orttrainer.graph.passes.random import MutePass
 from orttrainer.graph.passes.scatter import ScatterReductionPass
@@ -132,6 +132,7 @@ def gradient_errors(
         DoubleKernelsPass(),
         common.TopologicalSortPass(),
         common.RemoveUnusedNodesPass(),
+        MultiplesPass(),
         AllAxesPass(),
         PaddedPoolsPass(),
         ScatterReductionPass(),
