@@ -16,8 +16,8 @@ from torch import nn
 
 from orttrainer import IODescription, ModelDescription
 from orttrainer.differentiate.double import DoubleKernelsPass
-from orttrainer.graph.passes.fourier import WideFourierPass
 from orttrainer.graph.passes.speed.fourier import FourierProductPass
+from orttrainer.graph.passes.wide import WidePass
 
 
 def transform(x: np.ndarray, axis: int, opset: int, length: int | None, **attributes) -> ir.Model:
@@ -123,7 +123,7 @@ WIDE = [(18, 0, 0), (20, 0, 1), (20, 1, 0), (20, 1, 1)]  # opset, inverse, onesi
 def test_long_transforms_are_those_of_numpy(opset, inverse, onesided, points, length):
     x = np.random.default_rng(0).standard_normal((2, points, 1 if onesided and not inverse else 2)).astype(np.float32)
     model = transform(x, 1, opset, length, inverse=inverse, onesided=onesided)
-    y = run(DoubleKernelsPass()(WideFourierPass()(model).model).model, x)
+    y = run(DoubleKernelsPass()(WidePass()(model).model).model, x)
     known = {(0, 0): np.fft.fft, (0, 1): np.fft.rfft, (1, 0): np.fft.ifft, (1, 1): np.fft.irfft}[inverse, onesided]
     expected = known(as_complex(x).astype(np.complex128 if x.shape[-1] == 2 else np.float64), length, 1)
     np.testing.assert_allclose(as_complex(y), expected, rtol=0, atol=1e-6 * np.abs(expected).max())
@@ -132,8 +132,8 @@ def test_long_transforms_are_those_of_numpy(opset, inverse, onesided, points, le
 @pytest.mark.parametrize(("points", "length"), [(1024, None), (1000, 2048)])
 def test_powers_of_two_stay_in_float32(points, length):
     x = np.zeros((2, points, 2), np.float32)
-    assert not WideFourierPass()(transform(x, 1, 18, length)).modified
-    assert not WideFourierPass()(transform(x.astype(np.float64), 1, 18, 1000)).modified
+    assert not WidePass()(transform(x, 1, 18, length)).modified
+    assert not WidePass()(transform(x.astype(np.float64), 1, 18, 1000)).modified
 
 
 class LongConvolution(nn.Module):

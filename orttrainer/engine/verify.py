@@ -25,7 +25,6 @@ from orttrainer.differentiate.prepare import prepare
 from orttrainer.errors import ExportMismatchError
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.axes import AllAxesPass
-from orttrainer.graph.passes.fourier import WideFourierPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.long_sums import LongSumsPass
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogSoftmaxNllPass
@@ -36,6 +35,7 @@ from orttrainer.graph.passes.scatter import ScatterReductionPass
 from orttrainer.graph.passes.speed.fourier import FourierProductPass
 from orttrainer.graph.passes.speed.input_shapes import InputShapesPass
 from orttrainer.graph.passes.speed.usual_batch import sizes_at_hand
+from orttrainer.graph.passes.wide import WidePass
 from orttrainer.graph.rounded import rounding_optimizers
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def _deterministic_copy(forward: ForwardGraph) -> ir.Model:
         value.const_value = None
         model.graph.inputs.append(value)
     model = VectorMatMulPass()(prepare(model)).model
-    for rewrite in (FourierProductPass(), WideFourierPass()):  # as it trains: the operator is less exact
+    for rewrite in (FourierProductPass(), WidePass()):  # as it trains: the operator is less exact
         rewrite(model)
     return FuseLogSoftmaxNllPass()(model).model
 

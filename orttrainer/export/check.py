@@ -36,7 +36,6 @@ from orttrainer.export.untouched import unchanged
 from orttrainer.export.widened import WidenedOperands
 from orttrainer.graph.passes.axes import AllAxesPass
 from orttrainer.graph.passes.divisors import NonzeroDivisorsPass
-from orttrainer.graph.passes.fourier import WideFourierPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.inference import InferenceBatchNormalizationPass
 from orttrainer.graph.passes.long_sums import LongSumsPass
@@ -44,6 +43,7 @@ from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass
 from orttrainer.graph.passes.random import MutePass
 from orttrainer.graph.passes.speed.einsum import EinsumProductPass
 from orttrainer.graph.passes.speed.fourier import FourierProductPass
+from orttrainer.graph.passes.wide import WidePass
 
 __all__ = ["check_dropouts", "check_values", "compare_evaluation", "warn_of_evaluation"]
 
@@ -418,7 +418,7 @@ def _runner(forward, *more):
         MutePass(),
         RemoveGradientMarksPass(),
         FourierProductPass(),  # as it trains: the operator is less exact
-        WideFourierPass(),  # likewise
+        WidePass(),  # likewise
         DoubleKernelsPass(),
         ExpandSoftmaxCrossEntropyPass(),  # as it trains: the operator takes two more tensors of the size of the logits
         EinsumProductPass(),  # as it trains: the operator ends the process where a tensor is empty
