@@ -15,7 +15,7 @@ from orttrainer.graph.passes.divisors import CheckedDivisorsPass
 from orttrainer.graph.passes.draws import CounterHashDrawsPass
 from orttrainer.graph.passes.dropout import CounterHashDropoutPass
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogSoftmaxNllPass
-from orttrainer.graph.passes.matmul import VectorMatMulPass
+from orttrainer.graph.passes.matmul import MultiplesPass, VectorMatMulPass
 from orttrainer.graph.passes.padded_pools import PaddedPoolsPass
 from orttrainer.graph.passes.random import ShareSubexpressionsPass
 from orttrainer.graph.passes.scatter import ScatterIntoSumPass, ScatterReductionPass
@@ -59,6 +59,7 @@ from orttrainer.graph.passes.speed.tiles import TileUpdatesPass
 from orttrainer.graph.passes.speed.transpose import CancelTransposePairsPass, TransposedProductPass
 from orttrainer.graph.passes.speed.turned import TurnConvolutionPass
 from orttrainer.graph.passes.speed.volumes import VolumesAsImagesPass
+from orttrainer.graph.passes.wide import WidePass
 from orttrainer.signals import raise_noted
 
 # What only makes the graph faster or smaller; `disabled_passes` may name these, to measure what each buys.
@@ -140,6 +141,7 @@ def before_gradients(
         OneAxisPass(),
         *([] if primitives else [VolumesAsImagesPass()]),
         FourierProductPass(),
+        WidePass(),
         EinsumProductPass(),
         SumOfProductsPass(),
         TakeFromStackPass(),
@@ -187,6 +189,7 @@ def after_update(
         InputShapesPass(),
         ShareSubexpressionsPass(gradients),
         ScalarRankPass(),
+        MultiplesPass(),
         *([TransposeSmallOperandPass(), CheckedDivisorsPass()] if on_cpu else []),
     ]
 

@@ -48,7 +48,7 @@ def both(monkeypatch, module, loss_fn, description, batch):
     by_nodes = export_module(module, loss_fn, description, batch)
     with monkeypatch.context() as patch:
         patch.setattr(capture, "node_by_node", lambda done: contextlib.nullcontext())
-        patch.setattr(capture, "_values_known", contextlib.nullcontext)
+        patch.setattr(capture, "one_dtype", contextlib.nullcontext)
         return by_nodes, export_module(module, loss_fn, description, batch)
 
 

@@ -44,3 +44,42 @@ def test_spelled_out_functions_are_exact_in_float64(name):
     found = make(ours, loss_fn=None, desc=desc).train_step(x, 1.0)[1]
     torch.testing.assert_close(found, y.detach(), rtol=1e-13, atol=1e-14)
     torch.testing.assert_close(ours.shift, -module.shift.grad, rtol=SLOPES.get(name, 1e-12), atol=1e-14)
+
+
+TRANSFORMS = {  # of lengths that are known at run time only: no products with a matrix
+    "ifft": lambda z: torch.view_as_real(torch.fft.ifft(z)),
+    "ifft of real numbers": lambda z: torch.view_as_real(torch.fft.ifft(z.real).resolve_conj()),
+    "irfft": torch.fft.irfft,
+    "irfft, cut": lambda z: torch.fft.irfft(z, n=9),
+    "irfft, padded": lambda z: torch.fft.irfft(z, n=31),
+    "irfft of even length": lambda z: torch.fft.irfft(z, n=2 * z.shape[-1] - 2),
+    "irfft along the first": lambda z: torch.fft.irfft(z.T, dim=0),
+    "hfft": torch.fft.hfft,
+    "the gradient of fft": lambda z: torch.view_as_real(torch.fft.fft(z)),
+    "the gradient of rfft": lambda z: torch.view_as_real(torch.fft.rfft(z.real * z.imag)),
+}
+
+
+class Transformed(nn.Module):
+    def __init__(self, transform):
+        super().__init__()
+        self.scale, self.transform = nn.Parameter(torch.tensor([1.5, -0.5], dtype=torch.float64)), transform
+
+    def forward(self, x):
+        y = self.transform(torch.complex(self.scale[0] * x, self.scale[1] * x.cos()))
+        return (y * torch.linspace(1, 2, y.shape[-1], dtype=y.dtype)).tanh().sum(), y
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("length", [10, 11])
+def test_fourier_transforms_are_exact_in_float64(name, length):
+    module, ours = Transformed(TRANSFORMS[name]), Transformed(TRANSFORMS[name])
+    desc = ModelDescription(
+        [IODescription("x", ["rows", "length"], torch.float64)], [IODescription("loss", []), IODescription("y", [])]
+    )
+    x = torch.linspace(-1, 2, 3 * length, dtype=torch.float64).reshape(3, length).sin()
+    loss, y = module(x)
+    loss.backward()
+    found = make(ours, loss_fn=None, desc=desc).train_step(x, 1.0)[1]
+    torch.testing.assert_close(found, y.detach(), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(ours.scale, module.scale - module.scale.grad, rtol=1e-12, atol=1e-13)

@@ -5,7 +5,17 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 import pytest
-from cases import activation, convolution, convolution_transposed, elementwise, normalization, pooling, resize, shape
+from cases import (
+    activation,
+    convolution,
+    convolution_transposed,
+    elementwise,
+    normalization,
+    pooling,
+    resize,
+    shape,
+    signal,
+)
 from marks import of_each_operator
 
 from orttrainer.differentiate.double.kernels import DoubleKernelsPass, lacks_kernels
@@ -13,7 +23,7 @@ from orttrainer.differentiate.rules import convolution_weights
 from orttrainer.testing import Case, check_vjp
 from orttrainer.testing.check import _gradients, _model, _run_onnxruntime, evaluate
 
-FAMILIES = activation, convolution, convolution_transposed, elementwise, normalization, pooling, resize, shape
+FAMILIES = activation, convolution, convolution_transposed, elementwise, normalization, pooling, resize, shape, signal
 # ONNX's evaluator has the scales in float32; of a kernel of unknown size there are no taps to write out.
 LESS_EXACT = {"cubic_down", "cubic_align_corners", "cubic_exclude_outside", "cubic_antialias"}
 
@@ -32,7 +42,7 @@ def lacking(case) -> bool:
 
 
 CASES = [case for family in FAMILIES for case in family.CASES if lacking(case)]
-NEED_SIZES = "Conv", "ConvTranspose", "Col2Im"
+NEED_SIZES = "Conv", "ConvTranspose", "Col2Im", "DFT"
 OF_ANY_SIZE = [case for case in CASES if case.symbolic and case.op_type not in NEED_SIZES]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import onnx_ir as ir
 import onnxruntime
@@ -9,9 +11,13 @@ import pytest
 import torch
 from fidelity import assert_trains_with_and_without
 from onnx import TensorProto, helper
+from small import make
 from torch import nn
 
+from orttrainer import IODescription, ModelDescription
+from orttrainer.differentiate.double import DoubleKernelsPass
 from orttrainer.graph.passes.speed.fourier import FourierProductPass
+from orttrainer.graph.passes.wide import WidePass
 
 
 def transform(x: np.ndarray, axis: int, opset: int, length: int | None, **attributes) -> ir.Model:
@@ -39,6 +45,10 @@ def as_product(model: ir.Model, x: np.ndarray) -> np.ndarray:
     """What the graph gives behind the pass; it has no transform then."""
     model = FourierProductPass()(model).model
     assert not any(node.op_type == "DFT" for node in model.graph)
+    return run(model, x)
+
+
+def run(model: ir.Model, x: np.ndarray) -> np.ndarray:
     session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
     return session.run(None, {"x": x})[0]
 
@@ -102,3 +112,58 @@ class Filter(nn.Module):
 
 def test_a_fourier_filter_trains_as_in_pytorch_with_and_without():
     assert_trains_with_and_without("FourierProductPass", Filter, [8, 9], replaces="DFT")
+
+
+WIDE = [(18, 0, 0), (20, 0, 1), (20, 1, 0), (20, 1, 1)]  # opset, inverse, onesided
+
+
+@pytest.mark.parametrize(("opset", "inverse", "onesided"), WIDE)
+# Where the number of points is a power of two, the operator is right, but for half a spectrum that is padded or cut.
+@pytest.mark.parametrize(("points", "length"), [(3000, None), (3000, 2999), (2049, 4000), (100, 4096)])
+def test_long_transforms_are_those_of_numpy(opset, inverse, onesided, points, length):
+    x = np.random.default_rng(0).standard_normal((2, points, 1 if onesided and not inverse else 2)).astype(np.float32)
+    model = transform(x, 1, opset, length, inverse=inverse, onesided=onesided)
+    y = run(DoubleKernelsPass()(WidePass()(model).model).model, x)
+    known = {(0, 0): np.fft.fft, (0, 1): np.fft.rfft, (1, 0): np.fft.ifft, (1, 1): np.fft.irfft}[inverse, onesided]
+    expected = known(as_complex(x).astype(np.complex128 if x.shape[-1] == 2 else np.float64), length, 1)
+    np.testing.assert_allclose(as_complex(y), expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(("points", "length"), [(1024, None), (1000, 2048)])
+def test_powers_of_two_stay_in_float32(points, length):
+    x = np.zeros((2, points, 2), np.float32)
+    assert not WidePass()(transform(x, 1, 18, length)).modified
+    assert not WidePass()(transform(x.astype(np.float64), 1, 18, 1000)).modified
+
+
+class LongConvolution(nn.Module):
+    """A filter as long as the signal."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.taps = nn.Parameter(torch.randn(5000) / 50)
+
+    def forward(self, x):
+        n = x.shape[-1]
+        y = torch.fft.irfft(torch.fft.rfft(x) * torch.fft.rfft(self.taps[:n]), n=n)
+        return y.tanh().square().mean() + 0.01 * torch.fft.fft(y).abs().mean()
+
+
+def test_a_convolution_with_a_long_filter_trains_as_in_pytorch():
+    module = LongConvolution()
+    start, expected = module.taps.detach().double(), copy.deepcopy(module).double()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=10.0)
+    desc = ModelDescription([IODescription("x", ["rows", "length"], torch.float32)], [IODescription("loss", [])])
+    trainer = make(module, loss_fn=None, desc=desc)
+    for length in (5000, 4999, 3001):
+        x = torch.randn(2, length, generator=torch.Generator().manual_seed(length))
+        loss = expected(x.double())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert trainer.train_step(x, torch.tensor([10.0])).item() == pytest.approx(loss.item(), rel=2e-6)
+    change = expected.taps.detach() - start
+    assert (module.taps.detach() - expected.taps.detach()).norm() < 2e-5 * change.norm()
+    found, expected = trainer.eval_step(x), expected(x.double())
+    assert found.item() == pytest.approx(expected.item(), rel=2e-6)

@@ -16,8 +16,10 @@ from orttrainer.errors import ExecutionError, ExportMismatchError, StateError
 from orttrainer.graph.light import without_weights
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.inference import InferenceBatchNormalizationPass
+from orttrainer.graph.passes.matmul import MultiplesPass
 from orttrainer.graph.passes.padded_pools import PaddedPoolsPass
 from orttrainer.graph.passes.random import MutePass
+from orttrainer.graph.passes.wide import WidePass
 from orttrainer.graph.subgraphs import eliminate_identities, node_inputs
 from orttrainer.graph.write import write_model
 
@@ -37,7 +39,9 @@ def inference_model(forward: ir.Model, outputs: Sequence[str]) -> ir.Model:
     graph.outputs[:] = [by_name[name] for name in outputs]
     for rewrite in (
         RemoveGradientMarksPass(),
+        WidePass(),
         DoubleKernelsPass(),
+        MultiplesPass(),
         MutePass({"Dropout"}),
         InferenceBatchNormalizationPass(),
         common.RemoveUnusedNodesPass(),

@@ -26,6 +26,7 @@ from orttrainer.export.decompose import node_by_node
 from orttrainer.export.faithful import faithful
 from orttrainer.export.granted import Granted, granted_by, takes_for_equal
 from orttrainer.export.initializers import state_tensor
+from orttrainer.export.promoted import one_dtype
 from orttrainer.export.quiet import silence
 
 __all__ = ["capture_dynamo", "capture_torchscript", "load_exporter"]
@@ -65,7 +66,7 @@ def capture_dynamo(
         # With gradients a Scan would give the sizes that its backward reads.
         double = double_precision.is_double(wrapper, inputs)
         exact = double_precision.exact_numbers(double)
-        with _late_signatures(), decomposing, _unasserted(), _values_known(), exact, torch.no_grad():
+        with _late_signatures(), decomposing, _unasserted(), one_dtype(), exact, torch.no_grad():
             onnx_program = torch.onnx.export(
                 program,
                 opset_version=opset,
@@ -252,46 +253,6 @@ def _late_signatures():
             stack.enter_context(mock.patch.object(ONNXRegistry, "get_decomps", get_decomps))
             stack.enter_context(mock.patch.object(ONNXRegistry, "from_torchlib", classmethod(from_torchlib)))
         yield
-
-
-@contextlib.contextmanager
-def _values_known():
-    """Let torch's pass that casts arguments read shape and dtype of a node where they are written.
-
-    It runs every node once more for it, a twentieth of the time to the first step. And let both bounds of a clamp be of one
-    kind: of -0.05 and 3 it makes a tensor of the second alone, and such a clamp there is not.
-    """
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(ImportError, AttributeError):  # private names: other torch versions may lack them
-            from torch.onnx._internal.fx.passes import type_promotion
-
-            interpreter = type_promotion._TypePromotionInterpreter
-            run, promote, rule_of = (
-                interpreter.run_node,
-                interpreter._maybe_promote_node,
-                type_promotion.get_type_promotion_rule,
-            )
-
-            def run_node(self, node):
-                if node.op != "call_function" or "val" not in node.meta:
-                    return run(self, node)
-                with self._set_current_node(node):
-                    _clamp_alike(node)
-                    if rule := rule_of(node, self.type_promotion_table):
-                        promote(self, node, rule)  # which writes anew what it changes
-                return node.meta["val"]
-
-            stack.enter_context(mock.patch.object(interpreter, "run_node", run_node))
-        yield
-
-
-def _clamp_alike(node: torch.fx.Node) -> None:
-    """Write whole bounds of a clamp as floats, where the other one or what is clamped is of floats."""
-    if node.target is not torch.ops.aten.clamp.default:
-        return
-    x, *bounds = node.args
-    if any(isinstance(bound, float) for bound in bounds) or x.meta["val"].is_floating_point():
-        node.args = x, *(float(bound) if type(bound) is int else bound for bound in bounds)
 
 
 class _Unread:

@@ -43,6 +43,7 @@ from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass
 from orttrainer.graph.passes.random import MutePass
 from orttrainer.graph.passes.speed.einsum import EinsumProductPass
 from orttrainer.graph.passes.speed.fourier import FourierProductPass
+from orttrainer.graph.passes.wide import WidePass
 
 __all__ = ["check_dropouts", "check_values", "compare_evaluation", "warn_of_evaluation"]
 
@@ -416,10 +417,11 @@ def _runner(forward, *more):
     rewrites = (
         MutePass(),
         RemoveGradientMarksPass(),
+        FourierProductPass(),  # as it trains: the operator is less exact
+        WidePass(),  # likewise
         DoubleKernelsPass(),
         ExpandSoftmaxCrossEntropyPass(),  # as it trains: the operator takes two more tensors of the size of the logits
         EinsumProductPass(),  # as it trains: the operator ends the process where a tensor is empty
-        FourierProductPass(),  # as it trains: the operator is less exact
         NonzeroDivisorsPass(),
         AllAxesPass(),  # as it trains, and else wrong where a tensor is empty
         LongSumsPass(),  # as it trains, and else the sums are less exact than PyTorch's

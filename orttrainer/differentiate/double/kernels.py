@@ -15,6 +15,7 @@ from orttrainer.differentiate.double import (
     normalization,
     pooling,
     resampling,
+    transforms,
 )
 from orttrainer.graph.builder import Builder, take_place
 
@@ -27,6 +28,7 @@ _FORMS: dict[str, Callable[[Builder, ir.Node], ir.Value | None]] = {
     **normalization.FORMS,
     **pooling.FORMS,
     **resampling.FORMS,
+    **transforms.FORMS,
 }
 _FORMS_WITHOUT_BODIES = _FORMS | activations.FORMS_WITHOUT_BODY
 
@@ -57,7 +59,10 @@ def _forms(model: ir.Model) -> dict:
 
 
 def _is_one_of(forms: dict, node: ir.Node) -> bool:
-    return not node.domain and node.op_type in forms and node.inputs[0].dtype == ir.DataType.DOUBLE
+    if node.domain or node.op_type not in forms or node.inputs[0].dtype != ir.DataType.DOUBLE:
+        return False
+    is_exact = transforms.EXACT.get(node.op_type)
+    return is_exact is None or not is_exact(node)
 
 
 def _write_out(graph: ir.Graph, forms: dict) -> None:

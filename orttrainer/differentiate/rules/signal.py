@@ -29,20 +29,14 @@ def dft(op, node, dy):
     One-sided: Y = P F X keeps the first half, so dX = N F^-1 P^T dY. The inverse of half a spectrum reads all of it but
     its ends twice, so dX = c F dY / N, with c = 1 at the ends and 2 between.
     """
-    x, axis = node.inputs[0], _axis(op, node)
+    x, axis = node.inputs[0], transformed_axis(op, node)
     if axis is None:
         return gradient_through(op, node, [dy], _along_the_second)
     inverse, onesided = attribute(node, "inverse", 0), attribute(node, "onesided", 0)
-    given, size = operand(node, 1), op.dim(x, axis)
-    if given is not None:
-        length = op.Reshape(op.cast_as(given, size), [1])
-    elif inverse and onesided:
-        length = _computed(op, lambda s: 2 * (s - 1), lambda s: op.Mul(op.Sub(s, [1]), [2]), size)
-    else:
-        length = size
-    number = op.cast_as(length, dy)
+    given, size, length = operand(node, 1), op.dim(x, axis), points(op, node, axis)
+    number, dy = op.cast_as(length, dy), _of_rank(dy, len(x.shape), 1 if inverse and onesided else 2)
     if inverse and onesided:
-        spectrum = _transform(op, dy, axis, onesided=1)
+        spectrum = transform(op, dy, axis, onesided=1)
         k = positions(op, op.dim(spectrum, axis))
         ends = op.Or(op.Equal(k, np.int64(0)), op.Equal(op.Mul(k, np.int64(2)), length))
         weight = op.Div(op.Sub(op.scalar(2.0, dy), op.cast_as(ends, dy)), number)
@@ -51,7 +45,7 @@ def dft(op, node, dy):
         return shaped(_fitted(op, dx, axis, size), x)
     if onesided:
         dy = _fitted(op, dy, axis, length)
-    dx = _transform(op, dy, axis, inverse=1 - inverse)
+    dx = transform(op, dy, axis, inverse=1 - inverse)
     dx = op.Div(dx, number) if inverse else op.Mul(dx, number)
     if given is not None:
         dx = _fitted(op, dx, axis, size)
@@ -68,7 +62,7 @@ def _along_the_second(op, node: ir.Node) -> ir.Value:
     return op.reshape_as(op.DFT(flat, length, np.int64(1), **kept), node.outputs[0])
 
 
-def _axis(op, node: ir.Node) -> int | None:
+def transformed_axis(op, node: ir.Node) -> int | None:
     """The axis of the transform, counted from the front; None where it is known at run time only."""
     dims = rank(node, node.inputs[0])
     if op.opset < 20:
@@ -80,10 +74,21 @@ def _axis(op, node: ir.Node) -> int | None:
     return None if known is None else int(known.item()) % dims
 
 
-def _transform(op, x: ir.Value, axis: int, **attributes) -> ir.Value:
+def points(op, node: ir.Node, axis: int) -> ir.Value:
+    """How many points a DFT has, as a tensor of one number."""
+    given, size = operand(node, 1), op.dim(node.inputs[0], axis)
+    if given is not None:
+        return op.Reshape(op.cast_as(given, size), [1])
+    if attribute(node, "inverse", 0) and attribute(node, "onesided", 0):
+        return _computed(op, lambda s: 2 * (s - 1), lambda s: op.Mul(op.Sub(s, [1]), [2]), size)
+    return size
+
+
+def transform(op, x: ir.Value, axis: int, length: ir.Value | None = None, **attributes) -> ir.Value:
+    """The DFT of `x` along an axis, padded or cut to a length, where one is given."""
     if op.opset < 20:
-        return op.DFT(x, axis=axis, **attributes)
-    return op.DFT(x, None, np.int64(axis), **attributes)
+        return op.DFT(x, length, axis=axis, **attributes)
+    return op.DFT(x, length, np.int64(axis), **attributes)
 
 
 def _fitted(op, x: ir.Value, axis: int, size: ir.Value) -> ir.Value:
@@ -91,7 +96,16 @@ def _fitted(op, x: ir.Value, axis: int, size: ir.Value) -> ir.Value:
     missing = _computed(op, np.subtract, op.Sub, size, op.dim(x, axis))
     if (known := constant(missing)) is not None and not known.any():
         return x
-    return op.Pad(x, join(op, 0, missing), None, [axis])
+    y = op.Pad(x, join(op, 0, missing), None, [axis])
+    y.shape = ir.Shape([y.shape[a] if a == axis else dim for a, dim in enumerate(x.shape)])  # inference knows the rank
+    return y
+
+
+def _of_rank(x: ir.Value, rank: int, parts: int) -> ir.Value:
+    """`x`, whose shape ONNX's inference has only where the number of points is known."""
+    if x.shape is None:
+        x.shape = ir.Shape([*[None] * (rank - 1), parts])
+    return x
 
 
 def _computed(op, now, later, *values: ir.Value) -> ir.Value:
@@ -122,4 +136,4 @@ def stft(op, node):
     y = op.Gather(x, places, axis=1)  # [batch, frames, length, 1 or 2]
     if window is not None:
         y = op.Mul(y, op.Unsqueeze(window, [1]))
-    return _transform(op, y, 2, onesided=attribute(node, "onesided", 1))
+    return transform(op, y, 2, onesided=attribute(node, "onesided", 1))

@@ -30,6 +30,7 @@ def _fmin(input, other):
 
 def _numbers_first(choose, input, other):
     """What is chosen of two numbers; where one is NaN, the other."""
+    input, other = _of_one_dtype(input, other)
     return torch.where(other.isnan(), input, torch.where(input.isnan(), other, choose(input, other)))
 
 
@@ -294,8 +295,14 @@ def _xlog1py(input, other):
 
 def _times_logarithm(x, y, logarithm, pole):
     x, y = (v if isinstance(v, torch.Tensor) else torch.as_tensor(v, **_kind(w)) for v, w in ((x, y), (y, x)))
+    x, y = _of_one_dtype(x, y)
     nothing = (x == 0) & (y <= pole)
     return x * logarithm(torch.where(nothing, pole + 1.0, y))
+
+
+def _of_one_dtype(x, y):
+    dtype = torch.result_type(x, y)
+    return x.to(dtype), y.to(dtype)
 
 
 def _kind(x):

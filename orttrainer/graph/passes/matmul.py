@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from orttrainer.graph.builder import Builder
+from orttrainer.graph.builder import Builder, constant_array
+from orttrainer.graph.scopes import put_all_in_place
 
 
 class VectorMatMulPass(ir.passes.InPlacePass):
@@ -35,3 +38,71 @@ class VectorMatMulPass(ir.passes.InPlacePass):
 
 def _is_vector(x: ir.Value) -> bool:
     return x.shape is not None and len(x.shape) == 1
+
+
+class MultiplesPass(ir.passes.InPlacePass):
+    """x * c * d -> x * cd for numbers c and d, where a matrix product reads x * c; transposes of these likewise.
+
+    ONNX Runtime moves the numbers behind the products. Where one reads x * c and another, or the same, x * c * d, it removes
+    x * c and reads it, and refuses the graph (seen in 1.31.1 and 1.32.0).
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        nodes = [node for node in model.graph if _is_multiple(node)]
+        result = put_all_in_place(model, "multiples", nodes, _at_once)
+        common.RemoveUnusedNodesPass()(model)
+        return result
+
+
+def _is_multiple(node: ir.Node) -> bool:
+    """Whether it multiplies with a number again what a product of matrices reads."""
+    return _factor(node) is not None and any(
+        _factor(step) is not None and _is_multiplied(step.outputs[0]) for step in _steps(_scaled(node))
+    )
+
+
+def _is_multiplied(x: ir.Value) -> bool:
+    readers = [use.node for use in x.uses()]
+    return any(
+        reader.op_type == "MatMul" or (reader.op_type == "Transpose" and _is_multiplied(reader.outputs[0]))
+        for reader in readers
+    )
+
+
+def _steps(x: ir.Value) -> list[ir.Node]:
+    """The products with numbers and the transposes, one after the other, that make `x`; the last comes first."""
+    steps = []
+    while (node := x.producer()) is not None and (node.op_type == "Transpose" or _factor(node) is not None):
+        steps.append(node)
+        x = _scaled(node)
+    return steps
+
+
+def _factor(node: ir.Node) -> float | None:
+    """What a node multiplies a tensor with, if that is one number."""
+    constants = [constant_array(x) for x in node.inputs] if node.op_type in ("Mul", "Div") else []
+    numbers = [c for c in constants if c is not None]
+    if len(numbers) != 1 or (node.op_type == "Div" and constants[1] is None):
+        return None
+    (number,) = numbers
+    if number.size != 1 or number.ndim > 1 or number.dtype.kind != "f":
+        return None
+    factor = number.item()
+    return factor if node.op_type == "Mul" else 1 / factor if factor else None
+
+
+def _scaled(node: ir.Node) -> ir.Value:
+    """What it multiplies or transposes."""
+    return node.inputs[0] if constant_array(node.inputs[0]) is None else node.inputs[-1]
+
+
+def _at_once(op: Builder, node: ir.Node) -> ir.Value:
+    steps = [node, *_steps(_scaled(node))]
+    while steps[-1].op_type == "Transpose":
+        steps.pop()
+    y = _scaled(steps[-1])
+    for step in reversed(steps):
+        if step.op_type == "Transpose":
+            y = op.Transpose(y, **{name: attribute.value for name, attribute in step.attributes.items()})
+    factor = math.prod(_factor(step) for step in steps if step.op_type != "Transpose")
+    return op.Mul(y, op.scalar(factor, y))

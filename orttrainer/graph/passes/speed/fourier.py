@@ -6,6 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder, take_place
+from orttrainer.graph.passes.fourier import transformed
 
 LONGEST = {(True, False): 256, (False, False): 512, (True, True): 1024, (False, True): 2048}  # see `is_product`
 
@@ -32,20 +33,13 @@ def _transform(node: ir.Node, graph: ir.Graph) -> tuple[int, np.ndarray] | None:
     """Axis and matrix [points and parts in, points and parts out] of a transform that is to be a product."""
     if node.op_type != "DFT" or node.domain:
         return None
-    x, length, given = (*node.inputs, None, None)[:3]
-    if x.shape is None or node.outputs[0].shape is None or x.dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE):
+    x, found = node.inputs[0], transformed(node, graph)
+    if found is None or node.outputs[0].shape is None or x.dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE):
         return None
-    axis = node.attributes.get_int("axis", 1) if graph.opset_imports[""] < 20 else -2
-    if given is not None and (axis := _number(given)) is None:
+    (axis, points, size), parts = found, x.shape[-1]
+    if not isinstance(parts, int) or axis == len(x.shape) - 1:
         return None
-    axis %= len(x.shape)
-    points, parts = x.shape[axis], x.shape[-1]
     inverse, onesided = (bool(node.attributes.get_int(name, 0)) for name in ("inverse", "onesided"))
-    if not isinstance(points, int) or not isinstance(parts, int) or axis == len(x.shape) - 1:
-        return None
-    size = 2 * (points - 1) if inverse and onesided else points
-    if length is not None and (size := _number(length)) is None:
-        return None
     if min(points, size) < 1 or not (is_product(points, onesided) and is_product(size, onesided)):
         return None
     return axis, _matrix(points, parts, size, inverse, onesided).astype(x.dtype.numpy())
@@ -54,11 +48,6 @@ def _transform(node: ir.Node, graph: ir.Graph) -> tuple[int, np.ndarray] | None:
 def is_product(points: int, real: bool) -> bool:
     """Whether a transform of so many points is faster so; of a `real` signal, half of whose frequencies are computed."""
     return points <= LONGEST[points & (points - 1) == 0, real]
-
-
-def _number(value: ir.Value) -> int | None:
-    tensor = None if value.is_graph_input() else ir.convenience.get_const_tensor(value)
-    return None if tensor is None else int(tensor.numpy().item())
 
 
 def _matrix(points: int, parts: int, size: int, inverse: bool, onesided: bool) -> np.ndarray:

@@ -1,0 +1,50 @@
+"""Inverse Fourier transforms: ONNX Runtime (1.31.1) divides their float64 by the number of points as float32 has it."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from orttrainer.differentiate.rules.signal import points, transform, transformed_axis
+from orttrainer.differentiate.rules.tools import attribute, operand, positions
+
+__all__ = ["EXACT", "FORMS"]
+
+_CONJUGATE = np.array([1.0, -1.0])
+
+
+def is_exact(node: ir.Node) -> bool:
+    return not attribute(node, "inverse", 0)
+
+
+def inverse_transform(op, node: ir.Node) -> ir.Value | None:
+    """F^-1 X = conj(F conj(X)) / N.
+
+    Of half a spectrum it is Re(F conj(c X)) / N, where c says how often a frequency is read.
+    """
+    x, axis = node.inputs[0], transformed_axis(op, node)
+    parts = None if x.shape is None else x.shape[-1]
+    if axis is None or not isinstance(parts, int):
+        return None
+    length, onesided = points(op, node, axis), attribute(node, "onesided", 0)
+    if parts == 2:
+        x = op.Mul(x, _CONJUGATE)
+    if onesided:
+        x = op.Mul(x, op.Unsqueeze(_times_read(op, op.dim(x, axis), length), list(range(1, len(x.shape) - axis))))
+    given = length if onesided or operand(node, 1) is not None else None
+    y = transform(op, x, axis, given if given is None else op.Reshape(given, np.array([], np.int64)))
+    if onesided:
+        return op.Div(op.Slice(y, [0], [1], [-1]), op.cast_as(length, y))
+    return op.Div(y, op.Mul(op.cast_as(length, y), _CONJUGATE))
+
+
+def _times_read(op, size: ir.Value, length: ir.Value) -> ir.Value:
+    """For each frequency 1, that of its mirror image besides, or 0 where the whole spectrum has others."""
+    k = positions(op, size)
+    twice = op.Mul(k, np.int64(2))
+    itself, mirrored = op.LessOrEqual(twice, length), op.And(op.Greater(k, np.int64(0)), op.Less(twice, length))
+    return op.Add(*(op.Cast(read, to=ir.DataType.DOUBLE) for read in (itself, mirrored)))
+
+
+FORMS = {"DFT": inverse_transform}
+EXACT = {"DFT": is_exact}
