@@ -64,12 +64,20 @@ def dropped(x):
     return nn.functional.dropout(x + 1, 0.5)
 
 
+def twice(x):
+    """What is drawn later from the same seed is the same, as in a Brownian path whose parts are not kept."""
+    seed = np.random.randint(2**31)
+    first, second = (torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)) for _ in range(2))
+    return first + second
+
+
 SEEDED = {
     "a new generator": lambda x: torch.randn(x.shape, generator=torch.Generator().manual_seed(3)),
     "integers": lambda x: torch.randint(0, 9, (len(x), 3), generator=torch.Generator().manual_seed(3)).float(),
     "an old generator": reseeded,
     "the common generator": forked,
     "dropout": dropped,
+    "twice in one call": twice,
 }
 
 

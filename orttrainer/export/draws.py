@@ -1,4 +1,4 @@
-"""The random numbers that a forward draws: whether it seeds their generator itself, and so has the same in each call."""
+"""The random numbers that a forward draws: whether it seeds their generator itself, and so has the same again."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Draws:
         self._noted.append((generator, _state(generator)))
 
     def are_repeated(self, call: Callable[[], Draws]) -> bool:
-        """Whether another call, before which the generators move on, draws any of them again.
+        """Whether another call, before which the generators move on, draws any of them again, or the first has some twice.
 
-        It is made only where these were drawn from a generator of the user's, or after the common one was changed.
+        The call is made only where these were drawn from a generator of the user's, or after the common one was changed.
         """
         if not any(generator is not torch.default_generator or at != self._before for generator, at in self._noted):
             return False
@@ -39,7 +39,14 @@ class Draws:
         finally:
             for generator, state in kept:
                 generator.set_state(state)
-        return any(first == second for (_, first), (_, second) in zip(self._noted, again._noted))
+        twice = any(first == second for (_, first), (_, second) in zip(self._noted, again._noted))
+        return twice or self._are_twice_in_one_call(again)
+
+    def _are_twice_in_one_call(self, again: Draws) -> bool:
+        """Whether two generators that it made had one seed, as for the Brownian paths of torchsde."""
+        lasting = {id(generator) for generator, _ in again._noted}
+        made = {(id(generator), at) for generator, at in self._noted if id(generator) not in lasting}
+        return len({at for _, at in made}) < len(made)
 
 
 def _state(generator: torch.Generator) -> bytes:

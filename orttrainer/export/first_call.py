@@ -88,7 +88,7 @@ class FirstCall:
             return sampled(own(outputs_of(self.wrapper, batch), self.wrapper, batch))
 
     def check_seeds(self) -> None:
-        """Refuse random numbers that each call has again, as it seeds their generator: a graph would draw others."""
+        """Refuse random numbers that it has again, as it seeds their generator: a graph would draw others."""
 
         def again():
             rewind(self.wrapper, self.before, self._moved, [*self._frozen.values(), *self.inputs])
@@ -158,8 +158,9 @@ def _changes_a_parameter(name: str) -> UnsupportedModelError:
 
 def _repeats_draws() -> UnsupportedModelError:
     return UnsupportedModelError(
-        "forward seeds a random generator and draws from it, which gives the same numbers in each call; a graph would draw "
-        "others in each step. Draw them once and keep them in a buffer, or do not seed the generator in forward."
+        "forward seeds a random generator and draws from it, which gives the same numbers in each call, or twice in one; a "
+        "graph would draw others each time. Draw them once and keep them in a buffer, pass them as an input, or do not seed "
+        "the generator in forward."
     )
 
 
