@@ -172,6 +172,12 @@ FUNCTIONS = {
 }  # fmt: skip
 
 
+FUNCTIONS["joined with real ones"] = [
+    lambda z, w: torch.stack((z.real, w)), lambda z, w: torch.stack((torch.arange(4), z[0], w[1].real), 1), lambda z, w: torch.cat((z, w.real), 1),
+    lambda z, w: torch.hstack((z.abs().double(), w)).cfloat(), lambda z, w: torch.block_diag(z[:2], w.imag), lambda z, w: torch.dstack((WHERE, z)), lambda z, w: torch.hstack((z[0], w[0])),
+    lambda z, w: torch.zeros(3, 4, dtype=torch.cfloat).index_put((torch.tensor([0, 2, 0]),), z * w, accumulate=True),
+    lambda z, w: torch.zeros(3, dtype=torch.cfloat).index_put_((torch.tensor([0, 2]),), z[0, :2]),
+]  # fmt: skip
 LONG_FUNCTIONS = "along axes", "more functions", "more products", "slices"
 
 

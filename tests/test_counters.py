@@ -203,6 +203,15 @@ def test_a_loss_that_keeps_its_values_trains_and_is_told_that_later_ones_are_not
     assert "write to 'loss_fn.values'" in caplog.text
 
 
+def test_a_layers_buffer_that_is_an_attribute_of_another_is_not_told_to_be_written_to(caplog):
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model.statistics, model[0].mean = [model[1].running_mean], model[1].running_mean  # as the degrees of nflows' MADE
+    x = torch.randn(4, 3)
+    with caplog.at_level(logging.WARNING, "orttrainer"):
+        orttrainer.trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1)).step(x, x)
+    assert "write to" not in caplog.text
+
+
 def test_a_loss_that_only_counts_trains_and_the_count_goes_on_by_few():
     counting = Counting()
 

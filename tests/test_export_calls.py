@@ -231,6 +231,16 @@ def test_other_names_are_positional():
         assert_same(forward, [X, Y, X], {"loss": F.mse_loss(model(X, Y), X)})
 
 
+def test_an_output_may_be_a_parameter_or_a_buffer():
+    model = Model(lambda m, x: ((m.layer(x) + m.bias).mean(), m.bias, m.mean), layer=nn.Linear(6, 6))
+    model.bias = nn.Parameter(torch.tensor(-10.0))
+    model.register_buffer("mean", torch.arange(3.0))
+    description = describe([("x", ("batch", 6))], [("loss", ()), ("bias_", ()), ("mean_", (3,))])
+    forward = export_module(model, None, description, [X])
+    assert forward.exporter == "dynamo" and {"bias", "layer.weight"} <= {*forward.parameters}
+    assert_same(forward, [X], {"bias_": model.bias.detach(), "mean_": model.mean})
+
+
 def test_an_output_may_be_an_input_and_appear_twice():
     model = Model(lambda m, x: (m.layer(x).mean(), x, x), layer=nn.Linear(6, 6))
     description = describe([("x", ("batch", 6))], [("loss", ()), ("a", ("batch", 6)), ("b", ("batch", 6))])

@@ -265,3 +265,41 @@ def test_a_loss_that_is_made_in_each_call_has_the_weights_of_the_module(moves):
         torch.testing.assert_close(trainer.step(*batch(step))[0], expected.detach())
     for (name, found), wanted in zip(module.state_dict().items(), twin.state_dict().values()):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+class Line(nn.Module):
+    """A path through the rows of a batch, which it holds as a buffer, as torchcde's interpolations do."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.register_buffer("rows", rows)
+
+    def forward(self, at):
+        return self.rows[:, 0] + at * (self.rows[:, 1] - self.rows[:, 0])
+
+
+class Along(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        line = Line(x.nan_to_num() if x.isnan().any() else x)
+        places = torch.zeros(2, *line(0.0).shape)
+        places[1] = line(0.5)
+        return self.layer(places.sum(0))
+
+
+def test_the_buffer_of_a_module_that_forward_makes_is_computed_from_each_batch():
+    module, loss = Along(), nn.MSELoss()
+    reference = copy.deepcopy(module)
+    optimizer, ours = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (reference, module))
+    trainer = orttrainer.trainer(module, loss, ours)
+    for size in (2, 3, 5, 2):
+        x, y = torch.randn(size, 2, 4), torch.randn(size, 3)
+        expected = loss(reference(x), y)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        torch.testing.assert_close(trainer.step(x, y)[0], expected.detach())
+    torch.testing.assert_close(module.state_dict(), reference.state_dict())

@@ -130,8 +130,23 @@ class OfGroups(Normalized):
         return super().forward(x @ self.groups)
 
 
-@pytest.mark.parametrize("kind", [Normalized, OfGroups])
-def test_a_forward_that_rounding_decides_is_exported(kind):
+class Initialized(Normalized):
+    """The same with a flag, by which it decides and which it sets to a new tensor, as ActNorm of normflows does."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("done", torch.tensor(0.0))
+
+    def forward(self, x):
+        if not self.done > 0.0:
+            self.done = torch.tensor(1.0)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("place", ["child", "here"])
+@pytest.mark.parametrize("kind", [Normalized, OfGroups, Initialized])
+def test_a_forward_that_rounding_decides_is_exported(kind, place, monkeypatch):
+    monkeypatch.setenv("ORTTRAINER_EXPORT", place)
     x = 1000 + 0.02 * torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
     single, double = (Normalized().to(d)(x.to(d)).item() for d in (torch.float32, torch.float64))
     assert abs(single - double) > 1e-3 * abs(double)  # else this tests nothing

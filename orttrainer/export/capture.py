@@ -21,7 +21,7 @@ from onnxscript.function_libs.torch_lib.ops import core
 from orttrainer import runtime
 from orttrainer.export import batch_norm, double_precision, masks, stop_gradient, written_slices
 from orttrainer.export.assignment import define_assignments
-from orttrainer.export.caught import Caught
+from orttrainer.export.caught import Caught, modules_left
 from orttrainer.export.decompose import node_by_node
 from orttrainer.export.faithful import faithful
 from orttrainer.export.granted import Granted, granted_by, takes_for_equal
@@ -313,7 +313,7 @@ def _exported_program(wrapper, inputs, symbols, fixed):
     # flat label of length bptt * batch. Unlike AUTO it still refuses to become a constant.
     kind = torch.export.Dim.AUTO if fixed else torch.export.Dim.DYNAMIC
     dynamic = [dict.fromkeys(axes, kind) for axes in symbols]
-    with _sizes_0_and_1_may_vary(), _without_grad_modes():
+    with _sizes_0_and_1_may_vary(), _without_grad_modes(), modules_left():
         return torch.export.export(
             wrapper,
             tuple(inputs),

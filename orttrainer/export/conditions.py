@@ -113,6 +113,10 @@ class Followed:
         self.hints: Hints | None = None
         self.begin(())
 
+    def __deepcopy__(self, memo: dict) -> Followed:
+        """For a copy of the module, which runs: the tensors of a trace cannot be copied."""
+        return Followed()
+
     def begin(self, inputs: Sequence[torch.Tensor]) -> None:
         """Forward is traced from its beginning, on these inputs."""
         self._inputs = inputs

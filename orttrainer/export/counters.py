@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -36,6 +36,7 @@ class Counters:
     def __init__(self, module: torch.nn.Module, read: Read | None):
         self._names = None if read is None else read.names
         self._own = {id(part) for part in module.modules()}
+        self._state = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         self._places: dict[str, tuple[Any, Any]] = {}  # path -> what holds it, and by which key or name
         self._tensors: dict[str, tuple[Any, Any]] = {}  # and of those, and of containers
         self._met: set[int] = set()
@@ -98,7 +99,7 @@ class Counters:
         return {path: number for path, number in numbers.items() if not math.isnan(number)}  # which is no count
 
     def _contents(self) -> dict[str, Any]:
-        return {path: _content(_held(*place)) for path, place in self._tensors.items()}
+        return {path: _content(_held(*place), self._state) for path, place in self._tensors.items()}
 
     def _gather(self, path: str, owner: Any, key: Any, depth: int) -> None:
         value = _held(owner, key)
@@ -164,10 +165,10 @@ def _held(owner: Any, key: Any) -> Any:
         return None
 
 
-def _content(value: Any) -> Any:
-    """What is another of another tensor, of one that was written to, and of a container of more."""
+def _content(value: Any, state: Collection[int]) -> Any:
+    """What is another of another tensor, of one that was written to (which state may be), and of a container of more."""
     if isinstance(value, torch.Tensor):
-        return id(value), None if value.is_inference() else value._version
+        return id(value), None if value.is_inference() or id(value) in state else value._version
     return len(value) if type(value) in _ITEMS else None
 
 

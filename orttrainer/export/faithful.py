@@ -23,6 +23,7 @@ from orttrainer.errors import UnsupportedModelError
 from orttrainer.export import builtin_functions, conditions, stop_gradient, told, unseen
 from orttrainer.export.call import sparse_refused, without_checkpoints
 from orttrainer.export.changed_parameters import ChangedParameters
+from orttrainer.export.draws import Draws
 from orttrainer.export.numbers import Numbers
 from orttrainer.export.opened import opened
 from orttrainer.export.rewrites import (
@@ -269,6 +270,7 @@ class MutedDropout(TorchFunctionMode):
         sees_gradients: whether the code, not torch's own, asked if there are any (with `watching`).
         decisions: what Python decided by the truth of tensors.
         told: numbers that it was told.
+        draws: of random numbers.
     """
 
     def __init__(self):
@@ -277,6 +279,7 @@ class MutedDropout(TorchFunctionMode):
         self.differentiates = self.sees_gradients = False
         self.decisions: list[conditions.Condition] = []
         self.told: list[told.Told] = []
+        self.draws = Draws()
         self._run: RunCode | None = None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -284,6 +287,7 @@ class MutedDropout(TorchFunctionMode):
         self.differentiates |= func is torch.autograd.grad
         self.sees_gradients |= func in _OF_GRADIENTS and not told.by_torch()
         if mute := _MUTES.get(func):
+            self.draws.note(kwargs)
             return mute(self, func, args, kwargs)
         if inner := by_value.SEEN.get(func) or opened(func):
             with self:

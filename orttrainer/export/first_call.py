@@ -87,6 +87,18 @@ class FirstCall:
         with MutedDropout():
             return sampled(own(outputs_of(self.wrapper, batch), self.wrapper, batch))
 
+    def check_seeds(self) -> None:
+        """Refuse random numbers that it has again, as it seeds their generator: a graph would draw others."""
+
+        def again():
+            rewind(self.wrapper, self.before, self._moved, [*self._frozen.values(), *self.inputs])
+            with MutedDropout() as mute:
+                outputs_of(self.wrapper, self.inputs)
+            return mute.draws
+
+        if self.mute.draws.are_repeated(again):
+            raise _repeats_draws()
+
     def check_trained(self) -> None:
         """Refuse a change of what is trained, unless it is the same when it is done twice."""
         trained = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
@@ -141,6 +153,14 @@ def _changes_a_parameter(name: str) -> UnsupportedModelError:
         f"is the same when it is done twice, as a weight that is clamped, trains). If only forward is to change it, as a momentum "
         f"encoder or a codebook, make it a buffer or call requires_grad_(False) on it; if only its first call does, as an "
         f"initialization by the first batch, run one batch through the module, then make the trainer; else leave that out."
+    )
+
+
+def _repeats_draws() -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "forward seeds a random generator and draws from it, which gives the same numbers in each call, or twice in one; a "
+        "graph would draw others each time. Draw them once and keep them in a buffer, pass them as an input, or do not seed "
+        "the generator in forward."
     )
 
 

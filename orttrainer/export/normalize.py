@@ -84,8 +84,9 @@ def name_interface(model, input_names, output_names, symbols) -> None:
     Args:
         symbols: per input, {axis: symbol}.
     """
-    common.OutputFixPass()(model)  # one value may be two outputs, or an input
     graph = model.graph
+    _copy_initializer_outputs(graph)
+    common.OutputFixPass()(model)  # one value may be two outputs, or an input
     reserved = {*input_names, *output_names}
     for value in _values(graph):
         if value.name in reserved:
@@ -95,6 +96,16 @@ def name_interface(model, input_names, output_names, symbols) -> None:
     for value, name in zip(graph.outputs, output_names, strict=True):
         value.name = name
     _rename_dimensions(graph, symbols)
+
+
+def _copy_initializer_outputs(graph):
+    """An output that is state, such as the bias that SigLIP returns to its loss, has a name of its own."""
+    for index, value in enumerate(graph.outputs):
+        if value.is_initializer():
+            copied = ir.node("Identity", inputs=[value])
+            copied.outputs[0].shape, copied.outputs[0].type = value.shape, value.type
+            graph.append(copied)
+            graph.outputs[index] = copied.outputs[0]
 
 
 def _values(graph):

@@ -60,6 +60,8 @@ def _observed(wrapper, inputs, hidden_state: bool) -> Observation:
             first.check_apart()
             first.check_forms()
         later = LaterCalls(first) if hidden_state else None
+        if hidden_state:
+            first.check_seeds()
     if later is not None:
         later.check()
     first.check_versions()

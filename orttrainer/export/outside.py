@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_buffer_registration_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 __all__ = ["Noticed", "modules_of", "noticed"]
@@ -34,6 +34,7 @@ class Noticed(TorchFunctionMode):
         self._own = {id(module) for module in wrapper.modules()}
         self._own_parameters = {id(parameter) for parameter in wrapper.parameters()}
         self._own_state = self._own_parameters | {id(buffer) for buffer in wrapper.buffers()}
+        self._made: list[torch.Tensor] = []
         self._found: dict[int, nn.Module] = {}
         self._read: dict[int, nn.Parameter] = {}
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -55,6 +56,11 @@ class Noticed(TorchFunctionMode):
             self._found[id(module)] = module
             self._before += [(x, x.detach().clone()) for x in module.buffers() if id(x) not in self._own_state]
 
+    def made(self, module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
+        """As a hook on each buffer that a module gets: of one that forward makes, such as a spline, it is computed, and no state."""
+        self._made.append(buffer)  # alive, and so of an id of its own
+        self._own_state.add(id(buffer))
+
     def back(self) -> None:
         with torch.no_grad():
             for buffer, value in self._before:
@@ -73,12 +79,13 @@ class Noticed(TorchFunctionMode):
 def noticed(wrapper: nn.Module) -> Iterator[Noticed]:
     """Notice modules that are called within the block and are not in `wrapper`; their buffers are restored at its end."""
     found = Noticed(wrapper)
-    handle = register_module_forward_pre_hook(found.look)
+    handles = register_module_forward_pre_hook(found.look), register_module_buffer_registration_hook(found.made)
     try:
         with _without_its_warning() if _has_compiled(wrapper) else contextlib.nullcontext(), found:
             yield found
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
         found.back()
 
 

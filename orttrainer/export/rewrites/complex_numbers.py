@@ -33,6 +33,29 @@ def _scatter(self, dim, index, src):
     return torch.complex(*(part.scatter(dim, index, new) for part, new in zip(parts(self), parts(src))))
 
 
+def _index_put(self, indices, values, accumulate=False):
+    pairs = zip(parts(self), parts(values))
+    return torch.complex(*(part.index_put(indices, new, accumulate) for part, new in pairs))
+
+
+def _joining(function: Callable, known: bool) -> Callable:
+    """`function` joins tensors, real ones among them; `known`: of complex ones the exporters know it."""
+
+    def joined(tensors, *args, **kwargs):
+        dtypes = {x.dtype for x in tensors}
+        if known and len(dtypes) == 1:
+            return function(tensors, *args, **kwargs)
+        dtype = functools.reduce(torch.promote_types, dtypes).to_real()
+        pairs = zip(*([part.to(dtype) for part in parts(x)] for x in tensors))
+        return torch.complex(*(function(each, *args, **kwargs) for each in pairs))
+
+    return joined
+
+
+def _block_diag(*tensors):
+    return torch.complex(*(torch.block_diag(*each) for each in zip(*map(parts, tensors))))
+
+
 def _pad(input, pad, mode="constant", value=None):
     filled = (None, None) if value is None else parts(value)
     return torch.complex(*(torch._C._nn.pad(part, pad, mode, fill) for part, fill in zip(parts(input), filled)))
@@ -155,6 +178,8 @@ _BY_PARTS = [
 _FUNCTIONS = {
     **complex_functions.FUNCTIONS,
     "where": _where,
+    "block_diag": _block_diag,
+    "index_put": _index_put,
     "masked_fill": _masked_fill,
     "masked_select": _masked_select,
     "scatter": _scatter,
@@ -170,11 +195,14 @@ _METHODS = {
     "zero_": _zero_,
     "index_add_": _in_place(by_parts(torch.index_add)),
     "index_copy_": _in_place(by_parts(torch.index_copy)),
+    "index_put_": _in_place(_index_put),
     "lerp_": _in_place(complex_functions.FUNCTIONS["lerp"]),
     "masked_fill_": _in_place(_masked_fill),
     "scatter_": _in_place(_scatter),
     "scatter_add_": _in_place(by_parts(torch.scatter_add)),
 }
+_JOINS = dict.fromkeys(["cat", "concat", "concatenate", "stack"], True)
+_JOINS |= dict.fromkeys(["column_stack", "dstack", "hstack", "row_stack", "vstack"], False)
 _NEW = (
     "empty", "empty_like", "full", "full_like", "new_empty", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "zeros",
     "zeros_like",
@@ -205,6 +233,9 @@ def rewrites(others: Mapping[Callable, Callable]) -> dict[Callable, Callable]:
         for name in _NEW:
             if function := getattr(owner, name, None):
                 add(function, functools.partial(_filled, function))
+    for name, known in _JOINS.items():
+        function = getattr(torch, name)
+        add(function, _joining(others.get(function, function), known))
     add(torch.Tensor.__getitem__, _get_item)
     add(torch._C._nn.pad, _pad)
     add(torch._C._nn.pad_sequence, _pad_sequence)

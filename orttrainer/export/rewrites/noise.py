@@ -90,6 +90,11 @@ def _bernoulli_(input, p=0.5, *, generator=None):
     return input.copy_((torch.rand_like(input) < p).to(input.dtype))
 
 
+def _of_no_generator(function):
+    """What the user's generator would draw is drawn by the graph, as all is."""
+    return lambda *args, generator=None, **options: function(*args, **options)
+
+
 def _in_place(function):
     return lambda input, *args, **kwargs: input.copy_(function(input, *args, **kwargs))
 
@@ -102,6 +107,7 @@ REWRITES = {
     torch.rrelu: _rrelu,
     torch.rrelu_: _in_place(_rrelu),
     **dict.fromkeys([torch.bernoulli, torch.Tensor.bernoulli], _bernoulli),
+    **{drawn: _of_no_generator(drawn) for drawn in (torch.rand, torch.randn, torch.rand_like, torch.randn_like)},
     torch.normal: _normal,
     torch.randint: _randint,
     torch.randperm: _randperm,
