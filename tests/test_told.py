@@ -160,6 +160,7 @@ def tensors_that_are_read_as_sizes(m, x, label):
         h.new_zeros(size=(number, 3)),
         h[:1].expand(number, -1),
         torch.eye(number, 3),
+        F.pad(h[:1], (0, 0, 0, number - 1)),
     ]
     assert all(part.shape == pooled.shape for part in parts)
     places = torch.linspace(0, 1, number) + torch.diagonal(h @ h.T, number)[0]

@@ -46,11 +46,12 @@ _READ = {  # which of their arguments are numbers
     torch.full: slice(0, 1),
     torch.Tensor.new_full: slice(1, 2),
     F.one_hot: slice(1, None),
+    torch._C._nn.pad: slice(1, 2),
     **{getattr(torch, name): slice(0, None) for name in _MAKERS.split()},
     **{getattr(torch, name): slice(1, None) for name in _BOTH.split()},
     **{getattr(torch.Tensor, name): slice(1, None) for name in (*_BOTH.split(), *_METHODS.split())},
 }
-_NO_NUMBERS = {"fill_value", "input"}
+_NO_NUMBERS = {"fill_value", "input", "value"}
 
 MOST_TOLD = 2**12  # numbers of an array that a trace has symbols for
 

@@ -58,6 +58,12 @@ def _detection(step):
     return [torch.where(mask > 0, tokens, 1), mask, (tokens % 2)]
 
 
+def _answers(step):
+    tokens, mask, _ = _language(step)
+    places = torch.randint(0, LENGTH + 2, (2, 3), generator=_generator(step + 7))  # behind the end: no answer
+    return [tokens, mask, *places]
+
+
 def _translation(step):
     tokens, mask = _tokens(step, LENGTH), _padding(LENGTH)
     target = _tokens(step + 50, LENGTH - 2)
@@ -98,6 +104,10 @@ def _spoken(step):
     return [torch.randn(3, 800, generator=_generator(step)), _tokens(step, 4)]
 
 
+def _series(step):
+    return list(torch.randn(3, 40, 3, generator=_generator(step)).split([32, 8], 1))
+
+
 def _pairs(step):
     return [*_language(step)[:2], torch.randn(3, 3, IMAGE, IMAGE, generator=_generator(step))]
 
@@ -112,6 +122,10 @@ _IMAGE = ["batch", 3, IMAGE, IMAGE]
 KINDS: dict[str, tuple[dict, Callable]] = {
     "language": ({"input_ids": _ROW, "attention_mask": _ROW, "labels": _ROW}, _language),
     "detection": ({"input_ids": _ROW, "attention_mask": _ROW, "labels": _ROW}, _detection),
+    "answers": (
+        {"input_ids": _ROW, "attention_mask": _ROW, "start_positions": ["batch"], "end_positions": ["batch"]},
+        _answers,
+    ),
     "unmasked": ({"input_ids": _ROW, "labels": _ROW}, lambda step: [_tokens(step, LENGTH)] * 2),
     "one length": (
         {"input_ids": ["batch", LENGTH], "labels": ["batch", LENGTH]},
@@ -125,6 +139,7 @@ KINDS: dict[str, tuple[dict, Callable]] = {
     "spectrum classes": ({"input_values": ["batch", 24, 16], "labels": ["batch"]}, _spectrum_classes),
     "sounds": ({"input_values": ["batch", 800], "labels": ["batch"]}, _sounds),
     "spoken": ({"input_values": ["batch", 800], "labels": ["batch", "target"]}, _spoken),
+    "series": ({"past_values": ["batch", 32, 3], "future_values": ["batch", 8, 3]}, _series),
     "pairs": ({"input_ids": _ROW, "attention_mask": _ROW, "pixel_values": _IMAGE}, _pairs),
     "captions": ({"input_ids": _ROW, "attention_mask": _ROW, "pixel_values": _IMAGE, "labels": _ROW}, _captions),
 }
@@ -174,6 +189,7 @@ MAMBA = {"state_size": 4, "time_step_rank": 4, "conv_kernel": 4}
 
 FAMILIES = {
     "bert": Family("BertForMaskedLM"),
+    "bert-answers": Family("BertForQuestionAnswering", "answers", NO_ATTENTION, {"num_labels": 2}),
     "roberta": Family("RobertaForMaskedLM"),
     "xlm-roberta": Family("XLMRobertaForMaskedLM"),
     "camembert": Family("CamembertForMaskedLM"),
@@ -221,10 +237,15 @@ FAMILIES = {
     }),
     "mixtral": Family("MixtralForCausalLM", sizes={**GROUPED, **EXPERTS}),
     "qwen2-moe": Family("Qwen2MoeForCausalLM", sizes={**EXPERTS, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "num_key_value_heads": 2}),
+    "gpt-oss": Family("GptOssForCausalLM", attentions=NO_ATTENTION, sizes={**GROUPED, "num_experts_per_tok": 2, "num_local_experts": 4, "sliding_window": 4}),
+    "minimax": Family("MiniMaxForCausalLM", attentions=NO_ATTENTION, sizes={**GROUPED, **EXPERTS, "layer_types": ["linear_attention", "full_attention"], "block_size": 4}),
     "switch": Family("SwitchTransformersForConditionalGeneration", "translation", NO_ATTENTION, {**T5, "num_experts": 4}),
     "mamba": Family("MambaForCausalLM", "one length", NO_ATTENTION, MAMBA),
     "mamba2": Family("Mamba2ForCausalLM", "one length", NO_ATTENTION, {**MAMBA, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 4}),
     "falcon-mamba": Family("FalconMambaForCausalLM", "one length", NO_ATTENTION, MAMBA),
+    "recurrent-gemma": Family("RecurrentGemmaForCausalLM", "one length", NO_ATTENTION, {
+        "lru_width": 32, "block_types": ["recurrent", "attention"], "attention_window_size": 4, "num_key_value_heads": 1, "head_dim": 8,
+    }),
     "rwkv": Family("RwkvForCausalLM", "one length", NO_ATTENTION, {"attention_hidden_size": 32, "context_length": 40}),
     "bart": Family("BartForConditionalGeneration", "translation", sizes=SEQ2SEQ),
     "mbart": Family("MBartForConditionalGeneration", "translation", sizes=SEQ2SEQ),
@@ -233,11 +254,17 @@ FAMILIES = {
     "blenderbot": Family("BlenderbotForConditionalGeneration", "translation", sizes=SEQ2SEQ),
     "m2m100": Family("M2M100ForConditionalGeneration", "translation", sizes=SEQ2SEQ),
     "t5": Family("T5ForConditionalGeneration", "translation", NO_ATTENTION, T5),
+    "longt5": Family("LongT5ForConditionalGeneration", "translation", NO_ATTENTION, {
+        **T5, "encoder_attention_type": "transient-global", "local_radius": 2, "global_block_size": 4,
+    }),
     "vit": Family("ViTForImageClassification", "images", sizes=PATCHES),
     "deit": Family("DeiTForImageClassification", "images", sizes=PATCHES),
     "beit": Family("BeitForImageClassification", "images", sizes={**PATCHES, "use_relative_position_bias": True}),
     "dinov2": Family("Dinov2ForImageClassification", "images", sizes=PATCHES),
     "swin": Family("SwinForImageClassification", "images", sizes={
+        "image_size": IMAGE, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4,
+    }),
+    "swinv2": Family("Swinv2ForImageClassification", "images", NO_ATTENTION, {
         "image_size": IMAGE, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4,
     }),
     "segformer": Family("SegformerForSemanticSegmentation", "maps", sizes={
@@ -261,6 +288,11 @@ FAMILIES = {
     "wav2vec2": Family("Wav2Vec2ForSequenceClassification", "sounds", sizes=SOUND),
     "wav2vec2-ctc": Family("Wav2Vec2ForCTC", "spoken", sizes=SOUND),
     "hubert": Family("HubertForSequenceClassification", "sounds", sizes=SOUND),
+    "wavlm": Family("WavLMForSequenceClassification", "sounds", NO_ATTENTION, SOUND),
+    "patchtst": Family("PatchTSTForPrediction", "series", NO_ATTENTION, {
+        "num_input_channels": 3, "context_length": 32, "prediction_length": 8, "patch_length": 4, "patch_stride": 4,
+        "d_model": 16, "ffn_dim": 32,
+    }),
     "ast": Family("ASTForAudioClassification", "spectrum classes", sizes={"patch_size": 8, "num_mel_bins": 16, "max_length": 24, "frequency_stride": 8, "time_stride": 8}),
     "clip": Family("CLIPModel", "pairs", sizes=TEXT_AND_IMAGE),
     "siglip": Family("SiglipModel", "pairs", sizes=TEXT_AND_IMAGE),

@@ -153,7 +153,7 @@ def _take_along_dim(input, indices, dim=None):
 
 
 def _made(tensor):
-    """torch.tensor of lists and arrays that have tensors of one element in them, or numbers of tensors' values."""
+    """torch.tensor of lists and arrays that have tensors of one element in them, or symbols, which `item()` would make 0."""
 
     def call(data, *, dtype=None, device=None, **others):
         if not torch.compiler.is_exporting() or not has_tensors(data):
@@ -172,10 +172,10 @@ def from_numpy(array):
 
 
 def has_tensors(data) -> bool:
-    """Whether it is a list, or a list of lists, or an array, with tensors in it, or numbers of theirs."""
+    """Whether it is a list, or a list of lists, or an array, with tensors in it, or numbers of theirs, or symbolic sizes."""
     data = data.tolist() if _is_array_of_objects(data) else data
     return isinstance(data, (list, tuple)) and any(
-        isinstance(x, torch.Tensor) or is_value(x) or has_tensors(x) for x in data
+        isinstance(x, (torch.Tensor, torch.SymInt, torch.SymFloat)) or has_tensors(x) for x in data
     )
 
 

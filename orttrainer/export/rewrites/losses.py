@@ -14,6 +14,8 @@ from orttrainer.export.stop_gradient import stop_gradient
 
 __all__ = ["REWRITES"]
 
+_IGNORED = -100  # PyTorch's default
+
 
 def _cross_entropy(
     input,
@@ -33,7 +35,7 @@ def _cross_entropy(
         return loss[0] if reduction == "none" else loss
     axis = 1
     if not target.is_floating_point():
-        target = _out_of_range(target, input.size(axis), ignore_index)
+        target, ignore_index = _labels(target, input.size(axis), ignore_index)
     plain = label_smoothing == 0.0 and not target.is_floating_point()
     if plain:
         return F.cross_entropy(input, target, weight, ignore_index=ignore_index, reduction=reduction)
@@ -61,8 +63,15 @@ def _nll_loss(input, target, weight=None, size_average=None, ignore_index=-100, 
     if input.dim() == 1:
         loss = _nll_loss(input[None], target[None], weight, None, ignore_index, None, reduction)
         return loss[0] if reduction == "none" else loss
-    target = _out_of_range(target, input.size(1), ignore_index)
+    target, ignore_index = _labels(target, input.size(1), ignore_index)
     return F.nll_loss(input, target, weight, ignore_index=ignore_index, reduction=reduction)
+
+
+def _labels(target, classes, ignore_index):
+    """Labels and `ignore_index` as ONNX has them, an attribute; models of answers in a text ignore its length, a symbol."""
+    if isinstance(ignore_index, int):
+        return _out_of_range(target, classes, ignore_index), ignore_index
+    return torch.where(target == ignore_index, _IGNORED, _out_of_range(target, classes, 0)), _IGNORED
 
 
 def _out_of_range(target, classes, ignore_index):

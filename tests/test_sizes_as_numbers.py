@@ -1,0 +1,86 @@
+"""Sizes that vary from batch to batch, where forward makes tensors or attributes of operators of them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from in_step import check_equal
+from torch import nn
+
+import orttrainer
+from orttrainer import IODescription, ModelDescription
+
+ROWS = 4
+LENGTHS = (5, 6, 4)
+
+
+class Answers(nn.Module):
+    """The head of a model that looks for answers in a text: what stands behind its end is ignored."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.embedding, self.head, self.loss = nn.Embedding(20, 6), nn.Linear(6, 1), loss
+
+    def forward(self, tokens, place):
+        scores = self.head(self.embedding(tokens)).squeeze(-1)
+        length = scores.size(1)
+        return self.loss(scores, place.clamp(0, length), ignore_index=length)
+
+
+class Boxes(nn.Module):
+    """A loss for each box, of which there is one at least; a decision by values, which only the newer exporter follows."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.head, self.number = nn.Linear(6, 1), number
+
+    def forward(self, x, place):
+        number = self.number(x.shape[1]).clamp(min=1).item()
+        loss = (self.head(x).squeeze(-1).sum(1) - place).square().sum() / number
+        return 2 * loss if place.sum().item() > 1 else loss
+
+
+def smooth(scores, place, ignore_index):
+    return F.cross_entropy(scores, place, ignore_index=ignore_index, label_smoothing=0.1)
+
+
+def log_likelihood(scores, place, ignore_index):
+    return F.nll_loss(F.log_softmax(scores, -1), place, ignore_index=ignore_index)
+
+
+def train(model, batches, axes):
+    twin = copy.deepcopy(model)
+    inputs = [IODescription("x", axes), IODescription("place", ["batch"])]
+    optimizer, plain = (torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, twin))
+    trainer = orttrainer.trainer(
+        model, None, optimizer, model_desc=ModelDescription(inputs, [IODescription("loss", [])])
+    )
+    for batch in batches:
+        loss, _ = trainer.step(*batch)
+        expected = twin(*batch)
+        plain.zero_grad()
+        expected.backward()
+        plain.step()
+        torch.testing.assert_close(loss, expected.detach())
+    check_equal(model, twin)
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, smooth, log_likelihood])
+def test_labels_at_the_length_of_each_batch_are_ignored(loss):
+    torch.manual_seed(0)
+    place = torch.tensor([1, 5, 9, 3])
+    train(Answers(loss), [(torch.randint(0, 20, (ROWS, length)), place) for length in LENGTHS], ["batch", "length"])
+
+
+@pytest.mark.parametrize(
+    "number",
+    [lambda n: torch.as_tensor([n], dtype=torch.float32), lambda n: torch.tensor([[n, 1]]).max()],
+    ids=["as_tensor", "tensor"],
+)
+def test_a_size_that_was_a_tensor_in_between_is_a_number(number):
+    torch.manual_seed(0)
+    place = torch.arange(ROWS) % 2
+    train(Boxes(number), [(torch.randn(ROWS, length, 6), place) for length in LENGTHS], ["batch", "length", 6])
