@@ -49,8 +49,14 @@ class MultiplesPass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         nodes = [node for node in model.graph if _is_multiple(node)]
+        steps = dict.fromkeys(step for node in nodes for step in _steps(_scaled(node)))
         result = put_all_in_place(model, "multiples", nodes, _at_once)
-        common.RemoveUnusedNodesPass()(model)
+        for (
+            step
+        ) in steps:  # of several in a row the last comes first; other nodes may be there for what they are called
+            value = step.outputs[0]
+            if step.graph is not None and not value.uses() and not value.is_graph_output():
+                step.graph.remove(step, safe=True)
         return result
 
 
