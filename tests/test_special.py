@@ -22,6 +22,7 @@ FUNCTIONS = {
     "erfinv": (torch.erfinv, -0.95, 0.95),
     "ndtri": (torch.special.ndtri, 0.02, 0.98),
     "log_ndtr": (torch.special.log_ndtr, -10.0, 5.0),
+    "erfc": (lambda x: x.erfc().log(), -2.0, 6.5),
     "erfcx": (torch.special.erfcx, -2.0, 20.0),
 }
 if torch.special.bessel_j0(torch.ones(1, requires_grad=True)).requires_grad:  # since torch 2.15

@@ -175,7 +175,8 @@ def check_layers(module: nn.Module) -> None:
         if isinstance(layer, torch.jit.ScriptModule):
             raise UnsupportedModelError(
                 f"{name!r} is a TorchScript module, which has no Python to export; put the torch.nn.Module there that it was "
-                "made from. Functions of torch.jit.script may stay: they are called as the Python that they are written in."
+                "made from (of e3nn: e3nn.set_optimization_defaults(jit_script_fx=False) before it). Functions of torch.jit.script "
+                "may stay: they are called as the Python that they are written in."
             )
         if any(
             isinstance(p, UninitializedTensorMixin) for p in [*layer._parameters.values(), *layer._buffers.values()]

@@ -1,4 +1,4 @@
-"""The inverse of the error function and that of the normal distribution; the logarithm of the latter; erfc without its decay."""
+"""The inverse of the error function and that of the normal distribution; the logarithm of the latter; erfc, with and without its decay."""
 
 from __future__ import annotations
 
@@ -120,6 +120,11 @@ def _log_ndtr(input, *, out=None):
     return value.to(float_of(input))
 
 
+def _erfc(input, *, out=None):
+    """1 - erf(x) without cancellation: of float32 that has no digit from 4 on, and torch's exporters write it so."""
+    return torch.special.erfc(in_float64(input)).to(float_of(input))
+
+
 def _erfcx(input, *, out=None):
     """erfc(x) e^(x^2), where the one may be 0 and the other infinite."""
     x = in_float64(input)
@@ -133,5 +138,6 @@ REWRITES = {
     **dict.fromkeys([torch.erfinv, torch.Tensor.erfinv, torch.special.erfinv], _erfinv),
     torch.special.ndtri: _ndtri,
     torch.special.log_ndtr: _log_ndtr,
+    **dict.fromkeys([torch.erfc, torch.Tensor.erfc, torch.special.erfc], _erfc),
     torch.special.erfcx: _erfcx,
 }
