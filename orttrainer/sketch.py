@@ -333,24 +333,31 @@ class Trainer(FrontEnd):
 
     def _run(self, call: Callable, given: Mapping[str, torch.Tensor], *arguments):
         """Call the compiled engine; where the batch has sizes that the first ones do not tell of, have it export again before."""
-        try:
-            return call(given, *arguments)
-        except SchemaError as error:
-            if not self._describes or not self._differs_in_sizes(given):
-                raise
-            self._describe_anew(given, error, trains=call == self._engine.train_step)
-        return call(given, *arguments)
+        while True:  # another thread may have had it export for its own batch in between
+            try:
+                return call(given, *arguments)
+            except SchemaError as error:
+                if not self._describes or not self._is_like_the_first(given):
+                    raise
+                seen = [*self._seen, _shapes(given)]
+                description = for_sizes_of(self._first, seen)
+                if repr(description) == repr(self._engine.description):
+                    raise
+                self._describe_anew(description, given, error, trains=call == self._engine.train_step)
+                self._seen = seen
 
-    def _differs_in_sizes(self, given: Mapping[str, torch.Tensor]) -> bool:
-        """Whether this batch is like the first one but for its sizes."""
+    def _is_like_the_first(self, given: Mapping[str, torch.Tensor]) -> bool:
+        """Whether a batch has the dtypes and the numbers of axes of the first one, and is not empty."""
+        pairs = [(given[like.name_], like) for like in self._first.inputs_]
         return all(
-            (x := given[like.name_]).dtype == like.dtype_ and x.dim() == len(like.shape_) and x.numel()
-            for like in self._first.inputs_
+            not x.is_nested and x.dtype == like.dtype_ and x.dim() == len(like.shape_) and x.numel()
+            for x, like in pairs
         )
 
-    def _describe_anew(self, given: Mapping[str, torch.Tensor], error: SchemaError, trains: bool) -> None:
-        begun, seen = time.perf_counter(), [*self._seen, _shapes(given)]
-        description = for_sizes_of(self._first, seen)
+    def _describe_anew(
+        self, description: ModelDescription, given: Mapping[str, torch.Tensor], error: SchemaError, trains: bool
+    ) -> None:
+        begun = time.perf_counter()
         if self._engine.collective.size > 1:
             raise SchemaError(
                 f"{error} What holds is what the first batch had. On several ranks describe the batch, with a name in place "
@@ -363,7 +370,6 @@ class Trainer(FrontEnd):
                 f"{error} What holds is what the batches before had, and the module does not take such a batch: "
                 f"{type(refusal).__name__}: {refusal}"
             ) from refusal
-        self._seen = seen
         log.warning(
             "%s, which the batches before did not have, so the module was exported again, in %.1f s, for any size there. It is "
             "exported once where the batch is described: trainer(..., model_desc=%r)",

@@ -1,9 +1,11 @@
 """`orttrainer.trainer` without a description: batches of any sizes that the module takes train as in PyTorch."""
 
+import concurrent.futures
 import copy
 
 import pytest
 import torch
+from marks import usual
 from small import assert_same
 from torch import nn
 from torch.nn import functional as F
@@ -109,7 +111,9 @@ class Twins:
             torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("case", BATCHES)
+@pytest.mark.parametrize(
+    "case", usual(BATCHES, "lengths", "two lengths that are equal at first", "squares, then others")
+)
 def test_each_batch_trains_as_in_pytorch(case, exports):
     torch.manual_seed(0)
     make, batches, graphs = BATCHES[case]
@@ -202,3 +206,31 @@ def test_the_warning_says_how_to_do_without_a_second_export(caplog):
     (record,) = [record for record in caplog.records if "exported again" in record.message]
     assert "input 'words', axis 1: expected size 5, got 6" in record.message
     assert "model_desc=ModelDescription(inputs=[IODescription('words', ['batch', 'words_1']" in record.message
+
+
+def test_threads_with_lengths_of_their_own():
+    torch.manual_seed(0)
+    module = Words()
+    trainer = orttrainer.trainer(module, F.cross_entropy, torch.optim.SGD(module.parameters(), 0.0))
+    trainer.step(*of_words(3, 5)(0))
+    batches = [of_words(rows, length)(1) for rows, length in ((3, 6), (3, 9), (2, 7))]
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        losses = [*threads.map(lambda batch: trainer.eval_step(*batch)[0], batches)]
+    for loss, (x, y) in zip(losses, batches):
+        torch.testing.assert_close(loss, F.cross_entropy(module(x), y).detach())
+
+
+def test_what_is_not_of_sizes_is_refused_without_an_export(exports):
+    twins = Twins(images())
+    x, y = of_images(4, 8, 8)(0)
+    twins.step((x, y))
+    for batch in (
+        (x.double(), y),
+        (x[0], y),
+        (x[:0], y[:0]),
+        (x.to_sparse(), y),
+        (torch.nested.nested_tensor([*x]), y),
+    ):
+        with pytest.raises(SchemaError):
+            twins.trainer.step(*batch)
+    assert len(exports) == 1
