@@ -64,9 +64,7 @@ def sequences(step: int):
     return [x, torch.tensor([[8, 5, 2], [3, 8, 8], [4, 6, 8]][step % 3])]
 
 
-@pytest.mark.parametrize(
-    "name", usual(FUNCTIONS, "packed", "periods of what has been folded", "square root", "deviation", "a buffer")
-)
+@pytest.mark.parametrize("name", usual(FUNCTIONS, "packed", "periods of what has been folded", "a buffer"))
 def test_arrays_of_tensors_train_as_in_pytorch(name):
     assert_trains_as_in_pytorch(lambda: Arrays(FUNCTIONS[name]), sequences, evaluates=False)
 

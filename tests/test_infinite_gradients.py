@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from marks import slow
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription
@@ -65,7 +66,10 @@ class Terms(nn.Module):
         return sum(form(self.layers[name](x)).sum() for name, form in FORMS.items())
 
 
-@pytest.fixture(scope="module", params=[(), [chosen.__name__ for chosen in SPEED_PASSES]], ids=["passes", "plain"])
+PLAIN = [chosen.__name__ for chosen in SPEED_PASSES]
+
+
+@pytest.fixture(scope="module", params=[(), slow(PLAIN)], ids=["passes", "plain"])
 def trained(request):
     torch.manual_seed(0)
     model, x = Terms(), torch.randn(5, 6)

@@ -402,7 +402,7 @@ VARIANTS = {
     "values made again": {"recompute": Recompute(patterns=["*"])},
     "batches that are accumulated": {"accumulation_steps": 2},
 }
-USUAL = "as it is", "evaluation in between", "a part of the network that does not train", "values made again"
+USUAL = "as it is", "a part of the network that does not train"
 
 
 @pytest.mark.parametrize("name", usual(VARIANTS, *USUAL))

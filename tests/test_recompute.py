@@ -44,7 +44,7 @@ TRANSFORMERS = {
 }
 
 
-USUAL = [("mlp", "modules"), ("cnn", "budget"), ("transformer", "modules"), ("transformer", "budget")]
+USUAL = [("cnn", "budget"), ("transformer", "modules")]
 
 
 @pytest.mark.parametrize("name, selection", usual(itertools.product(BUDGETS, EVERYWHERE), *USUAL))
