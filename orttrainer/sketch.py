@@ -129,7 +129,7 @@ class Trainer(FrontEnd):
         self.model, self.optimizer = engine.model, groups.optimizer
         self._engine, self._criterion, self._groups, self._loss_scaler = engine, criterion, groups, loss_scaler
         self._describes = engine.description is None
-        self._first = engine.description  # of the first batch
+        self._first: ModelDescription | None = None  # what the first batch says, where that describes the inputs
         self._seen: list[dict[str, tuple[int, ...]]] = []  # shapes of the batches that the description is for
         self._fed: set[tuple[int, str]] = set()  # as `Groups` had it when the graph was made
         self._moments, self._holding = moments_of(self.optimizer), Holding(engine.kept.slots_of, groups.names)

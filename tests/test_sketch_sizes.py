@@ -220,6 +220,7 @@ def test_threads_with_lengths_of_their_own():
         torch.testing.assert_close(loss, F.cross_entropy(module(x), y).detach())
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_what_is_not_of_sizes_is_refused_without_an_export(exports):
     twins = Twins(images())
     x, y = of_images(4, 8, 8)(0)

@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 import onnx
 import onnx_ir as ir
 import torch
 
 from orttrainer.arguments import (
-    check_recompute,
     checked_fetches,
     checked_loss_scale,
-    checked_precision,
     checked_steps,
     inputs_by_name,
     listed_batch,
     to_device,
 )
-from orttrainer.describe import InputSchema, ModelDescription
+from orttrainer.describe import InputSchema
 from orttrainer.distributed import fail_on_others, failing_together
 from orttrainer.engine.in_use import InUse
 from orttrainer.engine.inference import export_inference
-from orttrainer.engine.nonfinite import LossWatch
-from orttrainer.engine.settings import OptimizerChoice, Settings
 from orttrainer.engine.turns import PreparingAStep, one_at_a_time
 from orttrainer.errors import InvalidArgumentError, StateError
 from orttrainer.graph.passes.constants import InitializersToConstantsPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.places import Places
-from orttrainer.pipeline import check_disabled_passes
 from orttrainer.profiling import Profile, check_updates, places_of, profiled, watching
-
-if TYPE_CHECKING:
-    from orttrainer.export import ForwardGraph
 
 
 class Engine(InUse):
@@ -56,25 +47,6 @@ class Engine(InUse):
         training_graph: the compiled graph; None before it exists.
         loss_scale: name of the loss scale's input; None before it exists or without mixed precision.
     """
-
-    def __init__(
-        self,
-        model: torch.nn.Module | onnx.ModelProto,
-        loss_fn: Callable | None,
-        description: ModelDescription | None,
-        optimizer: OptimizerChoice,
-        settings: Settings,
-    ):
-        self._accumulation_steps = checked_steps(settings.accumulation_steps)
-        self.precision = checked_precision(settings.precision)
-        check_recompute(settings.recompute)
-        self._watch = LossWatch(settings.nonfinite_loss)
-        check_disabled_passes(settings.disabled_passes)
-        super().__init__(model, loss_fn, description, optimizer, settings)
-        self._scale = torch.ones(1, dtype=torch.float32)
-        self._rate = 0.0  # that the last step was given
-        if not self.source.needs_batch(description):
-            self._compile(self._of_onnx_model)
 
     # -- the step -------------------------------------------------------------------------
 
@@ -307,7 +279,3 @@ class Engine(InUse):
         if whole or self._last_batch is None or len(self._last_batch) < len(self.input_names):
             self._last_batch = checked  # a whole one is good for everything, and stays
         return checked
-
-    def _of_onnx_model(self) -> ForwardGraph:
-        forward, self._schema = self.source.onnx_graph(self.description)
-        return forward

@@ -14,7 +14,7 @@ import torch
 from onnx_ir.tensor_adapters import to_torch_dtype
 
 from orttrainer import runtime, signals
-from orttrainer.arguments import to_device
+from orttrainer.arguments import check_recompute, checked_precision, checked_steps, to_device
 from orttrainer.compile import compile_training_graph
 from orttrainer.describe import InputSchema, ModelDescription
 from orttrainer.distributed import (
@@ -35,6 +35,7 @@ from orttrainer.errors import StateError
 from orttrainer.front_end import NotCopied
 from orttrainer.native.toolchain import is_wanted
 from orttrainer.optim import OPTIMIZERS, make_optimizer
+from orttrainer.pipeline import check_disabled_passes
 from orttrainer.run import Runner
 from orttrainer.seed import seed_of_rank
 from orttrainer.state.kept import KeptState
@@ -51,14 +52,10 @@ class InUse(NotCopied):
     """A model with its forward graph, its training graph, the state that this works on, and the runner; what an `Engine` steps with.
 
     Args:
-        model, loss_fn, description, optimizer, settings: as an `Engine` takes them, which has checked the numbers.
+        model, loss_fn, description, optimizer, settings: see `Engine`.
 
     Attributes: see `Engine`.
     """
-
-    precision: ir.DataType | None
-    _accumulation_steps: int
-    _watch: LossWatch
 
     def __init__(
         self,
@@ -68,6 +65,11 @@ class InUse(NotCopied):
         optimizer: OptimizerChoice,
         settings: Settings,
     ):
+        self._accumulation_steps = checked_steps(settings.accumulation_steps)
+        self.precision: ir.DataType | None = checked_precision(settings.precision)
+        check_recompute(settings.recompute)
+        self._watch = LossWatch(settings.nonfinite_loss)
+        check_disabled_passes(settings.disabled_passes)
         self._lock = threading.RLock()
         self._optimizer = optimizer
         kind = runtime.parse_device(settings.device).type
@@ -100,6 +102,10 @@ class InUse(NotCopied):
         self._last_batch: dict[str, torch.Tensor] | None = None
         self._sizes: dict[str, int] = {}  # of the symbolic dimensions, in the first batch
         self._state: TrainedState | None = None
+        self._scale = torch.ones(1, dtype=torch.float32)
+        self._rate = 0.0  # that the last step was given
+        if not self.source.needs_batch(description):
+            self._compile(self._of_onnx_model)
 
     @property
     def model(self) -> torch.nn.Module | onnx.ModelProto:
@@ -249,6 +255,10 @@ class InUse(NotCopied):
             self.training_graph = self._runner = None  # not to train on without what was to be loaded
             raise
         self._given_early, self._loaded_early = ({}, False), set()
+
+    def _of_onnx_model(self) -> ForwardGraph:
+        forward, self._schema = self.source.onnx_graph(self.description)
+        return forward
 
     def _open_on_state(self, graph: TrainingGraph) -> None:
         state = self._trained_state(graph, self._forward, share=True)
