@@ -67,7 +67,7 @@ def trainer(
         model_desc: inputs (the label last, unless its `label` says more) and outputs (the loss first). None: those of the first
             batch, whose axis 0 may vary, together in all inputs that have its size there. At a batch of which other
             axes vary, the module is exported again, for any size there; described here, with a name for each size that
-            varies, it is exported once. On several ranks they have to be described.
+            varies, it is exported once.
         device: "cpu", "cuda", "cuda:1" or a `torch.device`; by default where the model is.
         max_grad_norm: scale gradients down to this global norm, where theirs is above it, as
             `torch.nn.utils.clip_grad_norm_` does.
@@ -164,7 +164,7 @@ class Trainer(FrontEnd):
                 self._take_moments()
         if not (self.model.training or self._told_of_eval_mode):
             self._tell_of_eval_mode()
-        outputs, finite = self._run(self._engine.train_step, given, 0.0, self._loss_scale)
+        outputs, finite = self._engine.train_step(given, 0.0, self._loss_scale, self._describe_anew)
         self._count_update(finite)
         return _loss_and_prediction(outputs)
 
@@ -198,7 +198,9 @@ class Trainer(FrontEnd):
         """Run forward and loss in evaluation mode: dropout off, running statistics, no update. Else as `step`."""
         if not self._engine.is_compiled:
             self._follow_groups()
-        return _loss_and_prediction(self._run(self._engine.eval_step, self._checked(batch, "eval_step")))
+        return _loss_and_prediction(
+            self._engine.eval_step(self._checked(batch, "eval_step"), None, self._describe_anew)
+        )
 
     eval = eval_step
 
@@ -331,21 +333,6 @@ class Trainer(FrontEnd):
             "model.train(): for m in model.modules(): if isinstance(m, BatchNorm2d): m.eval()"
         )
 
-    def _run(self, call: Callable, given: Mapping[str, torch.Tensor], *arguments):
-        """Call the compiled engine; where the batch has sizes that the first ones do not tell of, have it export again before."""
-        while True:  # another thread may have had it export for its own batch in between
-            try:
-                return call(given, *arguments)
-            except SchemaError as error:
-                if not self._describes or not self._is_like_the_first(given):
-                    raise
-                seen = [*self._seen, _shapes(given)]
-                description = for_sizes_of(self._first, seen)
-                if repr(description) == repr(self._engine.description):
-                    raise
-                self._describe_anew(description, given, error, trains=call == self._engine.train_step)
-                self._seen = seen
-
     def _is_like_the_first(self, given: Mapping[str, torch.Tensor]) -> bool:
         """Whether a batch has the dtypes and the numbers of axes of the first one, and is not empty."""
         pairs = [(given[like.name_], like) for like in self._first.inputs_]
@@ -354,15 +341,19 @@ class Trainer(FrontEnd):
             for x, like in pairs
         )
 
-    def _describe_anew(
-        self, description: ModelDescription, given: Mapping[str, torch.Tensor], error: SchemaError, trains: bool
-    ) -> None:
+    def _describe_anew(self, given: Mapping[str, torch.Tensor], error: SchemaError, trains: bool) -> None:
+        """Have the engine export again for a batch that it refused with `error`: its sizes, too, are to vary from now on.
+
+        Raises:
+            SchemaError: `error`, where it is no matter of sizes; or the module does not take such a batch.
+        """
+        if not self._describes or not self._is_like_the_first(given):
+            raise error
+        seen = [*self._seen, _shapes(given)]
+        description = for_sizes_of(self._first, seen)
+        if repr(description) == repr(self._engine.description):
+            raise error
         begun = time.perf_counter()
-        if self._engine.collective.size > 1:
-            raise SchemaError(
-                f"{error} What holds is what the first batch had. On several ranks describe the batch, with a name in place "
-                f"of each size that varies: trainer(..., model_desc={description!r})"
-            ) from error
         try:
             self._engine.describe_anew(description, given, trains)
         except Exception as refusal:  # of the module's own, too
@@ -370,6 +361,7 @@ class Trainer(FrontEnd):
                 f"{error} What holds is what the batches before had, and the module does not take such a batch: "
                 f"{type(refusal).__name__}: {refusal}"
             ) from refusal
+        self._seen = seen
         log.warning(
             "%s, which the batches before did not have, so the module was exported again, in %.1f s, for any size there. It is "
             "exported once where the batch is described: trainer(..., model_desc=%r)",

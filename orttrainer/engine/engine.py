@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import onnx
 import onnx_ir as ir
@@ -22,11 +23,13 @@ from orttrainer.distributed import fail_on_others, failing_together
 from orttrainer.engine.in_use import InUse
 from orttrainer.engine.inference import export_inference
 from orttrainer.engine.turns import PreparingAStep, one_at_a_time
-from orttrainer.errors import InvalidArgumentError, StateError
+from orttrainer.errors import InvalidArgumentError, SchemaError, StateError
 from orttrainer.graph.passes.constants import InitializersToConstantsPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.places import Places
 from orttrainer.profiling import Profile, check_updates, places_of, profiled, watching
+
+DescribeAnew: TypeAlias = Callable[[Mapping[str, torch.Tensor], SchemaError, bool], None]
 
 
 class Engine(InUse):
@@ -52,7 +55,11 @@ class Engine(InUse):
 
     @one_at_a_time
     def train_step(
-        self, given: Mapping[str, torch.Tensor], rate: float, loss_scale: float = 1.0
+        self,
+        given: Mapping[str, torch.Tensor],
+        rate: float,
+        loss_scale: float = 1.0,
+        describe: DescribeAnew | None = None,
     ) -> tuple[list[torch.Tensor], bool | None]:
         """Run forward, loss and backward; at the end of a block of batches the update.
 
@@ -60,6 +67,8 @@ class Engine(InUse):
             given: every described input, by name.
             rate: the learning rate.
             loss_scale: what the loss is multiplied with before the backward, in mixed precision.
+            describe: called with a batch that does not fit the description, the error, and whether it trains; it calls
+                `describe_anew`, or raises.
 
         Returns:
             The described outputs, in order; and None where gradients were only accumulated, else
@@ -71,7 +80,7 @@ class Engine(InUse):
             NonFiniteLossError: the loss is NaN or inf, and `nonfinite_loss` is "error".
         """
         with self.preparing_a_step():
-            batch = self._checked_batch(given)
+            batch = self._fitting_batch(given, describe, trains=True)
             scale = None if self.precision is None else self._scale.fill_(checked_loss_scale(loss_scale))
             self._follow(batch, trains=True)
             rates = self._rates_at(rate)
@@ -137,15 +146,21 @@ class Engine(InUse):
         return self._runner.accumulated + 1 >= self._accumulation_steps
 
     @one_at_a_time
-    def eval_step(self, given: Mapping[str, torch.Tensor], fetches: Sequence[str] | None = None) -> list[torch.Tensor]:
+    def eval_step(
+        self,
+        given: Mapping[str, torch.Tensor],
+        fetches: Sequence[str] | None = None,
+        describe: DescribeAnew | None = None,
+    ) -> list[torch.Tensor]:
         """Run forward and loss in evaluation mode: dropout off, running statistics, no update.
 
         Args:
             given: the described inputs that the fetched outputs need, by name; all at the first
                 call on a torch module, which compiles.
             fetches: names of described outputs, all by default.
+            describe: as for `train_step`.
         """
-        batch = self._checked_batch(given)
+        batch = self._fitting_batch(given, describe, trains=False)
         self._follow(batch, trains=False)
         outputs = self._runner.eval_step(batch, fetches or self.output_names)
         self._runner.raise_interruption()
@@ -262,6 +277,18 @@ class Engine(InUse):
         return model
 
     # -- compile: describe, export, differentiate, optimise, compile, run ------------------
+
+    def _fitting_batch(
+        self, given: Mapping[str, torch.Tensor], describe: DescribeAnew | None, trains: bool
+    ) -> dict[str, torch.Tensor]:
+        """`_checked_batch`, of one that the model may have to be described anew for."""
+        try:
+            return self._checked_batch(given)
+        except SchemaError as error:
+            if describe is None or self._schema is None:
+                raise
+            describe(given, error, trains)
+        return self._checked_batch(given)
 
     def _checked_batch(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The batch on the engine's device, checked; the first whole one compiles."""

@@ -214,7 +214,7 @@ class InUse(NotCopied):
 
     @one_at_a_time
     def describe_anew(self, description: ModelDescription, given: Mapping[str, torch.Tensor], trains: bool) -> None:
-        """Export again, for batches of more sizes, and go on from the present state; of a module, on one rank.
+        """Export again, for batches of more sizes, and go on from the present state; of a module. Other ranks need not.
 
         Args:
             description: of the same inputs and outputs, with other axes that vary.
@@ -361,7 +361,6 @@ class InUse(NotCopied):
         if self._ways.right_for_all(trains):
             return
         make = signals.none_lost()(functools.partial(self.source.later_graph, self.description, self._schema))
-        alone, last = self.collective.size == 1, self._last_batch
-        if (forward := self._ways.other(batch, last, self._state.live, trains, alone, make)) is not None:
+        if (forward := self._ways.other(batch, self._last_batch, self._state.live, trains, make)) is not None:
             with runtime.garbage_kept():
                 self._recompile(forward)

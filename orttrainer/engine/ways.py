@@ -78,7 +78,6 @@ class Ways:
         last: Mapping[str, torch.Tensor],
         state: Callable[[str], torch.Tensor],
         trains: bool,
-        alone: bool,
         make: Callable[[Mapping[str, torch.Tensor], bool], ForwardGraph],
     ) -> ForwardGraph | None:
         """The graph to change to for this batch; None where the present one is right.
@@ -88,7 +87,6 @@ class Ways:
             last: the last whole batch.
             state: gives the state of this name, as it is now and as the model declares it.
             trains: for a step that trains, not one that evaluates.
-            alone: there are no other ranks, which may go another way.
             make: exports forward as it goes on a whole batch, which trains or does not, with the attributes that the module has.
 
         Raises:
@@ -106,10 +104,8 @@ class Ways:
                 current, changed, lambda: make(batch if self._described == batch.keys() else last, trains)
             )
         if found is None:
-            if not alone or self._described != batch.keys():
-                raise self._refused(
-                    batch, state, trains, "a graph of that way is made of a whole batch, and on one rank only"
-                )
+            if self._described != batch.keys():
+                raise self._refused(batch, state, trains, "a graph of that way is made of a whole batch")
             with self._attributes.in_train_mode():
                 found = make(batch, trains)
             # Where a step that trains differs even then it is by rounding, and PyTorch has decided.
@@ -291,11 +287,14 @@ def check_can_go_on(before: TrainingGraph, after: TrainingGraph, alone: bool, ac
         UnsupportedModelError: the state is another, and it is not alone; or it trains other parameters within a block of
             batches, where PyTorch would update all that any of these has a gradient for.
     """
-    if not alone and _forms(before) != _forms(after):
+    # Ranks average gradients as they lie in memory, one behind the other.
+    if not alone and (_forms(before) != _forms(after) or [*before.signature.gradients] != [*after.signature.gradients]):
+        others = sorted({*before.signature.parameters} ^ {*after.signature.parameters})
         raise UnsupportedModelError(
-            "requires_grad of a parameter, an attribute of the module or a layer's train mode changed, so that its training has "
-            "another state, which the ranks would have to share anew. Nothing was changed. Make a new ORTTrainer, or undo the "
-            "change."
+            "requires_grad of a parameter, an attribute of the module or a layer's train mode changed, or forward goes another "
+            f"way, so that its training has another state{f' ({others} are trained by one of the two only)' if others else ''}, "
+            "which the ranks would have to share anew. Nothing was changed. Make a new ORTTrainer, or undo the change; where "
+            "forward decides by values, use torch.where, so that all parameters have a gradient."
         )
     if accumulated and (others := sorted({*before.signature.parameters} ^ {*after.signature.parameters})):
         raise UnsupportedModelError(

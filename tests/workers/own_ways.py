@@ -1,0 +1,131 @@
+"""One rank whose batches have sizes, and go ways through the module, of their own: what it gave is left in FOLDER/<rank>.pt.
+
+python own_ways.py FOLDER
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+
+from fast_export import share_operator_table
+
+import orttrainer
+from orttrainer.distributed import find_collective
+
+# Of ranks 0 and 1: rows and words of each batch. The first batches differ; later one rank or both have what they had not.
+SIZES = [((3, 5), (3, 7)), ((3, 5), (3, 9)), ((2, 4), (3, 7)), ((3, 6), (1, 2)), ((4, 8), (2, 3))]
+SIGNS = [(1, 1), (1, -1), (-1, 1), (-1, -1), (1, 1)]  # of the means that `Either` goes by
+
+
+class Words(nn.Module):
+    """Of sentences of any length; with more than 12 words there is no place for them."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = nn.Embedding(20, 8), nn.Embedding(12, 8)
+        self.layer, self.out = nn.GRU(8, 8, batch_first=True), nn.Linear(8, 20)
+
+    def forward(self, words):
+        places = self.places(torch.arange(words.shape[1]))
+        return self.out(self.layer(self.words(words) + places)[0]).transpose(1, 2)
+
+
+class Either(nn.Module):
+    """Goes one way or the other, by a value; both train all that there is, but in the other order."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        if x.mean() > 0:
+            return self.second(torch.tanh(self.first(x)))
+        return self.first(torch.relu(self.second(x)) * 2)
+
+
+class OneOfTwo(Either):
+    """Each way trains one layer alone."""
+
+    def forward(self, x):
+        return self.first(x) if x.mean() > 0 else self.second(x)
+
+
+def sentences(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    size = SIZES[step][rank]
+    return torch.randint(0, 20, size, generator=generator), torch.randint(0, 20, size, generator=generator)
+
+
+def signed(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    x = torch.rand(3, 4, generator=generator) * SIGNS[step][rank]
+    return x, torch.randint(0, 4, (3,), generator=generator)
+
+
+MODELS = {"sizes": (Words, sentences), "ways": (Either, signed)}
+
+
+def made(module: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return module()
+
+
+def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+
+def main(folder: str) -> None:
+    share_operator_table()
+    rank = find_collective().rank
+    results = {name: train(*case, rank) for name, case in MODELS.items()}
+    results["too long"] = with_one_that_is_too_long(rank)
+    results["other parameters"] = with_other_parameters(rank)
+    torch.save(results, pathlib.Path(folder) / f"{rank}.pt")
+
+
+def trainer_of(module: nn.Module) -> orttrainer.sketch.Trainer:
+    return orttrainer.trainer(module, F.cross_entropy, optimizer_of(module))
+
+
+def train(module: type[nn.Module], batch, rank: int) -> dict:
+    trainer = trainer_of(made(module))
+    losses = [trainer.step(*batch(step, rank))[0].item() for step in range(len(SIZES))]
+    evaluated = trainer.eval_step(*batch(0, rank))[0].item() if rank else None  # alone
+    return {"losses": losses, "evaluated": evaluated, "weights": trainer.state_dict(include_optimizer_state=False)}
+
+
+def attempt(call) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+def with_one_that_is_too_long(rank: int) -> dict:
+    """At the second step rank 1 has more words than there are places; at the third no rank has."""
+    trainer = trainer_of(made(Words))
+    trainer.step(*sentences(0, rank))
+    before = trainer.state_dict()
+    words = torch.zeros(3, 15, dtype=torch.int64)
+    said = attempt(lambda: trainer.step(words, words) if rank else trainer.step(*sentences(1, rank)))
+    kept = all(torch.equal(x, before[name]) for name, x in trainer.state_dict().items())
+    return {"said": said, "kept": kept, "next": attempt(lambda: trainer.step(*sentences(2, rank)))}
+
+
+def with_other_parameters(rank: int) -> dict:
+    """At the second step rank 1 goes the way that trains the other layer; at the third no rank does."""
+    trainer = trainer_of(made(OneOfTwo))
+    said = [attempt(lambda step=step: trainer.step(*signed(step, rank))) for step in (0, 1, 4)]
+    return {"said": said, "weights": trainer.state_dict(include_optimizer_state=False)}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
