@@ -237,7 +237,7 @@ OTHERS = {
     "two filters for each channel": ((4, BLOCK, 8, 8), (2 * BLOCK, 1, 3, 3), {"group": BLOCK}),
     "unfilled blocks, depthwise": ((4, BLOCK + 1, 8, 8), (BLOCK + 1, 1, 3, 3), {"group": BLOCK + 1}),
     "two channels left over, depthwise": ((4, BLOCK + 2, 8, 8), (BLOCK + 2, 1, 3, 3), {"group": BLOCK + 2}),
-    "unfilled blocks": ((4, BLOCK, 8, 8), (BLOCK + 1, BLOCK, 3, 3), {}),
+    "unfilled blocks": ((4, BLOCK, 8, 8), (BLOCK // 2, BLOCK, 3, 3), {}),
     "unfilled input blocks": ((4, BLOCK + 1, 8, 8), (BLOCK, BLOCK + 1, 3, 3), {}),
     "a stem with little to do": ((4, 1, 8, 8), (BLOCK, 1, 3, 3), {}),
     "a single small image": ((1, BLOCK, 9, 9), (BLOCK, BLOCK, 3, 3), {}),

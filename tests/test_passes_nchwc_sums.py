@@ -55,10 +55,11 @@ def test_a_sum_of_products_is_one_convolution_of_images_with_images(op_type, kee
 def test_long_sums_are_sums_of_rows(side):
     """Numbers of one sign, whose sum in float would be wrong by more the more of them are added up one by one."""
     assert 45 * 45 <= LONGEST_SUM < 46 * 46
+    images = 32 // BLOCK  # so many that it pays
     nodes = [
         node("Conv", "x", "w", to="h"), node("Mul", "h", "h", to="p"), node("ReduceMean", "p", "axes", to="s", keepdims=0)
     ]  # fmt: skip
-    model = model_of(nodes, {"x": (2, BLOCK, side + 2, side + 2), "w": SIZES["w"]}, ["s"])
+    model = model_of(nodes, {"x": (images, BLOCK, side + 2, side + 2), "w": SIZES["w"]}, ["s"])
     model.graph.initializer.append(ir.to_proto(ir.tensor(np.array([0, 2, 3]), name="axes")))
     found = ir.from_proto(model)
     BlockedConvolutionPass(BLOCK)(found)
@@ -67,7 +68,7 @@ def test_long_sums_are_sums_of_rows(side):
     kernels = [list(n.attributes.get_ints("kernel_shape")) for n in convolutions]
     assert kernels[1:] == [[45, 45]] if side == 45 else kernels[1:] == [[1, 46]]
     rng = np.random.default_rng(0)
-    x = rng.uniform(1, 2, (2, BLOCK, side + 2, side + 2)).astype(np.float32)
+    x = rng.uniform(1, 2, (images, BLOCK, side + 2, side + 2)).astype(np.float32)
     feeds = {"x": x, "w": np.ones(SIZES["w"], np.float32)}
     (plain,), (blocked,) = results(model, feeds), results(found, feeds)
     np.testing.assert_allclose(blocked, plain, rtol=3e-6)

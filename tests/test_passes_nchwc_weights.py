@@ -82,12 +82,13 @@ def test_the_gradient_is_that_of_pytorch(case, images, batch):
 
 
 def test_rows_of_so_many_pixels_that_images_are_cut_into_bands():
-    x, w = (BLOCK, 3 * BLOCK, 24, 40), (4 * BLOCK, 3 * BLOCK, 3, 3)
+    rows = 24 * 16 // BLOCK
+    x, w = (BLOCK, 3 * BLOCK, rows, 40), (4 * BLOCK, 3 * BLOCK, 3, 3)
     model, dy = gradient_of(x, w, SQUARE)
     assert rewritten(model)
     (node,) = convolutions(model.graph)
     height, width = node.attributes.get_ints("kernel_shape")
-    assert width == 40 and height < 24 and 24 % height == 0
+    assert width == 40 and height < rows and rows % height == 0
     assert_right(model, operands(x, dy), w, SQUARE)
 
 
@@ -136,16 +137,15 @@ def test_by_tiles_of_rows_it_rounds_little_more(monkeypatch):
 
 OF_TILES = {  # images, channels, side, threads, stride: whether tiles of rows pay
     "much to multiply": (32, 128, 8, 2, 1, True),
-    "more to move": (32, 32, 32, 2, 1, False),
-    "strides": (32, 128, 16, 2, 2, False),
-    "rows of results that threads cannot share": (32, 64, 16, 3, 1, False),
+    "more to move": (32, 2 * BLOCK, 32, 2, 1, False),
+    "strides": (32, 8 * BLOCK, 16, 2, 2, False),
+    "rows of results that threads cannot share": (32, 4 * BLOCK, 16, 3, 1, False),
 }
 
 
 @pytest.mark.parametrize(("images", "channels", "side", "threads", "stride", "pays"), OF_TILES.values(), ids=OF_TILES)
 def test_tiles_of_rows_where_they_pay(images, channels, side, threads, stride, pays, monkeypatch):
     monkeypatch.setattr(nchwc_weights, "TILES", ALL_TILES)
-    channels = channels * BLOCK // 16
     window = Window((3, 3), (stride, stride), (1, 1), (1, 1), (1, 1))
     model, _ = gradient_of((images, channels, side, side), (channels, channels, 3, 3), window, "batch")
     pass_ = BlockedWeightGradientsPass(BLOCK, threads, {"batch": images})

@@ -62,7 +62,8 @@ DRAWS = {
     "a distribution": (lambda m, x: torch.distributions.Normal(x, 2.0).rsample(), 1.0, 2.0),
     "rrelu": (lambda m, x: F.rrelu(-x, training=m.training), -11 / 48, math.sqrt((5 / 24) ** 2 / 12)),
     "alpha dropout": (lambda m, x: F.alpha_dropout(0 * x, 0.3, training=m.training), 0.0, None),
-    "gumbel softmax": (lambda m, x: F.gumbel_softmax(x, hard=True), 1 / COLUMNS, None),
+    # Plus 0, which has a gradient: that of the mean of probabilities is nothing but rounding, and cannot be compared.
+    "gumbel softmax": (lambda m, x: F.gumbel_softmax(x, hard=True) + (m.w - 1), 1 / COLUMNS, None),
 }
 
 
