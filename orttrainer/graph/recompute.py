@@ -24,8 +24,9 @@ log = logging.getLogger("orttrainer")
 class Recompute:
     """Which forward values are made again in the backward instead of being kept for it: less memory, more time.
 
-    Losses and weights are the same, bit for bit; with an LSTM, GRU or RNN up to rounding, whose gates are kept without
-    `Recompute` only (`KeepActivationsPass`). What is made again starts from values that are kept.
+    Losses and weights are the same, bit for bit; up to rounding with an LSTM, GRU or RNN, whose gates are kept without
+    `Recompute` only (`KeepActivationsPass`), and with convolutions, of which what lies around them decides whether they
+    work in blocks of channels. What is made again starts from values that are kept.
 
     Args:
         patterns: of `fnmatch`, for paths of modules ("encoder.layers.*") and names of nodes. The outermost module
