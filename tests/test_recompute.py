@@ -62,7 +62,7 @@ USUAL = [("cnn", "budget"), ("transformer", "modules")]
 def test_losses_and_weights_are_those_without(name, selection, plans):
     actual = trained(name, EVERYWHERE[selection](name))
     assert plans
-    # What is kept decides which convolutions work in blocks of channels, and those of the processor decide whether it does.
+    # What is kept may decide which convolutions work in blocks of channels; it depends on the size of the processor's blocks.
     (assert_close if name == "cnn" else assert_equal)(actual, without(name))
 
 
