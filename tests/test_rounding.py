@@ -52,6 +52,16 @@ def test_an_error_of_a_percent_passes_where_the_sign_under_a_relu_flips_by_round
     _check(monkeypatch, Sum(torch.relu, [0.5, 0.9, 1.0, 2.0]), 1e-2)
 
 
+def test_what_float32_explains_takes_no_memory_for_float64(monkeypatch):
+    """On some processors a ResNet's first step held its activations in float64, too: 720 MB, where training takes 460."""
+    widened, double = [], nn.Module.double
+    monkeypatch.setattr(nn.Module, "double", lambda module: widened.append(module) or double(module))
+    _check(monkeypatch, Sum(torch.relu, [0.5, 0.9, 1 + 2.0**-22, 2.0]), 1e-2)
+    assert not widened
+    _check(monkeypatch, Sum(torch.relu, [0.5, 0.9, 1.0, 2.0]), 5e-2)  # neither of two moves is beyond 0
+    assert widened
+
+
 def test_a_gradient_that_is_0_but_for_rounding_is_not_refused_for_what_it_is():
     """That of a bias in front of BatchNorm; of two rows BatchNorm makes 1 and -1, and rounding is all that is left."""
     torch.manual_seed(2)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,7 +47,7 @@ log = logging.getLogger("orttrainer")
 # Of the gradient's length: float32 sums in another order differ by 1e-6, one ReLU whose sign
 # flips by rounding by up to 1e-2. Above, PyTorch's own rounding error decides (see `_allowed`).
 TOLERANCE = 1e-3
-_FLIP, _MOVES = 5e-2, 8
+_FLIP, _MOVES_IN_FLOAT32, _MOVES = 5e-2, 2, 8
 _ZERO = 0.1  # of what an error is relative to, which is 1e-3 of the length of all
 _ROUNDING = 2.0**-20  # what float32 sums of some depth are off by: a few units in the last place
 _PIECE = 2**20  # elements
@@ -203,39 +204,61 @@ def _length(tensor: torch.Tensor) -> float:
 def _allowed(module, loss_fn, description, batch, expected, errors: Mapping[str, float]) -> dict[str, float]:
     """What rounding may explain, from how far PyTorch's own gradients are apart; 5e-2 where float64 cannot be asked.
 
-    That is float32 from float64, and float64 from itself when weights and inputs move by what float32 sums are off by: a
-    sign that flips in one of two equally good evaluations need not flip in another. Ten times that; and a flip that is
-    seen in one parameter may have hit any other, there up to 5e-2. A gradient that is 0 but for rounding, as of a bias in
-    front of BatchNorm, is 0 when they move, too; of that 1e-4 of the length of all together is allowed.
+    That is float32 from itself when weights and inputs move by what float32 sums are off by, which takes the memory of a
+    step; and where that does not explain it, float32 from float64, and float64 from itself.
     """
     generator = torch.Generator().manual_seed(0)
     try:
-        twin, loss_fn = _in_double(module), copy.deepcopy(loss_fn)
+        own_loss = copy.deepcopy(loss_fn)
+        nearby = _nearby(_copied(module), own_loss, description, batch, generator)
+        allowed = _explained(errors, expected, itertools.islice(nearby, _MOVES_IN_FLOAT32))
+        if all(errors[name] <= allowed[name] for name in errors):
+            return allowed
+        twin = _copied(module).double()
         arguments = [tensor.double() if tensor.is_floating_point() else tensor for tensor in batch]
         with export.WidenedOperands():
-            exact = export.observe_gradients(twin, loss_fn, description, arguments)
-        lengths, scales = _lengths_and_scales(exact, list(errors))
-        together = math.hypot(*lengths.values())
-        zero = {name: _ZERO if lengths.get(name, 0.0) < 1e-6 * together else 0.0 for name in errors}
-        own, other = dict.fromkeys(errors, 0.0), expected
-        for _ in range(1 + _MOVES):
-            for name in own.keys() & other.keys() & exact.keys():
-                own[name] = max(own[name], _length(other[name].double() - exact[name]) / scales[name])
-            anywhere = min(_FLIP, max(own.values()))
-            allowed = {name: TOLERANCE + max(10 * error, anywhere, zero[name]) for name, error in own.items()}
-            if all(errors[name] <= allowed[name] for name in errors):
-                break
-            with _moved(twin, generator), export.WidenedOperands():
-                nearby = [_nearer_to_0(x, generator) if x.is_floating_point() else x for x in arguments]
-                other = export.observe_gradients(twin, loss_fn, description, nearby)
+            exact = export.observe_gradients(twin, own_loss, description, arguments)
+            nearby = _nearby(twin, own_loss, description, arguments, generator)
+            return _explained(errors, exact, itertools.chain([expected], itertools.islice(nearby, _MOVES)))
     except Exception:  # whatever the user's code or a copy of it raises
         return dict.fromkeys(errors, _FLIP)
+
+
+def _explained(
+    errors: Mapping[str, float], gradients: Mapping[str, torch.Tensor], others: Iterable[Mapping[str, torch.Tensor]]
+) -> dict[str, float]:
+    """What is allowed, from how far `gradients` and as many of the `others` as it takes are apart.
+
+    A sign that flips in one of two equally good evaluations need not flip in another. Ten times their distance; and a flip
+    that is seen in one parameter may have hit any other, there up to 5e-2. A gradient that is 0 but for rounding, as of a
+    bias in front of BatchNorm, is 0 in others, too; of that 1e-4 of the length of all together is allowed.
+    """
+    lengths, scales = _lengths_and_scales(gradients, list(errors))
+    together = math.hypot(*lengths.values())
+    zero = {name: _ZERO if lengths.get(name, 0.0) < 1e-6 * together else 0.0 for name in errors}
+    own, allowed = dict.fromkeys(errors, 0.0), {}
+    for other in others:
+        for name in own.keys() & other.keys() & gradients.keys():
+            own[name] = max(own[name], _length(other[name].double() - gradients[name].double()) / scales[name])
+        anywhere = min(_FLIP, max(own.values()))
+        allowed = {name: TOLERANCE + max(10 * error, anywhere, zero[name]) for name, error in own.items()}
+        if all(errors[name] <= allowed[name] for name in errors):
+            break
     return allowed
 
 
-def _in_double(module: torch.nn.Module) -> torch.nn.Module:
-    """A copy in float64, with the hooks on the gradients of its parameters, which a copy leaves out."""
-    twin = copy.deepcopy(module).double()
+def _nearby(twin, loss_fn, description, batch, generator: torch.Generator) -> Iterator[Mapping[str, torch.Tensor]]:
+    """Gradients where weights and inputs differ by what float32 sums are off by, at most; others each time."""
+    while True:
+        with _moved(twin, generator):
+            inputs = [_nearer_to_0(x, generator) if x.is_floating_point() else x for x in batch]
+            gradients = export.observe_gradients(twin, loss_fn, description, inputs)
+        yield gradients
+
+
+def _copied(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy, with the hooks on the gradients of its parameters, which `deepcopy` leaves out."""
+    twin = copy.deepcopy(module)
     for parameter, copied in zip(module.parameters(), twin.parameters()):
         for hook in (parameter._backward_hooks or {}).values():
             copied.register_hook(hook)
