@@ -27,6 +27,27 @@ def test_equal_nodes_on_equal_inputs_become_one():
         np.testing.assert_array_equal(value, before[name])
 
 
+def test_nodes_on_equal_constants_of_other_names_become_one():
+    """Each builder has constants of its own."""
+    model = ir.from_onnx_text("""
+    <ir_version: 8, opset_import: ["" : 18]>
+    g (float[3] x) => (float[3] y, float[3] z) <float one = {1.0}, float other = {1.0}, float zero = {0.0}, float minus = {-0.0}> {
+      a = Add(x, one)
+      b = Add(x, other)
+      y = Mul(a, b)
+      c = Mul(x, zero)
+      d = Mul(x, minus)
+      z = Sub(c, d)
+    }""")
+    feeds = {"x": np.float32([0.5, -1.0, 2.0])}
+    before = evaluate(ir.to_proto(model), feeds)
+    assert ShareSubexpressionsPass()(model).modified
+    ops = [node.op_type for node in model.graph]
+    assert (ops.count("Add"), ops.count("Mul")) == (1, 3)
+    for name, value in evaluate(ir.to_proto(model), feeds).items():
+        np.testing.assert_array_equal(value, before[name])
+
+
 def test_two_draws_stay_two():
     model = ir.from_onnx_text("""
     <ir_version: 8, opset_import: ["" : 18]>

@@ -108,9 +108,11 @@ class Builder:
             constant = ir.Value(
                 name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor
             )
-            self.graph.register_initializer(constant)
             self._constants[key] = constant
-        return self._constants[key]
+        constant = self._constants[key]
+        if constant.name not in self.graph.initializers:  # it is new, or a pass has removed it where nobody read it
+            self.graph.register_initializer(constant)
+        return constant
 
     def scalar(self, value: float, like: ir.Value) -> ir.Value:
         """A 0-d constant of the dtype of `like`."""

@@ -64,7 +64,12 @@ class _Classes:
     def coefficient(self, dloss: ir.Value) -> ir.Value:
         """d loss / d(-log p_y), a scalar or of the shape of `column`; 0 where ignored, also if all are."""
         unweighted = self._unweighted(dloss)
-        return unweighted if self.weight is None else self.op.Mul(unweighted, self.weight)
+        result = unweighted if self.weight is None else self.op.Mul(unweighted, self.weight)
+        if len(result.shape) and self.like.shape is not None:
+            # As many as labels, which may be of other names than the rows of x, and are as many: the operator asks for that.
+            rows, _, *others = self.like.shape
+            result.shape = ir.Shape([rows, 1, *others])
+        return result
 
     def filled(self, coefficient: ir.Value) -> ir.Value:
         """`coefficient` in the shape of `column`."""

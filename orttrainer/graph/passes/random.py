@@ -30,7 +30,7 @@ def random_nodes_apart(model: ir.Model) -> Iterator[None]:
 
 
 class ShareSubexpressionsPass(ir.passes.InPlacePass):
-    """Equal nodes on equal inputs -> one node, except those that draw random numbers.
+    """Equal nodes on equal inputs, equal constants among them, -> one node, except those that draw random numbers.
 
     Args:
         kept: names of values that stay, as gradients are told apart by theirs; one of two equal ones gets an Identity.
@@ -46,9 +46,12 @@ class ShareSubexpressionsPass(ir.passes.InPlacePass):
         own = len(outputs)
         outputs.extend(value for value in values if not value.is_graph_output())  # whose names the pass keeps
         with random_nodes_apart(model):
-            result = common.CommonSubexpressionEliminationPass()(model)
+            modified = [rewrite(model).modified for rewrite in _SHARING]
         del outputs[own:]
-        return result
+        return ir.passes.PassResult(model, any(modified))
+
+
+_SHARING = (common.DeduplicateInitializersPass(), common.CommonSubexpressionEliminationPass())
 
 
 class MutePass(ir.passes.InPlacePass):
