@@ -2,15 +2,18 @@
 
 import os
 import pathlib
+import platform
 import subprocess
 import sys
 
+import onnx_ir as ir
 import pytest
 import small
 import torch
 
 from orttrainer.errors import InvalidArgumentError, RuntimeNotFoundError
 from orttrainer.native import toolchain
+from orttrainer.native.kernel import formula
 from orttrainer.native.toolchain import is_wanted
 
 
@@ -36,6 +39,27 @@ def test_a_switch_that_is_neither_on_nor_off_is_an_error(monkeypatch):
 def test_they_are_for_the_cpu_only(device, providers):
     with pytest.raises(InvalidArgumentError, match="device 'cpu'"):
         is_wanted(True, device, providers)
+
+
+@pytest.mark.parametrize("narrower", [False, True], ids=["as it is", "without AVX-512"])
+@pytest.mark.parametrize("op_type, inputs", [("HardSigmoid", 1), ("Relu", 1), ("Max", 2), ("Sigmoid", 1), ("Erf", 1)])
+def test_what_chooses_by_comparisons_is_compiled_to_vectors(op_type, inputs, narrower, tmp_path):
+    x = [ir.val(f"x{i}", ir.DataType.FLOAT, [8]) for i in range(inputs)]
+    node = ir.node(op_type, x, outputs=[ir.val("y", ir.DataType.FLOAT, [8])])
+    expression = formula(node).format(*(f"a{i}[i]" for i in range(inputs)))
+    source = toolchain._text("custom_op.c") + toolchain._text("functions.c")
+    source += "\nvoid made(const float *restrict a0, const float *restrict a1, float *restrict y, int64_t n) {\n"
+    source += f"#pragma omp simd\n  for (int64_t i = 0; i < n; ++i) y[i] = a1[i] * ({expression});\n}}\n"
+    command = toolchain._compiler()
+    clang = "clang" in subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
+    options = ["-Rpass=loop-vectorize" if clang else "-fopt-info-vec-optimized"]
+    options += ["-mno-avx512f"] if narrower and platform.machine() in ("x86_64", "AMD64") else []
+    made = [*command, *toolchain._FLAGS, *options, "-", "-o", tmp_path / "made.so", "-lm"]
+    done = subprocess.run(made, input=source, capture_output=True, text=True, check=True)
+    pragma = source[: source.index("#pragma omp simd\n  for (int64_t i = 0; i < n; ++i) y")].count("\n") + 1
+    places = f":{pragma}:", f":{pragma + 1}:"  # Clang's and GCC's
+    vectorized = [told for told in done.stderr.splitlines() if "vectorized" in told]
+    assert any(place in told for told in vectorized for place in places), done.stderr
 
 
 @pytest.fixture
