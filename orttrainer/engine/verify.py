@@ -209,6 +209,7 @@ def _allowed(module, loss_fn, description, batch, expected, errors: Mapping[str,
     """
     generator = torch.Generator().manual_seed(0)
     try:
+        runtime.give_back_memory()  # the session's, before PyTorch needs as much
         own_loss = copy.deepcopy(loss_fn)
         nearby = _nearby(_copied(module), own_loss, description, batch, generator)
         allowed = _explained(errors, expected, itertools.islice(nearby, _MOVES_IN_FLOAT32))
