@@ -140,7 +140,7 @@ def open_phase(
     """
     state, overwritten = place.state, place.overwrites()
     if rows and place.allows(SparseUpdatePass):
-        SparseUpdatePass(rows)(cut)
+        SparseUpdatePass(rows, place.native)(cut)
     through = {name: output for name, output in (updates or {}).items() if name in overwritten}
     sizes = sizes_at_hand(cut.graph, shapes or {})
     stay = part in ("train", "backward") and place.allows(StayInBlocksPass)

@@ -59,6 +59,7 @@ def _every_size() -> None:
         (recurrent_forward, "NARROWEST", 1),
         (sparse_update, "LEAST_ELEMENTS", 1),
         (sparse_update, "LEAST_SHARE", 0),
+        (sparse_update, "LEAST_SHARE_OF_KERNELS", 0),
         (scaled_gradient, "LEAST_ELEMENTS", 1),
         (gated_add, "LEAST_COLUMNS", 1),
         (tiles, "LEAST_ELEMENTS", 2),

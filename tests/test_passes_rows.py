@@ -11,6 +11,7 @@ from fidelity import assert_trains_with_and_without
 from torch import nn
 
 from orttrainer import runtime
+from orttrainer.graph.passes.speed import pieces
 from orttrainer.graph.passes.speed import rows as rows_of_tables
 from orttrainer.graph.passes.speed.rows import FlatScatterPass, GatherRowsPass
 from orttrainer.runtime import scattered
@@ -187,17 +188,17 @@ def test_a_graph_s_convolution_trains_as_in_pytorch_with_and_without():
     assert_trains_with_and_without("GatherRowsPass", Graph, [8], replaces="GatherElements")
 
 
-def looked_up(rows="5", count="7", name="step/s", table="5,64", zeros=True, more="") -> ir.Model:
+def looked_up(rows="5", count="7", name="step/s", table="5,64", zeros=True, more="", width=64) -> ir.Model:
     """A lookup and the gradient of its table, or the sum of that and `t`."""
     start = "ConstantOfShape (shape)" if zeros else "Identity (t)"
     model = ir.from_onnx_text(f"""<ir_version: 8, opset_import: ["" : 18]>
-    g (float[{table}] t, int64[{count}] i, float[{count},64] u) => (float[{table}] y, float[{count},64] r)
-    <int64[2] shape = {{{rows}, 64}}, int64[1] one = {{1}}> {{
+    g (float[{table}] t, int64[{count}] i, float[{count},{width}] u) => (float[{table}] y, float[{count},{width}] r)
+    <int64[2] shape = {{{rows}, {width}}}, int64[1] one = {{1}}> {{
       r = Gather <axis = 0> (t, i) {more}
       z = {start} c = Unsqueeze (i, one) k = Shape (u) e = Expand (c, k)
       s = ScatterElements <axis = 0, reduction = "add"> (z, e, u) y = Neg (s) }}""")
     values = {value.name: value for node in model.graph for value in node.outputs}
-    sizes = {"z": table, "c": f"{count},1", "e": f"{count},64", "s": table, "r": f"{count},64"}
+    sizes = {"z": table, "c": f"{count},1", "e": f"{count},{width}", "s": table, "r": f"{count},{width}"}
     for key, size in sizes.items():
         values[key].shape = ir.Shape([int(n) if n.isdigit() else n for n in size.split(",")])
         values[key].type = ir.TensorType(ir.DataType.INT64 if key in "ce" else ir.DataType.FLOAT)
@@ -236,22 +237,19 @@ def test_these_are_added_at_their_places(changed):
     assert "OneHot" not in operators(model) and "ScatterElements" in operators(model)
 
 
-def in_pieces(model, monkeypatch, piece, rows=None):
-    """The operators of a model that is rewritten for so many rows, of which `piece` numbers are added at a time."""
-    monkeypatch.setattr(rows_of_tables, "PIECE", piece)
-    assert FlatScatterPass({} if rows is None else {"N": rows}, lambda: True)(model).modified
-    return [node.op_type for node in model.graph.all_nodes()]
-
-
-@pytest.mark.parametrize("zeros", [True, False])
 @pytest.mark.parametrize(
-    "count, rows, pieces", [("41", None, 1), ("41", None, 4), ("41", None, 7), ("N", 41, 1), ("N", 41, 4)]
+    "count, table, zeros",
+    [("41", "150", True), ("41", "150", False), ("N", "150", True), ("N", "150", False), ("N", "N", True)],
 )
-def test_many_rows_are_added_some_at_a_time(count, rows, pieces, zeros, monkeypatch):
-    model = looked_up(rows="150", table="150,64", count=count, zeros=zeros)
-    found = in_pieces(model, monkeypatch, -(-41 // pieces) * 64, rows)
-    assert found.count("ScatterND") == pieces and ("ScatterElements" in found) == (count == "N")
-    for given in [41] if rows is None else [41, 1, 0, 3, 40, 43, 44, 45, 300]:
+@pytest.mark.parametrize("blocks, columns", [(1, 1), (4, 1), (7, 1), (1, 4), (1, 7), (2, 3)])
+def test_many_rows_are_added_some_at_a_time(blocks, columns, count, table, zeros, monkeypatch):
+    monkeypatch.setattr(pieces, "PIECE", -(-41 // blocks) * -(-64 // columns))
+    monkeypatch.setattr(rows_of_tables, "pieces_of", lambda node, sizes: pieces.Pieces(blocks, columns))
+    model = looked_up(rows="150", table=f"{table},64", count=count, zeros=zeros)
+    assert FlatScatterPass({}, lambda: True)(model).modified
+    found = [node.op_type for node in model.graph.all_nodes()]
+    assert found.count("ScatterND") == blocks * columns and ("ScatterElements" in found) == (count == "N")
+    for given in [41] if count == "41" else [41, 1, 0, 3, 40, 43, 44, 45, 300]:
         feeds = feeds_for((150, 64), (given,), (given, 64), 5)  # places that repeat, and that count from the back
         sums = np.zeros((150, 64), np.float32) if zeros else feeds["t"].copy()
         for place, row in zip(feeds["i"], feeds["u"]):
@@ -263,18 +261,41 @@ def test_many_rows_are_added_some_at_a_time(count, rows, pieces, zeros, monkeypa
                 run(model, feeds)
 
 
+def scattered_rows(rows, width, height) -> ir.Node:
+    model = looked_up(rows="5", table=f"{height},{width}", count=str(rows), width=width)
+    return next(node for node in model.graph if node.op_type == "ScatterElements")
+
+
+@pytest.mark.parametrize("height", [50, 3_000, 100_000, "N"])
+@pytest.mark.parametrize("width", [8, 96, 1_000])
+@pytest.mark.parametrize("rows", [1, 700, 5_000, 60_000])
+def test_one_thread_adds_each_piece_and_no_other_pieces_would_be_faster(rows, width, height):
+    node, size = scattered_rows(rows, width, height), (rows if height == "N" else height) * width
+    fit = [
+        pieces.Pieces(blocks, columns)
+        for blocks in range(1, pieces.MOST + 1)
+        for columns in range(1, pieces.MOST // blocks + 1)
+        if -(-rows // blocks) * -(-width // columns) <= pieces.PIECE
+    ]
+    fastest = min((each.nanoseconds(rows, width, size) for each in fit), default=np.inf)
+    found = pieces.pieces_of(node, {"N": rows})
+    if found is None:
+        assert fastest >= pieces.PLACED * rows * width
+    else:
+        assert found in fit and found.nanoseconds(rows, width, size) == fastest
+
+
 @pytest.mark.parametrize(
-    "changed, piece",
+    "rows, width, height, expected",
     [
-        ({"rows": "20000", "table": "20000,64"}, 64),  # a table that takes longer to copy for each row
-        ({"rows": "150", "table": "150,64"}, 63),  # rows of more numbers than a piece has
+        (4_000, 64, 500, pieces.Pieces(4, 1)),  # a copy of the table is nothing
+        (1_024, 768, 1_024, pieces.Pieces(1, 12)),  # a copy of it is much, and places are few
+        (7, 64, 20_000, None),  # a copy of it is more than all that is added
+        (60_000, 1_000, 60_000, None),  # too many pieces
     ],
 )
-def test_what_is_not_added_in_pieces(changed, piece, monkeypatch):
-    monkeypatch.setattr(rows_of_tables, "PIECE", piece)
-    model = looked_up(**changed)
-    assert FlatScatterPass({}, lambda: True)(model).modified
-    assert "ScatterElements" in operators(model) and "ScatterND" not in operators(model)
+def test_how_rows_are_added(rows, width, height, expected):
+    assert pieces.pieces_of(scattered_rows(rows, width, height), {}) == expected
 
 
 def test_a_table_of_unknown_size_is_not_added_to_in_pieces():
@@ -314,7 +335,7 @@ def test_a_runtime_that_loses_what_is_added_at_one_place_is_found_out(width, mon
 
 
 def test_pieces_are_far_from_what_several_threads_share():
-    assert 3 * rows_of_tables.PIECE < 200_000
+    assert 3 * pieces.PIECE < 200_000
 
 
 class Letters(nn.Module):
@@ -340,9 +361,9 @@ class Means(Graph):
         return super().forward(x / 30)
 
 
-@pytest.mark.parametrize("piece", [rows_of_tables.PIECE, 1000 * 16])
+@pytest.mark.parametrize("piece", [pieces.PIECE, 1000 * 16])
 def test_a_graph_of_many_edges_trains_as_in_pytorch_with_and_without(piece, monkeypatch):
-    monkeypatch.setattr(rows_of_tables, "PIECE", piece)
+    monkeypatch.setattr(pieces, "PIECE", piece)
     assert_trains_with_and_without("FlatScatterPass", Means, [8], replaces=None)
 
 

@@ -67,12 +67,12 @@ def train(engine: Engine, steps=range(STEPS), rows: int = 5) -> dict[str, torch.
     return dict(engine.state_dict())
 
 
-def operators(engine: Engine, rows: int = 30) -> dict[str, int]:
+def operators(engine: Engine, rows: int = 30, native: bool = False) -> dict[str, int]:
     """How often each operator is in the session of a whole step."""
     runner, signature = engine._runner, engine._runner.graph.signature
     updates = [entry.output for entry in signature.state if entry.output is not None]
     cut = runner._cut(None, [*signature.outputs, signature.gradient_norm, *updates])
-    SparseUpdatePass(rows)(cut)
+    SparseUpdatePass(rows, native)(cut)
     names = [node.op_type for node in cut.graph]
     return {name: names.count(name) for name in ("ConstantOfShape", "ScatterElements", "ScatterND")}
 
@@ -159,11 +159,12 @@ def test_a_gradient_that_is_a_sum_is_made(change):
     assert operators(trainer)["ScatterND"] == 0
 
 
-def test_a_table_that_is_not_much_larger_than_the_batch_gets_its_gradient():
+@pytest.mark.parametrize("native, share", [(False, 2), (True, 8)])
+def test_a_table_that_is_not_much_larger_than_the_batch_gets_its_gradient(native, share):
     trainer = engine(Bag(), "Adam")
     train(trainer, range(1))
-    assert operators(trainer, rows=ROWS // 8)["ScatterND"] == 2
-    assert operators(trainer, rows=ROWS // 8 + 1)["ScatterND"] == 0
+    assert operators(trainer, ROWS // share, native)["ScatterND"] == 2
+    assert operators(trainer, ROWS // share + 1, native)["ScatterND"] == 0
 
 
 def test_with_other_sizes_of_batch_the_same_session_trains():

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from orttrainer import runtime
 from orttrainer.graph.builder import Builder
-from orttrainer.graph.passes.speed.rows import PIECE
+from orttrainer.graph.passes.speed.pieces import PIECE
 
 ROWS = (1, 64)  # numbers in each
 TIMES = 5

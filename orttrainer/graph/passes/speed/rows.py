@@ -12,7 +12,7 @@ import onnx_ir as ir
 from orttrainer.graph.builder import Builder, same_dim, static_dims
 from orttrainer.graph.infinite import is_backward, may_be_infinite
 from orttrainer.graph.passes.scatter import added_to_zeros
-from orttrainer.graph.passes.speed.tile_products import length_at_hand
+from orttrainer.graph.passes.speed.pieces import Pieces, added, even_shares, pieces_of
 from orttrainer.graph.passes.speed.usual_batch import either
 from orttrainer.graph.scopes import put_all_in_place, put_in_place
 
@@ -21,9 +21,6 @@ LEAST_LINES = 1024  # of which one element each is placed, likewise
 ONE_NS = 1.5  # to make one element of a matrix of ones and zeros; with two threads of an Intel Xeon, as the next two
 PRODUCT_NS = 0.008  # to multiply it by a number of a row
 PLACED_NS = 4.0  # to add a number of a row at its place
-ADDED_NS, COPIED_NS = 0.5, 0.1  # as one of a whole row; and to copy a number of the table first. Likewise, of a Zen 4
-PIECE = 2**16  # numbers that ScatterND adds in one thread: it takes two from 200,000 on, which race
-MOST_PIECES = 32
 SHAPED = {"Identity", "Reshape", "Squeeze", "Unsqueeze"}
 
 
@@ -53,8 +50,8 @@ class FlatScatterPass(ir.passes.InPlacePass):
     The gradient of a small table, of letters or of kinds, is a product with a matrix of ones and zeros: 16,384 rows of 384
     into 65, 49 ms in one thread -> 4.9 in two, 1,024 of 256 into 2, 0.73 -> 0.06.
 
-    ScatterND adds whole rows as vectors, to the same bits, but in several threads at once where there is much to add: so some
-    rows at a time, of a table that is quickly copied for each. 4,000 rows of 64 numbers into 500: 0.76 -> 0.13 ms.
+    ScatterND adds whole rows as vectors, to the same bits, but in several threads at once where there is much to add: so in
+    blocks of rows or of columns, where the table is quickly copied for each. 4,000 rows of 64 numbers into 500: 0.76 -> 0.13 ms.
 
     Args:
         sizes: of symbolic dimensions, in the batch at hand; an `If` has the other form for more rows than these tell.
@@ -79,22 +76,9 @@ class FlatScatterPass(ir.passes.InPlacePass):
     def _form(self, node: ir.Node) -> Callable[[Builder, ir.Node], ir.Value]:
         if _is_small(node):
             return _product
-        pieces = self._pieces(node)
+        adds = node.attributes.get_string("reduction", "none") == "add" and _axis(node) == 0
+        pieces = pieces_of(node, self.sizes) if adds and _column(node.inputs[1], 0) is not None else None
         return _flat if pieces is None or not self.in_turn() else functools.partial(_in_pieces, pieces=pieces)
-
-    def _pieces(self, node: ir.Node) -> int | None:
-        """How many ScatterND add the rows in turn; None where they do not, or not as fast."""
-        table, places, updates = node.inputs
-        dims = static_dims(table)
-        adds = node.attributes.get_string("reduction", "none") == "add" and table.dtype == ir.DataType.FLOAT
-        if not adds or dims is None or _axis(node) != 0 or _column(places, 0) is None:
-            return None
-        row, rows = math.prod(dims[1:]), length_at_hand(updates, 0, self.sizes)
-        if not rows or row > PIECE:
-            return None
-        pieces = -(-rows // (PIECE // row))
-        spared = rows * row * (PLACED_NS - ADDED_NS) - pieces * math.prod(dims) * COPIED_NS
-        return pieces if pieces <= MOST_PIECES and spared > 0 else None
 
 
 def _gathered(op: Builder, node: ir.Node) -> ir.Value:
@@ -139,34 +123,23 @@ def _flat(op: Builder, node: ir.Node) -> ir.Value:
     return op.reshape_as(whole, table)
 
 
-def _in_pieces(op: Builder, node: ir.Node, pieces: int) -> ir.Value:
+def _in_pieces(op: Builder, node: ir.Node, pieces: Pieces) -> ir.Value:
     """Some rows after the others; where their number is not known, one that is not too large for so many pieces."""
     table, places, updates = node.inputs
-    rows, most = updates.shape[0], PIECE // math.prod(table.shape.dims[1:]) * pieces
+    rows, blocks = updates.shape[0], pieces.rows
     at = op.Reshape(_column(places, 0), [-1, 1])
     if isinstance(rows, int):
-        return _added(op, table, at, updates, op.const(np.array(_shares(rows, pieces))), pieces)
+        return added(op, node, at, even_shares(op, rows, blocks), pieces)
     count = op.dim(updates, 0)
-    fits = op.And(op.GreaterOrEqual(count, np.array([pieces**2])), op.LessOrEqual(count, np.array([most])))
-    each = op.Div(op.Add(count, np.array([pieces - 1])), np.array([pieces]))
-    last = op.Sub(count, op.Mul(each, np.array([pieces - 1])))
-    shares = op.Concat(*[each] * (pieces - 1), last, axis=0)
+    most = pieces.most(math.prod(table.shape.dims[1:]))
+    fits = op.And(op.GreaterOrEqual(count, np.array([blocks**2])), op.LessOrEqual(count, np.array([most])))
+    each = op.Div(op.Add(count, np.array([blocks - 1])), np.array([blocks]))
+    last = op.Sub(count, op.Mul(each, np.array([blocks - 1])))
+    shares = op.Concat(*[each] * (blocks - 1), last, axis=0)
     return either(
         op, op.Squeeze(fits), table,
-        lambda inner: _added(inner, table, at, updates, shares, pieces), lambda inner: _flat(inner, node),
+        lambda inner: added(inner, node, at, shares, pieces), lambda inner: _flat(inner, node),
     )  # fmt: skip
-
-
-def _shares(rows: int, pieces: int) -> list[int]:
-    return [len(part) for part in np.array_split(np.arange(rows), pieces)]
-
-
-def _added(op: Builder, table: ir.Value, at: ir.Value, updates: ir.Value, shares: ir.Value, pieces: int) -> ir.Value:
-    if pieces == 1:
-        return op.ScatterND(table, at, updates, reduction="add")
-    for some, rows in zip(*(op.Split(x, shares, axis=0, outputs=pieces) for x in (at, updates))):
-        table = op.ScatterND(table, some, rows, reduction="add")
-    return table
 
 
 def _numbers(op: Builder, updates: ir.Value, axis: int, dtype: ir.DataType) -> ir.Value:

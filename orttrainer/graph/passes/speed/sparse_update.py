@@ -15,7 +15,8 @@ from orttrainer.graph.fence import fence
 from orttrainer.graph.passes.scatter import added_to_zeros
 
 LEAST_ELEMENTS = 2**16  # of a table: below, the nodes cost more than the passes over it
-LEAST_SHARE = 8  # rows of a table per row of the batch: the sums at an index use one thread, passes over a table all
+LEAST_SHARE = 2  # rows of a table per row of the batch: the sums at an index use one thread, passes over a table all
+LEAST_SHARE_OF_KERNELS = 8  # which make the whole gradient in all threads, and update the table in one pass
 
 
 class SparseUpdatePass(ir.passes.InPlacePass):
@@ -29,11 +30,12 @@ class SparseUpdatePass(ir.passes.InPlacePass):
 
     Args:
         rows: how many rows u has where the graph does not know.
+        native: whether kernels in C are to follow.
     """
 
-    def __init__(self, rows: int):
+    def __init__(self, rows: int, native: bool = False):
         super().__init__()
-        self._rows = rows
+        self._rows, self._share = rows, LEAST_SHARE_OF_KERNELS if native else LEAST_SHARE
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph, modified = model.graph, False
@@ -65,7 +67,7 @@ class SparseUpdatePass(ir.passes.InPlacePass):
         if updates.shape is None or column.shape is None or any(d != 1 for d in column.shape.dims[1:]):
             return False
         rows = updates.shape[0]
-        return dims[0] >= LEAST_SHARE * (rows if isinstance(rows, int) else self._rows)
+        return dims[0] >= self._share * (rows if isinstance(rows, int) else self._rows)
 
 
 def written_through(graph: ir.Graph, updates: Mapping[str, str]) -> Iterator[tuple[str, ir.Value]]:
