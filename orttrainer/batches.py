@@ -95,6 +95,14 @@ def _is_nested(inputs: tuple | Mapping) -> bool:
     return not all(isinstance(x, torch.Tensor) for x in (inputs.values() if isinstance(inputs, Mapping) else inputs))
 
 
+def _is_known_by_name_alone(model: torch.nn.Module, inputs: tuple | Mapping) -> bool:
+    """Whether the batch has names that forward takes without telling them, in `**kwargs`: their order says nothing."""
+    if not isinstance(inputs, Mapping):
+        return False
+    parameters = inspect.signature(model.forward).parameters.values()
+    return not inputs.keys() <= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+
+
 def described(model: torch.nn.Module, inputs: tuple | Mapping, label: tuple) -> ModelDescription:
     """What the first batch says; the most common size along axis 0 is called "batch"."""
     if not inputs:
@@ -125,8 +133,8 @@ def described(model: torch.nn.Module, inputs: tuple | Mapping, label: tuple) -> 
         raise
     predictions = ["output"] if count == 1 else [f"output_{index}" for index in range(count)]
     outputs = [IODescription(_free(name, {*taken, *batch}), []) for name in ("loss", *predictions)]
-    nested = arguments if _is_nested(inputs) else None
-    return ModelDescription(descriptions, outputs, label=names_of_label, arguments=nested)
+    told = arguments if _is_nested(inputs) or _is_known_by_name_alone(model, inputs) else None
+    return ModelDescription(descriptions, outputs, label=names_of_label, arguments=told)
 
 
 def for_sizes_of(given: ModelDescription, seen: Sequence[Mapping[str, Sequence[int]]]) -> ModelDescription:

@@ -139,3 +139,47 @@ def test_names_of_what_lies_in_dicts_give_way_to_those_of_arguments():
         loss, scores = trainer.eval_step(inputs, kinds)
         torch.testing.assert_close(scores, expected(**inputs).detach())
         torch.testing.assert_close(loss, F.cross_entropy(expected(**inputs), kinds).detach())
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x, shift=None, scale=None, **rest):
+        y = self.layer(x) * scale
+        return y if shift is None else y + shift + rest["more"]
+
+
+class PassesOn(nn.Module):
+    """As wrappers of models do, adapters among them."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Scaled()
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+
+@pytest.mark.parametrize("make_model", [Scaled, PassesOn])
+@pytest.mark.parametrize(
+    "names",
+    [("scale", "x"), ("x", "scale", "unused"), ("more", "scale", "x", "shift")],
+    ids=lambda names: " ".join(names),
+)
+def test_what_forward_takes_by_keywords_that_it_does_not_name_is_called_by_name(make_model, names):
+    torch.manual_seed(0)
+    sizes, twins = {"x": 4, "scale": 1}, Twins(make_model(), F.cross_entropy)
+    for rows in (5, 5, 3):
+        inputs, kinds = {name: torch.randn(rows, sizes.get(name, 3)) for name in names}, torch.randint(0, 3, (rows,))
+        loss, scores = twins.trainer.step(inputs, kinds)
+        predicted = twins.twin(**inputs)
+        expected = F.cross_entropy(predicted, kinds)
+        twins.optimizer.zero_grad()
+        expected.backward()
+        twins.optimizer.step()
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(scores, predicted.detach(), rtol=1e-4, atol=1e-6)
+    for mine, other in zip(twins.model.parameters(), twins.twin.parameters()):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
