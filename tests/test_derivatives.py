@@ -107,6 +107,34 @@ def rows_of_a_jacobian(u, x):
     return jacobian.permute(1, 2, 0)
 
 
+def per_sample(transform):
+    """The slopes of u^2 by weights that the samples share (differential privacy, neural tangent kernels)."""
+
+    def compute(u, x):
+        def square(p, z):
+            return func.functional_call(u, p, (z,)).square().sum()
+
+        parameters = dict(u.named_parameters())
+        return torch.cat([g.flatten(1) for g in func.vmap(transform(square), (None, 0))(parameters, x).values()], 1)
+
+    return compute
+
+
+def after_an_inner_update_for_each_task(u, x):
+    """Of rows as tasks of three numbers to learn from and three to be asked for (MAML), each with weights of its own."""
+    parameters = dict(u.named_parameters())
+
+    def asked(task):
+        def loss(p, z):
+            return func.functional_call(u, p, (z,)).square().mean()
+
+        learnt, other = torch.cat([task.view(2, 3), task.view(2, 3).cos()], 1)
+        slopes = func.grad(lambda p: loss(p, learnt))(parameters)
+        return loss({name: p - 0.3 * slopes[name] for name, p in parameters.items()}, other)
+
+    return func.vmap(asked)(x)
+
+
 AUTOGRAD = {
     "a slope": (slope, {}),
     "a slope without a graph": (lambda u, x: u(x) + slope(u, x, create_graph=False), {}),
@@ -149,6 +177,9 @@ TRANSFORMS = {
         ],
         {},
     ),
+    "of parameters for each sample": (per_sample(func.grad), {}),
+    "Jacobians by parameters for each sample": (per_sample(func.jacrev), {}),
+    "an inner update for each task": (after_an_inner_update_for_each_task, {}),
 }
 
 
@@ -275,13 +306,11 @@ def test_outputs_are_counted_of_a_module_with_derivatives():
             r"is_grads_batched=True and as many rows as only a batch tells",
         ),
         (
-            lambda u, x: func.vmap(
-                func.grad(lambda p, z: func.functional_call(u, p, (z,)).sum()), in_dims=(None, 0)
-            )(dict(u.named_parameters()), x)["0.bias"],
+            lambda u, x: func.vmap(lambda z: func.jvp(lambda w: (u(w), torch.ones(3)), (z,), (z,))[1][0])(x),
             r"torch\.vmap on a gradient with respect to a tensor that all samples share",
         ),
     ],
-    ids=["backward", "is_grads_batched by the batch", "gradients of each sample"],
+    ids=["backward", "is_grads_batched by the batch", "pushed to what samples share"],
 )  # fmt: skip
 def test_what_has_no_form_in_a_graph_is_refused(compute, message):
     with pytest.raises(UnsupportedModelError, match=message):

@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from torch import library
+from torch._C import _functorch
 from torch.utils import _pytree as pytree
 
 from orttrainer.differentiate.inner import DOMAIN, GRADIENT
@@ -167,10 +168,29 @@ def transforms() -> Iterator[None]:
 def _called(func, args, kwargs, argnums, has_aux):
     """Call `func`; return the arguments to differentiate by, apart from whatever else shows them, outputs and the rest."""
     args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
-    outputs = func(*args, **kwargs)
-    outputs, aux = outputs if has_aux else (outputs, None)
-    chosen = args if argnums is None else args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
-    return (*pytree.tree_flatten(chosen), outputs, aux)
+
+    def called(args):
+        chosen = (
+            args if argnums is None else args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
+        )
+        outputs, aux = func(*args, **kwargs) if has_aux else (func(*args, **kwargs), None)
+        return (*pytree.tree_flatten(chosen), outputs, aux)
+
+    inputs, _, outputs, _ = found = called(args)
+    deepest = max(pytree.tree_leaves(outputs), key=_level)
+    if any(_level(x) < _level(deepest) for x in inputs):  # samples share it: weights, of gradients of each sample
+        return called(pytree.tree_map_only(torch.Tensor, lambda x: _for_each_sample(x, deepest), args))
+    return found
+
+
+def _level(x) -> int:
+    """How many of the `torch.vmap` around map x."""
+    return _functorch.maybe_get_level(x)
+
+
+def _for_each_sample(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """x as each sample's own, where `like` is."""
+    return x + torch.zeros_like(like, dtype=x.dtype).sum() if x.is_floating_point() or x.is_complex() else x
 
 
 def _grad_and_value(func, argnums, has_aux, args, kwargs):
