@@ -295,6 +295,21 @@ def test_outputs_are_counted_of_a_module_with_derivatives():
     torch.testing.assert_close(trainer.step(*vectors(0))[0], expected.detach())
 
 
+def under_no_grad(y):
+    with torch.no_grad():
+        return y.exp()
+
+
+@pytest.mark.parametrize("stopped", [torch.detach, under_no_grad])
+def test_what_is_stopped_for_each_sample_has_no_gradient(stopped):
+    """`torch.vmap` does not say of what it maps whether it has a gradient."""
+
+    def compute(u, x):
+        return u(x) * func.vmap(lambda z: stopped(u(z)) + z.sum(), 1, 1)(x.t()).t()
+
+    assert_trains_as_in_pytorch(lambda: Derived(compute), vectors, evaluates=True)
+
+
 @pytest.mark.parametrize(
     ("compute", "message"),
     [
@@ -306,11 +321,15 @@ def test_outputs_are_counted_of_a_module_with_derivatives():
             r"is_grads_batched=True and as many rows as only a batch tells",
         ),
         (
+            lambda u, x: func.vmap(lambda z: torch.linalg.inv(z.outer(z) + torch.eye(6)) @ u(z).expand(6))(x),
+            r"torch\.vmap on what is com\.microsoft::Inverse in a graph, .* with all samples at once",
+        ),
+        (
             lambda u, x: func.vmap(lambda z: func.jvp(lambda w: (u(w), torch.ones(3)), (z,), (z,))[1][0])(x),
             r"torch\.vmap on a gradient with respect to a tensor that all samples share",
         ),
     ],
-    ids=["backward", "is_grads_batched by the batch", "pushed to what samples share"],
+    ids=["backward", "is_grads_batched by the batch", "an inverse for each sample", "pushed to what samples share"],
 )  # fmt: skip
 def test_what_has_no_form_in_a_graph_is_refused(compute, message):
     with pytest.raises(UnsupportedModelError, match=message):

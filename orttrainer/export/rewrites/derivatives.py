@@ -17,7 +17,9 @@ from torch.utils import _pytree as pytree
 
 from orttrainer.differentiate.inner import DOMAIN, GRADIENT
 from orttrainer.errors import UnsupportedModelError
-from orttrainer.export.stop_gradient import stopped
+from orttrainer.export.stop_gradient import mark_stopped, stopped
+from orttrainer.graph.passes.gradient_marks import DOMAIN as MARKS
+from orttrainer.graph.passes.gradient_marks import STOP_GRADIENT
 
 __all__ = ["REWRITES", "snapshots_apart", "transforms"]
 
@@ -135,6 +137,16 @@ def _batched(info, axes, tensors, op_type, *args, attr_ints=(), domain="", **kwa
     return list(_gradients([y for y, *_ in depends], seeds, xs)), x_axes
 
 
+def _batched_one(info, axes, tensors, op_type, *args, domain="", **kwargs):
+    """`stop_gradient`, which goes element by element, under `torch.vmap`."""
+    if (domain, op_type) != (MARKS, STOP_GRADIENT):
+        raise UnsupportedModelError(
+            f"forward calls torch.vmap on what is {domain or 'ai.onnx'}::{op_type} in a graph, which has no form there. Call it "
+            "with all samples at once."
+        )
+    return mark_stopped(tensors[0]), axes[0][0]
+
+
 def _refused(what):
     return UnsupportedModelError(f"forward calls torch.vmap on a gradient {what}, which has no form in a graph.")
 
@@ -143,6 +155,7 @@ with contextlib.suppress(
     AttributeError, RuntimeError
 ):  # other torch versions may lack it: torch.vmap refuses the node then
     library.register_vmap("onnx_symbolic::_symbolic_multi_out", _batched)
+    library.register_vmap("onnx_symbolic::_symbolic", _batched_one)
 
 
 # ---------------------------------------------------------------- torch.func
