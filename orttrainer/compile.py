@@ -82,7 +82,7 @@ def compile_training_graph(
     Raises:
         InvalidArgumentError: `recompute` asks for what the graph does not have, or there is no such pass.
         MissingGradientError: an operator has no gradient rule.
-        ModelError: no parameter reaches the loss, or a name that is needed is taken.
+        ModelError: a name that is needed is taken.
 
     Warns:
         NoGradientWarning: a parameter has no path to the loss; it keeps its value.
@@ -180,17 +180,12 @@ class _Build:
         in_steps = values_reached_in_steps([loss], self.forward_nodes)  # zeros in PyTorch: weight decay moves them
         found = {x: op.zeros_like(x) if dx is None and x in in_steps else dx for x, dx in found.items()}
         gradients = {name: found[inputs[name]] for name in parameters if found[inputs[name]] is not None}
-        if lost := [name for name in (*parameters, *unread) if name not in gradients]:
+        if gradients and (lost := [name for name in (*parameters, *unread) if name not in gradients]):
             warnings.warn(
                 f"no path from {', '.join(map(repr, lost))} to the loss: training leaves "
                 f"{'it' if len(lost) == 1 else 'them'} unchanged",
                 NoGradientWarning, stacklevel=2,
             )  # fmt: skip
-        if not gradients:
-            raise ModelError(
-                "nothing to train: no parameter reaches the loss. Check requires_grad, frozen_weights, "
-                f"and that output {loss.name!r} is the loss"
-            )
         for name, gradient in gradients.items():
             producer = gradient.producer()
             if producer is None or producer.domain == MARKS or gradient.name in {f"{n}_grad" for n in gradients}:
@@ -357,7 +352,8 @@ class _Build:
             if not self._fence_counter(old, updates[old], readers):
                 shared.add(old.name)
         used = {x for node in graph for x in node_inputs(node)} | {inputs[name] for name in self.new}
-        for value in [v for v in graph.inputs if v not in used and v.name not in self.described]:
+        asked = {*self.described, self.learning_rate, self.loss_scale}
+        for value in [v for v in graph.inputs if v not in used and v.name not in asked]:
             graph.inputs.remove(value)
             self.tensors.pop(value.name, None)
         state = tuple(self._entry(v.name, v.name not in shared) for v in graph.inputs if v.name in self.tensors)

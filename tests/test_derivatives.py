@@ -107,6 +107,34 @@ def rows_of_a_jacobian(u, x):
     return jacobian.permute(1, 2, 0)
 
 
+def per_sample(transform):
+    """The slopes of u^2 by weights that the samples share (differential privacy, neural tangent kernels)."""
+
+    def compute(u, x):
+        def square(p, z):
+            return func.functional_call(u, p, (z,)).square().sum()
+
+        parameters = dict(u.named_parameters())
+        return torch.cat([g.flatten(1) for g in func.vmap(transform(square), (None, 0))(parameters, x).values()], 1)
+
+    return compute
+
+
+def after_an_inner_update_for_each_task(u, x):
+    """Of rows as tasks of three numbers to learn from and three to be asked for (MAML), each with weights of its own."""
+    parameters = dict(u.named_parameters())
+
+    def asked(task):
+        def loss(p, z):
+            return func.functional_call(u, p, (z,)).square().mean()
+
+        learnt, other = torch.cat([task.view(2, 3), task.view(2, 3).cos()], 1)
+        slopes = func.grad(lambda p: loss(p, learnt))(parameters)
+        return loss({name: p - 0.3 * slopes[name] for name, p in parameters.items()}, other)
+
+    return func.vmap(asked)(x)
+
+
 AUTOGRAD = {
     "a slope": (slope, {}),
     "a slope without a graph": (lambda u, x: u(x) + slope(u, x, create_graph=False), {}),
@@ -149,6 +177,9 @@ TRANSFORMS = {
         ],
         {},
     ),
+    "of parameters for each sample": (per_sample(func.grad), {}),
+    "Jacobians by parameters for each sample": (per_sample(func.jacrev), {}),
+    "an inner update for each task": (after_an_inner_update_for_each_task, {}),
 }
 
 
@@ -264,6 +295,21 @@ def test_outputs_are_counted_of_a_module_with_derivatives():
     torch.testing.assert_close(trainer.step(*vectors(0))[0], expected.detach())
 
 
+def under_no_grad(y):
+    with torch.no_grad():
+        return y.exp()
+
+
+@pytest.mark.parametrize("stopped", [torch.detach, under_no_grad])
+def test_what_is_stopped_for_each_sample_has_no_gradient(stopped):
+    """`torch.vmap` does not say of what it maps whether it has a gradient."""
+
+    def compute(u, x):
+        return u(x) * func.vmap(lambda z: stopped(u(z)) + z.sum(), 1, 1)(x.t()).t()
+
+    assert_trains_as_in_pytorch(lambda: Derived(compute), vectors, evaluates=True)
+
+
 @pytest.mark.parametrize(
     ("compute", "message"),
     [
@@ -275,13 +321,15 @@ def test_outputs_are_counted_of_a_module_with_derivatives():
             r"is_grads_batched=True and as many rows as only a batch tells",
         ),
         (
-            lambda u, x: func.vmap(
-                func.grad(lambda p, z: func.functional_call(u, p, (z,)).sum()), in_dims=(None, 0)
-            )(dict(u.named_parameters()), x)["0.bias"],
+            lambda u, x: func.vmap(lambda z: torch.linalg.inv(z.outer(z) + torch.eye(6)) @ u(z).expand(6))(x),
+            r"torch\.vmap on what is com\.microsoft::Inverse in a graph, .* with all samples at once",
+        ),
+        (
+            lambda u, x: func.vmap(lambda z: func.jvp(lambda w: (u(w), torch.ones(3)), (z,), (z,))[1][0])(x),
             r"torch\.vmap on a gradient with respect to a tensor that all samples share",
         ),
     ],
-    ids=["backward", "is_grads_batched by the batch", "gradients of each sample"],
+    ids=["backward", "is_grads_batched by the batch", "an inverse for each sample", "pushed to what samples share"],
 )  # fmt: skip
 def test_what_has_no_form_in_a_graph_is_refused(compute, message):
     with pytest.raises(UnsupportedModelError, match=message):

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 import torch
-from pairs import Pair
+from pairs import OPTIMIZERS, RATE, Pair
 from small import LR, batch, make, torch_step
 from torch import nn
 
-from orttrainer.errors import StateError
+from orttrainer.errors import ModelError, StateError
 from orttrainer.state.seen import Seen
 
 
@@ -220,3 +220,37 @@ def test_what_trains_is_no_change_of_a_dict_or_list_that_holds_it(exports):
     pair.change(lambda module: module.table.update(weight=module.rows[1]))
     pair.steps(2)
     assert len(exports) == 3
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a trained change of low rank (LoRA), which is added to its weight while it is `merged`."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3).requires_grad_(False)
+        self.down, self.up = nn.Parameter(torch.randn(2, 4)), nn.Parameter(torch.zeros(3, 2))
+        self.merged = False
+
+    def merge(self, merged: bool) -> None:
+        self.merged = merged
+        self.layer.weight.data += (self.up @ self.down).detach() * (1 if merged else -1)
+
+    def forward(self, x):
+        return self.layer(x) if self.merged else self.layer(x) + x @ self.down.T @ self.up.T
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_adapters_that_are_merged_for_an_evaluation_are_evaluated_so_and_train_on(optimizer):
+    torch.manual_seed(0)
+    pair = Pair(Adapted(), optimizer=optimizer)
+    pair.steps(2)
+    pair.change(lambda module: module.merge(True))
+    x, y = batch(9)
+    for _ in range(2):
+        found = pair.engine.eval_step({"x": x, "label": y})
+        expected = pair.reference(x).detach()
+        torch.testing.assert_close(found, [pair.loss(expected, y), expected], rtol=1e-4, atol=1e-5)
+        with pytest.raises(ModelError, match="nothing to train: no parameter reaches the loss"):
+            pair.engine.train_step({"x": x, "label": y}, RATE)
+    pair.change(lambda module: module.merge(False))
+    pair.steps(2)

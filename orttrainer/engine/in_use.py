@@ -30,7 +30,7 @@ from orttrainer.engine.nonfinite import LossWatch
 from orttrainer.engine.settings import OptimizerChoice, Settings
 from orttrainer.engine.source import Source
 from orttrainer.engine.turns import one_at_a_time
-from orttrainer.engine.ways import Ways, check_can_go_on
+from orttrainer.engine.ways import Ways, check_can_go_on, check_trains
 from orttrainer.errors import StateError
 from orttrainer.front_end import NotCopied
 from orttrainer.native.toolchain import is_wanted
@@ -245,7 +245,7 @@ class InUse(NotCopied):
             self._forward = self.source.frozen(forward())
             self._ways = Ways(self._forward, self.input_names, self.source)
             counts = counts_in(self._given_early[0], self._kept.count, self._forward.parameters)
-            graph = self._training_graph(self._forward, counts)
+            check_trains(graph := self._training_graph(self._forward, counts))
         try:
             with failing_together(self.collective, "sharing its state"), signals.none_lost():
                 self._number = number_of_another() if self.collective.size > 1 else 0
@@ -358,9 +358,10 @@ class InUse(NotCopied):
     def _follow(self, batch: Mapping[str, torch.Tensor], trains: bool) -> None:
         """Change to the graph of what the module is now, and of what it decides on this batch; make it, if there is none yet."""
         self._follow_module()
-        if self._ways.right_for_all(trains):
-            return
-        make = signals.none_lost()(functools.partial(self.source.later_graph, self.description, self._schema))
-        if (forward := self._ways.other(batch, self._last_batch, self._state.live, trains, make)) is not None:
-            with runtime.garbage_kept():
-                self._recompile(forward)
+        if not self._ways.right_for_all(trains):
+            make = signals.none_lost()(functools.partial(self.source.later_graph, self.description, self._schema))
+            if (forward := self._ways.other(batch, self._last_batch, self._state.live, trains, make)) is not None:
+                with runtime.garbage_kept():
+                    self._recompile(forward)
+        if trains:  # an evaluation may be of what trains nothing: adapters that are merged for it
+            check_trains(self.training_graph)

@@ -20,7 +20,7 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from orttrainer import export
 from orttrainer.engine.attributes import OF_GRADIENTS, Attributes
 from orttrainer.engine.inference import inference_model
-from orttrainer.errors import UnsupportedModelError
+from orttrainer.errors import ModelError, UnsupportedModelError
 from orttrainer.export.granted import unmet
 from orttrainer.graph.subgraphs import node_inputs, subgraphs
 
@@ -274,6 +274,19 @@ def _nameless(forward: ForwardGraph) -> tuple[bytes, list[tuple]]:
             if (constant := constants.get(value)) is not None:
                 contents.append((value.name, constant.dtype, tuple(constant.shape), constant.tobytes()))
     return ir.to_proto(model).SerializeToString(deterministic=True), contents
+
+
+def check_trains(graph: TrainingGraph) -> None:
+    """Refuse a graph that trains nothing.
+
+    Raises:
+        ModelError: no parameter reaches the loss.
+    """
+    if not graph.signature.gradients:
+        raise ModelError(
+            "nothing to train: no parameter reaches the loss. Check requires_grad, frozen_weights, and that output "
+            f"{graph.signature.outputs[0]!r} is the loss"
+        )
 
 
 def check_can_go_on(before: TrainingGraph, after: TrainingGraph, alone: bool, accumulated: int) -> None:

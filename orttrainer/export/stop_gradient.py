@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import torch
 from torch import library
+from torch._C._functorch import is_batchedtensor
 
 from orttrainer.graph.passes.gradient_marks import CHANGED, DOMAIN, STOP_GRADIENT
 
-__all__ = ["REWRITES", "detached", "mark_changed", "register_symbolic", "stopped"]
+__all__ = ["REWRITES", "detached", "mark_changed", "mark_stopped", "register_symbolic", "stopped"]
 
 
 @library.custom_op("orttrainer::stop_gradient", mutates_args=())
@@ -31,10 +32,14 @@ def register_symbolic(opset: int) -> None:
 def stop_gradient(x: torch.Tensor) -> torch.Tensor:
     """`x`, to be exported as one StopGradient node."""
     if torch.compiler.is_exporting():
-        result = torch.onnx.ops.symbolic(f"{DOMAIN}::{STOP_GRADIENT}", (x,), dtype=x.dtype, shape=x.shape, version=1)
-        return result.detach()  # to who asks, it requires none
+        return mark_stopped(x).detach()  # to who asks, it requires none
     with torch.no_grad():  # so that autograd does not note it in a buffer that the result is written to
         return traced_stop_gradient(x)
+
+
+def mark_stopped(x: torch.Tensor) -> torch.Tensor:
+    """The node itself, while torch.export traces."""
+    return torch.onnx.ops.symbolic(f"{DOMAIN}::{STOP_GRADIENT}", (x,), dtype=x.dtype, shape=x.shape, version=1)
 
 
 def mark_changed(parameter: torch.Tensor, name: str) -> None:
@@ -61,7 +66,7 @@ def detached(x):
 
     What stands for it where `x` has a gradient has an attribute `data_of`: in `x.data = x.data.to(device)` nothing is written.
     """
-    if x.requires_grad:
+    if x.requires_grad or is_batchedtensor(x):  # of which `torch.vmap` does not say whether it does
         result = stopped(x)
         result.data_of = x
         return result

@@ -12,11 +12,14 @@ from unittest import mock
 
 import torch
 from torch import library
+from torch._C import _functorch
 from torch.utils import _pytree as pytree
 
 from orttrainer.differentiate.inner import DOMAIN, GRADIENT
 from orttrainer.errors import UnsupportedModelError
-from orttrainer.export.stop_gradient import stopped
+from orttrainer.export.stop_gradient import mark_stopped, stopped
+from orttrainer.graph.passes.gradient_marks import DOMAIN as MARKS
+from orttrainer.graph.passes.gradient_marks import STOP_GRADIENT
 
 __all__ = ["REWRITES", "snapshots_apart", "transforms"]
 
@@ -134,6 +137,16 @@ def _batched(info, axes, tensors, op_type, *args, attr_ints=(), domain="", **kwa
     return list(_gradients([y for y, *_ in depends], seeds, xs)), x_axes
 
 
+def _batched_one(info, axes, tensors, op_type, *args, domain="", **kwargs):
+    """`stop_gradient`, which goes element by element, under `torch.vmap`."""
+    if (domain, op_type) != (MARKS, STOP_GRADIENT):
+        raise UnsupportedModelError(
+            f"forward calls torch.vmap on what is {domain or 'ai.onnx'}::{op_type} in a graph, which has no form there. Call it "
+            "with all samples at once."
+        )
+    return mark_stopped(tensors[0]), axes[0][0]
+
+
 def _refused(what):
     return UnsupportedModelError(f"forward calls torch.vmap on a gradient {what}, which has no form in a graph.")
 
@@ -142,6 +155,7 @@ with contextlib.suppress(
     AttributeError, RuntimeError
 ):  # other torch versions may lack it: torch.vmap refuses the node then
     library.register_vmap("onnx_symbolic::_symbolic_multi_out", _batched)
+    library.register_vmap("onnx_symbolic::_symbolic", _batched_one)
 
 
 # ---------------------------------------------------------------- torch.func
@@ -167,10 +181,29 @@ def transforms() -> Iterator[None]:
 def _called(func, args, kwargs, argnums, has_aux):
     """Call `func`; return the arguments to differentiate by, apart from whatever else shows them, outputs and the rest."""
     args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
-    outputs = func(*args, **kwargs)
-    outputs, aux = outputs if has_aux else (outputs, None)
-    chosen = args if argnums is None else args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
-    return (*pytree.tree_flatten(chosen), outputs, aux)
+
+    def called(args):
+        chosen = (
+            args if argnums is None else args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
+        )
+        outputs, aux = func(*args, **kwargs) if has_aux else (func(*args, **kwargs), None)
+        return (*pytree.tree_flatten(chosen), outputs, aux)
+
+    inputs, _, outputs, _ = found = called(args)
+    deepest = max(pytree.tree_leaves(outputs), key=_level)
+    if any(_level(x) < _level(deepest) for x in inputs):  # samples share it: weights, of gradients of each sample
+        return called(pytree.tree_map_only(torch.Tensor, lambda x: _for_each_sample(x, deepest), args))
+    return found
+
+
+def _level(x) -> int:
+    """How many of the `torch.vmap` around map x."""
+    return _functorch.maybe_get_level(x)
+
+
+def _for_each_sample(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """x as each sample's own, where `like` is."""
+    return x + torch.zeros_like(like, dtype=x.dtype).sum() if x.is_floating_point() or x.is_complex() else x
 
 
 def _grad_and_value(func, argnums, has_aux, args, kwargs):
