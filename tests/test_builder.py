@@ -103,6 +103,26 @@ def test_there_are_never_more_answers_than_are_kept(monkeypatch):
         assert len(builder._answers) <= 3
 
 
+def test_strings_are_asked_anew():
+    builder._answers.clear()
+    for words in ([b"a", b"b"], [b"c", b"d", b"e"]):
+        op, tensor = building(), ir.StringTensor(np.array(words, object), shape=ir.Shape([len(words)]))
+        constant = op.Constant(value=tensor)
+        constant.const_value = tensor
+        same = op.Identity(constant)
+        assert [(x.dtype, list(x.shape)) for x in (constant, same)] == [(ir.DataType.STRING, [len(words)])] * 2
+    assert not builder._answers
+
+
+def test_large_constants_are_not_kept_alive():
+    builder._answers.clear()
+    op = building()
+    large = op.Constant(value=ir.tensor(np.zeros(1000, np.float32)))
+    assert list(large.shape) == [1000] and not builder._answers
+    assert list(op.Add(large, np.ones(1000, np.float32)).shape) == [1000]
+    assert len(str(builder._answers)) < 1000
+
+
 @pytest.mark.parametrize("opset", [12, 18])
 def test_an_answer_is_of_one_opset(opset):
     op = building(opset)

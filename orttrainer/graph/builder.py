@@ -25,6 +25,7 @@ INT64 = ir.DataType.INT64
 _WITH_GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 _answers: dict[tuple, list] = {}  # of ONNX's inference, which takes 0.1 ms a node; layers of a kind ask the same
 _MOST_ANSWERS = 2**12
+_FEW = 64  # numbers of a constant that may be sizes, or strides, or axes
 
 
 class Builder:
@@ -227,7 +228,7 @@ def infer_outputs(node: ir.Node, schema: onnx.defs.OpSchema, opset_imports: dict
     key = _inferred_from(node, opset_imports)
     answer = None if key is None else _answers.get(key)
     if answer is None:
-        answer = _infer(node, schema, opset_imports)
+        answer = _ask_onnx(node, schema, opset_imports)
         if key is not None and all(found is None or isinstance(found[0], ir.TensorType) for found in answer):
             if len(_answers) >= _MOST_ANSWERS:
                 _answers.clear()
@@ -239,7 +240,7 @@ def infer_outputs(node: ir.Node, schema: onnx.defs.OpSchema, opset_imports: dict
             value.shape = None if dims is None else ir.Shape(dims)
 
 
-def _infer(node: ir.Node, schema: onnx.defs.OpSchema, opset_imports: dict[str, int]) -> list[tuple | None]:
+def _ask_onnx(node: ir.Node, schema: onnx.defs.OpSchema, opset_imports: dict[str, int]) -> list[tuple | None]:
     """For each output its type, and its dimensions where they are known; None where nothing is."""
     types, data = {}, {}
     for value in node.inputs:
@@ -268,23 +269,25 @@ def _infer(node: ir.Node, schema: onnx.defs.OpSchema, opset_imports: dict[str, i
 
 def _may_decide(value: ir.Value) -> bool:
     """Whether the numbers of a constant may be sizes of what is made with it."""
-    return value.const_value is not None and value.const_value.size <= 64
+    return value.const_value is not None and value.const_value.size <= _FEW
 
 
 def _inferred_from(node: ir.Node, opset_imports: dict[str, int]) -> tuple | None:
-    """All that inference depends on; None for nodes with graphs of their own, and for sequences."""
+    """All that inference depends on; None for nodes with graphs or much data of their own, and for sequences and strings."""
     key = [node.domain, node.op_type, opset_imports.get(node.domain), len(node.outputs)]
     for name, attribute in node.attributes.items():
         if attribute.type in _WITH_GRAPHS or attribute.is_ref():
             return None
         value = attribute.value
         if attribute.type == ir.AttributeType.TENSOR:
+            if value.dtype == ir.DataType.STRING or value.size > _FEW:  # which is not to be kept alive
+                return None
             value = (value.dtype, tuple(value.shape), value.tobytes())
         key += [name, attribute.type, tuple(value) if isinstance(value, list) else value]
     for value in node.inputs:
         if value is None or value.type is None:
             key.append("absent" if value is None else "untyped")
-        elif not isinstance(value.type, ir.TensorType):
+        elif not isinstance(value.type, ir.TensorType) or value.dtype == ir.DataType.STRING:
             return None
         else:
             dims = (

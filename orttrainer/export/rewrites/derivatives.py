@@ -190,15 +190,15 @@ def _called(func, args, kwargs, argnums, has_aux):
         return (*pytree.tree_flatten(chosen), outputs, aux)
 
     inputs, _, outputs, _ = found = called(args)
-    deepest = max(pytree.tree_leaves(outputs), key=_level)
+    deepest = max(pytree.tree_leaves(outputs), key=_level, default=None)
     if any(_level(x) < _level(deepest) for x in inputs):  # samples share it: weights, of gradients of each sample
         return called(pytree.tree_map_only(torch.Tensor, lambda x: _for_each_sample(x, deepest), args))
     return found
 
 
 def _level(x) -> int:
-    """How many of the `torch.vmap` around map x."""
-    return _functorch.maybe_get_level(x)
+    """How many of the `torch.vmap` around map x; -1 of none, and of what is no tensor, which torch.func refuses."""
+    return _functorch.maybe_get_level(x) if isinstance(x, torch.Tensor) else -1
 
 
 def _for_each_sample(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

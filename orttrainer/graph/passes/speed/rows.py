@@ -12,15 +12,14 @@ import onnx_ir as ir
 from orttrainer.graph.builder import Builder, same_dim, static_dims
 from orttrainer.graph.infinite import is_backward, may_be_infinite
 from orttrainer.graph.passes.scatter import added_to_zeros
-from orttrainer.graph.passes.speed.pieces import Pieces, added, even_shares, pieces_of
+from orttrainer.graph.passes.speed.pieces import PLACED, Pieces, added, even_shares, pieces_of
 from orttrainer.graph.passes.speed.usual_batch import either
 from orttrainer.graph.scopes import put_all_in_place, put_in_place
 
 LEAST_ROW = 8  # elements, from which on their places are computed faster than ONNX Runtime goes down the columns
 LEAST_LINES = 1024  # of which one element each is placed, likewise
-ONE_NS = 1.5  # to make one element of a matrix of ones and zeros; with two threads of an Intel Xeon, as the next two
+ONE_NS = 1.5  # to make one element of a matrix of ones and zeros; with two threads of an Intel Xeon, as the next
 PRODUCT_NS = 0.008  # to multiply it by a number of a row
-PLACED_NS = 4.0  # to add a number of a row at its place
 SHAPED = {"Identity", "Reshape", "Squeeze", "Unsqueeze"}
 
 
@@ -207,7 +206,7 @@ def _is_small(node: ir.Node) -> bool:
     lookup, row = _is_read(node, 0), math.prod(dims[1:])
     if lookup is None or lookup.op_type != "Gather" or may_be_infinite(lookup.outputs[0]):
         return False
-    return dims[0] * (ONE_NS + PRODUCT_NS * row) < PLACED_NS * row
+    return dims[0] * (ONE_NS + PRODUCT_NS * row) < PLACED * row
 
 
 def _is_read(node: ir.Node, axis: int) -> ir.Node | None:
