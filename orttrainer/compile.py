@@ -26,6 +26,7 @@ from orttrainer.graph.fence import fence, unordered_readers
 from orttrainer.graph.passes.gradient_marks import DOMAIN as MARKS
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.half_precision import HalfPrecisionPass
+from orttrainer.graph.passes.order import TopologicalOrderPass
 from orttrainer.graph.passes.recompute import RecomputePass
 from orttrainer.graph.passes.speed.attention import SoftmaxGradientPass
 from orttrainer.graph.passes.speed.gelu import ExpandGeluPass
@@ -357,7 +358,7 @@ class _Build:
             graph.inputs.remove(value)
             self.tensors.pop(value.name, None)
         state = tuple(self._entry(v.name, v.name not in shared) for v in graph.inputs if v.name in self.tensors)
-        common.TopologicalSortPass()(self.model)
+        TopologicalOrderPass()(self.model)
         common.ClearMetadataAndDocStringPass()(self.model)
         self.model.ir_version = IR_VERSION
         signature = Signature(

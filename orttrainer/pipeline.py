@@ -16,6 +16,7 @@ from orttrainer.graph.passes.draws import CounterHashDrawsPass
 from orttrainer.graph.passes.dropout import CounterHashDropoutPass
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogSoftmaxNllPass
 from orttrainer.graph.passes.matmul import MultiplesPass, VectorMatMulPass
+from orttrainer.graph.passes.order import TopologicalOrderPass
 from orttrainer.graph.passes.padded_pools import PaddedPoolsPass
 from orttrainer.graph.passes.random import ShareSubexpressionsPass
 from orttrainer.graph.passes.scatter import ScatterIntoSumPass, ScatterReductionPass
@@ -151,7 +152,7 @@ def before_gradients(
         SplitBatchNormalizationPass(),
         CounterHashDropoutPass(seed, step, training_mode),
         CounterHashDrawsPass(seed, step),
-        common.TopologicalSortPass(),
+        TopologicalOrderPass(),
     ]
 
 
@@ -203,4 +204,4 @@ def rewritten(model: ir.Model, passes: Iterable[ir.passes.PassBase], disabled: C
     return model
 
 
-_CLEAN = (common.TopologicalSortPass(), common.RemoveUnusedNodesPass())
+_CLEAN = (TopologicalOrderPass(), common.RemoveUnusedNodesPass())

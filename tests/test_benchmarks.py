@@ -284,7 +284,7 @@ def test_each_speed_pass_has_a_test_of_its_own():
     assert not [chosen.__name__ for chosen in SPEED_PASSES if not any(chosen.__name__ in text for text in tests)]
 
 
-@pytest.mark.parametrize("names", [("TopologicalSortPass",), "ShareSubexpressionsPass"])
+@pytest.mark.parametrize("names", [("TopologicalOrderPass",), "ShareSubexpressionsPass"])
 def test_a_pass_that_a_graph_cannot_do_without_is_refused(names):
     with pytest.raises(
         InvalidArgumentError, match="disabled_passes must be a list of passes that a graph can do without"

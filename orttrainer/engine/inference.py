@@ -17,6 +17,7 @@ from orttrainer.graph.light import without_weights
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.inference import InferenceBatchNormalizationPass
 from orttrainer.graph.passes.matmul import MultiplesPass
+from orttrainer.graph.passes.order import TopologicalOrderPass
 from orttrainer.graph.passes.padded_pools import PaddedPoolsPass
 from orttrainer.graph.passes.random import MutePass
 from orttrainer.graph.passes.wide import WidePass
@@ -49,7 +50,7 @@ def inference_model(forward: ir.Model, outputs: Sequence[str]) -> ir.Model:
         common.OutputFixPass(),
         PaddedPoolsPass(),
         common.LiftConstantsToInitializersPass(lift_all_constants=False),
-        common.TopologicalSortPass(),
+        TopologicalOrderPass(),
         common.ClearMetadataAndDocStringPass(),
     ):
         rewrite(forward)

@@ -30,6 +30,7 @@ from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.long_sums import LongSumsPass
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogSoftmaxNllPass
 from orttrainer.graph.passes.matmul import MultiplesPass, VectorMatMulPass
+from orttrainer.graph.passes.order import TopologicalOrderPass
 from orttrainer.graph.passes.padded_pools import PaddedPoolsPass
 from orttrainer.graph.passes.random import MutePass
 from orttrainer.graph.passes.scatter import ScatterReductionPass
@@ -131,7 +132,7 @@ def gradient_errors(
         ExpandSoftmaxCrossEntropyPass(),  # as it trains: the logits may be the largest tensor, and are there fewer times
         RemoveGradientMarksPass(),
         DoubleKernelsPass(),
-        common.TopologicalSortPass(),
+        TopologicalOrderPass(),
         common.RemoveUnusedNodesPass(),
         MultiplesPass(),
         AllAxesPass(),

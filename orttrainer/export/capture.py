@@ -59,7 +59,7 @@ def capture_dynamo(
     by_hints = contextlib.nullcontext() if hints is None else hints.followed()
     with silence(), _sources_forgotten(), _no_stack_traces(), _sizes_known_later(), _losses_of_any_number(), by_hints:
         load_exporter()
-        with faithful(wrapper, decided):
+        with _nothing_remembered(), faithful(wrapper, decided):
             program = _exported_program(wrapper, inputs, symbols, fixed)
             if granted is not None:
                 granted += granted_by(program, names, symbols, shown=not wrapper.followed.by_size)
@@ -321,6 +321,20 @@ def _exported_program(wrapper, inputs, symbols, fixed):
             strict=False,
             prefer_deferred_runtime_asserts_over_guards=True,
         )
+
+
+@contextlib.contextmanager
+def _nothing_remembered():
+    """Let torch compute the sizes of each result, not look for a result of equal sizes, and note and check each new one.
+
+    Where sizes vary it computes them for what it finds as well: a tenth of the time for a small model, nothing for others.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError, AttributeError):  # other torch versions may have no such switch
+            from torch._dynamo import config
+
+            stack.enter_context(config.patch(fake_tensor_cache_enabled=False))
+        yield
 
 
 @contextlib.contextmanager

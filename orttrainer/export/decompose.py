@@ -226,15 +226,27 @@ def _operators_found_once() -> Iterator[None]:
 def _kept_whole(composite: dict[Any, Callable]) -> Iterator[None]:
     """What is composite and has a translation of its own stays whole within an expansion, as torch does it.
 
-    torch says so for each of 21 kinds of device; those that tensors of an export are on are three.
+    torch says so for each of 21 kinds of device; those that tensors of an export are on are three. And it makes a function
+    with annotations for each operator and kind, which takes longer than what a small model decomposes.
     """
     keys = torch._C.DispatchKey
+
+    def py_impl(operator, key):
+        def put(function):
+            operator.py_kernels[key] = function
+            operator._dispatch_cache.clear()
+            return function
+
+        return put
+
     autograd, backends = [keys.AutogradCPU, keys.AutogradCUDA, keys.AutogradMeta], [keys.CPU, keys.CUDA, keys.Meta]
-    with (
-        mock.patch.object(exported_program, "_AUTOGRAD_ALIAS_BACKEND_KEYS_TO_OVERRIDE", autograd),
-        mock.patch.object(exported_program, "_BACKEND_KEYS_TO_OVERRIDE", backends),
-        exported_program._override_composite_implicit_decomp(composite),
-    ):
+    with contextlib.ExitStack() as whole:
+        with (
+            mock.patch.object(exported_program, "_AUTOGRAD_ALIAS_BACKEND_KEYS_TO_OVERRIDE", autograd),
+            mock.patch.object(exported_program, "_BACKEND_KEYS_TO_OVERRIDE", backends),
+            mock.patch.object(torch._ops.OperatorBase, "py_impl", py_impl),
+        ):
+            whole.enter_context(exported_program._override_composite_implicit_decomp(composite))
         yield
 
 

@@ -29,6 +29,7 @@ from orttrainer.graph.passes.bools import BoolOperatorsPass
 from orttrainer.graph.passes.empty_means import EmptyMeansPass
 from orttrainer.graph.passes.empty_tensors import EmptyTensorsPass
 from orttrainer.graph.passes.gradient_marks import stops_as_identities
+from orttrainer.graph.passes.order import TopologicalOrderPass
 from orttrainer.graph.passes.output_padding import OutputPaddingPass
 from orttrainer.graph.passes.random import RANDOM_OPS, random_nodes_apart
 from orttrainer.graph.passes.scalar_axes import ReduceScalarPass
@@ -174,7 +175,7 @@ def optimize(model) -> None:
     common.OutputFixPass()(model)
     for value, name in zip(model.graph.outputs, output_names):
         value.name = name  # an output that is an input, or two outputs, got an Identity
-    common.TopologicalSortPass()(model)
+    TopologicalOrderPass()(model)
     _infer_missing_shapes(model)
     EmptyMeansPass()(model)
     EmptyTensorsPass()(model)

@@ -28,6 +28,8 @@ _TURN = threading.RLock()
 def silence():
     """Drop warnings, log lines and prints within the block, in which there is one thread at a time."""
     loggers = [logging.getLogger(name) for name in _CHATTY]
+    # Those without a level of their own have that of the one above. Each that is set lets all loggers look for theirs anew.
+    loggers = [logger for logger in loggers if logger.level != logging.NOTSET or "." not in logger.name]
     levels = [logger.level for logger in loggers]
     with (
         _TURN,

@@ -15,6 +15,7 @@ __all__ = ["Read", "is_installed", "names_in", "read_by", "watched"]
 
 _READS = {dis.opmap[name] for name in ("LOAD_GLOBAL", "LOAD_NAME")}
 _SETS = {dis.opmap[f"STORE_{kind}"]: kind for kind in ("GLOBAL", "DEREF", "ATTR")}
+_REMEMBERED = 2**12  # functions whose code was read: a first step asks of most twice
 _COMPILER = os.path.join("torch", "_dynamo", "convert_frame.py")
 
 RunCode = dict[int, tuple[CodeType, dict]]  # id -> code, and its globals
@@ -40,19 +41,19 @@ class Read(NamedTuple):
     modules: frozenset[str]
 
 
-def names_in(code: CodeType) -> set[str]:
+@functools.lru_cache(_REMEMBERED)
+def names_in(code: CodeType) -> frozenset[str]:
     """Names, and texts that may be names, in code and in the functions that it defines."""
-    found = {*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))}
+    found = frozenset([*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))])
     return found.union(*map(names_in, _functions(code)))
 
 
-def _steps(code: CodeType) -> Iterator[tuple[int, str]]:
+@functools.lru_cache(_REMEMBERED)
+def _steps(code: CodeType) -> frozenset[tuple[int, str]]:
     """Instructions that read a global or set something, and its name, in code and in the functions that it defines."""
-    for step in dis.get_instructions(code):
-        if step.opcode in _READS or step.opcode in _SETS:
-            yield step.opcode, step.argval
-    for inner in _functions(code):
-        yield from _steps(inner)
+    steps = dis.get_instructions(code)
+    found = frozenset((step.opcode, step.argval) for step in steps if step.opcode in _READS or step.opcode in _SETS)
+    return found.union(*map(_steps, _functions(code)))
 
 
 def _functions(code: CodeType) -> list[CodeType]:

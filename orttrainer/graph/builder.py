@@ -109,7 +109,9 @@ class Builder:
         key = (array.dtype.str, array.dtype.name, array.shape, array.tobytes())
         if key not in self._constants:
             name = f"{self._scopes[0]}/constant_{len(self._constants)}"
-            tensor = ir.tensor(np.ascontiguousarray(array).reshape(array.shape), dtype=dtype, name=name)
+            array = np.ascontiguousarray(array).reshape(array.shape)
+            make = ir.tensor if array.dtype.kind in "OSU" else ir.Tensor  # the former asks first what it was given
+            tensor = make(array, dtype=dtype, name=name)
             constant = ir.Value(
                 name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor
             )

@@ -22,6 +22,7 @@ from orttrainer.graph.passes.ceil_mode import CeilModePass
 from orttrainer.graph.passes.gradient_marks import COTANGENT, CUSTOM_GRADIENT, STOP_GRADIENT
 from orttrainer.graph.passes.gradient_marks import DOMAIN as MARKS
 from orttrainer.graph.passes.loop_lists import StackLoopListsPass
+from orttrainer.graph.passes.order import TopologicalOrderPass
 from orttrainer.graph.passes.sequences import ResolveSequencesPass
 
 # Operators that have neither a schema nor a definition, or of which ONNX infers no shape; their outputs have dtype and shape
@@ -47,7 +48,7 @@ def prepare(model: ir.Model) -> ir.Model:
     model = with_function_bodies(model)
     common.LiftSubgraphInitializersToMainGraphPass()(model)
     _complete_loops(model)
-    common.TopologicalSortPass()(model)
+    TopologicalOrderPass()(model)
     for node in model.graph.all_nodes():
         if node.op_type == "STFT" and "onesided" not in node.attributes:  # ONNX's inference takes it for 0
             node.attributes["onesided"] = ir.AttrInt64("onesided", 1)

@@ -6,9 +6,9 @@ import math
 import re
 
 import onnx_ir as ir
-from onnx_ir.passes import common
 
 from orttrainer.graph.builder import Builder
+from orttrainer.graph.passes.order import TopologicalOrderPass
 
 
 class EmptyMeansPass(ir.passes.InPlacePass):
@@ -34,7 +34,7 @@ class EmptyMeansPass(ir.passes.InPlacePass):
                 outputs[:] = [found if value is mean else value for value in outputs]
                 mean.name, found.name = found.name, name
         if nodes:
-            common.TopologicalSortPass()(model)
+            TopologicalOrderPass()(model)
         return ir.passes.PassResult(model, bool(nodes))
 
 

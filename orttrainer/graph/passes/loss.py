@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes import common
 
 from orttrainer.graph.activations import ancestors
 from orttrainer.graph.builder import Builder
+from orttrainer.graph.passes.order import TopologicalOrderPass
 
 
 class FuseLogSoftmaxNllPass(ir.passes.InPlacePass):
@@ -40,7 +40,7 @@ class FuseLogSoftmaxNllPass(ir.passes.InPlacePass):
             model.graph.remove(softmax, safe=True)
             modified = True
         if modified:
-            common.TopologicalSortPass()(model)
+            TopologicalOrderPass()(model)
         return ir.passes.PassResult(model, modified)
 
 
@@ -66,7 +66,7 @@ class ExpandSoftmaxCrossEntropyPass(ir.passes.InPlacePass):
             _take_over(loss, node.outputs[0])
             model.graph.remove(node, safe=True)
         if nodes:
-            common.TopologicalSortPass()(model)
+            TopologicalOrderPass()(model)
         return ir.passes.PassResult(model, bool(nodes))
 
     def _expand(self, op: Builder, node: ir.Node) -> ir.Value:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 import onnx_ir as ir
-from onnx_ir.passes import common
 
 from orttrainer.graph.builder import Builder, constant_array
+from orttrainer.graph.passes.order import TopologicalOrderPass
 from orttrainer.graph.scopes import put_all_in_place
 
 
@@ -32,7 +32,7 @@ class VectorMatMulPass(ir.passes.InPlacePass):
             old.replace_all_uses_with(new, replace_graph_outputs=True)
             model.graph.remove(node, safe=True)
         if nodes:
-            common.TopologicalSortPass()(model)
+            TopologicalOrderPass()(model)
         return ir.passes.PassResult(model, bool(nodes))
 
 

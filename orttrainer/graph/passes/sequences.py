@@ -9,6 +9,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from orttrainer.graph.builder import Builder
+from orttrainer.graph.passes.order import TopologicalOrderPass
 
 
 class ResolveSequencesPass(ir.passes.InPlacePass):
@@ -34,7 +35,7 @@ class ResolveSequencesPass(ir.passes.InPlacePass):
                 node.outputs[0].replace_all_uses_with(value, replace_graph_outputs=True)
                 value.name, node.outputs[0].name = node.outputs[0].name, value.name
         common.RemoveUnusedNodesPass()(model)
-        common.TopologicalSortPass()(model)
+        TopologicalOrderPass()(model)
         return ir.passes.PassResult(model, True)
 
 

@@ -6,6 +6,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from orttrainer.graph.builder import Builder, constant_array
+from orttrainer.graph.passes.order import TopologicalOrderPass
 
 _LARGEST = {ir.DataType.FLOAT: 88.0, ir.DataType.DOUBLE: 709.0}  # of which the exponential is finite
 _THROUGH = {  # as small as what goes in; of a sum, as of all pixels in a Dice loss, not all are
@@ -38,7 +39,7 @@ class SmallSigmoidPass(ir.passes.InPlacePass):
                 reader.replace_input_with(index, new)
         if nodes:
             common.RemoveUnusedNodesPass()(model)
-            common.TopologicalSortPass()(model)
+            TopologicalOrderPass()(model)
         return ir.passes.PassResult(model, bool(nodes))
 
 

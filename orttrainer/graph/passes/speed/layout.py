@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes import common
 
 from orttrainer.graph.builder import Builder, static_dims
 from orttrainer.graph.passes.counter_hash import replace
+from orttrainer.graph.passes.order import TopologicalOrderPass
 from orttrainer.graph.passes.speed.tiles import equal_tiles
 from orttrainer.graph.scopes import copy_scope
 
@@ -57,7 +57,7 @@ class WideLinearLayoutPass(ir.passes.InPlacePass):
                 for lookup in lookups:
                     _look_up_columns(op, lookup)
         if self.stored:
-            common.TopologicalSortPass()(model)
+            TopologicalOrderPass()(model)
         return ir.passes.PassResult(model, bool(self.stored))
 
     def _is_wide(self, weight: ir.Value) -> bool:

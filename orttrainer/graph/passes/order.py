@@ -1,0 +1,34 @@
+"""The order of nodes."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from orttrainer.graph.subgraphs import subgraphs
+
+
+class TopologicalOrderPass(ir.passes.InPlacePass):
+    """Put nodes behind those that they read; what is in order stays as it is.
+
+    `TopologicalSortPass` of onnx_ir comes to the same order. But most graphs have it, and seeing that takes a tenth of the
+    time of sorting them again.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        parts = (model.graph, *model.functions.values())
+        unsorted = [part for part in parts if not _is_in_order(part, set())]
+        for part in unsorted:
+            part.sort()
+        return ir.passes.PassResult(model, bool(unsorted))
+
+
+def _is_in_order(graph: ir.Graph | ir.Function, before: set[ir.Node]) -> bool:
+    """Whether each node reads only what is `before` it, also what those of its subgraphs read from outside."""
+    for node in graph:
+        for x in node.inputs:
+            if x is not None and (producer := x.producer()) is not None and producer not in before:
+                return False
+        if not all(_is_in_order(inner, before) for inner in subgraphs(node)):
+            return False
+        before.add(node)
+    return True
