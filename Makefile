@@ -75,7 +75,7 @@ $(LEGACY)/.test: pyproject.toml constraints.txt
 
 test-legacy-runtime: $(LEGACY)/.test
 	@echo "running the legacy_runtime slice on onnxruntime-training-cpu 1.19.2"
-	@$(LEGACY)/bin/python -m pytest -q -m "legacy_runtime and not slow" $(ARGS)
+	@$(LEGACY)/bin/python -m pytest -q -m "legacy_runtime and not slow" $(or $(ARGS),$(shell grep -l legacy_runtime tests/test_*.py))
 
 # Set up anew by each call: what is newest today.
 test-newest:

@@ -33,6 +33,17 @@ ON_ONE_WORKER = (
 )  # fmt: skip
 
 
+LONG_CASES = pathlib.Path(__file__).with_name("long_cases.txt")
+
+
+@pytest.hookimpl(tryfirst=True)  # before what is slow is left out
+def pytest_collection_modifyitems(items):
+    long = {line for line in LONG_CASES.read_text(encoding="utf-8").splitlines() if not line.startswith("#")}
+    for item in items:
+        if item.nodeid.removeprefix("tests/") in long:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.hookimpl(optionalhook=True)  # without pytest-xdist there is no such hook
 def pytest_xdist_make_scheduler(config, log):
     """By file, as pytest-xdist 3.8 finds none of its own marks where pytest is 9.2."""

@@ -21,6 +21,8 @@ from torch.utils import _pytree as pytree
 
 from orttrainer.export.constants import fold, memory
 
+_OVERRIDE = "_override_composite_implicit_decomp"
+
 try:
     from torch._dispatch.python import enable_python_dispatcher
     from torch._export import utils as _utils
@@ -29,6 +31,8 @@ try:
     from torch.export import exported_program
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.onnx._internal.exporter import _decomp, _fx_passes
+
+    _override = getattr(exported_program, _OVERRIDE)
 except (ImportError, AttributeError):  # private names: other torch versions may lack them
     _fx_passes = None
 
@@ -59,7 +63,8 @@ def node_by_node(done: list[bool]) -> Iterator[None]:
             expansions = _expansions(program, registry)
         except Exception as reason:  # also what cannot be traced: torch says of it what our errors repeat
             log.info("torch decomposes the whole graph: %r", reason)
-            return whole(program, registry)
+            with mock.patch.object(exported_program, _OVERRIDE, _kept_whole):
+                return whole(program, registry)
         done.append(True)
         _inline(program, expansions)
         return program
@@ -246,7 +251,7 @@ def _kept_whole(composite: dict[Any, Callable]) -> Iterator[None]:
             mock.patch.object(exported_program, "_BACKEND_KEYS_TO_OVERRIDE", backends),
             mock.patch.object(torch._ops.OperatorBase, "py_impl", py_impl),
         ):
-            whole.enter_context(exported_program._override_composite_implicit_decomp(composite))
+            whole.enter_context(_override(composite))
         yield
 
 
