@@ -90,7 +90,7 @@ def worker(layers: int, threads: int) -> None:
 
     import orttrainer.compile
     import orttrainer.engine.in_use
-    import orttrainer.engine.source
+    import orttrainer.engine.verify
     import orttrainer.export.module
     import orttrainer.phase
     import orttrainer.run
@@ -98,7 +98,7 @@ def worker(layers: int, threads: int) -> None:
 
     meter.measure(export, "export_module", "export")
     meter.measure(orttrainer.export.module, "check_values", "checks")
-    meter.measure(orttrainer.engine.source, "check_gradients", "checks")
+    meter.measure(orttrainer.engine.verify, "check_gradients", "checks")
     meter.measure(orttrainer.engine.in_use, "compile_training_graph", "passes")
     meter.measure(orttrainer.compile, "differentiate", "differentiate")
     meter.measure(orttrainer.run.Runner, "_make_step", "session")

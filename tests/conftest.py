@@ -1,6 +1,7 @@
 import os
 import pathlib
 import sys
+import threading
 
 import pytest
 
@@ -89,3 +90,16 @@ def exports(monkeypatch):
     made, real = [], export.export_module
     monkeypatch.setattr(export, "export_module", lambda *args, **kwargs: made.append(1) or real(*args, **kwargs))
     return made
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """Nothing stands against an export in a child."""
+    monkeypatch.setattr(child, "_CHILDREN", 1)
+    monkeypatch.setattr(child, "_forked", 0)
+    monkeypatch.setattr(child, "_EXPORTER", "an.exporter.that.nobody.imported")
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    for name in ("jax", "mpi4py.MPI"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delenv(child.SWITCH, raising=False)
+    return monkeypatch

@@ -19,7 +19,7 @@ import warnings
 import pytest
 import torch
 from exported import XY, X, Y
-from marks import slow
+from marks import linux, slow
 from torch import nn
 
 from orttrainer.errors import ExportError
@@ -30,8 +30,6 @@ WORKER = pathlib.Path(__file__).parent / "workers" / "exported_in_child.py"
 # Each export takes seconds, in a child and here.
 NAMES = ("buffers and a cached mask",)
 OTHERS = "bert", "LSTM", "BatchNorm", "stop_gradient", "a loss with parameters", "a batch of one", "named outputs"
-
-linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is no child")
 
 
 # -- the same graph ----------------------------------------------------------------------------
@@ -85,19 +83,6 @@ def test_training_is_the_same(worker):
 
 
 # -- when there is one -------------------------------------------------------------------------
-
-
-@pytest.fixture
-def free(monkeypatch):
-    """Nothing stands against a child."""
-    monkeypatch.setattr(child, "_CHILDREN", 1)
-    monkeypatch.setattr(child, "_forked", 0)
-    monkeypatch.setattr(child, "_EXPORTER", "an.exporter.that.nobody.imported")
-    monkeypatch.setattr(threading, "active_count", lambda: 1)
-    for name in ("jax", "mpi4py.MPI"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.delenv(child.SWITCH, raising=False)
-    return monkeypatch
 
 
 @linux
@@ -341,17 +326,3 @@ def test_an_error_of_the_module_is_raised_at_once_and_ends_the_child(free):
     assert "raised by the module or its loss" in raised.value.__notes__[0]
     with pytest.raises(ProcessLookupError):
         os.kill(made[0].pid, 0)
-
-
-@linux
-def test_what_is_done_meanwhile_is_done_once_and_its_errors_come_later(free):
-    """Autograd's gradients are taken while the child exports; an error of theirs is raised behind those of the export."""
-    calls = []
-
-    def meanwhile(outside):
-        assert outside == ()
-        calls.append(1)
-        raise ValueError("later")
-
-    assert export_module(nn.Linear(6, 6), nn.MSELoss(), XY, [X, Y], meanwhile=meanwhile).exporter == "dynamo"
-    assert calls == [1]

@@ -166,7 +166,7 @@ def test_sizes_that_a_module_takes_only_one_by_one_are_compared_one_by_one(monke
 
 def test_compiling_leaves_garbage_collection_as_it_was(monkeypatch):
     seen = []
-    monkeypatch.setattr("orttrainer.engine.source.check_gradients", lambda *_: seen.append(gc.isenabled()))
+    monkeypatch.setattr("orttrainer.engine.verify.check_gradients", lambda *_: seen.append(gc.isenabled()))
     make(net()).train_step(*batch(), LR)
     assert gc.isenabled()
     gc.disable()

@@ -26,6 +26,6 @@ def test_each_is_a_case_of_a_test_that_there_is():
 
 
 def test_each_file_keeps_a_test_in_ci():
-    """Of a table of cases the faster half stays there; a test alone that is listed has another beside it."""
+    """Of a table of cases the fastest third stays there; a test alone that is listed has another beside it."""
     alone = {file: {case for case in listed_of(file) if "[" not in case} for file in FILES}
     assert not [file for file, listed in alone.items() if not functions_of(file) - listed]

@@ -300,7 +300,7 @@ class Engine(InUse):
             with failing_together(self.collective, "describing the first batch"):
                 schema = InputSchema.settle(self.description.inputs_, batch, strict=self.settings.strict)
             self._sizes = schema.sizes(batch)
-            self._compile(lambda: self.source.first_graph(self.description, batch, schema))
+            self._compile(lambda then: self.source.first_graph(self.description, batch, schema, then))
             self._schema = schema  # last: whatever fails before, the next step begins anew
         checked = {name: to_device(tensor, self.device) for name, tensor in given.items()}
         if whole or self._last_batch is None or len(self._last_batch) < len(self.input_names):

@@ -240,12 +240,19 @@ class InUse(NotCopied):
         self._schema = schema
         self.describe(description)
 
-    def _compile(self, forward: Callable[[], ForwardGraph]) -> None:
-        with runtime.garbage_kept(), failing_together(self.collective, "compiling the model"), signals.none_lost():
-            self._forward = self.source.frozen(forward())
+    def _compile(self, make: Callable[[Callable[[ForwardGraph], None]], None]) -> None:
+        """Compile the forward graph that `make` gives to what it is called with."""
+        graph = None
+
+        def compile_(forward: ForwardGraph) -> None:
+            nonlocal graph
+            self._forward = self.source.frozen(forward)
             self._ways = Ways(self._forward, self.input_names, self.source)
             counts = counts_in(self._given_early[0], self._kept.count, self._forward.parameters)
             check_trains(graph := self._training_graph(self._forward, counts))
+
+        with runtime.garbage_kept(), failing_together(self.collective, "compiling the model"), signals.none_lost():
+            make(compile_)
         try:
             with failing_together(self.collective, "sharing its state"), signals.none_lost():
                 self._number = number_of_another() if self.collective.size > 1 else 0
@@ -256,9 +263,9 @@ class InUse(NotCopied):
             raise
         self._given_early, self._loaded_early = ({}, False), set()
 
-    def _of_onnx_model(self) -> ForwardGraph:
+    def _of_onnx_model(self, then: Callable[[ForwardGraph], None]) -> None:
         forward, self._schema = self.source.onnx_graph(self.description)
-        return forward
+        then(forward)
 
     def _open_on_state(self, graph: TrainingGraph) -> None:
         state = self._trained_state(graph, self._forward, share=True)

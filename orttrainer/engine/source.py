@@ -18,10 +18,10 @@ import onnx_ir as ir
 import torch
 from onnx_ir import tensor_adapters
 
-from orttrainer import export, runtime, signals
+from orttrainer import export, signals
 from orttrainer.describe import InputSchema, InputSpec, ModelDescription
 from orttrainer.engine.settings import Settings
-from orttrainer.engine.verify import check_gradients
+from orttrainer.engine.verify import GradientCheck
 from orttrainer.errors import (
     InvalidArgumentError,
     UnknownNameError,
@@ -113,19 +113,32 @@ class Source:
         return forward, InputSchema.of_model(specs, description.inputs_, strict=self.settings.strict)
 
     def first_graph(
-        self, description: ModelDescription, batch: Sequence[torch.Tensor], schema: InputSchema
-    ) -> ForwardGraph:
+        self,
+        description: ModelDescription,
+        batch: Sequence[torch.Tensor],
+        schema: InputSchema,
+        then: Callable[[ForwardGraph], None],
+    ) -> None:
         """`forward_graph`, of modules that the caller may have changed since they were given, and that share nothing yet.
 
         Whether the batch is to train nobody has said yet; a step that trains asks what the graph takes for granted.
         """
         self._bring_modules()
-        return self.forward_graph(description, batch, schema, trains=False)
+        self.forward_graph(description, batch, schema, False, then)
 
     def forward_graph(
-        self, description: ModelDescription, batch: Sequence[torch.Tensor], schema: InputSchema, trains: bool
-    ) -> ForwardGraph:
-        """The forward graph of what is in torch, checked on the first batch; on more rows where that is not to train, and cannot."""
+        self,
+        description: ModelDescription,
+        batch: Sequence[torch.Tensor],
+        schema: InputSchema,
+        trains: bool,
+        then: Callable[[ForwardGraph], None],
+    ) -> None:
+        """The forward graph of what is in torch, checked on the first batch; on more rows where that is not to train, and cannot.
+
+        Args:
+            then: is given it, maybe while the last check is still being made. What is raised after that refuses the graph.
+        """
         for part in self.parts.values() if self._ranks > 1 else ():
             if isinstance(part, torch.nn.Module):
                 export.refuse_synchronized(part)
@@ -133,37 +146,40 @@ class Source:
         with _one_export, _uncompiled(), torch.inference_mode(False):
             batch = [x.clone() if x.is_inference() else x for x in batch]
             try:
-                return self._forward_graph(description, batch, schema)
+                return self._forward_graph(description, batch, schema, then)
             except Exception:  # whatever the module raises
                 if trains or self.module is None:
                     raise
                 longer = export.with_more_rows(self.model, self.loss_fn, description, batch, schema)
                 if longer is None:
                     raise
-            return self._forward_graph(description, longer, schema)
+            return self._forward_graph(description, longer, schema, then)
 
     def _forward_graph(
-        self, description: ModelDescription, batch: Sequence[torch.Tensor], schema: InputSchema
-    ) -> ForwardGraph:
+        self,
+        description: ModelDescription,
+        batch: Sequence[torch.Tensor],
+        schema: InputSchema,
+        then: Callable[[ForwardGraph], None],
+    ) -> None:
         settings = self.settings
         if self.onnx_model is not None:
-            return export.attach_loss(
+            forward = export.attach_loss(
                 self._postprocessed(self.model), self.loss_fn, description, batch,
                 opset=settings.opset, check=settings.check_export,
             )  # fmt: skip
-        observed = functools.partial(export.observe_gradients, self.model, self.loss_fn, description, batch)
-        gradients = functools.cache(observed)
+            return then(forward)
+        given, rest = (self.model, self.loss_fn, description, batch), lambda forward: then(self._changed(forward))
+        check = GradientCheck(*given, rest) if settings.check_export else None
         forward = export.export_module(
-            self.model, self.loss_fn, description, batch, schema=schema, opset=settings.opset,
-            check=settings.check_export, meanwhile=gradients if settings.check_export else None,
-        )  # fmt: skip
+            *given, schema=schema, opset=settings.opset, check=settings.check_export, beside=check
+        )
         signals.raise_noted()
-        if settings.check_export:
-            runtime.give_back_memory()
-            check_gradients(forward, self.model, self.loss_fn, description, batch, gradients(forward.outside))
-            gradients.cache_clear()
-            runtime.give_back_memory()
-        if settings.postprocess is None:
+        return rest(forward) if check is None else check.finish(forward)
+
+    def _changed(self, forward: ForwardGraph) -> ForwardGraph:
+        """What the user's function makes of a forward graph."""
+        if self.settings.postprocess is None:
             return forward
         given = ir.to_proto(forward.model)
         changed = self._postprocessed(given)
@@ -174,7 +190,9 @@ class Source:
         self, description: ModelDescription, schema: InputSchema, batch: Mapping[str, torch.Tensor], trains: bool
     ) -> ForwardGraph:
         """`forward_graph` of a later batch, as `frozen` leaves it."""
-        return self.frozen(self.forward_graph(description, [*batch.values()], schema, trains))
+        made: list[ForwardGraph] = []
+        self.forward_graph(description, [*batch.values()], schema, trains, made.append)
+        return self.frozen(made[-1])
 
     def weights(self) -> dict[str, torch.Tensor]:
         """What a state dict has of the modules; {} of an ONNX model, whose state the graph has."""

@@ -11,7 +11,7 @@ import copy
 import itertools
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -55,6 +55,49 @@ _PIECE = 2**20  # elements
 _AT_ONCE = 2**8  # numbers in a sum
 
 
+class GradientCheck(export.Beside):
+    """`check_gradients`, in parts where a child exports: it compares while this process goes on with the graph.
+
+    Args:
+        module, loss_fn, description, batch: as for `check_gradients`.
+        then: called with the forward graph, once for each that is checked.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, loss_fn, description, batch: Sequence[torch.Tensor],
+        then: Callable[[ForwardGraph], None],
+    ):  # fmt: skip
+        self._given, self._batch, self._then = (module, loss_fn, description, batch), batch, then
+        self._gradients: list[dict[str, torch.Tensor] | None] = []
+        self._done = False
+
+    def observe(self, outside: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor] | None:
+        """Autograd's gradients, the same ones each time."""
+        if not self._gradients:
+            self._gradients.append(export.observe_gradients(*self._given, outside))
+        return self._gradients[0]
+
+    def compare(self, forward: ForwardGraph, observed: Mapping[str, torch.Tensor]) -> dict[str, float] | None:
+        return gradient_errors(forward, observed, self._batch)
+
+    def then(self, forward: ForwardGraph) -> None:
+        self._then(forward)
+        self._done = True
+
+    def finish(self, forward: ForwardGraph) -> None:
+        """Check, with what the child has found, or else here; what is to be done with the graph follows, if it is not done.
+
+        Raises:
+            ExportMismatchError, MissingGradientError: see `check_gradients`.
+        """
+        runtime.give_back_memory()
+        check_gradients(forward, *self._given, self.observe(forward.outside), self.found)
+        self._gradients.clear()
+        runtime.give_back_memory()
+        if not self._done:
+            self._then(forward)
+
+
 def check_gradients(
     forward: ForwardGraph,
     module: torch.nn.Module,
@@ -62,11 +105,13 @@ def check_gradients(
     description,
     batch: Sequence[torch.Tensor],
     expected: Mapping[str, torch.Tensor] | None,
+    errors: Mapping[str, float] | None = None,
 ) -> None:
     """Raise unless the graph has the module's gradients on `batch` (train mode, dropout off).
 
     Args:
         expected: what `observe_gradients` gives.
+        errors: what `gradient_errors` gave, if it was asked.
 
     Raises:
         ExportMismatchError: naming the parameter whose gradient differs most.
@@ -74,7 +119,7 @@ def check_gradients(
     """
     if expected is None:
         return  # it draws other numbers than torch does; the export check has said so
-    errors = gradient_errors(forward, expected, batch)
+    errors = gradient_errors(forward, expected, batch) if errors is None else errors
     if errors is None:
         return
     errors = {name: _told(error, expected.get(name)) for name, error in errors.items()}

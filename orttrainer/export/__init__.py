@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 _HOME = {
     "OUTSIDE": "call",
     "Asked": "conditions",
+    "Beside": "module",
     "Conditions": "conditions",
     "ForwardGraph": "forward_graph",
     "Read": "run_code",
@@ -32,6 +33,7 @@ _HOME = {
 __all__ = [
     "OUTSIDE",
     "Asked",
+    "Beside",
     "Conditions",
     "ForwardGraph",
     "Read",
@@ -65,7 +67,7 @@ if TYPE_CHECKING:
     from orttrainer.export.conditions import Asked, Conditions
     from orttrainer.export.forward_graph import ForwardGraph
     from orttrainer.export.initializers import as_real
-    from orttrainer.export.module import export_module, with_more_rows
+    from orttrainer.export.module import Beside, export_module, with_more_rows
     from orttrainer.export.observed_gradients import observe_gradients
     from orttrainer.export.onnx_model import from_onnx
     from orttrainer.export.postprocess import check_postprocessed

@@ -10,21 +10,24 @@ import contextlib
 import ctypes
 import gc
 import logging
+import mmap
 import os
 import pickle
 import select
 import signal
 import sys
 import threading
+import types
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 
 from orttrainer import signals
 from orttrainer.errors import ExportError
 
-__all__ = ["SWITCH", "Child", "may_fork"]
+__all__ = ["SWITCH", "Child", "SharedTensors", "may_fork"]
 
 log = logging.getLogger("orttrainer")
 
@@ -35,6 +38,7 @@ _CHILDREN = 2  # of one process: a child imports the exporter, 2 seconds; who ex
 _CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _PATIENCE = 60.0  # seconds without an answer and without any work
+_LENGTH = 8  # bytes, of the number of bytes that an answer has
 
 _forked = 0
 
@@ -67,7 +71,7 @@ class Child:
     Until it has ended torch computes with one thread less here.
 
     Args:
-        work: its result, as that of `receive`, is what `pickle` takes.
+        work: its result, or each that it yields, is what `pickle` takes, as is that of `receive`.
 
     Attributes:
         pid: of the process.
@@ -113,37 +117,62 @@ class Child:
                 os.kill(self.pid, signal.SIGKILL)
             self._ended()
 
-    def send(self, value) -> None:
-        """Give the child what it waits for; a child that has ended is found out by `result`."""
+    def send(self, value, more: bool = False) -> None:
+        """Give the child what it waits for; a child that has ended is found out by `result`.
+
+        Args:
+            more: something else will be sent.
+        """
         with contextlib.suppress(BrokenPipeError), open(self._orders, "wb", closefd=False) as orders:
             pickle.dump(value, orders)
-        self._close_orders()
+        if not more:
+            self._close_orders()
 
-    def result(self):
-        """Wait for what `work` returns; None where it raised, or stands still.
+    def result(self, more: bool = False):
+        """Wait for what `work` gives next; None where it raised, or stands still.
+
+        Args:
+            more: it will be asked for something else. Otherwise it is waited for to end.
 
         Raises:
             ExportError: the child was killed.
         """
-        parts: list[bytes] = []
-        while not parts or parts[-1]:
-            if not self._has_answer():
-                log.warning(
-                    "the process that exports the module stands still and is ended; the module is exported in this one. "
-                    "Set %s=here to begin with that.", SWITCH,
-                )  # fmt: skip
-                return None
-            parts.append(os.read(self._answers, 2**20))
-        status = self._ended()
-        if status is not None and os.WIFSIGNALED(status):
-            number = os.WTERMSIG(status)
-            raise ExportError(
-                f"the process that exports the module was killed by signal {number} ({signal.strsignal(number)}){_advice(number)}"
-            )
         try:
-            return pickle.loads(b"".join(parts))
+            length = self._read(_LENGTH)
+            answer = self._read(int.from_bytes(length, "little")) if len(length) == _LENGTH else b""
+        except _StandsStill:
+            log.warning(
+                "the process that exports the module stands still and is ended; what it was to do is done in this one. "
+                "Set %s=here to begin with that.", SWITCH,
+            )  # fmt: skip
+            return None
+        if not more or not answer:
+            self._close_orders()
+            status = self._ended()
+            if status is not None and os.WIFSIGNALED(status):
+                number = os.WTERMSIG(status)
+                raise ExportError(
+                    f"the process that exports the module was killed by signal {number} ({signal.strsignal(number)}){_advice(number)}"
+                )
+        try:
+            return pickle.loads(answer)
         except (EOFError, pickle.UnpicklingError):  # `work` raised before it had anything to give
             return None
+
+    def _read(self, length: int) -> bytes:
+        """So many bytes, fewer where the child has ended.
+
+        Raises:
+            _StandsStill: it does no work, and gives nothing.
+        """
+        parts = [b""]
+        while (missing := length - sum(map(len, parts))) > 0:
+            if not self._has_answer():
+                raise _StandsStill
+            parts.append(os.read(self._answers, min(missing, 2**20)))
+            if not parts[-1]:
+                break
+        return b"".join(parts)
 
     def _has_answer(self) -> bool:
         """Wait until there is something to read; False if the child does no work meanwhile."""
@@ -167,6 +196,55 @@ class Child:
             return os.waitpid(self.pid, 0)[1]
         except ChildProcessError:
             return None
+
+
+class _StandsStill(Exception):
+    """The child does no work, and gives no answer."""
+
+
+class _Place(NamedTuple):
+    """Where a tensor is in the shared memory, and what it is."""
+
+    begin: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class SharedTensors:
+    """Memory that a process shares with the children that it forks from then on; nobody has any of it before it is written.
+
+    Args:
+        largest: tensors of the sizes for which there is to be room.
+    """
+
+    def __init__(self, largest: Iterable[torch.Tensor]):
+        self._memory = mmap.mmap(-1, sum(map(_room, largest)) or 1)
+
+    def put(self, tensors: dict[str, torch.Tensor]) -> dict[str, _Place] | None:
+        """Bring tensors there, one after the other, and into the places of these in `tensors`; None where one has no room."""
+        places, begin = {}, 0
+        for name, tensor in tensors.items():
+            places[name] = _Place(begin, tensor.dtype, tuple(tensor.shape))
+            begin += _room(tensor)
+            if begin > len(self._memory) or tensor.device.type != "cpu":
+                return None
+            tensors[name] = self._at(places[name]).copy_(tensor)
+        return places
+
+    def tensors(self, places: Mapping[str, _Place]) -> dict[str, torch.Tensor]:
+        """What the other process has put there."""
+        return {name: self._at(place) for name, place in places.items()}
+
+    def _at(self, place: _Place) -> torch.Tensor:
+        if 0 in place.shape:
+            return torch.empty(place.shape, dtype=place.dtype)
+        count = torch.Size(place.shape).numel()
+        return torch.frombuffer(self._memory, dtype=place.dtype, count=count, offset=place.begin).view(place.shape)
+
+
+def _room(tensor: torch.Tensor) -> int:
+    """Bytes, of whole lines of the processor's cache."""
+    return -(-tensor.numel() * tensor.element_size() // 64) * 64
 
 
 def _advice(number: int) -> str:
@@ -198,7 +276,11 @@ def _work_and_leave(work: Callable, orders: int, answers: int, parent: int) -> N
         torch.set_num_threads(1)  # the threads that torch computes with are not in the child
         gc.disable()  # of what it makes nothing stays
         with open(orders, "rb") as given, open(answers, "wb") as taken:
-            pickle.dump(work(lambda: pickle.load(given)), taken)
+            made = work(lambda: pickle.load(given))
+            for answer in made if isinstance(made, types.GeneratorType) else (made,):
+                pickled = pickle.dumps(answer)
+                taken.write(len(pickled).to_bytes(_LENGTH, "little") + pickled)
+                taken.flush()
         status = 0
     except BaseException as error:  # whatever it is, the parent meets it too, when it does the same
         log.debug("the export in a child failed: %r", error)

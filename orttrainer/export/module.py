@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import itertools
 import logging
 import os
 import sysconfig
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,7 +21,7 @@ from orttrainer.describe import InputSchema, ModelDescription
 from orttrainer.errors import ExportError, InvalidArgumentError, RuntimeNotFoundError, UnsupportedModelError
 from orttrainer.export.call import OUTSIDE, LossModule, check_layers, state_names
 from orttrainer.export.check import check_dropouts, check_values, compare_evaluation, warn_of_evaluation
-from orttrainer.export.child import Child, may_fork
+from orttrainer.export.child import Child, SharedTensors, may_fork
 from orttrainer.export.forward_graph import MAX_OPSET, MIN_OPSET, ForwardGraph
 from orttrainer.export.granted import unmet
 from orttrainer.export.initializers import copy_constants
@@ -30,7 +31,7 @@ from orttrainer.export.parcel import packed, unpacked
 from orttrainer.export.sizes import without_ones
 from orttrainer.export.told import UNTOLD
 
-__all__ = ["export_module", "with_more_rows"]
+__all__ = ["Beside", "export_module", "with_more_rows"]
 
 log = logging.getLogger("orttrainer")
 
@@ -44,7 +45,7 @@ def export_module(
     schema: InputSchema | None = None,
     opset: int = 18,
     check: bool = True,
-    meanwhile: Callable[[Sequence[torch.nn.Module]], object] | None = None,
+    beside: Beside | None = None,
 ) -> ForwardGraph:
     """Export `module` and its loss as they train.
 
@@ -59,8 +60,7 @@ def export_module(
             Its symbolic axes are dynamic in the graph.
         opset: 18 to 21; lower ones are raised to 18.
         check: run the graph on the first batch and compare it with the module.
-        meanwhile: called while a child process exports, where there is one, as the caller would have to wait, with the
-            modules outside of this one that forward calls; what it raises is dropped.
+        beside: what is done meanwhile, where a child process exports.
 
     Returns:
         A `ForwardGraph`. Parameters share memory with the module's.
@@ -77,10 +77,38 @@ def export_module(
     check_layers(module)
     _check_names(module, description)
     job = _Job(LossModule(module, loss_fn, description), description, schema, inputs, opset, check)
-    with job.forked() as child:
+    with job.forked(beside) as child:
         job.look()
-        forward = (child and job.exported_by(child, meanwhile)) or job.exported()
-    return replace(forward, touched=job.observed.touched, read=job.observed.read, outside=job.wrapper.taken_in)
+        exported = (child and job.exported_by(child, beside)) or job.exported()
+        seen = {"touched": job.observed.touched, "read": job.observed.read, "outside": job.wrapper.taken_in}
+        forward = replace(exported, **seen)
+        if job.compares:
+            beside.then(forward)
+            with contextlib.suppress(ExportError):  # it was killed: who wants to know compares here
+                beside.found = child.result()
+    return forward
+
+
+class Beside:
+    """What there is to do while a child works, which has the graph before this process has checked it.
+
+    Attributes:
+        found: what the child's `compare` gave; None where it did not come to it.
+    """
+
+    found = None
+
+    def observe(self, outside: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor] | None:
+        """Called here while the child exports, with modules outside of this one that forward calls: tensors for `compare`.
+
+        None: there is nothing to compare. What it raises is dropped.
+        """
+
+    def compare(self, forward: ForwardGraph, observed: Mapping[str, torch.Tensor]):
+        """Called in the child with its graph."""
+
+    def then(self, forward: ForwardGraph) -> None:
+        """Called here with the checked graph while the child compares, if it does."""
 
 
 def with_more_rows(
@@ -105,6 +133,7 @@ class _Job:
         ]
         self._take_state()
         self.by_nodes = []  # True for each graph that was decomposed so
+        self.compares = False  # a child that has exported the graph goes on with it
         self.fixes_sizes = False  # axes may become constants
 
     def _take_state(self):
@@ -214,13 +243,14 @@ class _Job:
     # -- in a child -----------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def forked(self):
+    def forked(self, beside=None):
         """A child that will export, already at its imports; None where there is none to be had."""
         if not may_fork([*self.tensors.values(), *self.inputs]):
             yield None
             return
         try:
-            child = Child(self._in_child)
+            self._shared = SharedTensors([] if beside is None else self.tensors.values())
+            child = Child(functools.partial(self._in_child, beside=beside))
         except OSError as error:  # no memory for a process, or too many of them
             log.info("no process for the export: %s", error)
             yield None
@@ -228,7 +258,7 @@ class _Job:
         with child:
             yield child
 
-    def exported_by(self, child, meanwhile=None) -> ForwardGraph | None:
+    def exported_by(self, child, beside=None) -> ForwardGraph | None:
         """The graph that the child makes, checked here; None if there is none, or one that is not the module's.
 
         Whatever goes wrong in the child goes wrong here as well, where the user can see it with its traceback.
@@ -237,14 +267,19 @@ class _Job:
         wrapper = self.wrapper
         seen = wrapper.followed.observed, wrapper.followed.told, wrapper.runs
         outside = [*map(id, wrapper.taken_in)]
-        child.send((longer, self.updated, self.counted, self.rates, wrapper.differentiates, outside, seen))
+        asked = (longer, self.updated, self.counted, self.rates, wrapper.differentiates, outside, seen)
+        child.send(asked, more=beside is not None)
         evaluated = self._evaluated() if self.check else None
-        if meanwhile is not None:
+        observed = None
+        if beside is not None:
             with contextlib.suppress(Exception):
-                meanwhile(wrapper.taken_in)
-        answer = child.result()
+                observed = beside.observe(wrapper.taken_in)
+        places = None if observed is None else self._shared.put(observed)
+        answer = child.result(more=places is not None)
         if answer is None:
             return None
+        if places is not None:
+            child.send(places)
         forward = unpacked(answer, self.tensors)
         try:
             forward = self._checked(forward)
@@ -254,9 +289,10 @@ class _Job:
             log.info("the graph that a child exported with %s is not the module's: %s", forward.exporter, error)
             return None
         warn_of_evaluation(evaluated)
+        self.compares = places is not None
         return forward
 
-    def _in_child(self, receive):
+    def _in_child(self, receive, beside=None):
         """What the child does: the first graph that an exporter makes; the parent compares its values."""
         _exporters().load_exporter()
         wrapper = self.wrapper
@@ -266,7 +302,10 @@ class _Job:
         wrapper.followed.observed, wrapper.followed.told, wrapper.runs = seen
         self.example = self.inputs if longer is None else longer
         self.check = False
-        return packed(self.exported())
+        forward = self.exported()
+        yield packed(forward)
+        if beside is not None:
+            yield beside.compare(forward, self._shared.tensors(receive()))
 
     # -- what forward keeps ---------------------------------------------------------------
 
