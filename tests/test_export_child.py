@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import pathlib
+import select
 import signal
 import subprocess
 import sys
@@ -197,6 +198,15 @@ def test_a_killed_child_is_an_error_that_names_the_signal_and_the_switch():
         ),
     ):
         made.result()
+
+
+@linux
+@pytest.mark.parametrize("more", [True, False])
+def test_a_child_that_is_killed_in_the_midst_of_an_answer_is_an_error(more):
+    with child.Child(lambda receive: bytes(10**7)) as made, pytest.raises(ExportError, match="signal 9"):
+        select.select([made._answers], [], [], 30)  # it waits with most of it until some is read
+        os.kill(made.pid, signal.SIGKILL)
+        made.result(more)
 
 
 @linux

@@ -138,15 +138,15 @@ class Child:
             ExportError: the child was killed.
         """
         try:
-            length = self._read(_LENGTH)
-            answer = self._read(int.from_bytes(length, "little")) if len(length) == _LENGTH else b""
+            length = int.from_bytes(self._read(_LENGTH), "little")
+            answer = self._read(length)
         except _StandsStill:
             log.warning(
                 "the process that exports the module stands still and is ended; what it was to do is done in this one. "
                 "Set %s=here to begin with that.", SWITCH,
             )  # fmt: skip
             return None
-        if not more or not answer:
+        if not more or not answer:  # it has ended without one
             self._close_orders()
             status = self._ended()
             if status is not None and os.WIFSIGNALED(status):
@@ -160,7 +160,7 @@ class Child:
             return None
 
     def _read(self, length: int) -> bytes:
-        """So many bytes, fewer where the child has ended.
+        """So many bytes, none where the child ends before.
 
         Raises:
             _StandsStill: it does no work, and gives nothing.
@@ -171,7 +171,7 @@ class Child:
                 raise _StandsStill
             parts.append(os.read(self._answers, min(missing, 2**20)))
             if not parts[-1]:
-                break
+                return b""
         return b"".join(parts)
 
     def _has_answer(self) -> bool:

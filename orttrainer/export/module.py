@@ -84,8 +84,10 @@ def export_module(
         forward = replace(exported, **seen)
         if job.compares:
             beside.then(forward)
-            with contextlib.suppress(ExportError):  # it was killed: who wants to know compares here
+            try:
                 beside.found = child.result()
+            except ExportError as error:  # it was killed: who wants to know compares here
+                log.info("what the child was to compare is compared in this process: %s", error)
     return forward
 
 
