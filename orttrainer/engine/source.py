@@ -32,6 +32,7 @@ from orttrainer.state.state_dict import check_fits
 if TYPE_CHECKING:
     from orttrainer.export import ForwardGraph
 
+    Then = Callable[[ForwardGraph], None]
 
 log = logging.getLogger("orttrainer")
 
@@ -113,11 +114,7 @@ class Source:
         return forward, InputSchema.of_model(specs, description.inputs_, strict=self.settings.strict)
 
     def first_graph(
-        self,
-        description: ModelDescription,
-        batch: Sequence[torch.Tensor],
-        schema: InputSchema,
-        then: Callable[[ForwardGraph], None],
+        self, description: ModelDescription, batch: Sequence[torch.Tensor], schema: InputSchema, then: Then
     ) -> None:
         """`forward_graph`, of modules that the caller may have changed since they were given, and that share nothing yet.
 
@@ -132,7 +129,7 @@ class Source:
         batch: Sequence[torch.Tensor],
         schema: InputSchema,
         trains: bool,
-        then: Callable[[ForwardGraph], None],
+        then: Then,
     ) -> None:
         """The forward graph of what is in torch, checked on the first batch; on more rows where that is not to train, and cannot.
 
@@ -156,11 +153,7 @@ class Source:
             return self._forward_graph(description, longer, schema, then)
 
     def _forward_graph(
-        self,
-        description: ModelDescription,
-        batch: Sequence[torch.Tensor],
-        schema: InputSchema,
-        then: Callable[[ForwardGraph], None],
+        self, description: ModelDescription, batch: Sequence[torch.Tensor], schema: InputSchema, then: Then
     ) -> None:
         settings = self.settings
         if self.onnx_model is not None:

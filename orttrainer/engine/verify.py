@@ -67,7 +67,7 @@ class GradientCheck(export.Beside):
         self, module: torch.nn.Module, loss_fn, description, batch: Sequence[torch.Tensor],
         then: Callable[[ForwardGraph], None],
     ):  # fmt: skip
-        self._given, self._batch, self._then = (module, loss_fn, description, batch), batch, then
+        self._given, self._then = (module, loss_fn, description, batch), then
         self._gradients: list[dict[str, torch.Tensor] | None] = []
         self._done = False
 
@@ -78,7 +78,7 @@ class GradientCheck(export.Beside):
         return self._gradients[0]
 
     def compare(self, forward: ForwardGraph, observed: Mapping[str, torch.Tensor]) -> dict[str, float] | None:
-        return gradient_errors(forward, observed, self._batch)
+        return gradient_errors(forward, observed, self._given[-1])
 
     def then(self, forward: ForwardGraph) -> None:
         self._then(forward)

@@ -229,7 +229,7 @@ def _operators_found_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _kept_whole(composite: dict[Any, Callable]) -> Iterator[None]:
-    """What is composite and has a translation of its own stays whole within an expansion, as torch does it.
+    """What is composite and has a translation of its own stays whole within the block, as torch does it.
 
     torch says so for each of 21 kinds of device; those that tensors of an export are on are three. And it makes a function
     with annotations for each operator and kind, which takes longer than what a small model decomposes.
