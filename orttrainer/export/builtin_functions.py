@@ -60,8 +60,15 @@ def scopes(wrapper: torch.nn.Module) -> list[dict]:
     """Globals of forward and loss, and of the other code that they run, but for torch's and the like."""
     functions = [getattr(type(m), "forward", None) for m in wrapper.modules()] + [wrapper.loss_fn]
     found = [getattr(function, "__globals__", None) for function in functions]
-    found += [vars(sys.modules[name]) for name in sorted(wrapper.runs) if name in sys.modules]
+    names = _beside(found) if wrapper.runs is None else wrapper.runs
+    found += [vars(module) for name in sorted(names) if hasattr(module := sys.modules.get(name), "__dict__")]
     return [*{id(scope): scope for scope in found if scope is not None and _is_user_code(scope)}.values()]
+
+
+def _beside(scopes: list[dict | None]) -> set[str]:
+    """The modules of Python's of the same packages."""
+    packages = {scope["__name__"].partition(".")[0] for scope in scopes if scope is not None and "__name__" in scope}
+    return {name for name in [*sys.modules] if name.partition(".")[0] in packages}
 
 
 def _is_user_code(scope: dict) -> bool:

@@ -64,7 +64,7 @@ class LossModule(nn.Module):
         self.differentiates = False  # forward asks autograd for gradients
         self.sees_gradients = False  # or asks, as `x.requires_grad` does, whether there are any
         self.followed = Followed()
-        self.runs: frozenset[str] = frozenset()  # modules of Python's whose code it runs, where that is known
+        self.runs: frozenset[str] | None = frozenset()  # modules of Python's whose code it runs; None: not known
         # Buffers whose new values `forward` appends to its outputs (see `export_module`).
         self.updated: tuple[str, ...] = ()
         self.changed: dict[str, str] = {}  # those that are trained parameters, and their public names

@@ -151,7 +151,7 @@ class _Job:
         self.inputs = [x.contiguous() for x in self.inputs]  # of other strides a trace makes sizes
         self._take_state()
         self.wrapper.differentiates |= self.observed.differentiates
-        self.wrapper.runs = frozenset() if self.observed.read is None else self.observed.read.modules
+        self.wrapper.runs = None if self.observed.read is None else self.observed.read.modules
         self.wrapper.followed.observed, self.wrapper.followed.told = self.observed.decisions, self.observed.told
         self.example = without_ones(self.inputs, self.symbols, self.accepts)
         self.updated = tuple(self.observed.updated)

@@ -75,7 +75,13 @@ class Numbers:
 
     def __init__(self, wrapper: torch.nn.Module, decided: set[str]):
         self._wrapper, self._decided, self._listed = wrapper, decided, FakeTensor.tolist
-        self._buffers = {name: buffer for name, buffer in wrapper.named_buffers() if buffer.numel() <= _MOST}
+        # By the dictionary that holds it, where a trace puts its own: an exporter's modules take long to give an attribute.
+        self._buffers = {
+            name: (owner._buffers, name.rpartition(".")[2], buffer)
+            for name, buffer in wrapper.named_buffers()
+            if buffer.numel() <= _MOST
+            for owner in [wrapper.get_submodule(name.rpartition(".")[0])]
+        }
 
     def answer(self, func: Callable, args: tuple, kwargs: dict) -> tuple[Any] | None:
         """What `func` gives Python, as a tuple of one; None where that is for the exporter to say."""
@@ -234,9 +240,9 @@ class Numbers:
             known = getattr(tensor, "known", None)
             if known is not None:
                 return known if known.version == tensor._version else None
-            names = (name for name in self._buffers if operator.attrgetter(name)(self._wrapper) is tensor)
-            name = next((name for name in names if name not in self._wrapper.updated), None)
-            return None if name is None else _Known(self._buffers[name], 0, frozenset([name]))
+            found = ((name, value) for name, (held, key, value) in self._buffers.items() if held.get(key) is tensor)
+            known = (_Known(value, 0, frozenset([name])) for name, value in found if name not in self._wrapper.updated)
+            return next(known, None)
         plain = type(tensor) is torch.Tensor and not tensor.requires_grad and tensor.numel() <= _MOST
         return _Known(tensor, 0, frozenset()) if plain else None
 
