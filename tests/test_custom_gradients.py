@@ -16,6 +16,7 @@ from torch import library, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+import orttrainer
 from orttrainer import build_gradient
 from orttrainer.engine.engine import Engine
 from orttrainer.engine.settings import OptimizerChoice, Settings
@@ -196,6 +197,33 @@ def layer(call):
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_trains_by_its_own_backward(name):
     assert_trains_as_in_pytorch(lambda: layer(FUNCTIONS[name]), vectors, evaluates=True)
+
+
+def test_what_a_function_gives_is_an_output_of_the_model_each():
+    class Both(Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.sin(), x.cos()
+
+        @staticmethod
+        def backward(ctx, first, second):
+            return first * 2 + second
+
+    def call(m, x):
+        first, second = Both.apply(m.linear(x))
+        return (first * second).sum(), first, second
+
+    torch.manual_seed(0)
+    ours, (x,) = layer(call), vectors(0)
+    theirs = copy.deepcopy(ours)
+    trainer = orttrainer.trainer(ours, None, torch.optim.SGD(ours.parameters(), lr=RATE))
+    found, expected = [(loss, *outputs) for loss, outputs in (trainer.step(x), trainer.eval_step(x))], []
+    for _ in found:
+        expected.append(theirs(x))
+        expected[-1][0].backward()
+        for parameter in theirs.linear.parameters():
+            parameter.data.sub_(RATE * parameter.grad)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_function_under_no_grad_has_no_gradient():

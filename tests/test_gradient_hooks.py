@@ -7,14 +7,14 @@ import logging
 import pytest
 import torch
 from exported import Model
-from fidelity import RATE, assert_trains_as_in_pytorch, described, vectors
+from fidelity import RATE, Loss, assert_trains_as_in_pytorch, described, vectors
 from marks import in_turn
 from pairs import Pair
 from small import batch, make, net
 from test_custom_gradients import layer
 from torch import nn
 
-from orttrainer.errors import UnsupportedModelError
+from orttrainer.errors import ExportMismatchError, UnsupportedModelError
 
 
 def hooked(*hooks):
@@ -122,6 +122,51 @@ def test_a_hook_that_looks_on_leaves_nothing_of_the_trace_behind():
     trainer = make(module, loss_fn=None, desc=description)
     trainer.train_step(*vectors(0), RATE)
     assert module.seen is None or type(module.seen) is torch.Tensor
+
+
+seen = []
+FULL, PRE, OLD = (
+    nn.Module.register_full_backward_hook, nn.Module.register_full_backward_pre_hook, nn.Module.register_backward_hook,
+)  # fmt: skip
+OF_MODULES = {
+    "one that looks on": [(FULL, lambda m, given, made: seen.append(made[0].norm()))],
+    "of an older kind that looks on": [(OLD, lambda m, given, made: seen.append(given))],
+    "of inputs, one after the other": [(FULL, lambda m, given, made: (given[0] * 2, *given[1:])), (FULL, lambda m, given, made: (given[0] + 0.01, None, None))],
+    "inputs exchanged": [(FULL, lambda m, given, made: (given[1], given[0], None))],
+    "in place": [(FULL, lambda m, given, made: in_place(given[0]))],
+    "of an output": [(PRE, lambda m, made: (made[0].clamp(-0.01, 0.01), *made[1:])), (FULL, lambda m, given, made: None)],
+}  # fmt: skip
+
+
+class Exchanged(nn.Bilinear):
+    """A module of two tensors and a number, which gives two and what is none."""
+
+    def forward(self, x, y, factor):
+        z = super().forward(x * factor, y)
+        return z, z.sin(), "no tensor"
+
+
+def with_module_hooks(*hooks):
+    def call(m, x):
+        h = m.linear(x)
+        first, second, _ = m.inner(h.tanh(), h, 2.0)
+        return first * second
+
+    made = Model(call, linear=nn.Linear(6, 6), inner=Exchanged(6, 6, 6))
+    for register, hook in hooks:
+        register(made.inner, hook)
+    return made
+
+
+@pytest.mark.parametrize("name", OF_MODULES)
+def test_a_hook_of_a_module_changes_the_gradients_of_what_goes_through_it(name):
+    assert_trains_as_in_pytorch(lambda: with_module_hooks(*OF_MODULES[name]), vectors, evaluates=True)
+
+
+def test_a_hook_of_a_module_that_makes_gradients_of_those_of_its_outputs_is_refused():
+    hook = FULL, lambda m, given, made: (given[0] * made[0], *given[1:])
+    with pytest.raises(ExportMismatchError, match="a module's that reads grad_output"):
+        make(Loss(with_module_hooks(hook)), loss_fn=None, desc=described(vectors(0))).train_step(*vectors(0), RATE)
 
 
 class Normalized(torch.autograd.Function):

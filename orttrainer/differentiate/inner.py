@@ -67,6 +67,9 @@ def expand_inner_gradients(model: ir.Model) -> ir.Model:
         found = differentiate(op, dict(zip(outputs, cotangents)), sources, before)
         for x, y in zip(sources, node.outputs):
             gradient = found[x] if found[x] is not None else op.zeros_like(x)
+            if y.is_graph_output():  # it keeps its name and a node that makes it
+                gradient, name = op.Identity(gradient), y.name
+                y.name, gradient.name = f"{name}/asked", name
             y.replace_all_uses_with(gradient, replace_graph_outputs=True)
         graph.remove(node, safe=True)
         graph.sort()

@@ -132,9 +132,8 @@ def check_gradients(
             f"the gradient of parameter {worst!r} differs from PyTorch's on the first batch (train mode, dropout off) by "
             f"{errors[worst]:.2g} of its length; {sum(errors[n] > allowed[n] for n in errors)} of {len(errors)} parameters "
             "differ. Something in forward has a gradient of its own that the graph does not show: a custom "
-            "autograd.Function or a hook that decides by values (if, .item()), a hook of a module. Write it with plain operations, or freeze the "
-            "parameter. "
-            "check_export=False trains the graph as it is."
+            "autograd.Function or a hook that decides by values (if, .item()), a module's that reads grad_output. Write it with plain operations, or freeze "
+            "the parameter. check_export=False trains the graph as it is."
         )
 
 

@@ -80,6 +80,7 @@ def faithful(wrapper, decided):
             mock.patch.object(torch, "from_numpy", by_value.from_numpy),
             rewrites.functions.traced(),
             gradient_hooks.on_parameters(wrapper),
+            gradient_hooks.of_modules(wrapper),
         ):
             yield
     finally:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from unittest import mock
 
 import torch
@@ -17,6 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 
 from orttrainer.export.call import LossModule
+from orttrainer.export.initializers import as_real
 from orttrainer.graph.passes.gradient_marks import COTANGENT, CUSTOM_GRADIENT, DOMAIN
 
 try:
@@ -24,7 +25,7 @@ try:
 except ImportError:  # a private name: other torch versions may lack it
     _OPERATORS = {}
 
-__all__ = ["CustomFunctions", "identity_with_gradient", "of_operator"]
+__all__ = ["CustomFunctions", "identities_with_gradients", "of_operator"]
 
 log = logging.getLogger("orttrainer")
 
@@ -225,25 +226,28 @@ def _traced(cls: type[Function], of_torch: FunctionCtx | None, args: tuple, wrap
     return (tuple(results) if isinstance(outputs, tuple) else results[0],)
 
 
-def identity_with_gradient(x: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """`x`, with `change(g)` for its gradient where it has the gradient g; `change` may also write to g."""
-    if x.is_complex():
-        with torch.enable_grad():
-            parts = torch.view_as_real(x)
-        parts = identity_with_gradient(
-            parts, lambda g: torch.view_as_real(change(torch.view_as_complex(g)).resolve_conj())
-        )
-        with torch.enable_grad():
-            return torch.view_as_complex(parts)
+def identities_with_gradients(
+    xs: list[torch.Tensor], change: Callable[[list[torch.Tensor]], Sequence[torch.Tensor | None]]
+) -> list[torch.Tensor]:
+    """`xs`, with `change(gs)` for their gradients where they have the gradients gs; `change` may also write to these."""
     with torch.enable_grad():
-        (stand_in,) = _symbolic(COTANGENT, [x], [x])
-        given = stand_in.clone()
-    version = given._version
-    gradient = change(given)
-    if gradient is given and given._version == version:
-        return x
+        real = [as_real(x) for x in xs]
+        stand_ins = [_symbolic(COTANGENT, [x], [x])[0] for x in real]
+        written = [g.clone() for g in stand_ins]
+    versions = [g._version for g in written]
+    given = [_like(x, g) for x, g in zip(xs, written)]
+    found = list(change(given))
+    # Of complex numbers the version does not tell what was written.
+    if all(f is g for f, g in zip(found, written)) and versions == [g._version for g in written]:
+        return xs
+    pairs = [(x, as_real(f.resolve_conj())) for x, f in zip(real, found) if f is not None]
     with torch.enable_grad():
-        return _symbolic(CUSTOM_GRADIENT, [x, x, gradient, stand_in], [x], outputs=1)[0]
+        inputs = [*real, *(x for x, _ in pairs), *(f for _, f in pairs), *stand_ins]
+        return [_like(x, y) for x, y in zip(xs, _symbolic(CUSTOM_GRADIENT, inputs, real, outputs=len(xs)))]
+
+
+def _like(x: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_complex(real) if x.is_complex() else real
 
 
 def _cotangent(y, stand_ins: dict, zeros: bool):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator, Sequence
 from unittest import mock
@@ -151,11 +152,15 @@ def _refused(what):
     return UnsupportedModelError(f"forward calls torch.vmap on a gradient {what}, which has no form in a graph.")
 
 
-with contextlib.suppress(
-    AttributeError, RuntimeError
-):  # other torch versions may lack it: torch.vmap refuses the node then
-    library.register_vmap("onnx_symbolic::_symbolic_multi_out", _batched)
-    library.register_vmap("onnx_symbolic::_symbolic", _batched_one)
+@functools.cache
+def _within_vmap() -> None:
+    """Let `torch.vmap` know our nodes; at an export, for torch lacks the operators until `torch.onnx.ops` is read."""
+    import torch.onnx.ops  # noqa: F401
+
+    # Other torch versions may lack it: torch.vmap refuses the node then.
+    with contextlib.suppress(AttributeError, RuntimeError):
+        library.register_vmap("onnx_symbolic::_symbolic_multi_out", _batched)
+        library.register_vmap("onnx_symbolic::_symbolic", _batched_one)
 
 
 # ---------------------------------------------------------------- torch.func
@@ -164,6 +169,7 @@ with contextlib.suppress(
 @contextlib.contextmanager
 def transforms() -> Iterator[None]:
     """Let grad, vjp, jvp, jacrev, jacfwd and hessian of `torch.func` ask for gradients as above."""
+    _within_vmap()
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(ImportError, AttributeError):  # private names: other torch versions may lack them
             from torch._functorch import eager_transforms

@@ -1,4 +1,4 @@
-"""Hooks that change a gradient on its way: `register_hook`, of parameters and of what forward computes.
+"""Hooks that change a gradient on its way: `register_hook`, of parameters and of what forward computes, and hooks of modules.
 
 Each is traced with a value that stands for the gradient, and the tensor is the identity with that for its gradient. One that
 only looks on has nothing to see in a graph.
@@ -7,19 +7,20 @@ only looks on has nothing to see in a graph.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
-from torch.utils.hooks import RemovableHandle
+from torch.utils.hooks import BackwardHook, RemovableHandle
 
 from orttrainer.export.call import LossModule
 from orttrainer.export.initializers import as_real
-from orttrainer.export.rewrites.custom_functions import identity_with_gradient
+from orttrainer.export.rewrites.custom_functions import identities_with_gradients
 
-__all__ = ["mute", "on_parameters", "register_hook"]
+__all__ = ["mute", "of_modules", "on_parameters", "register_hook"]
 
 log = logging.getLogger("orttrainer")
 
@@ -78,22 +79,73 @@ def mute(mode, func, args, kwargs):
     return func(*args, **kwargs) if args[0].requires_grad else RemovableHandle(OrderedDict())
 
 
-def _hooked(wrapper: LossModule, x: torch.Tensor, hooks: list[Callable]) -> torch.Tensor:
-    """`x` with the gradient that the hooks make of its own; as it is, where one of them cannot be traced: `verify` compares."""
+@contextlib.contextmanager
+def of_modules(wrapper: LossModule) -> Iterator[None]:
+    """Let what goes into modules, and comes out of them, have the gradients that their hooks make."""
 
-    def changed(gradient):
+    def made(module, hooks, pre_hooks):
+        of_ours = torch.compiler.is_exporting()
+        return _ModuleHooks(wrapper, module, hooks, pre_hooks) if of_ours else BackwardHook(module, hooks, pre_hooks)
+
+    with mock.patch.object(torch.nn.modules.module, "BackwardHook", made):
+        yield
+
+
+class _ModuleHooks:
+    """What `torch.utils.hooks.BackwardHook` does around one call of a module."""
+
+    def __init__(self, wrapper: LossModule, module: torch.nn.Module, hooks: list, pre_hooks: list):
+        self._wrapper, self._pre_hooks = wrapper, [functools.partial(hook, module) for hook in pre_hooks]
+        # Of what the gradients of the outputs are nothing stands here, where there are no outputs yet.
+        self._hooks = [lambda gradients, hook=hook: hook(module, gradients, ()) for hook in hooks]
+
+    def setup_input_hook(self, args: tuple) -> tuple:
+        return self._hooked(args, self._hooks)
+
+    def setup_output_hook(self, result):
+        if isinstance(result, torch.Tensor):
+            return self._hooked((result,), self._pre_hooks)[0]
+        return self._hooked(result, self._pre_hooks) if isinstance(result, tuple) else result
+
+    def _hooked(self, values: tuple, hooks: list[Callable]) -> tuple:
+        places = [i for i, x in enumerate(values) if isinstance(x, torch.Tensor) and x.requires_grad]
+        if not (hooks and places and torch.is_grad_enabled()):
+            return values
+
+        def changed(gradients):
+            gradients = tuple(dict(zip(places, gradients)).get(i) for i in range(len(values)))
+            for hook in hooks:
+                result = hook(gradients)
+                gradients = gradients if result is None else result
+            return [gradients[i] for i in places]
+
+        hooked = dict(zip(places, _with_gradients(self._wrapper, [values[i] for i in places], changed)))
+        made = [hooked.get(i, x) for i, x in enumerate(values)]
+        return tuple(made) if type(values) is tuple else type(values)(*made)  # of a namedtuple
+
+
+def _hooked(wrapper: LossModule, x: torch.Tensor, hooks: list[Callable]) -> torch.Tensor:
+    """`x` with the gradient that the hooks make of its own."""
+
+    def changed(gradients):
+        (gradient,) = gradients
         for hook in hooks:
             result = hook(gradient)
             gradient = gradient if result is None else result
-        return gradient
+        return [gradient]
 
+    return _with_gradients(wrapper, [x], changed)[0]
+
+
+def _with_gradients(wrapper: LossModule, tensors: list[torch.Tensor], changed: Callable) -> list[torch.Tensor]:
+    """`tensors` with the gradients that hooks make of theirs; as they are, where that cannot be traced: `verify` compares."""
     kept = [(vars(m), dict(vars(m))) for m in wrapper.modules()]
     try:
         with wrapper.followed.gradient(), torch.no_grad():
-            return identity_with_gradient(x, changed)
+            return identities_with_gradients(tensors, changed)
     except Exception as error:  # whatever the user's code raises, or the exporter that sees it
         log.info("a hook is not in the graph: %s", error)
-        return x
+        return tensors
     finally:
         for attributes, before in kept:  # where a hook that looks on leaves what it has seen
             attributes.clear()

@@ -127,7 +127,7 @@ class RemoveGradientMarksPass(ir.passes.InPlacePass):
             inputs = list(node.inputs)
             for x, y in zip(inputs, node.outputs):
                 if y.is_graph_output():  # an output keeps its name and a node that makes it
-                    identity = ir.Node("", "Identity", [x], num_outputs=1, name=node.name)
+                    identity = ir.Node("", "Identity", [x], num_outputs=1, name=y.name)
                     node.graph.insert_before(node, identity)
                     (x,) = identity.outputs
                     x.name, x.type, x.shape = y.name, y.type, y.shape
