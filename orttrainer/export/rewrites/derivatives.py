@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from orttrainer.differentiate.inner import DOMAIN, GRADIENT
 from orttrainer.errors import UnsupportedModelError
+from orttrainer.export.rewrites.linear_algebra import inverse
 from orttrainer.export.stop_gradient import mark_stopped, stopped
 from orttrainer.graph.passes.gradient_marks import DOMAIN as MARKS
 from orttrainer.graph.passes.gradient_marks import STOP_GRADIENT
@@ -139,13 +140,16 @@ def _batched(info, axes, tensors, op_type, *args, attr_ints=(), domain="", **kwa
 
 
 def _batched_one(info, axes, tensors, op_type, *args, domain="", **kwargs):
-    """`stop_gradient`, which goes element by element, under `torch.vmap`."""
-    if (domain, op_type) != (MARKS, STOP_GRADIENT):
-        raise UnsupportedModelError(
-            f"forward calls torch.vmap on what is {domain or 'ai.onnx'}::{op_type} in a graph, which has no form there. Call it "
-            "with all samples at once."
-        )
-    return mark_stopped(tensors[0]), axes[0][0]
+    """`stop_gradient`, which goes element by element, and the inverses of matrices, under `torch.vmap`."""
+    (x,), ((axis,), *_) = tensors, axes
+    if (domain, op_type) == (MARKS, STOP_GRADIENT):
+        return mark_stopped(x), axis
+    if op_type == "Inverse":
+        return inverse(x.movedim(axis, 0)), 0
+    raise UnsupportedModelError(
+        f"forward calls torch.vmap on what is {domain or 'ai.onnx'}::{op_type} in a graph, which has no form there. Call it "
+        "with all samples at once."
+    )
 
 
 def _refused(what):
