@@ -184,6 +184,50 @@ def test_a_decision_by_what_dropout_left_is_refused():
         engine_of(module).train_step({"x": batch(1)}, RATE)
 
 
+def noised(h):
+    return h + 0.1 * torch.rand_like(h)
+
+
+def finite(m, x, h):
+    """As DETR guards its layers against overflow."""
+    left = noised(h * x.abs().max())
+    return m.one(h) if torch.isfinite(left).all() else m.other(h)
+
+
+def no_nan(m, x, h):
+    left = noised(h * x.abs().max())
+    return m.other(h) if torch.isnan(left).any() or left.isinf().sum() > 0 else m.one(h)
+
+
+def well_ordered(m, x, h):
+    """As losses of boxes check them, which may have noise."""
+    left = noised(h)
+    if not (left[:, :1] + 9 >= left[:, 1:]).all():
+        message = "too far apart"
+        raise ValueError(message)
+    assert (left < 9).all(), "too large"
+    return m.one(h)
+
+
+@pytest.mark.parametrize("decide", [finite, no_nan, well_ordered])
+def test_what_only_checks_numbers_with_noise_is_asked_without_it(decide):
+    ours, twin = Decides(decide), Decides(decide)
+    twin.load_state_dict(ours.state_dict())
+    engine, x = engine_of(ours), batch(1)
+    in_step.step(engine, twin, {"x": x}, RATE)
+    in_step.check_equal(ours, twin)
+    overflown = torch.full_like(x, torch.inf)
+    if decide is well_ordered:
+        with pytest.raises(ValueError, match="too far apart"):
+            engine.train_step({"x": overflown}, RATE)
+        in_step.step(engine, twin, {"x": batch(2)}, RATE)
+        in_step.check_equal(ours, twin)
+    else:
+        loss = engine.train_step({"x": overflown}, RATE)[0][0]
+        torch.testing.assert_close(loss, twin(overflown).detach(), equal_nan=True)
+        assert len(engine._ways.known) == 2
+
+
 def of_a_draw(decide):
     """What layers that are dropped at random do; of `decide(r)`, r in [0, 1)."""
     return lambda m, x, h: m.one(h) if decide(torch.rand([])) else m.other(h)

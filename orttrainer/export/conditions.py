@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import onnx_ir as ir
 import torch
 from onnx_ir.passes import common
@@ -19,6 +20,7 @@ from onnx_ir.passes import common
 from orttrainer import runtime
 from orttrainer.differentiate.double import DoubleKernelsPass, lacks_kernels
 from orttrainer.errors import UnsupportedModelError
+from orttrainer.export.assertions import is_assertion
 from orttrainer.export.initializers import as_real, state_as_inputs
 from orttrainer.export.sizes import decisions_by_sizes_of
 from orttrainer.export.told import Told, place
@@ -193,12 +195,13 @@ def taken_out(model: ir.Model, made: Sequence[Condition], state: Sequence[str]) 
     MutePass({"RandomUniform", "RandomUniformLike"}, draws_one_number)(copy)
     by_chance = _drawn(copy.graph)
     for condition, value in zip(made, copy.graph.outputs):
-        if value in by_chance:
+        if value in by_chance and not is_assertion(condition.file, condition.line):
             raise UnsupportedModelError(
                 f"forward decides by random numbers (dropout is one), at {condition.file}:{condition.line}; a graph "
                 "would draw others. Switch that off (layerdrop=0 in a configuration of Hugging Face's), use torch.where or "
                 "masks instead, or draw them before each step and pass them as an input."
             )
+    MutePass()(copy)  # what is left is asked without the draws: what only checks, and whether all is finite
     with state_as_inputs(copy, [name for name in state if name in copy.graph.initializers]):
         for value in [value for value in copy.graph.inputs if not value.uses() and not value.is_graph_output()]:
             copy.graph.inputs.remove(value)
@@ -214,11 +217,22 @@ def taken_out(model: ir.Model, made: Sequence[Condition], state: Sequence[str]) 
 
 
 def _drawn(graph: ir.Graph) -> set[ir.Value]:
-    """The values that depend on random numbers."""
+    """The values that depend on random numbers, but for whether such are finite: as they are without the draws."""
     found: set[ir.Value] = set()
     for node in graph:
+        if _asks_whether_finite(node):
+            continue
         inner = (part for body in subgraphs(node) for part in body.all_nodes())
         draws = any(part.op_type in RANDOM_OPS for part in (node, *inner))
         if draws or not found.isdisjoint(node_inputs(node)):
             found.update(node.outputs)
     return found
+
+
+def _asks_whether_finite(node: ir.Node) -> bool:
+    """IsNaN(x), IsInf(x), x == x and x == inf."""
+    if node.op_type != "Equal":
+        return node.op_type in ("IsNaN", "IsInf")
+    a, b = node.inputs
+    constants = [tensor.numpy() for x in (a, b) if (tensor := ir.convenience.get_const_tensor(x)) is not None]
+    return a is b or any(x.size == 1 and np.isinf(x).all() for x in constants)

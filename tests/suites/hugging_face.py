@@ -112,6 +112,13 @@ def _pairs(step):
     return [*_language(step)[:2], torch.randn(3, 3, IMAGE, IMAGE, generator=_generator(step))]
 
 
+def _boxes(step):
+    """Two pictures, two things in each: what they are, and their boxes."""
+    a, b = torch.rand(2, 2, 2, 2, generator=_generator(step))
+    image = torch.randn(2, 3, IMAGE, IMAGE, generator=_generator(step))
+    return [image, _labels(step).view(2, 2), torch.cat([(a + b) / 2, (a - b).abs()], -1)]
+
+
 def _captions(step):
     tokens, mask, image = _pairs(step)
     return [tokens, mask, image, tokens]
@@ -141,6 +148,7 @@ KINDS: dict[str, tuple[dict, Callable]] = {
     "spoken": ({"input_values": ["batch", 800], "labels": ["batch", "target"]}, _spoken),
     "series": ({"past_values": ["batch", 32, 3], "future_values": ["batch", 8, 3]}, _series),
     "pairs": ({"input_ids": _ROW, "attention_mask": _ROW, "pixel_values": _IMAGE}, _pairs),
+    "boxes": ({"pixel_values": [2, *_IMAGE[1:]], "class_labels": [2, 2], "boxes": [2, 2, 4]}, _boxes),
     "captions": ({"input_ids": _ROW, "attention_mask": _ROW, "pixel_values": _IMAGE, "labels": _ROW}, _captions),
 }
 
@@ -294,6 +302,11 @@ FAMILIES = {
         "d_model": 16, "ffn_dim": 32,
     }),
     "ast": Family("ASTForAudioClassification", "spectrum classes", sizes={"patch_size": 8, "num_mel_bins": 16, "max_length": 24, "frequency_stride": 8, "time_stride": 8}),
+    "detr": Family("DetrForObjectDetection", "boxes", NO_ATTENTION, {
+        **SEQ2SEQ, "encoder_layers": 1, "decoder_layers": 1, "num_queries": 6, "use_timm_backbone": False, "use_pretrained_backbone": False,
+        "backbone_config": {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "out_features": ["stage2"]},
+    }),
+    "yolos": Family("YolosForObjectDetection", "boxes", NO_ATTENTION, {**PATCHES, "image_size": [IMAGE, IMAGE], "num_detection_tokens": 6}),
     "clip": Family("CLIPModel", "pairs", sizes=TEXT_AND_IMAGE),
     "siglip": Family("SiglipModel", "pairs", sizes=TEXT_AND_IMAGE),
     "blip": Family("BlipForConditionalGeneration", "captions", NO_ATTENTION, TEXT_AND_IMAGE),
@@ -319,6 +332,21 @@ class ReturnsLoss(nn.Module):
         return (result.loss,)
 
 
+class Detects(nn.Module):
+    """A model that takes its labels as a dictionary for each picture."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values, class_labels, boxes):
+        labels = [{"class_labels": things, "boxes": places} for things, places in zip(class_labels, boxes)]
+        return (self.model(pixel_values=pixel_values, labels=labels).loss,)
+
+
+WRAPPED = {"pairs": ReturnsLoss, "boxes": Detects}
+
+
 def make(entry: str, dropout: bool) -> Job:
     """The job of one entry; with `dropout` every rate of its configuration is above 0 and unlike the others."""
     import transformers
@@ -332,7 +360,7 @@ def make(entry: str, dropout: bool) -> Job:
     _set_dropout(config, dropout)
     torch.manual_seed(0)
     module = model(config).train()
-    return Job(ReturnsLoss(module) if family.kind == "pairs" else module, axes, batch)
+    return Job(WRAPPED[family.kind](module) if family.kind in WRAPPED else module, axes, batch)
 
 
 def _sizes(family: Family, aliases: dict[str, str]) -> dict:
