@@ -359,11 +359,15 @@ def test_what_is_stopped_for_each_sample_has_no_gradient(stopped):
             r"is_grads_batched=True and as many rows as only a batch tells",
         ),
         (
+            lambda u, x: func.vmap(lambda z: torch.linalg.cholesky(z.outer(z) + torch.eye(6))[:1] * u(z))(x),
+            r"torch\.vmap on a function of a matrix that takes its factors \(Cholesky\), .* with all samples at once",
+        ),
+        (
             lambda u, x: func.vmap(lambda z: func.jvp(lambda w: (u(w), torch.ones(3)), (z,), (z,))[1][0])(x),
             r"torch\.vmap on a gradient with respect to a tensor that all samples share",
         ),
     ],
-    ids=["backward", "is_grads_batched by the batch", "pushed to what samples share"],
+    ids=["backward", "is_grads_batched by the batch", "factors for each sample", "pushed to what samples share"],
 )  # fmt: skip
 def test_what_has_no_form_in_a_graph_is_refused(compute, message):
     with pytest.raises(UnsupportedModelError, match=message):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch._higher_order_ops.scan import scan
 from torch.autograd import Function
 
-from orttrainer.export.rewrites.linear_algebra import inverse, no_errors, only_exporting
+from orttrainer.export.rewrites.linear_algebra import applied, inverse, no_errors, only_exporting
 from orttrainer.export.stop_gradient import stopped
 
 __all__ = ["REWRITES", "complete_basis", "eye", "orthonormal", "symmetric"]
@@ -117,7 +117,7 @@ def symmetric(A, triangle):
 
 
 def _cholesky(input, *, upper=False, out=None):
-    factor = _Cholesky.apply(input)
+    factor = applied(_Cholesky, input)
     return factor.mT if upper else factor
 
 
@@ -199,7 +199,7 @@ def _lu(A, *, pivot=True, out=None):
     """torch.linalg.lu of a square matrix, with pivots."""
     if not pivot or A.shape[-1] != A.shape[-2]:
         return torch.linalg.lu(A, pivot=pivot)
-    return torch.return_types.linalg_lu(_LU.apply(A))
+    return torch.return_types.linalg_lu(applied(_LU, A))
 
 
 def _pivots(A):
@@ -226,7 +226,7 @@ class _Det(Function):
 
 def _det(A, *, out=None):
     """torch.linalg.det; of large matrices of float64, of which ONNX Runtime has none."""
-    return torch.linalg.det(A) if A.dtype != torch.float64 or A.shape[-1] <= 3 else _Det.apply(A)
+    return torch.linalg.det(A) if A.dtype != torch.float64 or A.shape[-1] <= 3 else applied(_Det, A)
 
 
 class _Slogdet(Function):
@@ -248,12 +248,12 @@ class _Slogdet(Function):
 
 
 def _slogdet(A, *, out=None):
-    return torch.return_types.linalg_slogdet(_Slogdet.apply(A))
+    return torch.return_types.linalg_slogdet(applied(_Slogdet, A))
 
 
 def _logdet(A):
     """torch.logdet, NaN of a negative determinant."""
-    sign, logarithm = _Slogdet.apply(A)
+    sign, logarithm = applied(_Slogdet, A)
     return torch.where(sign < 0, torch.full_like(logarithm, torch.nan), logarithm)
 
 
@@ -358,7 +358,7 @@ def complete_basis(U):
 def _qr(A, mode="reduced", *, out=None):
     """torch.linalg.qr."""
     if mode == "reduced" or (mode == "complete" and A.shape[-2] <= A.shape[-1]):
-        return torch.return_types.linalg_qr(_QR.apply(A))
+        return torch.return_types.linalg_qr(applied(_QR, A))
     R, reflectors, tau = _householder(A.double())
     R = stopped(R.triu().to(A.dtype))  # PyTorch, too, has a gradient of the reduced form only
     if mode == "complete":

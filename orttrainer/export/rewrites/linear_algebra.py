@@ -6,7 +6,9 @@ import math
 
 import torch
 
-__all__ = ["OF_A_MATRIX", "REWRITES", "inverse", "is_vector", "no_errors", "only_exporting"]
+from orttrainer.errors import UnsupportedModelError
+
+__all__ = ["OF_A_MATRIX", "REWRITES", "applied", "inverse", "is_vector", "no_errors", "only_exporting"]
 
 
 def inverse(A, *, out=None):
@@ -40,6 +42,20 @@ def _solve_ex(A, B, *, left=True, check_errors=False, out=None):
 def no_errors(A):
     """What LAPACK reports of each matrix where all went well."""
     return torch.zeros(A.shape[:-2], dtype=torch.int32, device=A.device)
+
+
+def applied(function: type[torch.autograd.Function], *args):
+    """What it makes of a matrix, or of a batch of matrices.
+
+    Raises:
+        UnsupportedModelError: within `torch.vmap`.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise UnsupportedModelError(
+            f"forward calls torch.vmap on a function of a matrix that takes its factors ({function.__name__.strip('_')}), which has "
+            "no form there. Call it with all samples at once: it takes batches of matrices."
+        )
+    return function.apply(*args)
 
 
 def only_exporting(rewrites):

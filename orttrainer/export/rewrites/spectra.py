@@ -11,7 +11,7 @@ from torch._higher_order_ops.scan import scan
 from torch.autograd import Function
 
 from orttrainer.export.rewrites.factorizations import complete_basis, eye, orthonormal, symmetric
-from orttrainer.export.rewrites.linear_algebra import inverse, is_vector, only_exporting
+from orttrainer.export.rewrites.linear_algebra import applied, inverse, is_vector, only_exporting
 
 __all__ = ["REWRITES", "spectral_norm"]
 
@@ -99,11 +99,11 @@ def _quotient(x, y):
 
 
 def _eigh(A, UPLO="L", *, out=None):
-    return torch.return_types.linalg_eigh(_Eigh.apply(A, UPLO))
+    return torch.return_types.linalg_eigh(applied(_Eigh, A, UPLO))
 
 
 def _eigvalsh(A, UPLO="L", *, out=None):
-    return _Eigh.apply(A, UPLO)[0]
+    return applied(_Eigh, A, UPLO)[0]
 
 
 def _singular(A):
@@ -154,7 +154,7 @@ class _SVD(Function):
 
 
 def _svd(A, full_matrices=True, *, driver=None, out=None):
-    U, S, V = _SVD.apply(A)
+    U, S, V = applied(_SVD, A)
     if full_matrices:
         U, V = complete_basis(U), complete_basis(V)
     return torch.return_types.linalg_svd((U, S, V.mT))
@@ -171,7 +171,7 @@ def _old_svd(input, some=True, compute_uv=True, *, out=None):
 
 
 def _svdvals(A, *, driver=None, out=None):
-    return _SVD.apply(A)[1]
+    return applied(_SVD, A)[1]
 
 
 # ---------------------------------------------------------------- what follows from these
@@ -200,7 +200,7 @@ class _Pinv(Function):
 
 def _pinv(A, rcond=None, hermitian=False, *, atol=None, rtol=None, out=None):
     """torch.linalg.pinv."""
-    return _Pinv.apply(A, *_tolerances(A, atol, rcond if rtol is None else rtol), hermitian)
+    return applied(_Pinv, A, *_tolerances(A, atol, rcond if rtol is None else rtol), hermitian)
 
 
 def _tolerances(A, atol, rtol):
@@ -278,7 +278,7 @@ class _Sqrth(Function):
 
 def _sqrth(A, *, out=None):
     """torch.linalg.matrix_sqrth."""
-    return _Sqrth.apply(A)[0]
+    return applied(_Sqrth, A)[0]
 
 
 class _Polar(Function):
@@ -308,7 +308,7 @@ class _Polar(Function):
 
 def _polar(A, *, out=None):
     """torch.linalg.polar."""
-    return torch.return_types.linalg_polar(_Polar.apply(A)[:2])
+    return torch.return_types.linalg_polar(applied(_Polar, A)[:2])
 
 
 _NEWER = {"matrix_sqrth": _sqrth, "polar": _polar}  # since torch 2.15
