@@ -29,6 +29,7 @@ from orttrainer.export.opened import opened
 from orttrainer.export.rewrites import (
     REWRITES,
     assignment,
+    attention_masks,
     by_value,
     complex_numbers,
     custom_functions,
@@ -76,6 +77,7 @@ def faithful(wrapper, decided):
             derivatives.snapshots_apart(),
             packed.unchecked(),
             _Rewrites(wrapper, decided) as rewrites,
+            attention_masks.left_out(rewrites.numbers.knows),
             mock.patch.object(FakeTensor, "tolist", rewrites.numbers.tolist()),  # no mode sees these
             mock.patch.object(torch, "from_numpy", by_value.from_numpy),
             rewrites.functions.traced(),

@@ -102,6 +102,10 @@ class Numbers:
         self._decided.update(buffers)
         return (result,)
 
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether the numbers of a trace's tensor are known."""
+        return isinstance(tensor, FakeTensor) and self._known(tensor) is not None
+
     def formatted(self, tensor: torch.Tensor, spec: str) -> str:
         """`tensor` as text, which a log may want, or the name of a layer."""
         if tensor.dim():
