@@ -58,6 +58,13 @@ DRAWS = {
     "Tensor.uniform_": (lambda m, x: x + torch.zeros_like(x).uniform_(-1, 3), 2.0, math.sqrt(16 / 12)),
     "Tensor.normal_": (lambda m, x: x + torch.zeros_like(x).normal_(1, 0.5), 2.0, 0.5),
     "Tensor.exponential_": (lambda m, x: x + torch.zeros_like(x).exponential_(2.0), 1.5, 0.5),
+    "Tensor.random_": (lambda m, x: x + torch.zeros_like(x).random_(2, 6), 4.5, math.sqrt(15 / 12)),
+    "of each sample": (lambda m, x: torch.vmap(lambda v: v + torch.randn_like(v), randomness="different")(x), 1.0, 1.0),
+    "beside each sample": (
+        lambda m, x: torch.vmap(lambda v: v * torch.rand(COLUMNS), randomness="different")(x),
+        0.5,
+        math.sqrt(1 / 12),
+    ),
     "Tensor.bernoulli_": (lambda m, x: x * torch.empty_like(x).bernoulli_(0.3), 0.3, math.sqrt(0.21)),
     "a distribution": (lambda m, x: torch.distributions.Normal(x, 2.0).rsample(), 1.0, 2.0),
     "rrelu": (lambda m, x: F.rrelu(-x, training=m.training), -11 / 48, math.sqrt((5 / 24) ** 2 / 12)),

@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from torch._C._functorch import get_unwrapped, is_batchedtensor
 from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 
@@ -348,10 +349,18 @@ def _undrawn(empty, low, high):
     """The stand-in of torch.rand or torch.randn and their kin: `empty` takes the same arguments."""
 
     def mute(mode, func, args, kwargs):
-        numbers = empty(*args, **{key: value for key, value in kwargs.items() if key != "generator"})
-        places = torch.arange(numbers.numel(), device=numbers.device)
+        kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
+        if torch._C._functorch.maybe_current_level() is None:
+            whole = numbers = empty(*args, **kwargs)
+        else:  # torch.vmap knows whether each sample has its own
+            with torch.random.fork_rng(devices=[]):
+                whole = numbers = func(*args, **kwargs)
+            while is_batchedtensor(whole):
+                whole = get_unwrapped(whole)
+        places = torch.arange(whole.numel(), device=whole.device)
         with torch.no_grad():
-            return numbers.copy_((low + (high - low) * stand_in(places)).reshape(numbers.shape))
+            whole.copy_((low + (high - low) * stand_in(places)).reshape(whole.shape))
+        return numbers
 
     return mute
 
@@ -411,7 +420,7 @@ _MUTES = {
     torch.randn_like: _undrawn(torch.empty_like, *NORMAL),
     **dict.fromkeys(
         [torch.bernoulli, torch.Tensor.bernoulli, torch.normal, torch.randint, torch.randperm, torch.Tensor.bernoulli_]
-        + [torch.Tensor.uniform_, torch.Tensor.normal_, torch.Tensor.exponential_],
+        + [torch.Tensor.uniform_, torch.Tensor.normal_, torch.Tensor.exponential_, torch.Tensor.random_],
         _of_stand_ins,
     ),
     torch.native_dropout: _mute_native_dropout,

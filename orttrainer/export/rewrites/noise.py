@@ -82,6 +82,14 @@ def _normal_(input, mean=0.0, std=1.0, *, generator=None):
     return input.copy_(torch.randn_like(input) * std + mean)
 
 
+def _random_(input, *bounds, generator=None):
+    """Whole numbers from [low, high), low=0; how many there are without bounds is the type's affair."""
+    if not bounds:
+        return input.random_()
+    low, high = (0, *bounds) if len(bounds) == 1 else bounds
+    return input.copy_((torch.rand_like(input, dtype=torch.float32) * (high - low)).floor() + low)
+
+
 def _exponential_(input, lambd=1.0, *, generator=None):
     return input.copy_(-torch.log(1.0 - torch.rand_like(input)) / lambd)
 
@@ -114,5 +122,6 @@ REWRITES = {
     torch.Tensor.bernoulli_: _bernoulli_,
     torch.Tensor.exponential_: _exponential_,
     torch.Tensor.normal_: _normal_,
+    torch.Tensor.random_: _random_,
     torch.Tensor.uniform_: _uniform_,
 }
