@@ -11,6 +11,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.stop_gradient import stop_gradient
 
 __all__ = ["REWRITES"]
@@ -103,6 +104,16 @@ def _of_no_generator(function):
     return lambda *args, generator=None, **options: function(*args, **options)
 
 
+def _refused(name):
+    def draw(*args, **kwargs):
+        raise UnsupportedModelError(
+            f"forward draws random numbers by {name}, for which ONNX has no operator. Draw them before each step and pass "
+            f"them as an input, or draw uniform or normal numbers (torch.rand, torch.randn) and compute with these."
+        )
+
+    return draw
+
+
 def _in_place(function):
     return lambda input, *args, **kwargs: input.copy_(function(input, *args, **kwargs))
 
@@ -119,6 +130,10 @@ REWRITES = {
     torch.normal: _normal,
     torch.randint: _randint,
     torch.randperm: _randperm,
+    torch.poisson: _refused("torch.poisson"),
+    torch.binomial: _refused("torch.binomial"),
+    torch._standard_gamma: _refused("torch.distributions.Gamma (which Chi2, StudentT and others are made of)"),
+    torch._sample_dirichlet: _refused("torch.distributions.Dirichlet, or Beta"),
     torch.Tensor.bernoulli_: _bernoulli_,
     torch.Tensor.exponential_: _exponential_,
     torch.Tensor.normal_: _normal_,
