@@ -85,3 +85,19 @@ SEEDED = {
 def test_numbers_that_each_call_draws_again_are_refused(name):
     with pytest.raises(UnsupportedModelError, match=r"seeds a random generator .* keep them in a buffer"):
         losses(SEEDED[name])
+
+
+WITHOUT_OPERATOR = {
+    "torch.poisson": lambda x: torch.poisson(x + 1),
+    "torch.binomial": lambda x: torch.distributions.Binomial(3, torch.tensor(0.5)).sample(x.shape),
+    "Gamma": lambda x: torch.distributions.Gamma(2.0, 3.0).sample(x.shape),
+    "Beta": lambda x: torch.distributions.Beta(torch.ones(3), torch.ones(3)).sample(),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_OPERATOR)
+def test_a_distribution_that_onnx_cannot_draw_from_is_refused_by_name(name):
+    with pytest.raises(
+        UnsupportedModelError, match=rf"draws random numbers by .*{name}.*before each step and pass them"
+    ):
+        losses(WITHOUT_OPERATOR[name])

@@ -58,6 +58,13 @@ DRAWS = {
     "Tensor.uniform_": (lambda m, x: x + torch.zeros_like(x).uniform_(-1, 3), 2.0, math.sqrt(16 / 12)),
     "Tensor.normal_": (lambda m, x: x + torch.zeros_like(x).normal_(1, 0.5), 2.0, 0.5),
     "Tensor.exponential_": (lambda m, x: x + torch.zeros_like(x).exponential_(2.0), 1.5, 0.5),
+    "Tensor.random_": (lambda m, x: x + torch.zeros_like(x).random_(2, 6), 4.5, math.sqrt(15 / 12)),
+    "of each sample": (lambda m, x: torch.vmap(lambda v: v + torch.randn_like(v), randomness="different")(x), 1.0, 1.0),
+    "beside each sample": (
+        lambda m, x: torch.vmap(lambda v: v * torch.rand(COLUMNS), randomness="different")(x),
+        0.5,
+        math.sqrt(1 / 12),
+    ),
     "Tensor.bernoulli_": (lambda m, x: x * torch.empty_like(x).bernoulli_(0.3), 0.3, math.sqrt(0.21)),
     "a distribution": (lambda m, x: torch.distributions.Normal(x, 2.0).rsample(), 1.0, 2.0),
     "rrelu": (lambda m, x: F.rrelu(-x, training=m.training), -11 / 48, math.sqrt((5 / 24) ** 2 / 12)),
@@ -83,6 +90,25 @@ def test_a_shuffled_batch_is_a_permutation():
     first, second = drawn(lambda m, x: x[torch.randperm(x.shape[0])], x, steps=2)
     assert not torch.equal(first, second) and not torch.equal(first, x)
     torch.testing.assert_close(first.sort(0).values, x)
+
+
+ORDERS = {  # of rows that are kept: by ties of the stand-ins torch and ONNX Runtime would keep others
+    "topk of rand": lambda n: torch.rand(n).topk(20).indices,
+    "topk of randn": lambda n: torch.randn(1, n).topk(20, dim=-1).indices[0],
+    "topk of masked numbers": lambda n: torch.rand(n).masked_fill(torch.arange(n) > 40, -1.0).topk(20).indices,
+    "argsort twice": lambda n: torch.rand(n).argsort().argsort(descending=True)[:20],
+    "the smallest": lambda n: torch.empty(n).uniform_(-1, 1).topk(20, largest=False, sorted=False).indices,
+}
+
+
+@pytest.mark.parametrize("kept", ORDERS)
+def test_what_is_kept_by_an_order_of_draws_is_other_rows_in_each_step(kept, caplog):
+    x = torch.arange(50.0).reshape(50, 1)
+    first, second = drawn(lambda m, x: x[ORDERS[kept](x.shape[0])] * torch.arange(1.0, 21.0)[:, None], x, steps=2)
+    assert not torch.equal(first, second)
+    for rows in (first, second):
+        assert len({round(row) for row in (rows[:, 0] / torch.arange(1.0, 21.0)).tolist()} & {*range(50)}) == 20
+    assert not caplog.text
 
 
 def test_uniform_numbers_are_uniform_and_independent():
@@ -159,17 +185,17 @@ def model_of(node, inputs=(), name="y"):
 
 
 NODES = {
-    "RandomUniform": ((), {"shape": [5, 3], "low": -1.0, "high": 3.0}, 1.0),
-    "RandomNormal": ((), {"shape": [5, 3], "mean": 1.0, "scale": 4.0}, 3.0),
-    "RandomUniformLike": (("x",), {}, 0.5),
-    "RandomNormalLike": (("x",), {"dtype": onnx.TensorProto.DOUBLE}, 0.5),
-    "Bernoulli": (("x",), {"dtype": onnx.TensorProto.INT64}, 1.0),
+    "RandomUniform": ((), {"shape": [5, 3], "low": -1.0, "high": 3.0}, (-1.0, 3.0)),
+    "RandomNormal": ((), {"shape": [5, 3], "mean": 1.0, "scale": 4.0}, (-7.0, 9.0)),
+    "RandomUniformLike": (("x",), {}, (0.0, 1.0)),
+    "RandomNormalLike": (("x",), {"dtype": onnx.TensorProto.DOUBLE}, (-2.0, 2.0)),
+    "Bernoulli": (("x",), {"dtype": onnx.TensorProto.INT64}, None),
 }
 
 
 @pytest.mark.parametrize("op_type", NODES)
 def test_each_draw_is_lowered_and_has_a_stand_in(op_type):
-    inputs, attributes, stand_in = NODES[op_type]
+    inputs, attributes, between = NODES[op_type]
     x = torch.full((5, 3), 0.75).numpy()
     for rewrite in (CounterHashDrawsPass("seed", "step"), MutePass()):
         model = model_of(onnx.helper.make_node(op_type, inputs, ["y"], **attributes), inputs)
@@ -180,7 +206,13 @@ def test_each_draw_is_lowered_and_has_a_stand_in(op_type):
         )
         feeds = {"seed": torch.tensor([1]).numpy(), "step": torch.tensor([0]).numpy(), "x": x}
         (y,) = session.run(["y"], {value.name: feeds[value.name] for value in session.get_inputs()})
-        assert y.shape == (5, 3) and (isinstance(rewrite, CounterHashDrawsPass) or (y == stand_in).all())
+        assert y.shape == (5, 3)
+        if isinstance(rewrite, MutePass) and between is None:
+            assert (y == 1).all()
+        elif isinstance(rewrite, MutePass):
+            low, high = between
+            assert len({*y.flatten().tolist()}) == y.size and low < y.min() < y.max() < high
+            assert abs(y.mean() - (low + high) / 2) < 0.1 * (high - low)
 
 
 def test_bernoulli_in_a_subgraph_is_refused():

@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from torch._C._functorch import get_unwrapped, is_batchedtensor
 from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 
@@ -40,12 +41,14 @@ from orttrainer.export.rewrites import (
     gradient_hooks,
     grouped,
     kept_parameters,
+    noise,
     normalization,
     packed,
 )
 from orttrainer.export.rewrites.numpy_names import by_torchs_names
 from orttrainer.export.run_code import Read, RunCode, read_by, watched
 from orttrainer.export.untouched import memory_of
+from orttrainer.graph.passes.random import NORMAL, UNIFORM, stand_in
 
 __all__ = ["MutedDropout", "faithful"]
 
@@ -345,40 +348,30 @@ def _mute_native_dropout(mode, func, args, kwargs):
     return kept, torch.ones_like(kept, dtype=torch.bool)
 
 
-def _undrawn(empty):
+def _undrawn(empty, low, high):
     """The stand-in of torch.rand or torch.randn and their kin: `empty` takes the same arguments."""
-    return lambda mode, func, args, kwargs: empty(*args, **_without_generator(kwargs)).fill_(0.5)
+
+    def mute(mode, func, args, kwargs):
+        kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
+        if torch._C._functorch.maybe_current_level() is None:
+            whole = numbers = empty(*args, **kwargs)
+        else:  # torch.vmap knows whether each sample has its own
+            with torch.random.fork_rng(devices=[]):
+                whole = numbers = func(*args, **kwargs)
+            while is_batchedtensor(whole):
+                whole = get_unwrapped(whole)
+        places = torch.arange(whole.numel(), device=whole.device)
+        with torch.no_grad():
+            whole.copy_((low + (high - low) * stand_in(places)).reshape(whole.shape))
+        return numbers
+
+    return mute
 
 
-def _filled(value):
-    """The stand-in of an in-place draw: x.uniform_(low, high), ..."""
-    return lambda mode, func, args, kwargs: args[0].detach().fill_(value(*args[1:], **_without_generator(kwargs)))
-
-
-def _mute_bernoulli(mode, func, args, kwargs):
-    input, p, *_ = (*args, kwargs.get("p"))
-    likely = (input if p is None else torch.full_like(input, p)) > 0.5
-    return likely.to(input.dtype)
-
-
-def _mute_bernoulli_(input, p=0.5):
-    return input.detach().copy_(torch.as_tensor(p) > 0.5)
-
-
-def _mute_randint(mode, func, args, kwargs):
-    low, high, size = (0, *args) if len(args) == 2 else args
-    options = {"dtype": torch.int64} | _without_generator(kwargs)
-    return torch.full(tuple(size), low + (high - low) // 2, **options)
-
-
-def _mute_normal(mode, func, args, kwargs):
-    arguments = dict(zip(("mean", "std", "size"), args)) | _without_generator(kwargs)
-    value = arguments.pop("mean", 0.0) + arguments.pop("std", 1.0) / 2
-    return value.detach() if isinstance(value, torch.Tensor) else torch.empty(**arguments).fill_(value)
-
-
-def _without_generator(kwargs):
-    return {key: value for key, value in kwargs.items() if key != "generator"}
+def _of_stand_ins(mode, func, args, kwargs):
+    """What the graph makes of uniform and normal numbers, made of their stand-ins."""
+    with mode:
+        return noise.REWRITES[func](*args, **kwargs)
 
 
 def _mute_attention(mode, func, args, kwargs):
@@ -424,16 +417,15 @@ _MUTES = {
     ),
     **dict.fromkeys([torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu], _mute_recurrent),
     **dict.fromkeys([torch.rrelu, torch.rrelu_], _mute_rrelu),
-    **dict.fromkeys([torch.rand, torch.randn], _undrawn(torch.empty)),
-    **dict.fromkeys([torch.rand_like, torch.randn_like], _undrawn(torch.empty_like)),
-    **dict.fromkeys([torch.bernoulli, torch.Tensor.bernoulli], _mute_bernoulli),
-    torch.normal: _mute_normal,
-    torch.randint: _mute_randint,
-    torch.randperm: lambda mode, func, args, kwargs: torch.arange(*args, **_without_generator(kwargs)),
-    torch.Tensor.bernoulli_: lambda mode, func, args, kwargs: _mute_bernoulli_(*args, **_without_generator(kwargs)),
-    torch.Tensor.uniform_: _filled(lambda low=0.0, high=1.0: (low + high) / 2),
-    torch.Tensor.normal_: _filled(lambda mean=0.0, std=1.0: mean + std / 2),
-    torch.Tensor.exponential_: _filled(lambda lambd=1.0: math.log(2.0) / lambd),
+    torch.rand: _undrawn(torch.empty, *UNIFORM),
+    torch.randn: _undrawn(torch.empty, *NORMAL),
+    torch.rand_like: _undrawn(torch.empty_like, *UNIFORM),
+    torch.randn_like: _undrawn(torch.empty_like, *NORMAL),
+    **dict.fromkeys(
+        [torch.bernoulli, torch.Tensor.bernoulli, torch.normal, torch.randint, torch.randperm, torch.Tensor.bernoulli_]
+        + [torch.Tensor.uniform_, torch.Tensor.normal_, torch.Tensor.exponential_, torch.Tensor.random_],
+        _of_stand_ins,
+    ),
     torch.native_dropout: _mute_native_dropout,
     torch._C._nn.scaled_dot_product_attention: _mute_attention,
     torch.Tensor.register_hook: gradient_hooks.mute,

@@ -84,11 +84,11 @@ def _segment_reduce(data, reduce, *, lengths=None, indices=None, offsets=None, a
     """torch.segment_reduce; of elements that tie for the extremum of a segment each has its share of the gradient."""
     if indices is not None:
         return torch.segment_reduce(data, reduce, indices=indices, axis=axis, unsafe=unsafe, initial=initial)
-    starts = torch.cumsum(lengths, -1) - lengths if offsets is None else offsets[..., :-1]
     ends = torch.cumsum(lengths, -1) if offsets is None else offsets[..., 1:]
     count, place = ends.shape[-1], torch.arange(data.shape[axis], device=data.device)
     segment = (place.unsqueeze(-1) >= ends.unsqueeze(-2)).sum(-1)
-    segment = torch.where(place < starts[..., :1], count, segment)  # what is in none goes behind the last
+    if offsets is not None:  # what is before the first segment, in none, goes behind the last
+        segment = torch.where(place < offsets.select(-1, 0).unsqueeze(-1), count, segment)
     segment = segment.reshape(*segment.shape, *[1] * (data.dim() - axis - 1)).expand(data.shape)
     empty = data.new_zeros(*data.shape[:axis], count + 1, *data.shape[axis + 1 :])
 

@@ -11,6 +11,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.stop_gradient import stop_gradient
 
 __all__ = ["REWRITES"]
@@ -82,6 +83,14 @@ def _normal_(input, mean=0.0, std=1.0, *, generator=None):
     return input.copy_(torch.randn_like(input) * std + mean)
 
 
+def _random_(input, *bounds, generator=None):
+    """Whole numbers from [low, high), low=0; how many there are without bounds is the type's affair."""
+    if not bounds:
+        return input.random_()
+    low, high = (0, *bounds) if len(bounds) == 1 else bounds
+    return input.copy_((torch.rand_like(input, dtype=torch.float32) * (high - low)).floor() + low)
+
+
 def _exponential_(input, lambd=1.0, *, generator=None):
     return input.copy_(-torch.log(1.0 - torch.rand_like(input)) / lambd)
 
@@ -93,6 +102,16 @@ def _bernoulli_(input, p=0.5, *, generator=None):
 def _of_no_generator(function):
     """What the user's generator would draw is drawn by the graph, as all is."""
     return lambda *args, generator=None, **options: function(*args, **options)
+
+
+def _refused(name):
+    def draw(*args, **kwargs):
+        raise UnsupportedModelError(
+            f"forward draws random numbers by {name}, for which ONNX has no operator. Draw them before each step and pass "
+            f"them as an input, or draw uniform or normal numbers (torch.rand, torch.randn) and compute with these."
+        )
+
+    return draw
 
 
 def _in_place(function):
@@ -111,8 +130,13 @@ REWRITES = {
     torch.normal: _normal,
     torch.randint: _randint,
     torch.randperm: _randperm,
+    torch.poisson: _refused("torch.poisson"),
+    torch.binomial: _refused("torch.binomial"),
+    torch._standard_gamma: _refused("torch.distributions.Gamma (which Chi2, StudentT and others are made of)"),
+    torch._sample_dirichlet: _refused("torch.distributions.Dirichlet, or Beta"),
     torch.Tensor.bernoulli_: _bernoulli_,
     torch.Tensor.exponential_: _exponential_,
     torch.Tensor.normal_: _normal_,
+    torch.Tensor.random_: _random_,
     torch.Tensor.uniform_: _uniform_,
 }

@@ -12,6 +12,8 @@ from onnx_ir.passes import common
 RANDOM_OPS = frozenset(
     ["Bernoulli", "Dropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"]
 )
+UNIFORM, NORMAL = (0.0, 1.0), (-2.0, 2.0)  # the ranges of the stand-ins for numbers of these distributions
+_STRIDE, _PERIOD = 2592223, 2**22  # by the golden section: numbers near each other are far apart in value
 _MARK = "orttrainer_site"
 _MOVES = frozenset(["Abs", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Unsqueeze"])  # of what is not negative
 
@@ -54,11 +56,19 @@ class ShareSubexpressionsPass(ir.passes.InPlacePass):
 _SHARING = (common.DeduplicateInitializersPass(), common.CommonSubexpressionEliminationPass())
 
 
+def stand_in(places):
+    """What stands in for uniform numbers at these places (integers) of a tensor, exact in float32.
+
+    All differ, so that the order of what is drawn (of patches to keep, by `topk`) is one, which ties would leave open.
+    """
+    return (places * _STRIDE % _PERIOD + 0.5) / _PERIOD
+
+
 class MutePass(ir.passes.InPlacePass):
     """Dropout(x) -> x, and each draw of random numbers -> its stand-in, so that two runs can be compared.
 
-    RandomUniform -> the middle of its range; RandomNormal -> mean + scale / 2; Bernoulli(p) -> p > 1/2.
-    Multinomial stays.
+    RandomUniform -> low + (high - low) u, u by `stand_in`; RandomNormal -> mean + scale (4 u - 2);
+    Bernoulli(p) -> p > 1/2. Multinomial stays.
 
     Args:
         ops: the operators to mute.
@@ -92,14 +102,24 @@ def _muted(node: ir.Node, new: list[ir.Node]) -> list[ir.Value]:
         new.append(ir.node(op_type, inputs, attributes))
         return new[-1].outputs[0]
 
+    def constant(value, dtype: ir.DataType) -> ir.Value:
+        return op("Constant", value=ir.tensor(np.array(value, dtype.numpy()), dtype=dtype))
+
     def full(value: float | bool, dtype: ir.DataType) -> ir.Value:
-        tensor = ir.tensor(np.array([value], dtype.numpy()), dtype=dtype)
-        shape = (
-            op("Shape", node.inputs[0])
-            if node.inputs
-            else op("Constant", value=ir.tensor(np.array(node.attributes.get_ints("shape"), np.int64)))
-        )
-        return op("ConstantOfShape", shape, value=tensor)
+        return op("ConstantOfShape", shape(), value=ir.tensor(np.array([value], dtype.numpy()), dtype=dtype))
+
+    def shape() -> ir.Value:
+        given = node.attributes.get_ints("shape", ())
+        return op("Shape", node.inputs[0]) if node.inputs else constant(given, ir.DataType.INT64)
+
+    def ramp(low: float, high: float, dtype: ir.DataType) -> ir.Value:
+        size, integer, number = shape(), ir.DataType.INT64, ir.DataType.FLOAT
+        zero, one = constant(0, integer), constant(1, integer)
+        places = op("Range", zero, op("Size", op("ConstantOfShape", size)), one)
+        places = op("Mod", op("Mul", places, constant(_STRIDE, integer)), constant(_PERIOD, integer))
+        u = op("Div", op("Add", op("Cast", places, to=int(number)), constant(0.5, number)), constant(_PERIOD, number))
+        numbers = op("Add", op("Mul", u, constant(high - low, number)), constant(low, number))
+        return op("Cast", op("Reshape", numbers, size, allowzero=1), to=int(dtype))
 
     if node.op_type == "Dropout":
         return [node.inputs[0], *(full(True, ir.DataType.BOOL) for _ in node.outputs[1:])]
@@ -109,9 +129,9 @@ def _muted(node: ir.Node, new: list[ir.Node]) -> list[ir.Value]:
         half = op("CastLike", full(0.5, ir.DataType.FLOAT), node.inputs[0])
         return [op("Cast", op("Greater", node.inputs[0], half), to=int(dtype))]
     if node.op_type.startswith("RandomUniform"):
-        low, high = node.attributes.get_float("low", 0.0), node.attributes.get_float("high", 1.0)
-        return [full((low + high) / 2, dtype)]
-    return [full(node.attributes.get_float("mean", 0.0) + node.attributes.get_float("scale", 1.0) / 2, dtype)]
+        return [ramp(node.attributes.get_float("low", 0.0), node.attributes.get_float("high", 1.0), dtype)]
+    mean, scale = node.attributes.get_float("mean", 0.0), node.attributes.get_float("scale", 1.0)
+    return [ramp(*(mean + scale * end for end in NORMAL), dtype)]
 
 
 def draws_one_number(node: ir.Node) -> bool:
