@@ -218,7 +218,7 @@ def sparse_refused(what: str, tensor: torch.Tensor) -> UnsupportedModelError:
 
 def asks_for_gradients(error: Exception) -> bool:
     """Whether a forward under `no_grad` raised this because it asks autograd for gradients, or hooks into them."""
-    words = "does not require grad", "doesn't require grad"
+    words = "does not require grad", "doesn't require grad", "requires_grad=False"
     return isinstance(error, RuntimeError) and any(part in str(error) for part in words)
 
 
