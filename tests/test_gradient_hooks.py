@@ -102,6 +102,15 @@ def test_what_forward_computes_may_have_a_hook():
     assert_trains_as_in_pytorch(lambda: layer(call), vectors, evaluates=False)
 
 
+def test_what_forward_computes_may_retain_its_gradient():
+    def call(m, x):
+        h = m.linear(x)
+        h.retain_grad()
+        return h.tanh()
+
+    assert_trains_as_in_pytorch(lambda: layer(call), vectors, evaluates=False)
+
+
 def test_a_hook_that_looks_on_leaves_nothing_of_the_trace_behind():
     class Activations(nn.Module):
         def __init__(self):

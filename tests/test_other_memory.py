@@ -11,6 +11,7 @@ from marks import in_turn
 from torch import nn
 
 import orttrainer
+from orttrainer.errors import UnsupportedModelError
 from orttrainer.graph.passes.speed import layout
 
 X = torch.randn(6, 16, generator=torch.Generator().manual_seed(1))
@@ -230,3 +231,37 @@ def _tell(pipe, model):
     pipe.send("ready")
     pipe.recv()
     pipe.send(model[0].weight.detach().double().sum().item())
+
+
+def halves(model):
+    """Each has its own elements, between those of the other."""
+    pairs = torch.randn(16, 16, 2)
+    model[0].weight, model[2].weight = nn.Parameter(pairs[..., 0]), nn.Parameter(pairs[:3, :, 1])
+
+
+SHARED = {
+    "transposed": lambda model: setattr(model[2].weight, "data", model[0].weight.data.T[:3]),
+    "transposed, and frozen": lambda model: setattr(
+        model[2], "weight", nn.Parameter(model[0].weight.data.T[:3], False)
+    ),
+    "a part, in a buffer": lambda model: setattr(model[1], "running_mean", model[0].weight.detach()[2]),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_memory_that_two_have_in_forms_of_their_own_is_refused(name):
+    model = Model(3)
+    SHARED[name](model)
+    with pytest.raises(UnsupportedModelError, match=r"'0\.weight' and '.*' are in one memory, with shapes .* strides"):
+        orttrainer.trainer(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_parameters_between_each_others_elements_train():
+    model = Model(3)
+    halves(model)
+    reference = copy.deepcopy(model)
+    trainer = orttrainer.trainer(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+    eager = Eager(reference, torch.optim.SGD(reference.parameters(), lr=0.1))
+    for _ in range(2):
+        torch.testing.assert_close(trainer.step(X, LABELS)[0], eager.step(X, LABELS)[0])
+    torch.testing.assert_close(model.state_dict(), reference.state_dict(), rtol=1e-4, atol=1e-6)

@@ -57,6 +57,33 @@ def test_autocast_around_the_first_step_is_warned_of_where_there_is_no_mixed_pre
             make(module, sgd(module), mixed_precision="bfloat16").step(*batch())
 
 
+# -- what is no tensor ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "form",
+    [lambda x, y: (len(x), "text", y), lambda x, y: {"rows": x.shape[0], "logits": y, "rate": 0.5}, lambda x, y: (y, x.numel(), True, None)],
+)  # fmt: skip
+def test_numbers_and_text_beside_a_prediction_are_left_out(form):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return form(x, self.head(x))
+
+    def criterion(prediction, label):
+        parts = prediction.values() if isinstance(prediction, dict) else prediction
+        return nn.functional.cross_entropy(next(y for y in parts if isinstance(y, torch.Tensor)), label)
+
+    module, (x, label) = Model(), batch()
+    trainer = orttrainer.trainer(module, criterion, sgd(module))
+    expected = module.head(x).detach()
+    torch.testing.assert_close(trainer.step(x, label)[1], expected)
+    torch.testing.assert_close(trainer.eval_step(x, label)[1], module.head(x).detach())
+
+
 # -- batches that forward does not take -------------------------------------------------------
 
 

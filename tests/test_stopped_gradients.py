@@ -25,6 +25,18 @@ class Detach(nn.Module):
         return (y * y.detach()).sum()
 
 
+class DetachedInPlace(Detach):
+    """What was made of it before has a gradient; of complex numbers, too."""
+
+    def forward(self, x):
+        y = self.linear(x)
+        z = y * 1j + x
+        before = y * 2 + torch.view_as_real(z).sum(-1)
+        torch.detach_(z)
+        y.detach_()
+        return (self.linear(y) * before).sum() + (z * z).imag.sum()
+
+
 class NoGrad(Detach):
     def forward(self, x):
         y = self.linear(x)
@@ -184,6 +196,7 @@ class ReadsThoseOfInstances(nn.Module):
     "kind",
     [
         Detach,
+        DetachedInPlace,
         NoGrad,
         StraightThrough,
         Data,

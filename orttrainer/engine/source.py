@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import itertools
 import logging
 import sys
 import threading
@@ -26,7 +27,9 @@ from orttrainer.errors import (
     InvalidArgumentError,
     UnknownNameError,
     UnsupportedFeatureError,
+    UnsupportedModelError,
 )
+from orttrainer.export.untouched import memory_of
 from orttrainer.state.state_dict import check_fits
 
 if TYPE_CHECKING:
@@ -299,9 +302,10 @@ def _bring(module: torch.nn.Module, device: torch.device) -> None:
     Raises:
         InvalidArgumentError: it is on another device than the CPU or `device`, or without values.
         UnsupportedFeatureError: it has half-precision parameters.
-        UnsupportedModelError: a layer has no parameters yet, or one that its forward changes.
+        UnsupportedModelError: a layer has no parameters yet, or one that its forward changes, or one in the memory of another.
     """
     export.check_layers(module)
+    _check_memory(module)
     places = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
     if places - {device} == {torch.device("cpu")}:
         log.info("moving the module from the CPU to %s", device)
@@ -324,3 +328,40 @@ def _bring(module: torch.nn.Module, device: torch.device) -> None:
             )
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             tensor.data = tensor.data.resolve_conj().resolve_neg().contiguous()
+
+
+def _check_memory(module: torch.nn.Module) -> None:
+    """Refuse a trained parameter of which other elements of the state show some, in another form: an update of one is one of both."""
+    in_one = collections.defaultdict(list)
+    for name, x in (*module.named_parameters(), *module.named_buffers()):
+        if x.numel() and (memory := memory_of(x)) is not None:
+            in_one[memory].append((name, x))
+    for held in in_one.values():
+        for (first, x), (second, y) in itertools.combinations(held, 2):
+            if (x.requires_grad or y.requires_grad) and x.dtype == y.dtype and _form(x) != _form(y) and _overlap(x, y):
+                raise UnsupportedModelError(
+                    f"{first!r} and {second!r} are in one memory, with shapes {list(x.shape)} and {list(y.shape)} and strides "
+                    f"{list(x.stride())} and {list(y.stride())}, so that an update of one changes both; a graph has a value for "
+                    f"each. Compute {second!r} of {first!r} in forward, as F.linear(x, weight.t()) does, or give it memory of its "
+                    "own (clone())."
+                )
+
+
+def _form(x: torch.Tensor) -> tuple:
+    return x.storage_offset(), x.shape, x.stride()
+
+
+def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors of one storage and dtype have elements in common; they may lie between each other's."""
+    (begin, end), (other_begin, other_end) = _extent(x), _extent(y)
+    if end <= other_begin or other_end <= begin:
+        return False
+    seen = torch.zeros(x.untyped_storage().nbytes() // x.element_size(), dtype=torch.bool)
+    seen.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(True)
+    return bool(seen.as_strided(y.shape, y.stride(), y.storage_offset()).any())
+
+
+def _extent(x: torch.Tensor) -> tuple[int, int]:
+    """The elements of its storage from the first to the one behind the last."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
+    return x.storage_offset(), x.storage_offset() + last + 1

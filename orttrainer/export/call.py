@@ -36,6 +36,8 @@ __all__ = [
 ]
 
 OUTSIDE = "outside"
+# What a trace has for numbers, too.
+_PLAIN = (bool, int, float, complex, str, torch.SymBool, torch.SymInt, torch.SymFloat)
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -91,7 +93,7 @@ class LossModule(nn.Module):
             arguments = filled(self.arguments, given)
             prediction = self.module(**arguments) if isinstance(arguments, dict) else self.module(*arguments)
             if self.loss_fn is None:
-                return self._checked(_described(prediction, self.output_names, self.loss_position))
+                return self._checked(_described(prediction, self.output_names, loss=self.loss_position))
             loss = self.loss_fn(prediction, filled(self.label, given))
             return self._checked([loss, *_described(prediction, self.output_names[1:])])
 
@@ -216,12 +218,12 @@ def sparse_refused(what: str, tensor: torch.Tensor) -> UnsupportedModelError:
 
 def asks_for_gradients(error: Exception) -> bool:
     """Whether a forward under `no_grad` raised this because it asks autograd for gradients, or hooks into them."""
-    words = "does not require grad", "doesn't require grad"
+    words = "does not require grad", "doesn't require grad", "requires_grad=False"
     return isinstance(error, RuntimeError) and any(part in str(error) for part in words)
 
 
 def count_outputs(module: nn.Module, inputs) -> int:
-    """How many tensors `module` returns as it trains, up to the first thing that is none; it and what it calls are left as they are.
+    """How many tensors `module` returns as it trains, beside numbers and text, up to anything else; it and what it calls are left as they are.
 
     Args:
         inputs: of a batch that trains or evaluates: a sequence of tensors, or a dict of them by the names that forward has; or of tuples, lists and dicts of them.
@@ -241,7 +243,8 @@ def count_outputs(module: nn.Module, inputs) -> int:
             raise
         with torch.enable_grad():
             outputs = call()
-    return len(list(itertools.takewhile(lambda output: isinstance(output, torch.Tensor), _flat(outputs))))
+    outputs = [output for output in _flat(outputs) if not isinstance(output, _PLAIN)]
+    return len(list(itertools.takewhile(lambda output: isinstance(output, torch.Tensor), outputs)))
 
 
 # ---------------------------------------------------------------- around a call
@@ -368,13 +371,22 @@ def _arguments(module, names):
     return tuple(names)
 
 
-def _described(outputs, names, first=0):
-    """The outputs of those names, where outputs have names and all of these; else all, in their order but one first."""
+def _described(outputs, names, loss=None):
+    """The outputs of those names, where outputs have names and all of these; else all, in their order but the loss first.
+
+    Numbers and text among them are left out, unless then there are too few: they are what somebody describes.
+
+    Args:
+        loss: the place of the loss, if it is one of them.
+    """
     fields = _fields(outputs)
     if names and all(isinstance(fields.get(name), torch.Tensor) for name in names):
         return [fields[name] for name in names]
     outputs = _flat(outputs)
-    return outputs[first : first + 1] + outputs[:first] + outputs[first + 1 :]
+    first = [] if loss is None else outputs[loss : loss + 1]
+    rest = outputs if loss is None else outputs[:loss] + outputs[loss + 1 :]
+    found = [*first, *(output for output in rest if not isinstance(output, _PLAIN))]
+    return found if len(found) >= len(names) else [*first, *rest]
 
 
 def _fields(outputs):

@@ -429,4 +429,5 @@ _MUTES = {
     torch.native_dropout: _mute_native_dropout,
     torch._C._nn.scaled_dot_product_attention: _mute_attention,
     torch.Tensor.register_hook: gradient_hooks.mute,
+    torch.Tensor.retain_grad: lambda mode, func, args, kwargs: func(*args) if args[0].requires_grad else None,
 }

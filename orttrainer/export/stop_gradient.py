@@ -11,6 +11,7 @@ import torch
 from torch import library
 from torch._C._functorch import is_batchedtensor
 
+from orttrainer.export.initializers import as_real
 from orttrainer.graph.passes.gradient_marks import CHANGED, DOMAIN, STOP_GRADIENT
 
 __all__ = ["REWRITES", "detached", "mark_changed", "mark_stopped", "register_symbolic", "stopped"]
@@ -73,6 +74,14 @@ def detached(x):
     return torch.view_as_complex(torch.view_as_real(x).detach()) if x.is_complex() else x.detach()
 
 
+def _detached_in_place(x):
+    """`x.detach_()`: from here on x shows what has no gradient."""
+    if x.requires_grad and not x.is_leaf:
+        with torch.no_grad():
+            as_real(x).copy_(as_real(stopped(x)))
+    return torch.Tensor.detach_(x)
+
+
 def _deep_copied(x, memo):
     """`copy.deepcopy(x)`: a tensor of its own, to which no gradient comes."""
     return detached(x).clone()
@@ -89,5 +98,7 @@ REWRITES = {
     torch.Tensor.item: _item,
     torch.Tensor.detach: detached,
     torch.detach: detached,
+    torch.Tensor.detach_: _detached_in_place,
+    torch.detach_: _detached_in_place,
     torch.Tensor.data.__get__: detached,
 }
