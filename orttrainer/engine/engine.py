@@ -239,6 +239,7 @@ class Engine(InUse):
         self._checked_batch(given)
 
     @property
+    @one_at_a_time
     def forward_model(self) -> onnx.ModelProto | None:
         """The forward graph with its loss and the trained weights, in training form; None before it exists."""
         if self._runner is None:

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 def one_at_a_time(method: Callable) -> Callable:
-    """A method that waits until no other thread is in one: state and bindings are shared by all calls.
+    """A method, of an engine or of a front end, that waits until no other thread is in one of either.
+
+    State and bindings are shared by all calls, and counts, rates and the groups of an optimizer belong to a step; in a trace,
+    moreover, the module has other parameters.
 
     It runs outside of `torch.inference_mode`: of what an evaluation there makes, later steps write to some.
     """

@@ -14,6 +14,7 @@ from onnx_ir import tensor_adapters
 from orttrainer.arguments import checked_rate, inputs_by_name
 from orttrainer.distributed import failing_together
 from orttrainer.engine.engine import Engine
+from orttrainer.engine.turns import one_at_a_time
 from orttrainer.errors import CheckpointError, RuntimeNotFoundError, SettingError, StateError
 from orttrainer.front_end import FrontEnd
 from orttrainer.graph.write import write_model
@@ -102,6 +103,7 @@ class ORTTrainer(FrontEnd):
 
     # -- the step -------------------------------------------------------------------------
 
+    @one_at_a_time
     def train_step(self, *args, **kwargs):
         """Run forward, loss and backward once, and the update with the last batch of each block.
 
@@ -147,6 +149,7 @@ class ORTTrainer(FrontEnd):
         engine.raise_interruption()
         return self._returned(results, engine.output_names, wanted)
 
+    @one_at_a_time
     def eval_step(self, *args, **kwargs):
         """Run forward and loss in evaluation mode: dropout off, running statistics, no update.
 
@@ -187,6 +190,7 @@ class ORTTrainer(FrontEnd):
 
     # -- state ----------------------------------------------------------------------------
 
+    @one_at_a_time
     def state_dict(self, pytorch_format: bool = False) -> dict[str, Any]:
         """The state as NumPy arrays in nested dicts; copies.
 
@@ -205,7 +209,7 @@ class ORTTrainer(FrontEnd):
             warnings.warn(
                 "ONNX Runtime training session is not initialized yet. "
                 "Please run train_step or eval_step at least once before calling ORTTrainer.state_dict().",
-                stacklevel=2,
+                stacklevel=3,
             )
             pending = self._pending_state()
             return _state_layout.tensors(_state_layout.weights(pending)) if pytorch_format else pending
@@ -225,6 +229,7 @@ class ORTTrainer(FrontEnd):
         }
         return state | self._counts.sections()
 
+    @one_at_a_time
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Load what `state_dict()` gave. Before the first step of a torch module weights and counts at once, the rest then.
 
@@ -377,7 +382,7 @@ class ORTTrainer(FrontEnd):
     def _load(self, given: Mapping[str, Any], strict: bool) -> None:
         for name in _state_layout.SECTIONS:
             if name not in given:
-                warnings.warn(f"Missing key: {name} in state_dict", stacklevel=4)
+                warnings.warn(f"Missing key: {name} in state_dict", stacklevel=5)
         self._check_optimizer(given)
         if strict:
             weights = self._engine.state_dict(include_optimizer_state=False)
@@ -389,7 +394,7 @@ class ORTTrainer(FrontEnd):
             warnings.warn(
                 "the state is from the midst of a block of batches, whose gradients are dropped: this trainer updates at "
                 "every step",
-                stacklevel=4,
+                stacklevel=5,
             )
         self._put(counts)
 
