@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from orttrainer.errors import StateError
+
 if TYPE_CHECKING:
     from orttrainer.engine.engine import Engine
 
@@ -30,6 +32,23 @@ def one_at_a_time(method: Callable) -> Callable:
                 return method(self, *args, **kwargs)
 
     return locked
+
+
+def outside_of_steps(method: Callable) -> Callable:
+    """`one_at_a_time`, of a method that is refused in the midst of a step, where only a handler of a signal can call it."""
+
+    @functools.wraps(method)
+    def whole(self, *args, **kwargs):
+        with self._lock:
+            if self._is_torn:
+                raise StateError(
+                    f"{method.__name__} was called in the midst of a step, by a handler of a signal, when the state is that of no "
+                    "step. Let the handler set a flag, and save or load behind the step."
+                )
+            return taking_turns(self, *args, **kwargs)
+
+    taking_turns = one_at_a_time(method)
+    return whole
 
 
 class PreparingAStep:
