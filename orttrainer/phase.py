@@ -65,9 +65,9 @@ from orttrainer.runtime.scattered import adds_in_turn
 from orttrainer.training_graph import Signature
 
 _ELEMENT_TYPES = {
-    torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16,
-    torch.bfloat16: onnx.TensorProto.BFLOAT16, torch.bool: np.bool_, torch.uint8: np.uint8, torch.int8: np.int8,
-    torch.int16: np.int16, torch.int32: np.int32, torch.int64: np.int64,
+    torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16, torch.bool: np.bool_,
+    torch.int8: np.int8, torch.int16: np.int16, torch.int32: np.int32, torch.int64: np.int64, torch.uint8: np.uint8,
+    torch.uint16: np.uint16, torch.uint32: np.uint32, torch.uint64: np.uint64, torch.bfloat16: onnx.TensorProto.BFLOAT16,
 }  # fmt: skip
 # Of the public function the first half asks what it was given: 1 us for each output of a step.
 _from_dlpack = getattr(torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack)
