@@ -343,7 +343,11 @@ class Trainer(FrontEnd):
         """Whether a batch has the dtypes and the numbers of axes of the first one, and is not empty."""
         pairs = [(given[like.name_], like) for like in self._first.inputs_]
         return all(
-            not x.is_nested and x.dtype == like.dtype_ and x.dim() == len(like.shape_) and x.numel()
+            isinstance(x, torch.Tensor)
+            and not x.is_nested
+            and x.dtype == like.dtype_
+            and x.dim() == len(like.shape_)
+            and x.numel()
             for x, like in pairs
         )
 
