@@ -283,9 +283,7 @@ def check_tensors(names, batch):
         if tensor.is_meta:
             raise SchemaError(f"input {name!r}: a tensor on the meta device has no values. Make it on the CPU.")
         if tensor.is_floating_point() and tensor.itemsize < 2:
-            raise SchemaError(
-                f"input {name!r}: a graph takes no tensors of {tensor.dtype}. Pass it as .to(torch.float32)."
-            )
+            raise SchemaError(f"input {name!r}: a graph takes no tensors of {tensor.dtype}. Pass .to(torch.float32).")
         if tensor.is_complex():
             raise SchemaError(
                 f"input {name!r}: ONNX Runtime takes no tensors of {tensor.dtype}. Pass real and imaginary part, "

@@ -16,7 +16,6 @@ from marks import usual
 
 from orttrainer import distributed
 from orttrainer.distributed import (
-    early_failure,
     find_collective,
 )
 from orttrainer.errors import DistributedError
@@ -236,49 +235,6 @@ def test_rank_that_dies_ends_the_others(launch, error):
     assert "unreachable" not in result.stdout
     if launch.kind == "mpi":
         assert "orttrainer: rank 1 failed, ending all 2 ranks" in result.stderr
-
-
-def test_rank_that_dies_before_it_opens_mpi_ends_the_others(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        textwrap.dedent("""
-            import os
-            import orttrainer
-            from orttrainer.distributed import find_collective, find_launch
-            if find_launch().rank == 1:
-                raise ValueError("no data on this machine")
-            find_collective()  # in MPI_Init, where rank 1 never comes
-            print("unreachable")
-        """)
-    )
-    result = run_mpiexec(2, script)
-    assert result.returncode != 0
-    assert "ValueError: no data on this machine" in result.stderr
-    assert "unreachable" not in result.stdout
-
-
-def test_an_early_failure_asks_on_the_launcher_s_own_connection_only(monkeypatch, tmp_path):
-    """A process that a rank starts has the launcher's variables, and under that number another file, or none."""
-    ours, theirs = socket.socketpair()
-    seen = []
-    monkeypatch.setattr(sys, "excepthook", lambda *error: seen.append(error[0]))
-    monkeypatch.setattr(early_failure, "_TIME_TO_FORWARD", 0)
-    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
-    with ours, theirs, open(tmp_path / "other", "w+b", 0) as other:
-        for number, size in ((ours.fileno(), 1), (other.fileno(), 2), (999_999, 2)):
-            monkeypatch.setenv("PMI_SIZE", str(size))
-            monkeypatch.setenv("PMI_FD", str(number))
-            before = sys.excepthook
-            early_failure.end_all_ranks_on_failure()
-            assert sys.excepthook is before
-        monkeypatch.setenv("PMI_FD", str(ours.fileno()))
-        early_failure.end_all_ranks_on_failure()
-        sys.excepthook(ValueError, ValueError("x"), None)
-        assert theirs.recv(99) == b"cmd=abort exitcode=1\n"
-        os.dup2(other.fileno(), ours.fileno())
-        sys.excepthook(KeyError, KeyError("x"), None)
-        assert other.tell() == 0
-    assert seen == [ValueError, KeyError]
 
 
 def test_ranks_of_mpi_meet_in_a_torch_group_and_are_found_without_variables_of_the_launcher(tmp_path):

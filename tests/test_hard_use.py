@@ -291,7 +291,7 @@ def test_training_goes_on_behind_a_first_call_in_inference_mode(call, batches):
         ),
         (
             lambda x: x.to(torch.float8_e5m2),
-            r"input 'x': a graph takes no tensors of torch.float8_e5m2. Pass it as .to\(torch.float32\)",
+            r"input 'x': a graph takes no tensors of torch.float8_e5m2. Pass .to\(torch.float32\)",
         ),
         (lambda x: torch.nested.nested_tensor([x, x]), "input 'x': expected one tensor, got a nested one"),
         (
