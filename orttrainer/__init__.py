@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING
 
 from orttrainer.deferred import defer_symbolic_math
@@ -52,6 +53,10 @@ if TYPE_CHECKING:
     from orttrainer.sketch import trainer
 
 defer_symbolic_math()
+if "PMI_FD" in os.environ:  # MPICH's mpiexec started this process
+    from orttrainer.distributed.early_failure import end_all_ranks_on_failure
+
+    end_all_ranks_on_failure()
 
 
 def __getattr__(name: str):

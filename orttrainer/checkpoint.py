@@ -51,6 +51,8 @@ def save_checkpoint(
     Raises:
         CheckpointError: there is no such folder, or the trainer has no state before its first step.
         InvalidArgumentError: an argument has a value that cannot be used.
+        StateError: a handler of a signal calls it in the midst of a step that has several parts: of accumulated batches, in float16,
+            on several ranks, of the second generation. Let it set a flag.
         OSError: the folder cannot be written, or is full.
 
     Warns:

@@ -282,6 +282,8 @@ def check_tensors(names, batch):
             raise SchemaError(f"input {name!r}: expected a dense tensor, got {tensor.layout}. Pass it as .to_dense().")
         if tensor.is_meta:
             raise SchemaError(f"input {name!r}: a tensor on the meta device has no values. Make it on the CPU.")
+        if tensor.is_floating_point() and tensor.itemsize < 2:
+            raise SchemaError(f"input {name!r}: a graph takes no tensors of {tensor.dtype}. Pass .to(torch.float32).")
         if tensor.is_complex():
             raise SchemaError(
                 f"input {name!r}: ONNX Runtime takes no tensors of {tensor.dtype}. Pass real and imaginary part, "

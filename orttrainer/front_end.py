@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,10 @@ class FrontEnd(NotCopied):
     """Base of the trainers: a subclass sets `_engine`."""
 
     _engine: Engine
+
+    @property
+    def _lock(self) -> threading.RLock:
+        return self._engine._lock
 
     def export_inference(
         self, path: str | os.PathLike, outputs: Sequence[str] | None = None, batch: Sequence | None = None

@@ -27,6 +27,7 @@ from orttrainer.arguments import (
 from orttrainer.describe import IODescription, ModelDescription
 from orttrainer.engine.engine import Engine
 from orttrainer.engine.settings import OptimizerChoice, Settings
+from orttrainer.engine.turns import one_at_a_time
 from orttrainer.errors import OptimizerError, SchemaError
 from orttrainer.front_end import FrontEnd
 from orttrainer.graph.write import write_model
@@ -180,6 +181,7 @@ class ORTTrainer(FrontEnd):
 
     # -- the step -------------------------------------------------------------------------
 
+    @one_at_a_time
     def train_step(self, *args, fetches: Sequence[str] | None = None, **kwargs):
         """Run forward, loss and backward once, and the update with the last batch of each block.
 
@@ -224,6 +226,7 @@ class ORTTrainer(FrontEnd):
             results.append(torch.tensor([finite], device=self.device))
         return results[0] if len(results) == 1 else results
 
+    @one_at_a_time
     def eval_step(self, *args, fetches: Sequence[str] | None = None, **kwargs):
         """Run forward and loss in evaluation mode: dropout off, running statistics, no update.
 
@@ -269,6 +272,7 @@ class ORTTrainer(FrontEnd):
 
     # -- state ----------------------------------------------------------------------------
 
+    @one_at_a_time
     def state_dict(self, include_optimizer_state: bool = True) -> dict[str, torch.Tensor]:
         """Name -> CPU tensor (a copy) for all weights and buffers and, if asked, the optimizer's state.
 
@@ -281,13 +285,14 @@ class ORTTrainer(FrontEnd):
         """
         found = self._engine.state_dict(include_optimizer_state)
         if not self._engine.is_compiled and not found:
-            warnings.warn("the trainer has no state before its first step; state_dict() is empty", stacklevel=2)
+            warnings.warn("the trainer has no state before its first step; state_dict() is empty", stacklevel=3)
         if include_optimizer_state and found:
             copies = self._half_copies().items() if self._engine.is_compiled else ()
             found |= {copy: found[name].half() for name, copy in copies}
             found |= scaler_state(self._loss_scaler)
         return found
 
+    @one_at_a_time
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = False) -> None:
         """Load what `state_dict` gave: before the first step the weights at once and the optimizer's state then.
 

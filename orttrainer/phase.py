@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,9 +65,9 @@ from orttrainer.runtime.scattered import adds_in_turn
 from orttrainer.training_graph import Signature
 
 _ELEMENT_TYPES = {
-    torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16,
-    torch.bfloat16: onnx.TensorProto.BFLOAT16, torch.bool: np.bool_, torch.uint8: np.uint8, torch.int8: np.int8,
-    torch.int16: np.int16, torch.int32: np.int32, torch.int64: np.int64,
+    torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16, torch.bool: np.bool_,
+    torch.int8: np.int8, torch.int16: np.int16, torch.int32: np.int32, torch.int64: np.int64, torch.uint8: np.uint8,
+    torch.uint16: np.uint16, torch.uint32: np.uint32, torch.uint64: np.uint64, torch.bfloat16: onnx.TensorProto.BFLOAT16,
 }  # fmt: skip
 # Of the public function the first half asks what it was given: 1 us for each output of a step.
 _from_dlpack = getattr(torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack)
@@ -270,10 +271,9 @@ class Phase:
     def __init__(self, session, device, free, fetches, bound_in, bound_out, copies):
         self.session, self._device, self._free, self._fetches = session, device, tuple(free), tuple(fetches)
         self._kept = (bound_in, bound_out)  # the bindings hold bare pointers
-        self._copies = [(old, new, old.data_ptr()) for old, new in copies]
-        self.interruptions: list[
-            BaseException
-        ] = []  # of runs that are done: what a handler of a signal raised behind them
+        self._set_copies(copies)
+        # Of runs that are done: what a handler of a signal raised behind them.
+        self.interruptions: list[BaseException] = []
         self._addresses = [{name: x.data_ptr() for name, x in bound.items()} for bound in self._kept]
         # Other providers may copy an input to their device as it is bound.
         self._binds_once = session.get_providers() == ["CPUExecutionProvider"]
@@ -288,8 +288,13 @@ class Phase:
         for name, tensor in bound_out.items():
             self._binding.bind_output(*_pointer(name, tensor))
 
-    def run(self, feeds: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Run once; return the fetched outputs as new tensors. State that is not in place is as before until `keep`.
+    def run(self, feeds: Mapping[str, torch.Tensor], keep: bool = False) -> list[torch.Tensor]:
+        """Run once; return the fetched outputs as new tensors.
+
+        Args:
+            feeds: by name.
+            keep: whether state that is not in place takes its new values, too, before any handler of a signal is called; else it
+                is as before until `keep`.
 
         An interruption (Ctrl-C) is put into `interruptions` where the session has run: what belongs to that is to be done first.
         """
@@ -307,7 +312,7 @@ class Phase:
         done: list[None] = []
         try:
             # Python calls handlers of signals between calls of C. This is one: it ran, and is in the list, or it did not.
-            done.extend(map(*self._call))
+            done.extend(map(operator.call, (self._call, *self._keep) if keep else (self._call,)))
         except BaseException as error:
             if done:
                 self.interruptions.append(error)
@@ -327,21 +332,24 @@ class Phase:
                     bound[name] = moved[address].view(bound[name].shape)
                     addresses[name] = bound[name].data_ptr()
                     bind(*_pointer(name, bound[name]))
-        copies = [(moved.get(address, old), new) for old, new, address in self._copies]
+        self._set_copies([(moved.get(address, old), new) for old, new, address in self._copies])
+
+    def _set_copies(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._copies = [(old, new, old.data_ptr()) for old, new in copies]
+        self._keep = [functools.partial(old.copy_, new) for old, new, _ in self._copies]
 
     def keep(self) -> None:
         """Let the state that is not in place take its new values."""
-        for old, new, _ in self._copies:
-            old.copy_(new)
+        for copy in self._keep:
+            copy()
 
 
-def _call_of_c(session, binding) -> tuple:
-    """What `map` needs to run the session: the function without the public method around it, which is Python, and its arguments."""
+def _call_of_c(session, binding) -> Callable[[], None]:
+    """Runs the session: the function without the public method around it, which is Python."""
     try:
-        return session._sess.run_with_iobinding, (binding._iobinding,), (None,)
+        return functools.partial(session._sess.run_with_iobinding, binding._iobinding, None)
     except AttributeError:  # no part of ONNX Runtime's public interface
-        return session.run_with_iobinding, (binding,)
+        return functools.partial(session.run_with_iobinding, binding)
 
 
 def _is_of_onnxruntime(error: BaseException) -> bool:

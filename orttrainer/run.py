@@ -63,6 +63,7 @@ class Runner:
         number: int = 0,
     ):
         self.graph, self.state, self.number = graph, state, number
+        self.in_parts = False  # whether a step has several, between which the state is that of no step
         self._interruptions: list[BaseException] = []
         self._opened: weakref.WeakSet[Phase] = weakref.WeakSet()
         self.device = device
@@ -263,7 +264,8 @@ class Runner:
         updates = {entry.name: entry.output for entry in signature.state if entry.output is not None}
         norm = {signature.gradient_norm: self.gradient_norm}
         parts = (signature.accumulated_batches, signature.all_finite, self._accept)
-        if self._collective.size == 1 and all(part is None for part in parts):
+        self.in_parts = self._collective.size > 1 or any(part is not None for part in parts)
+        if not self.in_parts:
             cut = self._cut(None, [*signature.outputs, signature.gradient_norm, *updates.values()])
             given = {"written": norm, "updates": updates, "rows": rows, "shapes": shapes}
             return _FusedStep(self._phase("train", cut, signature.outputs, **given))
@@ -340,9 +342,7 @@ class _FusedStep:
 
     def __call__(self, feeds: dict[str, torch.Tensor], update: bool) -> tuple[list[torch.Tensor], bool]:
         assert update, "this graph has no accumulators"
-        outputs = self._phase.run(feeds)
-        self._phase.keep()
-        return outputs, True
+        return self._phase.run(feeds, keep=True), True
 
 
 class _SplitStep:

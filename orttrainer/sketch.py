@@ -19,6 +19,7 @@ from orttrainer.describe import ModelDescription
 from orttrainer.distributed import failing_together
 from orttrainer.engine.engine import Engine
 from orttrainer.engine.settings import OptimizerChoice, Settings
+from orttrainer.engine.turns import one_at_a_time
 from orttrainer.errors import InvalidArgumentError, SchemaError
 from orttrainer.front_end import FrontEnd
 from orttrainer.loss_scaler import LossScaler
@@ -138,6 +139,7 @@ class Trainer(FrontEnd):
         self._told_of_eval_mode = False
         self._had_moments = False  # whether this has been their holder
 
+    @one_at_a_time
     def step(self, *batch) -> tuple[torch.Tensor, Any]:
         """Run forward, loss and backward in train mode, and the update with the last batch of each block.
 
@@ -168,6 +170,7 @@ class Trainer(FrontEnd):
         self._count_update(finite)
         return _loss_and_prediction(outputs)
 
+    @one_at_a_time
     def update(self) -> bool:
         """Make the update with the batches since the last one, of which a block has more: where an epoch ends within one.
 
@@ -194,6 +197,7 @@ class Trainer(FrontEnd):
         self._count_update(finite)
         return bool(finite)
 
+    @one_at_a_time
     def eval_step(self, *batch) -> tuple[torch.Tensor, Any]:
         """Run forward and loss in evaluation mode: dropout off, running statistics, no update. Else as `step`."""
         if not self._engine.is_compiled:
@@ -215,6 +219,7 @@ class Trainer(FrontEnd):
 
     # -- state ----------------------------------------------------------------------------
 
+    @one_at_a_time
     def state_dict(self, include_optimizer_state: bool = True) -> dict[str, torch.Tensor]:
         """Name -> CPU tensor (a copy) for all weights and buffers and, if asked, the optimizer's state.
 
@@ -225,9 +230,10 @@ class Trainer(FrontEnd):
             self._take_moments()
         found = engine.state_dict(include_optimizer_state)
         if not engine.is_compiled and not found:
-            warnings.warn("the trainer has no state before its first step; state_dict() is empty", stacklevel=2)
+            warnings.warn("the trainer has no state before its first step; state_dict() is empty", stacklevel=3)
         return found | (scaler_state(self._loss_scaler) if include_optimizer_state and found else {})
 
+    @one_at_a_time
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = False) -> None:
         """Load what `state_dict` gave: before the first step the weights at once and the optimizer's state then.
 
@@ -337,7 +343,11 @@ class Trainer(FrontEnd):
         """Whether a batch has the dtypes and the numbers of axes of the first one, and is not empty."""
         pairs = [(given[like.name_], like) for like in self._first.inputs_]
         return all(
-            not x.is_nested and x.dtype == like.dtype_ and x.dim() == len(like.shape_) and x.numel()
+            isinstance(x, torch.Tensor)
+            and not x.is_nested
+            and x.dtype == like.dtype_
+            and x.dim() == len(like.shape_)
+            and x.numel()
             for x, like in pairs
         )
 
@@ -380,7 +390,7 @@ def _warn_of_autocast(engine: Engine) -> None:
         warnings.warn(
             "torch.autocast has no effect on orttrainer.trainer, whose graph computes in the dtypes of the model: leave it "
             f"out, and for mixed precision make the trainer with mixed_precision={dtype!r}",
-            stacklevel=4,  # where the first step or evaluation is called
+            stacklevel=5,  # where the first step or evaluation is called
         )
 
 

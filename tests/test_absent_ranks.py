@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import sys
+
 import pytest
 import torch
 from launched import LAUNCHERS, ONE_LAUNCHER, launch, results
 from small import RATE, batch, net, torch_step
 from torch import nn
+
+from orttrainer.distributed import early_failure
 
 AVERAGING = {
     "mpiexec": "rank 0 of 2 waits for another rank, but that has ended its script: the ranks had different numbers of",
@@ -31,6 +37,36 @@ def test_a_rank_that_ends_before_the_others_ends_the_run_with_an_error(launcher,
     assert result.returncode != 0
     assert f"DistributedError: {said[launcher]}" in result.stderr
     assert result.stdout.count("made step") == 2 * steps  # both ranks made the steps that both have a batch for
+
+
+def test_a_rank_that_fails_before_its_first_trainer_ends_the_others():
+    result = launch("mpiexec", "early_end.py", "-1", timeout=120)  # else rank 0 waits in MPI_Init
+    assert result.returncode != 0
+    assert "ValueError: no data on this machine" in result.stderr
+
+
+def test_an_early_failure_asks_on_the_launcher_s_own_connection_only(monkeypatch, tmp_path):
+    """A process that a rank starts has the launcher's variables, and under that number another file, or none."""
+    ours, theirs = socket.socketpair()
+    seen = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: seen.append(error[0]))
+    monkeypatch.setattr(early_failure, "_TIME_TO_FORWARD", 0)
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    with ours, theirs, open(tmp_path / "other", "w+b", 0) as other:
+        for number, size in ((ours.fileno(), 1), (other.fileno(), 2), (999_999, 2)):
+            monkeypatch.setenv("PMI_SIZE", str(size))
+            monkeypatch.setenv("PMI_FD", str(number))
+            before = sys.excepthook
+            early_failure.end_all_ranks_on_failure()
+            assert sys.excepthook is before
+        monkeypatch.setenv("PMI_FD", str(ours.fileno()))
+        early_failure.end_all_ranks_on_failure()
+        sys.excepthook(ValueError, ValueError("x"), None)
+        assert theirs.recv(99) == b"cmd=abort exitcode=1\n"
+        os.dup2(other.fileno(), ours.fileno())
+        sys.excepthook(KeyError, KeyError("x"), None)
+        assert other.tell() == 0
+    assert seen == [ValueError, KeyError]
 
 
 @pytest.mark.slow

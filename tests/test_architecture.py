@@ -96,6 +96,7 @@ MAY_IMPORT = {
         "deferred",
         "describe",
         "differentiate",
+        "distributed",
         "graph",
         "loss_scaler",
         "ort_trainer",

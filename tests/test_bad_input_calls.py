@@ -59,6 +59,14 @@ CALLS = {
         "'0.weight' has shape [4, 3], expected [3, 4]. Nothing was loaded",
     ),
     "a weight that is text": (lambda t: t.load_state_dict({"0.bias": "zeros"}), StateError, "'0.bias' is a str, not a tensor. Nothing was loaded"),
+    "a weight without values": (
+        lambda t: t.load_state_dict({"0.bias": torch.ones(3), "2.bias": torch.ones(2, device="meta")}), StateError,
+        "'2.bias' is on the meta device, without values; a state dict has dense tensors. Nothing was loaded",
+    ),
+    "a sparse weight": (
+        lambda t: t.load_state_dict({"0.bias": torch.ones(3), "0.weight": torch.ones(3, 4).to_sparse()}), StateError,
+        "'0.weight' is sparse, of torch.sparse_coo; a state dict has dense tensors. Nothing was loaded",
+    ),
     "a part of the state, strictly": (
         lambda t: t.load_state_dict({"0.bias": torch.ones(3)}, strict=True), StateError, "does not fit: missing ['0.weight', ...unexpected []",
     ),

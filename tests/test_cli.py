@@ -97,6 +97,13 @@ def test_a_table_of_which_somebody_reads_the_beginning_ends_without_a_word():
     assert result.stdout.startswith("operator") and result.stderr == ""
 
 
+def test_a_job_without_an_output_has_its_file(model):
+    command = f"{sys.executable} -m orttrainer gradient {model} -o {model.parent / 'gradient.onnx'} >&-"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert onnx.load(model.parent / "gradient.onnx") == build_gradient(str(model))
+
+
 ERRORS = {
     "a model that is not there": (["no.onnx"], "'no.onnx': No such file or directory"),
     "a folder as the model": (["."], "'.': Is a directory"),

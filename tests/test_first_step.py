@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import linecache
 import logging
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 import weakref
 
 import onnx_ir as ir
@@ -18,6 +20,7 @@ from exported import XY, Model, X, Y, describe
 from small import LR, batch, make, net
 from torch import nn
 
+import orttrainer
 from orttrainer import runtime
 from orttrainer.errors import ExportMismatchError, UnsupportedModelError
 from orttrainer.export import call, capture, check, export_module, observation
@@ -279,6 +282,47 @@ def test_torch_puts_nothing_into_words_while_it_is_silenced():
     with silence():
         assert not trace.handlers
     assert trace.handlers == before
+
+
+class Speaking(nn.Module):
+    """Says what it is called with, in all ways but a log."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        print("forward of", tuple(x.shape))
+        print("forward of", tuple(x.shape), file=sys.stderr)
+        warnings.warn(f"forward of {tuple(x.shape)}", stacklevel=1)
+        breakpoint()
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("front_end", ["first generation", "torch loop"])
+def test_forward_is_heard_once_and_of_the_batch_that_it_was_given(front_end, capfd, recwarn, monkeypatch):
+    stops = []
+    monkeypatch.setattr(sys, "breakpointhook", lambda: stops.append(1))
+    module = Speaking()
+    if front_end == "first generation":
+        step = functools.partial(make(module).train_step, *batch(), LR)
+    else:
+        sgd = torch.optim.SGD(module.parameters(), 0.1)
+        step = functools.partial(orttrainer.trainer(module, nn.CrossEntropyLoss(), sgd).step, *batch())
+    step()
+    said = "forward of (6, 4)"
+    assert [*capfd.readouterr()] == [f"{said}\n"] * 2
+    assert [str(warning.message) for warning in recwarn] == [said]
+    assert stops == [1]
+
+
+def test_other_threads_are_heard_while_one_is_silenced(capsys):
+    with silence():
+        print("not heard")
+        other = threading.Thread(target=lambda: print("heard"))
+        other.start()
+        other.join()
+    assert capsys.readouterr() == ("heard\n", "")
 
 
 def test_two_threads_that_are_silenced_at_once_leave_the_streams_as_they_were():

@@ -198,6 +198,33 @@ def test_any_view_of_a_batch_trains_like_a_plain_tensor_of_its_values(view, firs
     torch.testing.assert_close(dict(trainer._engine.model.state_dict()), dict(twin.state_dict()))
 
 
+class Unsigned(nn.Module):
+    """Levels of a picture, as its file has them, above a level of its own."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("least", torch.tensor([1, 2, 3, 4]).to(dtype))
+
+    def forward(self, x):
+        return self.layer((x.float() - self.least.float()) / 100)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64], ids=str)
+def test_unsigned_numbers_of_any_width_train_as_in_pytorch(dtype):
+    torch.manual_seed(0)
+    module = Unsigned(dtype)
+    twin = copy.deepcopy(module)
+    sgd = torch.optim.SGD(module.parameters(), RATE)
+    trainer = orttrainer.trainer(module, nn.CrossEntropyLoss(), sgd)
+    for step in range(2):
+        x, y = batch(step)
+        x = (1000 * x.abs()).to(dtype)
+        torch.testing.assert_close(trainer.step(x, y)[0].clone(), torch_step(twin, x, y))
+    torch.testing.assert_close(module.state_dict(), twin.state_dict())
+    assert trainer.eval_step(x, y)[1].shape == (6, 3)
+
+
 class Smoothed(nn.Module):
     """The loss of "The Annotated Transformer", without a share for padding, 0."""
 
@@ -262,13 +289,17 @@ def test_training_goes_on_behind_a_first_call_in_inference_mode(call, batches):
             lambda x: torch.complex(x, x),
             r"input 'x': ONNX Runtime takes no tensors of torch.complex64.*torch.view_as_real\(x\)",
         ),
+        (
+            lambda x: x.to(torch.float8_e5m2),
+            r"input 'x': a graph takes no tensors of torch.float8_e5m2. Pass .to\(torch.float32\)",
+        ),
         (lambda x: torch.nested.nested_tensor([x, x]), "input 'x': expected one tensor, got a nested one"),
         (
             lambda x: torch.nested.nested_tensor([x, x], layout=torch.jagged),
             "input 'x': expected one tensor, got a nested one",
         ),
     ],
-    ids=["meta", "sparse", "complex", "nested", "jagged"],
+    ids=["meta", "sparse", "complex", "float8", "nested", "jagged"],
 )
 def test_a_tensor_without_values_in_place_is_refused(change, text, first):
     trainer = make(check_export=False)

@@ -10,6 +10,8 @@ import threading
 import time
 
 import pytest
+import second_generation
+import small
 import torch
 from marks import in_turn
 from small import LR, make
@@ -17,6 +19,7 @@ from torch import nn
 
 import orttrainer
 from orttrainer import signals
+from orttrainer.errors import StateError
 from orttrainer.phase import Phase
 
 X = torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
@@ -231,3 +234,72 @@ def test_what_was_loaded_is_there_behind_an_interrupted_first_step(kind, monkeyp
     first.step(X, LABELS)
     for (name, found), expected in zip(trainer.state_dict().items(), first.state_dict().values()):
         torch.testing.assert_close(found, expected, msg=name)
+
+
+def at_each_line_of_a_step(step, call) -> None:
+    """Make a step, and the call wherever Python may call a handler of a signal within it."""
+
+    def trace(frame, event, _):
+        if "orttrainer" not in frame.f_globals.get("__name__", ""):
+            return None
+        if event == "line":
+            sys.settrace(None)
+            call()
+            sys.settrace(trace)
+        return trace
+
+    hook = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        step()
+    finally:
+        sys.settrace(hook)
+
+
+def of_first_generation(**options):
+    trainer = make(attributes=lambda name: {"momentum": 0.9}, check_export=False, **options)
+    return trainer, lambda i: trainer.train_step(*small.batch(i), LR)
+
+
+def of_second_generation():
+    trainer = second_generation.make(config=second_generation.CONFIGS["Adam"]())
+    return trainer, lambda i: trainer.train_step(*small.batch(i))
+
+
+TRAINERS = {
+    "first generation": (of_first_generation, False),
+    "batches for an update": (lambda: of_first_generation(gradient_accumulation_steps=2), True),
+    "second generation": (of_second_generation, True),
+}
+
+
+@pytest.mark.parametrize("made, has_parts", TRAINERS.values(), ids=TRAINERS)
+def test_a_handler_that_asks_for_the_state_gets_that_of_a_step_or_is_refused(made, has_parts):
+    """Such as one that saves a checkpoint where a job is told that it will end."""
+    trainer, step = made()
+    step(0)
+    found, refused = [], []
+
+    def ask():
+        try:
+            found.append(trainer.state_dict())
+        except StateError as error:
+            refused.append(str(error))
+
+    for i in (1, 2):
+        before = trainer.state_dict()
+        found.clear()
+        at_each_line_of_a_step(lambda i=i: step(i), ask)
+        after = trainer.state_dict()
+        assert len(found) > 30
+        assert all(is_equal(state, before) or is_equal(state, after) for state in found)
+    assert bool(refused) == has_parts
+    assert all("state_dict was called in the midst of a step, by a handler of a signal" in text for text in refused)
+
+
+def is_equal(state, other) -> bool:
+    if isinstance(other, dict):
+        return state.keys() == other.keys() and all(is_equal(state[key], other[key]) for key in other)
+    return (
+        bool(torch.equal(torch.as_tensor(state), torch.as_tensor(other))) if hasattr(other, "shape") else state == other
+    )

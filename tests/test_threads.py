@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import torch
-from small import batch
+from small import batch, make
 from torch import nn
 
 import orttrainer
@@ -68,3 +69,38 @@ def test_a_module_that_another_thread_calls_meanwhile_is_no_part_of_what_is_expo
         at_once([lambda: other(batch()[0])])
         teacher(batch()[0])
     assert found.modules == (teacher,)
+
+
+def test_a_step_that_another_thread_asks_for_during_the_first_one_waits_for_it(monkeypatch):
+    monkeypatch.setenv("ORTTRAINER_EXPORT", "here")
+    threads, losses = [], []
+
+    class Stepped(nn.Sequential):
+        def forward(self, x):
+            if not threads and self[0].weight is not weight:  # in a trace, whose parameters are others
+                threads.append(threading.Thread(target=lambda: losses.append(trainer.step(*batch())[0])))
+                threads[0].start()
+                threads[0].join(0.05)
+            return super().forward(x)
+
+    module = Stepped(nn.Linear(4, 3))
+    weight = module[0].weight
+    trainer = orttrainer.trainer(module, nn.CrossEntropyLoss(), sgd(module), check_export=False)
+    losses.append(trainer.step(*batch())[0])
+    threads[0].join()
+    assert losses[1] < losses[0]
+
+
+def test_a_schedule_is_asked_for_each_step_of_several_threads():
+    asked = []
+
+    def rate(step: int) -> float:
+        asked.append(step)
+        time.sleep(0.01)  # the other threads come here, unless they wait
+        return 0.1
+
+    trainer = make(get_lr_this_step=rate, check_export=False)
+    trainer.train_step(*batch())
+    at_once([lambda: trainer.train_step(*batch())] * THREADS)
+    assert asked == [*range(1 + THREADS)]
+    assert trainer.current_step == trainer.global_step_ == 1 + THREADS

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, final
 
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from orttrainer.distributed.collective import Collective, check_mean_operand, check_root, communication_failed
+from orttrainer.distributed.early_failure import let_it_be_forwarded
 from orttrainer.distributed.mpi_waiting import (
     gather_objects,
     tell_absence,
@@ -188,10 +188,7 @@ class MpiCollective(Collective):
 
 def _abort(comm: Any) -> None:
     """End every rank at once, after what is still buffered has been written; it would be lost."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    time.sleep(_TIME_TO_FORWARD)
+    let_it_be_forwarded()
     comm.Abort(1)
 
 
@@ -227,11 +224,6 @@ def _join_group_over_mpi(comm: Any, backend: str) -> None:
     if store is None:
         store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
     join_group(backend, store=store, rank=rank, world_size=size)
-
-
-# Seconds. A launcher passes on what its ranks print through pipes of its own, and drops what is in them on an abort:
-# on a busy machine that was the traceback.
-_TIME_TO_FORWARD = 1.0
 
 
 class _AbortAll:

@@ -85,8 +85,12 @@ class Engine(InUse):
             self._follow(batch, trains=True)
             rates = self._rates_at(rate)
         runner, last = self._runner, self._is_last
-        with watching(runner, self._places):
-            outputs, finite = runner.train_step(batch, rates, scale, update=last)
+        try:
+            self._in_step = True
+            with watching(runner, self._places):
+                outputs, finite = runner.train_step(batch, rates, scale, update=last)
+        finally:
+            self._in_step = False
         self._watch.count(outputs[0])
         return outputs, finite if last else None
 
@@ -107,7 +111,11 @@ class Engine(InUse):
             self._follow_module()
             rates = self._rates_at(rate)
         batches = self.accumulated
-        made = self._runner.update(rates, scale)
+        try:
+            self._in_step = True
+            made = self._runner.update(rates, scale)
+        finally:
+            self._in_step = False
         return made if batches else None
 
     def raise_interruption(self) -> None:
@@ -239,6 +247,7 @@ class Engine(InUse):
         self._checked_batch(given)
 
     @property
+    @one_at_a_time
     def forward_model(self) -> onnx.ModelProto | None:
         """The forward graph with its loss and the trained weights, in training form; None before it exists."""
         if self._runner is None:

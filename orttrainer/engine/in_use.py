@@ -29,7 +29,7 @@ from orttrainer.distributed.agreement import number_of_another
 from orttrainer.engine.nonfinite import LossWatch
 from orttrainer.engine.settings import OptimizerChoice, Settings
 from orttrainer.engine.source import Source
-from orttrainer.engine.turns import one_at_a_time
+from orttrainer.engine.turns import one_at_a_time, outside_of_steps
 from orttrainer.engine.ways import Ways, check_can_go_on, check_trains
 from orttrainer.errors import StateError
 from orttrainer.front_end import NotCopied
@@ -71,6 +71,7 @@ class InUse(NotCopied):
         self._watch = LossWatch(settings.nonfinite_loss)
         check_disabled_passes(settings.disabled_passes)
         self._lock = threading.RLock()
+        self._in_step = False  # for a handler of a signal, which is called in the midst of one
         self._optimizer = optimizer
         kind = runtime.parse_device(settings.device).type
         self.collective: Collective = (
@@ -140,7 +141,12 @@ class InUse(NotCopied):
 
     # -- state ----------------------------------------------------------------------------
 
-    @one_at_a_time
+    @property
+    def _is_torn(self) -> bool:
+        """Whether the state is half that of a step, half that of the next."""
+        return self._in_step and self._runner.in_parts
+
+    @outside_of_steps
     def state_dict(self, include_optimizer_state: bool = True) -> dict[str, torch.Tensor]:
         """Name -> CPU tensor (a copy); before the model is compiled what `load_state_dict` was given, if anything.
 
@@ -157,7 +163,7 @@ class InUse(NotCopied):
         sums = runner.named_accumulators()
         return self._state.copies(include_optimizer_state, sums, runner.accumulated, runner.scale_of_sums)
 
-    @one_at_a_time
+    @outside_of_steps
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = False) -> None:
         """Load what `state_dict` gave; before the model is compiled only the modules' values, the rest then.
 

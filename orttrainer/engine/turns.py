@@ -8,12 +8,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from orttrainer.errors import StateError
+
 if TYPE_CHECKING:
     from orttrainer.engine.engine import Engine
 
 
 def one_at_a_time(method: Callable) -> Callable:
-    """A method that waits until no other thread is in one: state and bindings are shared by all calls.
+    """A method, of an engine or of a front end, that waits until no other thread is in one of either.
+
+    State and bindings are shared by all calls, and counts, rates and the groups of an optimizer belong to a step; in a trace,
+    moreover, the module has other parameters.
 
     It runs outside of `torch.inference_mode`: of what an evaluation there makes, later steps write to some.
     """
@@ -27,6 +32,23 @@ def one_at_a_time(method: Callable) -> Callable:
                 return method(self, *args, **kwargs)
 
     return locked
+
+
+def outside_of_steps(method: Callable) -> Callable:
+    """`one_at_a_time`, of a method that is refused in the midst of a step, where only a handler of a signal can call it."""
+
+    @functools.wraps(method)
+    def whole(self, *args, **kwargs):
+        with self._lock:
+            if self._is_torn:
+                raise StateError(
+                    f"{method.__name__} was called in the midst of a step, by a handler of a signal, when the state is that of no "
+                    "step. Let the handler set a flag, and save or load behind the step."
+                )
+            return taking_turns(self, *args, **kwargs)
+
+    taking_turns = one_at_a_time(method)
+    return whole
 
 
 class PreparingAStep:

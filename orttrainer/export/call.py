@@ -19,6 +19,7 @@ from orttrainer.errors import InvalidArgumentError, SchemaError, UnsupportedFeat
 from orttrainer.export.conditions import Followed
 from orttrainer.export.evaluated import RunningStatistics
 from orttrainer.export.outside import noticed
+from orttrainer.export.quiet import unheard
 from orttrainer.export.untouched import unchanged
 
 __all__ = [
@@ -236,13 +237,12 @@ def count_outputs(module: nn.Module, inputs) -> int:
             return module(**copies) if isinstance(copies, dict) else module(*copies)
 
     try:
-        with torch.no_grad():
+        with torch.no_grad(), unheard():  # what it says is heard at its export
             outputs = call()
-    except RuntimeError as error:
-        if not asks_for_gradients(error):
-            raise
-        with torch.enable_grad():
-            outputs = call()
+    except Exception as error:
+        asks = asks_for_gradients(error)
+        with torch.set_grad_enabled(asks), unheard() if asks else contextlib.nullcontext():
+            outputs = call()  # an error of its own is raised again, behind what it prints
     outputs = [output for output in _flat(outputs) if not isinstance(output, _PLAIN)]
     return len(list(itertools.takewhile(lambda output: isinstance(output, torch.Tensor), outputs)))
 

@@ -26,7 +26,7 @@ from orttrainer.export.call import in_train_mode, set_mode
 from orttrainer.export.conditions import Asked
 from orttrainer.export.evaluated import by_running_statistics
 from orttrainer.export.faithful import MutedDropout
-from orttrainer.export.forwards import own
+from orttrainer.export.forwards import outputs_of, own
 from orttrainer.export.granted import Granted
 from orttrainer.export.hidden_state import Generators
 from orttrainer.export.initializers import as_real, constant_of, state_as_inputs
@@ -390,7 +390,7 @@ def _outputs_in_mode(wrapper, inputs, mode, training):
         generators = Generators(inputs)
         with mode:
             try:
-                outputs = own(wrapper.described_outputs(inputs), wrapper, inputs)
+                outputs = own(outputs_of(wrapper, inputs), wrapper, inputs)
             except Exception:  # whatever the module raises in a mode that nobody asked for
                 return None
         return None if generators.used() else outputs

@@ -47,8 +47,8 @@ class FirstCall:
         UnsupportedModelError: it gives a frozen parameter the memory of another.
     """
 
-    def __init__(self, wrapper, inputs: Sequence[torch.Tensor], moved: Moved):
-        self.wrapper, self.inputs = wrapper, inputs
+    def __init__(self, wrapper, inputs: Sequence[torch.Tensor], moved: Moved, aloud: bool):
+        self.wrapper, self.inputs, self._aloud = wrapper, inputs, aloud
         self.mute, self._moved, self._generators = MutedDropout(), moved, Generators(inputs)
         self._parameters, buffers = dict(wrapper.named_parameters()), dict(wrapper.named_buffers())
         self._versions = {name: parameter._version for name, parameter in self._parameters.items()}
@@ -65,7 +65,7 @@ class FirstCall:
 
     def _made(self) -> tuple[torch.Tensor, ...]:
         with noticed(self.wrapper) as others, self.mute.watching():
-            outputs = own(outputs_of(self.wrapper, self.inputs), self.wrapper, self.inputs)
+            outputs = own(outputs_of(self.wrapper, self.inputs, self._aloud), self.wrapper, self.inputs)
         if others.modules and not self.wrapper.taken_in:
             raise CallsOthers(others.modules)
         if self.mute.sees_gradients and not torch.is_grad_enabled():

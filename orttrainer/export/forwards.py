@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -11,6 +12,7 @@ from orttrainer.export.call import asks_for_gradients, in_train_mode
 from orttrainer.export.faithful import MutedDropout
 from orttrainer.export.hidden_state import Generators, sampled
 from orttrainer.export.holdings import same_elements
+from orttrainer.export.quiet import unheard
 from orttrainer.export.untouched import Moved, memory_of, unchanged
 
 __all__ = ["AsksForGradients", "called", "other_values", "outputs_of", "own", "rewind", "values_of_buffers"]
@@ -20,15 +22,19 @@ class AsksForGradients(Exception):
     """Forward asks autograd for gradients, and there are none around this call."""
 
 
-def outputs_of(wrapper, inputs):
+def outputs_of(wrapper, inputs, aloud=False):
     """The described outputs of one forward.
+
+    Args:
+        aloud: whether what it prints and warns of is for the user: of one call, on the user's own batch.
 
     Raises:
         AsksForGradients: it needs them around it.
         Exception: whatever the user's own code raises, with what it was called with.
     """
     try:
-        return wrapper.described_outputs(inputs)
+        with contextlib.nullcontext() if aloud else unheard():
+            return wrapper.described_outputs(inputs)
     except OrtTrainerError:
         raise
     except Exception as error:

@@ -39,7 +39,7 @@ def observe(wrapper, inputs, hidden_state: bool = True) -> Observation:
 
     Args:
         hidden_state: run it once more, to refuse what computes with anything that the first call left elsewhere than in
-            buffers and frozen parameters.
+            buffers and frozen parameters; and let the first call print and warn.
     """
     try:
         return _observed(wrapper, inputs, hidden_state)
@@ -54,7 +54,7 @@ def observe(wrapper, inputs, hidden_state: bool = True) -> Observation:
 
 def _observed(wrapper, inputs, hidden_state: bool) -> Observation:
     with unchanged(wrapper, inputs) as moved, in_train_mode(wrapper.module), wrapper.gradients():
-        first = FirstCall(wrapper, inputs, moved)
+        first = FirstCall(wrapper, inputs, moved, aloud=hidden_state)
         first.check_trained()
         if hidden_state:
             first.check_apart()

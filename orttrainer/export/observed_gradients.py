@@ -15,6 +15,7 @@ from orttrainer.export.forwards import rewind, values_of_buffers
 from orttrainer.export.hidden_state import Generators, HiddenState, alike
 from orttrainer.export.holdings import same_elements
 from orttrainer.export.initializers import as_real
+from orttrainer.export.quiet import unheard
 from orttrainer.export.untouched import unchanged
 
 __all__ = ["observe_gradients"]
@@ -48,7 +49,7 @@ def _gradients_of_autograd(wrapper, inputs):
     parameters = {public[n]: p for n, p in own_ones if p.requires_grad}
     with unchanged(wrapper, inputs) as moved, in_train_mode(wrapper.module), torch.enable_grad():
         generators, before = Generators(inputs), values_of_buffers(wrapper)
-        with _ContiguousGradients(), without_checkpoints():
+        with _ContiguousGradients(), without_checkpoints(), unheard():
             loss = wrapper.described_outputs(inputs)[0]
         if generators.used():
             return None
@@ -61,7 +62,7 @@ def _gradients_of_autograd(wrapper, inputs):
         ]
         if kept := [*(name.split(".", 1)[1] for name in written), *hidden.touched()]:
             rewind(wrapper, {name: x for name, x in before.items() if name not in written}, moved, inputs)
-            with _ContiguousGradients(), without_checkpoints():
+            with _ContiguousGradients(), without_checkpoints(), unheard():
                 again = wrapper.described_outputs(inputs)[0]
             _check_backward(kept, (loss, found), (again, _backward(again, parameters)))
     return {

@@ -79,8 +79,12 @@ def check_fits(
         raise StateError(f"the state dict does not fit: missing {missing}, unexpected {unexpected}. Nothing was loaded")
     for name in (name for name in own if name in given):
         try:
-            shape = torch.as_tensor(given[name]).shape
+            tensor = torch.as_tensor(given[name])
+            shape = tensor.shape
         except (TypeError, ValueError, RuntimeError) as error:
             raise StateError(f"{name!r} is a {type(given[name]).__name__}, not a tensor. Nothing was loaded") from error
         if shape != own[name].shape:
             raise StateError(f"{name!r} has shape {list(shape)}, expected {list(own[name].shape)}. Nothing was loaded")
+        if tensor.is_meta or tensor.layout != torch.strided:
+            kind = "on the meta device, without values" if tensor.is_meta else f"sparse, of {tensor.layout}"
+            raise StateError(f"{name!r} is {kind}; a state dict has dense tensors. Nothing was loaded")

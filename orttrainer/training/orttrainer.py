@@ -14,6 +14,7 @@ from onnx_ir import tensor_adapters
 from orttrainer.arguments import checked_rate, inputs_by_name
 from orttrainer.distributed import failing_together
 from orttrainer.engine.engine import Engine
+from orttrainer.engine.turns import one_at_a_time, outside_of_steps
 from orttrainer.errors import CheckpointError, RuntimeNotFoundError, SettingError, StateError
 from orttrainer.front_end import FrontEnd
 from orttrainer.graph.write import write_model
@@ -86,7 +87,7 @@ class ORTTrainer(FrontEnd):
         if loss_fn is not None:
             check_loss_fn_is_needed(model, self.model_desc)
         self._early: EarlyLoad | None = None
-        self._is_settled = False
+        self._is_settled = self._is_torn = False
         self._groups = RateGroups(optim_config, self._has_schedule)
         settings = engine_settings(self.options)
         try:
@@ -102,6 +103,7 @@ class ORTTrainer(FrontEnd):
 
     # -- the step -------------------------------------------------------------------------
 
+    @one_at_a_time
     def train_step(self, *args, **kwargs):
         """Run forward, loss and backward once, and the update with the last batch of each block.
 
@@ -130,23 +132,28 @@ class ORTTrainer(FrontEnd):
             self._settle()
         if self.options.batch.gradient_accumulation_steps != engine.accumulation_steps:
             engine.accumulation_steps = self.options.batch.gradient_accumulation_steps
-        info.step += 1  # schedules and scalers count this step in
         try:
-            with engine.preparing_a_step():
-                self._follow_settings()
-                rate, scale = self._rate(), 1.0 if scaler is None else scaler.loss_scale
-            results, finite = engine.train_step(given, rate, scale)
-        except BaseException:
-            info.step -= 1
-            raise
-        if finite is not None:
-            info.all_finite = bool(finite)
-            if scaler is not None:
-                scaler.update(info)
-            info.optimization_step += info.all_finite
+            self._is_torn = True
+            info.step += 1  # schedules and scalers count this step in
+            try:
+                with engine.preparing_a_step():
+                    self._follow_settings()
+                    rate, scale = self._rate(), 1.0 if scaler is None else scaler.loss_scale
+                results, finite = engine.train_step(given, rate, scale)
+            except BaseException:
+                info.step -= 1
+                raise
+            if finite is not None:
+                info.all_finite = bool(finite)
+                if scaler is not None:
+                    scaler.update(info)
+                info.optimization_step += info.all_finite
+        finally:
+            self._is_torn = False
         engine.raise_interruption()
         return self._returned(results, engine.output_names, wanted)
 
+    @one_at_a_time
     def eval_step(self, *args, **kwargs):
         """Run forward and loss in evaluation mode: dropout off, running statistics, no update.
 
@@ -187,6 +194,7 @@ class ORTTrainer(FrontEnd):
 
     # -- state ----------------------------------------------------------------------------
 
+    @outside_of_steps
     def state_dict(self, pytorch_format: bool = False) -> dict[str, Any]:
         """The state as NumPy arrays in nested dicts; copies.
 
@@ -205,7 +213,7 @@ class ORTTrainer(FrontEnd):
             warnings.warn(
                 "ONNX Runtime training session is not initialized yet. "
                 "Please run train_step or eval_step at least once before calling ORTTrainer.state_dict().",
-                stacklevel=2,
+                stacklevel=4,
             )
             pending = self._pending_state()
             return _state_layout.tensors(_state_layout.weights(pending)) if pytorch_format else pending
@@ -225,6 +233,7 @@ class ORTTrainer(FrontEnd):
         }
         return state | self._counts.sections()
 
+    @outside_of_steps
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Load what `state_dict()` gave. Before the first step of a torch module weights and counts at once, the rest then.
 
@@ -341,7 +350,8 @@ class ORTTrainer(FrontEnd):
         if isinstance(engine.model, torch.nn.Module):
             untrained += [name for name, _ in engine.model.named_parameters(remove_duplicate=False)]
         self.optim_config.check_parameters(graph.signature.parameters, [*untrained, *self.options.utils.frozen_weights])
-        dtypes = {value.name: _torch_dtype(value) for value in (*graph.graph.graph.inputs, *graph.graph.graph.outputs)}
+        values = (*graph.graph.graph.inputs, *graph.graph.graph.outputs)
+        dtypes = {value.name: tensor_adapters.to_torch_dtype(value.dtype) for value in values}
         self.model_desc.add_types(dtypes, self.options.mixed_precision.enabled)
         if engine.loss_scale is not None:
             self.model_desc.loss_scale_input = engine.loss_scale
@@ -377,7 +387,7 @@ class ORTTrainer(FrontEnd):
     def _load(self, given: Mapping[str, Any], strict: bool) -> None:
         for name in _state_layout.SECTIONS:
             if name not in given:
-                warnings.warn(f"Missing key: {name} in state_dict", stacklevel=4)
+                warnings.warn(f"Missing key: {name} in state_dict", stacklevel=6)
         self._check_optimizer(given)
         if strict:
             weights = self._engine.state_dict(include_optimizer_state=False)
@@ -389,7 +399,7 @@ class ORTTrainer(FrontEnd):
             warnings.warn(
                 "the state is from the midst of a block of batches, whose gradients are dropped: this trainer updates at "
                 "every step",
-                stacklevel=4,
+                stacklevel=6,
             )
         self._put(counts)
 
@@ -436,7 +446,3 @@ class ORTTrainer(FrontEnd):
         by_name = dict(zip(names, results))
         ordered = [by_name[name] for name in wanted or [output.name for output in self.model_desc.outputs]]
         return ordered[0] if len(ordered) == 1 else ordered
-
-
-def _torch_dtype(value) -> torch.dtype:
-    return tensor_adapters.to_torch_dtype(value.dtype)

@@ -1,6 +1,6 @@
 """One rank of a run in which rank 1 ends after some steps, and rank 0 goes on.
 
-python early_end.py <steps>
+python early_end.py <steps>: -1 fails before the first trainer
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 import small
 
-from orttrainer.distributed import find_collective
+from orttrainer.distributed import find_collective, find_launch
 
 
 def main(steps: int) -> None:
+    if steps < 0 and find_launch().rank == 1:
+        raise ValueError("no data on this machine")
     rank = find_collective().rank
     trainer = small.make()
     for step in range(steps if rank == 1 else steps + 2):

@@ -1,0 +1,65 @@
+"""A rank that fails before its first trainer, where the others would wait for it in MPI_Init for ever."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["end_all_ranks_on_failure", "let_it_be_forwarded"]
+
+# Seconds. A launcher passes on what its ranks print through pipes of its own, and drops what is in them on an abort:
+# on a busy machine that was the traceback.
+_TIME_TO_FORWARD = 1.0
+
+
+def end_all_ranks_on_failure() -> None:
+    """Let an uncaught exception that comes before MPI is initialised end all ranks, as later ones do.
+
+    MPICH's mpiexec takes a process that ends so for one that has no use for MPI. It is asked in its own protocol, PMI-1, on
+    the connection that it gave to each rank; Open MPI's and torchrun need no asking. Does nothing elsewhere.
+    """
+    size, connection = os.environ.get("PMI_SIZE", ""), os.environ.get("PMI_FD", "")
+    if not (size.isdecimal() and int(size) > 1 and connection.isdecimal()):
+        return
+    if (identity := _socket(int(connection))) is not None:
+        sys.excepthook = _AskForTheEnd(int(connection), identity, sys.excepthook)
+
+
+def let_it_be_forwarded() -> None:
+    """Give a launcher the time to pass on what was printed, before an abort drops it."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    time.sleep(_TIME_TO_FORWARD)
+
+
+class _AskForTheEnd:
+    """An excepthook: print the traceback as before; where MPI is not initialised yet, ask for the end of all ranks."""
+
+    def __init__(self, connection: int, identity: int, previous: Callable[..., Any]) -> None:
+        self._connection, self._identity, self._previous = connection, identity, previous
+        self._process = os.getpid()
+
+    def __call__(self, kind: type, error: BaseException, traceback: Any) -> None:
+        self._previous(kind, error, traceback)
+        if "mpi4py.MPI" in sys.modules or os.getpid() != self._process or _socket(self._connection) != self._identity:
+            return
+        rank, size = os.environ.get("PMI_RANK"), os.environ["PMI_SIZE"]
+        print(f"orttrainer: rank {rank} failed before its first trainer, ending all {size} ranks", file=sys.stderr)
+        let_it_be_forwarded()
+        with contextlib.suppress(OSError):
+            os.write(self._connection, b"cmd=abort exitcode=1\n")
+
+
+def _socket(number: int) -> int | None:
+    """The identity of the socket that has this number; None if it is another file, as in processes that a rank starts."""
+    try:
+        found = os.fstat(number)
+    except OSError:
+        return None
+    return found.st_ino if stat.S_ISSOCK(found.st_mode) else None
