@@ -40,8 +40,10 @@ class LossWatch:
         if not self._warns:
             return
         finite = math.isfinite(loss.item())
-        if not finite and self._was_finite:  # the stack: this, the engine's step, its lock, the front end, the caller
-            warnings.warn(_told(loss, self._steps), NonFiniteLossWarning, stacklevel=5)
+        if (
+            not finite and self._was_finite
+        ):  # the stack: this, the engine's step, its lock, the front end, its lock, the caller
+            warnings.warn(_told(loss, self._steps), NonFiniteLossWarning, stacklevel=6)
         self._was_finite = finite
 
     def refuse(self, loss: torch.Tensor, accumulated: int) -> None:
