@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from unittest import mock
@@ -10,6 +11,8 @@ from unittest import mock
 import torch
 
 __all__ = ["left_out"]
+
+_NEEDS_NONE = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 
 
 @contextlib.contextmanager
@@ -23,12 +26,27 @@ def left_out(knows: Callable[[torch.Tensor], bool]) -> Iterator[None]:
         knows: whether the numbers of a tensor are known, as those of a mask of ones that forward itself makes.
     """
     masking = sys.modules.get("transformers.masking_utils")
-    if not hasattr(masking, "is_torchdynamo_exporting"):
+    with contextlib.ExitStack() as stack:
+        if all(
+            hasattr(masking, name) for name in ("is_torchdynamo_exporting", "is_tracing", *_NEEDS_NONE)
+        ):  # in other versions not
+            is_tracing = masking.is_tracing
+            known = lambda x=None: is_tracing(x) and not (x is not None and knows(x))  # noqa: E731
+            stack.enter_context(mock.patch.object(masking, "is_tracing", known))
+            for name in _NEEDS_NONE:
+                function = _as_in_pytorch(masking, getattr(masking, name))
+                stack.enter_context(mock.patch.object(masking, name, function))
         yield
-        return
-    is_tracing = masking.is_tracing
-    with (
-        mock.patch.object(masking, "is_torchdynamo_exporting", lambda: False),
-        mock.patch.object(masking, "is_tracing", lambda x=None: is_tracing(x) and not (x is not None and knows(x))),
-    ):
-        yield
+
+
+def _as_in_pytorch(masking, function: Callable) -> Callable:
+    """`function` that says whether a mask may be left out; with a window it has to be made, as longer batches need one."""
+    parameters = inspect.signature(function)
+
+    def call(*args, **kwargs):
+        if parameters.bind(*args, **kwargs).arguments.get("local_attention_size") is not None:
+            return function(*args, **kwargs)
+        with mock.patch.object(masking, "is_torchdynamo_exporting", lambda: False):
+            return function(*args, **kwargs)
+
+    return call
