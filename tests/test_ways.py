@@ -228,6 +228,33 @@ def test_what_only_checks_numbers_with_noise_is_asked_without_it(decide):
         assert len(engine._ways.known) == 2
 
 
+def raised_and_caught(m, x, h):
+    try:
+        if noised(h).sum() > 0:
+            raise ValueError
+    except ValueError:
+        return m.other(h)
+    return m.one(h)
+
+
+def raised_or_changed(m, x, h):
+    if noised(h).sum() > 0:
+        if m.training:
+            h = -h
+        raise ValueError
+    return m.one(h) if noised(h).sum() > -9 else m.other(h)
+
+
+@pytest.mark.parametrize("decide", [raised_and_caught, raised_or_changed])
+def test_what_looks_like_a_check_of_numbers_with_noise_is_refused(decide):
+    with torch.no_grad():
+        module = Decides(decide)
+        module.body.weight.zero_()
+        module.body.bias.fill_(-1.0)
+    with pytest.raises(UnsupportedModelError, match="decides by random numbers"):
+        engine_of(module).train_step({"x": batch(1)}, RATE)
+
+
 def of_a_draw(decide):
     """What layers that are dropped at random do; of `decide(r)`, r in [0, 1)."""
     return lambda m, x, h: m.one(h) if decide(torch.rand([])) else m.other(h)

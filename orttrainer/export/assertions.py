@@ -11,12 +11,17 @@ __all__ = ["is_assertion"]
 
 def is_assertion(file: str, line: int) -> bool:
     """Whether what is decided in this line of the source is right in all runs that raise no error; False where that is not seen."""
+    nodes = [*ast.walk(_tree(file))]
     around = [
         node
-        for node in ast.walk(_tree(file))
+        for node in nodes
         if isinstance(node, (ast.If, ast.Assert)) and node.test.lineno <= line <= node.test.end_lineno
     ]
-    return bool(around) and all(isinstance(node, ast.Assert) or _raises(node) for node in around)
+    caught = any(
+        isinstance(node, ast.Try) and node.handlers and node.body[0].lineno <= line <= node.body[-1].end_lineno
+        for node in nodes
+    )
+    return bool(around) and not caught and all(isinstance(node, ast.Assert) or _raises(node) for node in around)
 
 
 def _raises(node: ast.If) -> bool:
