@@ -30,7 +30,8 @@ def pytest_configure(config):
 
 # What takes long in these, such as a run of two ranks, is done once for all tests of the file.
 ON_ONE_WORKER = (
-    "test_coverage.py", "test_data_parallel.py", "test_data_parallel_steps.py", "test_data_parallel_ways.py", "test_export_child.py",
+    "test_absent_ranks.py", "test_coverage.py", "test_data_parallel.py", "test_data_parallel_steps.py",
+    "test_data_parallel_ways.py", "test_export_child.py",
 )  # fmt: skip
 
 
