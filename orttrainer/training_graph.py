@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from orttrainer.errors import UnsupportedFeatureError
 from orttrainer.graph.write import write_model
 
 SEED, STEP = "Random_Seed", "Training_Step"  # what dropout masks are made from
@@ -191,3 +192,9 @@ class TrainingGraph:
     def save(self, path: str | os.PathLike) -> None:
         """Write the graph to one file; past 2 GB the tensors go to `<path>.data` beside it."""
         write_model(self.model, path)
+
+    def __reduce_ex__(self, protocol):
+        raise UnsupportedFeatureError(
+            "a training graph cannot be copied or pickled: its state is the memory that a trainer trains. Copy or pickle its "
+            ".model, an ONNX model with the state of the moment, or write that to a file with .save(path)"
+        )

@@ -127,15 +127,19 @@ GROUP = {
     "a rate of NaN": (dict(lr=float("nan")), InvalidArgumentError, "the learning rate must be a finite number >= 0 that float32 can hold, got nan"),
     "a negative rate": (dict(lr=-1.0), InvalidArgumentError, "the learning rate must be a finite number >= 0 that float32 can hold, got -1.0"),
     "a rate as text": (dict(lr="0.1"), SchemaError, "the learning rate must be a number or a tensor of one element, got '0.1'"),
+    "no rate": ({}, InvalidArgumentError, "param_groups[0] of the optimizer has no 'lr', which each step reads. Put it back", "lr"),
+    "no eps, no parameters": ({}, InvalidArgumentError, "param_groups[0] of the optimizer has no 'params', 'eps', which", "params", "eps"),
 }  # fmt: skip
 
 
 @cases(GROUP)
 def test_a_group_that_the_graph_cannot_follow_is_refused_until_it_is_as_before(case, trained):
-    changes, error, text = case
+    changes, error, text, *lost = case
     group, before = trained.optimizer.param_groups[0], snapshot(trained)
     kept = dict(group)
     group.update(changes)
+    for key in lost:
+        del group[key]
     try:
         with raises(error, text):
             trained.step(x, y)

@@ -330,6 +330,8 @@ def test_train_reads_a_folder(tmp_path):
         (["--dropout", "1"], "argument --dropout: '1' is not a number from 0 to below 1"),
         (["--epochs", "0"], "argument --epochs: '0' is not a whole number above 0"),
         (["--bptt", "many"], "argument --bptt: 'many' is not a whole number above 0"),
+        (["--device", "tpu"], "argument --device: 'tpu' is not cpu, cuda or cuda:N"),
+        (["--device", "cuda:99"], "--device cuda:99: PyTorch"),
         (["--optimizer", "lamb"], "argument --optimizer: invalid choice: 'lamb'"),
         (["--save-graph", "x.onnx"], "unrecognized arguments: --save-graph"),
     ],

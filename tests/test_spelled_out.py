@@ -167,6 +167,14 @@ FUNCTIONS = {
     "medians of the numbers": (
         lambda x: torch.nanmedian(x, 1).values, [[math.nan, 3.0, 1.0, 5.0], [2.0, 5.0, 1.0, 8.0], [1.0, math.nan, math.nan, -math.inf]]
     ),
+    "medians of infinities": (lambda x: torch.where(torch.nanmedian(x, 1).values.isinf(), x.nansum(), 0.0), [[math.nan, math.inf, 2.0, math.inf]]),
+    "quantiles of the numbers": (
+        lambda x: torch.nanquantile(x, torch.tensor([0.3, 1.0]).to(x), 1, True), [[math.nan, 3.0, 1.0, 5.0], [2.0, 5.0, 1.0, 8.0], [1.0, math.nan, math.nan, math.nan]]
+    ),
+    **{
+        f"a quantile of the numbers, {form}": (lambda x, form=form: x.nanquantile(0.4, interpolation=form, keepdim=True), [[math.nan, 3.0], [1.0, 7.0]])
+        for form in ("linear", "lower", "higher", "nearest", "midpoint")
+    },
     "a mode": (lambda x: torch.mode(x, 1, keepdim=True).values, [[2.0, 3.0, 2.0, 1.0, 3.0], [5.0, -4.0, 1.0, 0.0, 7.0]]),
     "modes along the first axis": (lambda x: x.mode(0).values, TIES),
     "frexp": (lambda x: torch.frexp(x)[0], [1.0, 0.99999994, 8.0, -3.5, 1e-20, -6e30, 0.0]),

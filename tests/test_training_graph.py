@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
+import pickle
 
 import models
 import numpy as np
@@ -15,6 +17,7 @@ from marks import slow
 from test_parity import OPTIMIZERS, each, make_trainer, train
 
 from orttrainer import set_seed
+from orttrainer.errors import UnsupportedFeatureError
 from orttrainer.graph.fence import unordered_readers
 from orttrainer.run import Runner
 from orttrainer.training_graph import TrainingGraph
@@ -145,3 +148,13 @@ def test_signature_names_every_input_and_output_by_role():
     assert set(signature.parameters) == {name for name, _ in trainer._engine.model.named_parameters()}
     assert {"Moment_1_head.bias", "Moment_2_head.bias", "bn1.running_mean"} <= set(state)
     assert {entry.role for entry in signature.state} == {"parameter", "optimizer", "buffer"}
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_graph_is_copied_and_pickled_as_its_onnx_model(copied):
+    graph = compiled("tied", "adam")[2].training_graph
+    with pytest.raises(
+        UnsupportedFeatureError, match=r"cannot be copied or pickled.* its \.model.* or .* \.save\(path\)"
+    ):
+        copied(graph)
+    assert copy.deepcopy(graph.model) == pickle.loads(pickle.dumps(graph.model)) == graph.model

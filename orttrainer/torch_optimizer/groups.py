@@ -85,6 +85,7 @@ class Groups:
     def rename(self, names: Mapping[int, str]) -> None:
         """Take the names that parameters have now, of a model that is not compiled yet."""
         for index, group in enumerate(self.optimizer.param_groups[: len(self._numbers)]):
+            self._check_keys(index, group)
             self._check_names(index, group, names)
         self.names.clear()  # the same dict, which others have
         self.names.update(names)
@@ -153,6 +154,7 @@ class Groups:
             )
         self._check_added()
         for index, (group, compiled) in enumerate(zip(groups, self._numbers)):
+            self._check_keys(index, group)
             if _ids(group) != self._ids[index]:
                 raise InvalidArgumentError(
                     f"param_groups[{index}] of the optimizer has other parameters than when the trainer was made. Make a "
@@ -165,8 +167,16 @@ class Groups:
 
     def _check_added(self) -> None:
         for index, group in [*enumerate(self.optimizer.param_groups)][len(self._numbers) :]:
+            self._check_keys(index, group)
             self._refuse_unsupported(index, group)
             self._check_names(index, group, self.names)
+
+    def _check_keys(self, index: int, group: Mapping[str, Any]) -> None:
+        if missing := [key for key in ("params", "lr", *self._NUMBERS[self.kind]) if key not in group]:
+            raise InvalidArgumentError(
+                f"param_groups[{index}] of the optimizer has no {', '.join(map(repr, missing))}, which each step reads. Put it "
+                "back with the value that it had; nothing was updated."
+            )
 
     @staticmethod
     def _check_names(index: int, group: Mapping[str, Any], names: Mapping[int, str]) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import re
 import sys
 import time
 from pathlib import Path
@@ -40,7 +41,7 @@ def parse_arguments(description, optimizers, trains_graph=False):
     add("--dropout", type=fraction, default=0.2, metavar="P", help="(0.2)")
     add("--min-frequency", type=positive_int, default=2, metavar="N", help="rarer words are <unk> (2)")
     add("--seed", type=int, default=1111, help="of the initial weights and of dropout (1111)")
-    add("--device", default="cpu", help="cpu, cuda or cuda:N (cpu)")
+    add("--device", type=device, default="cpu", metavar="NAME", help="cpu, cuda or cuda:N (cpu)")
     add("--log-interval", type=positive_int, default=50, metavar="N", help="steps between lines (50)")
     if trains_graph:
         add("--precision", choices=["float16", "bfloat16"], help="mixed precision; slower on a CPU (none)")
@@ -49,8 +50,9 @@ def parse_arguments(description, optimizers, trains_graph=False):
 
     args.epochs = args.epochs or (3 if args.data else 20)
     args.lr = args.lr or LEARNING_RATES[args.optimizer]
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error(f"--device {args.device}: PyTorch {torch.__version__} finds no CUDA GPU here")
+    gpus = torch.cuda.device_count()
+    if args.device != "cpu" and int(args.device[len("cuda:") :] or 0) >= gpus:
+        parser.error(f"--device {args.device}: PyTorch {torch.__version__} finds {gpus} CUDA GPUs here")
     if trains_graph and args.save_graph and not Path(args.save_graph).absolute().parent.is_dir():
         parser.error(f"--save-graph {args.save_graph}: there is no such folder")
     return args
@@ -68,6 +70,12 @@ def positive_float(text):
 
 def fraction(text):
     return checked_float(text, lambda x: 0 <= x < 1, "a number from 0 to below 1")
+
+
+def device(text):
+    if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not cpu, cuda or cuda:N")
+    return text
 
 
 def checked_float(text, accepts, what):

@@ -166,11 +166,33 @@ def _nanmedian(input, dim=None, keepdim=False):
         return torch.where(middle.isnan(), math.nan, torch.where(ties, flat, 0.0).sum() / ties.sum().clamp(min=1))
     if not input.dim():
         return torch.return_types.nanmedian((input.clone(), torch.zeros_like(input, dtype=torch.int64)))
-    order = torch.sort(torch.where(input.isnan(), math.inf, input.detach()), dim)[1]
     middle = ((~input.isnan()).sum(dim, keepdim=True) - 1).clamp(min=0) // 2
-    indices = order.gather(dim, middle)
+    indices = _numbers_in_order(input, dim).gather(dim, middle)
     found = input.gather(dim, indices), indices
     return torch.return_types.nanmedian(found if keepdim else [part.squeeze(dim) for part in found])
+
+
+def _nanquantile(input, q, dim=None, keepdim=False, *, interpolation="linear"):
+    """Quantiles of the numbers; NaN if there are none."""
+    q = q if isinstance(q, torch.Tensor) else torch.full((), q, dtype=input.dtype, device=input.device)
+    x = input.reshape(-1) if dim is None or not input.dim() else input.movedim(dim, -1)
+    last = (~x.isnan()).sum(-1, keepdim=True) - 1
+    rank, order = (q.reshape(-1) * last).clamp(min=0), _numbers_in_order(x, -1)  # [..., quantiles]
+    if interpolation in ("lower", "higher", "nearest"):
+        rank = {"lower": torch.floor, "higher": torch.ceil, "nearest": torch.round}[interpolation](rank)
+    low, high = (x.gather(-1, order.gather(-1, end.long())) for end in (rank.floor(), rank.ceil()))
+    found = torch.lerp(low, high, torch.full_like(rank, 0.5) if interpolation == "midpoint" else rank - rank.floor())
+    found = found.movedim(-1, 0)
+    if keepdim:
+        found = found.reshape(-1, *[1] * input.dim()) if dim is None else found.unsqueeze(dim % input.dim() + 1)
+    return found if q.dim() else found.squeeze(0)
+
+
+def _numbers_in_order(input, dim):
+    """Their places in rising order, then those of NaN, which ONNX Runtime's TopK puts anywhere."""
+    nan = input.isnan()
+    order = torch.sort(torch.where(nan, math.inf, input.detach()), dim)[1]
+    return order.gather(dim, _argsort(nan.gather(dim, order), dim))  # an infinity may be behind a NaN
 
 
 def _mode(input, dim=-1, keepdim=False):
@@ -370,6 +392,7 @@ REWRITES = {
         median=_median,
         mode=_mode,
         nanmedian=_nanmedian,
+        nanquantile=_nanquantile,
         searchsorted=_searchsorted,
         sinc=_sinc,
         sort=_sort,
