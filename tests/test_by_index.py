@@ -24,6 +24,9 @@ FUNCTIONS = {
         [torch.segment_reduce(x, r, lengths=lengths(place), initial=0.25) for r in ("sum", "mean", "prod", "max", "min")]
         + [torch.segment_reduce(x, "max", offsets=torch.tensor([0, 1, 2]), unsafe=True)]
     ),
+    "segment_reduce, of ties": lambda x, place: torch.cat(
+        [torch.segment_reduce(x[[0, 0, 1, 2, 2, 2]], r, lengths=torch.tensor([3, 3])) for r in ("max", "min")]
+    ),
     "segment_reduce, of as many segments as values say": lambda x, place: (
         torch.segment_reduce(x.T, "sum", lengths=torch.bincount(place[:6])).cumsum(0)[-1:].T * place.max()
     ),
@@ -67,7 +70,14 @@ def rows(step: int):
     "name",
     [
         name
-        if name in ("segment_reduce", "index_reduce", "combinations", "index_put, by int32 and int64")
+        if name
+        in (
+            "segment_reduce",
+            "segment_reduce, of ties",
+            "index_reduce",
+            "combinations",
+            "index_put, by int32 and int64",
+        )
         else slow(name)
         for name in FUNCTIONS
     ],

@@ -6,6 +6,7 @@ import itertools
 import math
 
 import torch
+from torch.autograd import Function
 
 from orttrainer.export.rewrites.spelled_out import functions
 
@@ -81,7 +82,10 @@ _NEUTRAL = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "max": -math.inf, "min": math.
 
 
 def _segment_reduce(data, reduce, *, lengths=None, indices=None, offsets=None, axis=0, unsafe=False, initial=None):
-    """torch.segment_reduce; of elements that tie for the extremum of a segment each has its share of the gradient."""
+    """torch.segment_reduce; of elements that tie for the extremum of a segment each has its share of a positive gradient.
+
+    Of a negative one each has all: so PyTorch's kernel has it (2.13).
+    """
     if indices is not None:
         return torch.segment_reduce(data, reduce, indices=indices, axis=axis, unsafe=unsafe, initial=initial)
     ends = torch.cumsum(lengths, -1) if offsets is None else offsets[..., 1:]
@@ -105,9 +109,25 @@ def _segment_reduce(data, reduce, *, lengths=None, indices=None, offsets=None, a
     extremum = "amax" if reduce == "max" else "amin"
     best = torch.scatter_reduce(empty + _NEUTRAL[reduce], axis, segment, data.detach(), extremum)
     ties = data == best.gather(axis, segment)
-    best, size = best.narrow(axis, 0, count), total(ties.to(data.dtype))
+    tied = empty.scatter_add(axis, segment, ties.to(data.dtype))
+    best, size = (x.narrow(axis, 0, count) for x in (best, tied))
     beyond = (best < start if reduce == "max" else best > start) | (size == 0)
-    return torch.where(beyond, start, total(torch.where(ties, data, 0.0)) / size.clamp(min=1))
+    whole = _SharesWhatIsPositive.apply(data, tied.gather(axis, segment))
+    return torch.where(beyond, start, total(torch.where(ties, whole, 0.0)) / size.clamp(min=1))
+
+
+class _SharesWhatIsPositive(Function):
+    """x, of which as many as `size` says have a gradient that was divided by that: a negative one is as it was before."""
+
+    @staticmethod
+    def forward(ctx, x, size):
+        ctx.save_for_backward(size)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        (size,) = ctx.saved_tensors
+        return torch.where(g > 0, g, g * size), None
 
 
 # ---------------------------------------------------------------- in all of a tensor
