@@ -120,7 +120,7 @@ def test_a_count_that_a_function_of_another_file_asks_for_is_part_of_the_graph(l
     )
 
 
-@pytest.mark.parametrize("library", [f"{__name__}.library"], indirect=True)
+@pytest.mark.parametrize("library", [f"{__name__}.functions"], indirect=True)
 def test_it_is_also_in_a_process_that_is_profiled(library, monkeypatch):
     """As by cProfile, in whose place nobody can see which code forward runs: functions beside it count as such."""
     before = sys.getprofile()
