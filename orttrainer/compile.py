@@ -23,6 +23,7 @@ from orttrainer.errors import ModelError, NoGradientWarning, UnsupportedModelErr
 from orttrainer.graph.activations import Activations, ancestors
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.fence import fence, unordered_readers
+from orttrainer.graph.guard import guard
 from orttrainer.graph.passes.gradient_marks import DOMAIN as MARKS
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.half_precision import HalfPrecisionPass
@@ -43,6 +44,7 @@ TRAINING_MODE = "training_mode"
 NORM = "global_gradient_norm"
 FINITE = "all_gradients_finite"
 LOSS_SCALE = "loss_scale"
+CHECKS = "forward_checks"
 BATCHES = "accumulated_batches"
 
 
@@ -93,7 +95,9 @@ def compile_training_graph(
     layout = None
     if layouts:
         free = [name for name in forward.parameters if name not in as_declared]
-        layout = WideLinearLayoutPass(free, lambda *pair: _updated_alike(*pair, optimizer, groups or {}))
+        rate = (groups or {}).get
+        alike = lambda one, other: optimizer.updates_alike(one, other) and rate(one) == rate(other)  # noqa: E731
+        layout = WideLinearLayoutPass(free, alike)
     disabled = frozenset(disabled_passes)
     build = _Build(forward, learning_rate, seed, rates, precision, layout, primitives, disabled)
     gradients = build.differentiate(forward.unread, accumulate)
@@ -106,14 +110,6 @@ def compile_training_graph(
     names = {name: value.name for name, value in gradients.items()}  # a pass that replaces one keeps its name
     build.lower(primitives, recompute is None, names.values())
     return build.finish(names, groups or {}, optimizer)
-
-
-def _updated_alike(one: str, other: str, optimizer: Optimizer, groups: Mapping[str, int]) -> bool:
-    """Whether one tensor may hold two parameters: each element is updated by itself, in the same way."""
-    attributes, counter_of = optimizer.attributes, optimizer.counter_of
-    if not optimizer.elementwise or counter_of(one) != counter_of(other):
-        return False
-    return attributes[one] == attributes[other] and groups.get(one) == groups.get(other)
 
 
 class _Build:
@@ -131,7 +127,8 @@ class _Build:
         disabled: frozenset[str],
     ):
         described = [value.name for value in forward.model.graph.inputs]
-        self.outputs = [v.name for v in forward.model.graph.outputs if v.name not in forward.updates.values()]
+        others = {*forward.updates.values(), forward.checks}
+        self.outputs = [v.name for v in forward.model.graph.outputs if v.name not in others]
         self.tensors: dict[str, ir.TensorProtocol] = {}
         self.roles: dict[str, tuple[str, str | None]] = {}  # state name -> role, parameter
         self.new: dict[str, ir.Value] = {}  # state name -> its value after the step
@@ -160,6 +157,9 @@ class _Build:
         self.loss_scale = self._unused(LOSS_SCALE) if precision is not None else None
         if self.loss_scale is not None:
             self._input(graph, self.loss_scale, ir.DataType.FLOAT, [1])
+        self.checks = self._unused(CHECKS) if forward.checks is not None else None
+        if self.checks is not None:
+            self._input(graph, self.checks, ir.DataType.BOOL, [])
         self._state(graph, SEED, np.array([seed], np.int64), "random")
         self._state(graph, STEP, np.array([0], np.int64), "random")
         updates = set(forward.updates.values())
@@ -215,17 +215,21 @@ class _Build:
     def _seed(self, accumulate: bool) -> ir.Value:
         """The cotangent of the loss: 1, or the loss scale.
 
-        With accumulation it waits for the outputs: whatever fails before them leaves the accumulators as they were.
+        With accumulation it waits for the outputs: whatever fails before them leaves the accumulators as they were. So it
+        does for the checks of forward.
         """
         op, outputs = self.op, self.model.graph.outputs[: len(self.outputs)]
         dtype = outputs[0].dtype
-        if self.loss_scale is None and not accumulate:
+        after = list(outputs) if accumulate else []
+        if self.checks is not None:
+            after.append(guard(op, self.model.graph.outputs[-1], self._inputs()[self.checks]))
+        if self.loss_scale is None and not after:
             return op.const(np.ones((), dtype.numpy()), dtype)
         if self.loss_scale is None:
             seed = op.const(np.ones(1, dtype.numpy()), dtype)
         else:
             seed = op.cast_as(self._inputs()[self.loss_scale], outputs[0])
-        return op.Reshape(fence(op, seed, outputs) if accumulate else seed, op.const(np.zeros(0, np.int64)))
+        return op.Reshape(fence(op, seed, after) if after else seed, op.const(np.zeros(0, np.int64)))
 
     def recompute(self, recompute: Recompute, forward, gradients: Mapping[str, ir.Value]) -> None:
         """Let the backward make some forward values again."""
@@ -366,7 +370,7 @@ class _Build:
             TRAINING_MODE if any(v.name == TRAINING_MODE for v in graph.inputs) else None,
             NORM, gradients, self.rate.name, state,
             {name: groups.get(name, 0) for name in gradients}, self.loss_scale,
-            None if self.finite is None else FINITE, None if self.batches is None else BATCHES,
+            None if self.finite is None else FINITE, None if self.batches is None else BATCHES, checks=self.checks,
         )  # fmt: skip
         counters = {name: optimizer.counter_of(name) for name in signature.parameters}
         counters = {name: counter for name, counter in counters.items() if counter is not None}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,6 @@ from onnx_ir.passes import common
 from orttrainer import runtime
 from orttrainer.errors import ExecutionError
 from orttrainer.graph.builder import Builder
-from orttrainer.graph.passes.divisors import DIVISION_BY_ZERO
 from orttrainer.graph.passes.half_kernels import EmulateHalfPass, has_cpu_kernel, has_cuda_kernel
 from orttrainer.graph.passes.long_sums import LongSumsPass
 from orttrainer.graph.passes.speed import nchwc_nodes
@@ -53,6 +51,7 @@ from orttrainer.native.rows import FuseRowsPass
 from orttrainer.native.toolchain import compiled, has_wide_vectors
 from orttrainer.native.weights import FuseWeightGradientsPass
 from orttrainer.native.winograd import FuseWinogradPass
+from orttrainer.runtime import failures
 from orttrainer.runtime.blocked import (
     block_convolutions,
     block_size,
@@ -71,14 +70,6 @@ _ELEMENT_TYPES = {
 }  # fmt: skip
 # Of the public function the first half asks what it was given: 1 us for each output of a step.
 _from_dlpack = getattr(torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack)
-
-
-# What the kernels of Gather, GatherElements and GatherND say of a wrong index.
-_NODE_FAILED = re.compile(r"running (\w+) node\. Name:'([^']*)' Status Message: (.*)")
-_SOURCE_LINE = re.compile(
-    r"(?:^|(?<= ))\S+\.\w+:\d+ .*?\)(?: const)?(?: \[with .*?\])? "
-)  # C++ file, line and function
-_OUT_OF_RANGE = ("out of data bounds", "Out of range value in index", "invalid index found")
 
 
 @dataclass(frozen=True)
@@ -317,7 +308,7 @@ class Phase:
             if done:
                 self.interruptions.append(error)
             elif _is_of_onnxruntime(error):
-                raise ExecutionError(_restate(error)) from error
+                raise failures.restated(error) from error
             else:  # interrupted before the run
                 raise
         results = binding.get_outputs_as_ortvaluevector()
@@ -417,7 +408,7 @@ def _open_session(
             disabled_optimizers=disabled,
         )  # fmt: skip
     except Exception as error:  # ONNX Runtime raises a dozen classes without a common base
-        text, hint = _first_line(error), ""
+        text, hint = failures.first_line(error), ""
         if "Could not find an implementation" in text:
             hint = (
                 " It has this operator for other types only: let forward compute in float32, by model.float() where it "
@@ -430,21 +421,3 @@ def _open_session(
         ) from error
     runtime.check_providers(providers, session.get_providers())
     return session
-
-
-def _restate(error: Exception) -> str:
-    text, hint, node = _first_line(error), "", ""
-    while failed := _NODE_FAILED.search(text):  # of a node with bodies, the one within
-        operator, node, text = failed.groups()
-    if node:
-        text = f"{operator} (node {node!r}): {text}"
-    if node.endswith(DIVISION_BY_ZERO):
-        hint = "A whole number is divided by 0 in forward. "
-    elif any(known in text for known in _OUT_OF_RANGE):
-        hint = "An index (a token id, a label) is out of range: check the batch against the size of the embedding and of the output. "
-    return f"ONNX Runtime failed in this step; the state is as it was before. {hint}It said: {text}"
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return _SOURCE_LINE.sub("", text.split(" : ", 2)[-1])

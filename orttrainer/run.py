@@ -18,9 +18,10 @@ from onnx_ir.tensor_adapters import to_torch_dtype
 
 from orttrainer import runtime, signals
 from orttrainer.distributed import Collective, SingleProcess
-from orttrainer.distributed.agreement import SIGNALS, average_together
+from orttrainer.distributed.agreement import SIGNALS
 from orttrainer.graph.subgraphs import node_inputs
 from orttrainer.phase import Phase, Place, open_phase
+from orttrainer.step import FusedStep, SplitStep
 from orttrainer.training_graph import TrainingGraph
 
 
@@ -46,6 +47,9 @@ class Runner:
         gradient_norm: of the last update, before clipping: a 0-d tensor.
         accumulated: number of batches in the accumulators.
         accumulators: for each parameter the sum of the gradients of these batches.
+        buffers: that hold the gradients, one for each dtype, in a step of several parts.
+        before: statistics and counters as they were before the block of batches, for the next step that is made in its midst.
+        collective, accept: as given.
     """
 
     def __init__(
@@ -68,13 +72,13 @@ class Runner:
         self._opened: weakref.WeakSet[Phase] = weakref.WeakSet()
         self.device = device
         self._providers = runtime.choose_providers(device, providers)
-        self._collective = collective if collective is not None else SingleProcess()
+        self.collective = collective if collective is not None else SingleProcess()
         self._configure = session_options
         self._in_place = in_place
-        self._accept = accept
+        self.accept = accept
         self._disabled_passes, self._native = disabled_passes, native_kernels
-        self._step: _FusedStep | _SplitStep | None = None
-        self._before: list[torch.Tensor] = []  # for the next step that is made, in the midst of a block of batches
+        self._step: FusedStep | SplitStep | None = None
+        self.before: list[torch.Tensor] = []
         self._evaluate: dict[tuple[str, ...], Phase] = {}
         self._needed: dict[tuple[str, ...], set[str]] = {}
         self._on, self._off = (torch.tensor(value) for value in (True, False))
@@ -82,9 +86,10 @@ class Runner:
         self.gradient_norm = torch.zeros((), dtype=to_torch_dtype(norm.dtype), device=device)
         self.accumulated = 0
         self.scale_of_sums = 1.0  # the loss scale that what is in the accumulators is multiplied with
+        self.buffers: list[torch.Tensor] = []
         self.accumulators: dict[str, torch.Tensor] = {}
         if graph.signature.accumulated_batches is not None:
-            self._buffers, self.accumulators = self._gradient_buffers()
+            self.buffers, self.accumulators = self._gradient_buffers()
 
     def train_step(
         self,
@@ -92,6 +97,7 @@ class Runner:
         learning_rate: torch.Tensor,
         loss_scale: torch.Tensor | None = None,
         update: bool = True,
+        checked: bool = True,
     ) -> tuple[list[torch.Tensor], bool]:
         """Run forward and backward, and the update unless the gradients are only to be accumulated.
 
@@ -100,12 +106,14 @@ class Runner:
             learning_rate: of the graph's dtype, [groups].
             loss_scale: float32 [1], for a graph with mixed precision.
             update: False to add the gradients to the accumulators and no more.
+            checked: False to make the step whatever forward checks of its layers.
 
         Returns:
             The described outputs; whether all gradients were finite, else nothing was updated.
 
         Raises:
             ExecutionError: ONNX Runtime failed, e.g. on an index that is out of range.
+            CheckFailed: what forward checks of its layers goes otherwise than when the graph was made.
         """
         if self._step is None:
             indices = [x for x in inputs.values() if not x.is_floating_point()] or inputs.values()
@@ -114,6 +122,8 @@ class Runner:
                 self._step = self._make_step(rows, {name: x.shape for name, x in inputs.items()})
         self._scale_sums(loss_scale)
         feeds = {**inputs, **self._settings_of_a_step(learning_rate, loss_scale), "training_mode": self._on}
+        if self.graph.signature.checks is not None:
+            feeds[self.graph.signature.checks] = self._on if checked else self._off
         return self._step(feeds, update)
 
     def update(self, learning_rate: torch.Tensor, loss_scale: torch.Tensor | None = None) -> bool:
@@ -125,7 +135,7 @@ class Runner:
         Returns:
             Whether it was made: there were batches, and all gradients were finite.
         """
-        if not self.accumulators or (self._collective.size == 1 and not self.accumulated):
+        if not self.accumulators or (self.collective.size == 1 and not self.accumulated):
             return False
         if self._step is None:
             self._step = self._make_step()
@@ -136,7 +146,7 @@ class Runner:
         """Have the gradients of the batches before in the loss scale of this step, by which the update divides all."""
         scale = 1.0 if loss_scale is None else float(loss_scale)
         if self.accumulated and scale != self.scale_of_sums:
-            for buffer in self._buffers:
+            for buffer in self.buffers:
                 buffer.mul_(scale / self.scale_of_sums)
         self.scale_of_sums = scale
 
@@ -158,7 +168,7 @@ class Runner:
         Raises:
             Exception: `error`, once all ranks know of it; of a single one nothing.
         """
-        if self._collective.size == 1:
+        if self.collective.size == 1:
             return
         if self._step is None:
             self._step = self._make_step()
@@ -171,10 +181,10 @@ class Runner:
             loaded: the number of other batches whose gradients the accumulators have been given instead.
             scale: the loss scale that these are multiplied with.
         """
-        self.accumulated, self._before, self.scale_of_sums = loaded, [], scale
-        if isinstance(self._step, _SplitStep):
+        self.accumulated, self.before, self.scale_of_sums = loaded, [], scale
+        if isinstance(self._step, SplitStep):
             self._step.before = []
-        for buffer in self._buffers if self.accumulators and not loaded else ():
+        for buffer in self.buffers if self.accumulators and not loaded else ():
             buffer.zero_()
 
     @contextlib.contextmanager
@@ -187,15 +197,15 @@ class Runner:
         Yields:
             A list, which holds these sessions when the block has ended.
         """
-        step, own, buffers, sessions = self._step, self._configure, getattr(self, "_buffers", None), []
+        step, own, buffers, sessions = self._step, self._configure, self.buffers, []
 
         def both(options, part: str) -> None:
             if own is not None:
                 own(options, part)
             configure(options, part)
 
-        if isinstance(step, _SplitStep):
-            self._before = step.before
+        if isinstance(step, SplitStep):
+            self.before = step.before
         self._step, self._configure = None, both
         try:
             yield sessions
@@ -203,10 +213,10 @@ class Runner:
             opened, self._step, self._configure = self._step, step, own
             if opened is not None:
                 sessions.extend(phase.session for phase in opened.phases)
-            if isinstance(opened, _SplitStep):  # the block of batches that it began goes on in the other
-                self._before = opened.before
-            if isinstance(step, _SplitStep):
-                step.before, self._before, self._buffers = self._before, [], buffers
+            if isinstance(opened, SplitStep):  # the block of batches that it began goes on in the other
+                self.before = opened.before
+            if isinstance(step, SplitStep):
+                step.before, self.before, self.buffers = self.before, [], buffers
 
     def rebind(self, moved: Mapping[int, torch.Tensor]) -> None:
         """Go on with state that is elsewhere now, as `state` has it already: by the address that it had, the tensor."""
@@ -216,7 +226,7 @@ class Runner:
     def twin(self) -> Runner:
         """A runner of the same graph on a copy of the state, on this rank alone, which refuses no outputs."""
         state = {name: tensor.clone() for name, tensor in self.state.items()}
-        accept = None if self._accept is None else lambda outputs: None
+        accept = None if self.accept is None else lambda outputs: None
         return Runner(
             self.graph, state, self.device, self._providers, None, self._configure, self._in_place, accept,
             self._disabled_passes, self._native,
@@ -263,16 +273,16 @@ class Runner:
         signature = self.graph.signature
         updates = {entry.name: entry.output for entry in signature.state if entry.output is not None}
         norm = {signature.gradient_norm: self.gradient_norm}
-        parts = (signature.accumulated_batches, signature.all_finite, self._accept)
-        self.in_parts = self._collective.size > 1 or any(part is not None for part in parts)
+        parts = (signature.accumulated_batches, signature.all_finite, self.accept)
+        self.in_parts = self.collective.size > 1 or any(part is not None for part in parts)
         if not self.in_parts:
             cut = self._cut(None, [*signature.outputs, signature.gradient_norm, *updates.values()])
             given = {"written": norm, "updates": updates, "rows": rows, "shapes": shapes}
-            return _FusedStep(self._phase("train", cut, signature.outputs, **given))
+            return FusedStep(self._phase("train", cut, signature.outputs, **given))
         early = {e.name: e.output for e in signature.state if e.output and e.role in ("buffer", "random")}
         late = {e.name: e.output for e in signature.state if e.output and e.role in ("parameter", "optimizer")}
         if not self.accumulators:
-            self._buffers, views = self._gradient_buffers()
+            self.buffers, views = self._gradient_buffers()
         else:
             views = self.accumulators
         gradients = {signature.gradients[name]: view for name, view in views.items()}
@@ -289,7 +299,7 @@ class Runner:
         else:
             cut = self._cut([*gradients, signature.ordered_learning_rate], [signature.gradient_norm, *late.values()])
             update = self._phase("update", cut, (), read=gradients, written=norm, updates=late)
-        return _SplitStep(self, backward, check, update, [*early])
+        return SplitStep(self, backward, check, update, [*early])
 
     def _gradient_buffers(self) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         """A contiguous buffer for the gradients of each dtype, and each parameter's view of it (64-byte aligned)."""
@@ -300,7 +310,7 @@ class Runner:
             offset = sizes.get(dtype, 0)
             places[name] = (dtype, offset, shape)
             sizes[dtype] = offset + -(-shape.numel() // 16) * 16
-        if self._collective.size > 1:  # room for what the ranks tell each other, at the end of the first buffer
+        if self.collective.size > 1:  # room for what the ranks tell each other, at the end of the first buffer
             sizes[next(iter(sizes))] += SIGNALS
         buffers = {dtype: torch.zeros(size, dtype=dtype, device=self.device) for dtype, size in sizes.items()}
         views = {
@@ -332,119 +342,3 @@ class Runner:
         self._opened.add(phase)
         phase.interruptions = self._interruptions
         return phase
-
-
-class _FusedStep:
-    """Forward, backward and update in one session."""
-
-    def __init__(self, phase: Phase):
-        self._phase, self.phases = phase, [phase]
-
-    def __call__(self, feeds: dict[str, torch.Tensor], update: bool) -> tuple[list[torch.Tensor], bool]:
-        assert update, "this graph has no accumulators"
-        return self._phase.run(feeds, keep=True), True
-
-
-class _SplitStep:
-    """Backward, average over the ranks, finite check and update, one after the other, joined by the gradients' buffer.
-
-    Statistics and counters move with each batch. Where a whole block of batches is thrown away because its gradients
-    are not finite, they go back to where they were before it.
-    """
-
-    def __init__(self, runner: Runner, backward: Phase, check: Phase | None, update: Phase, early: list[str]):
-        self._runner, self._backward, self._check, self._update = runner, backward, check, update
-        self.phases = [phase for phase in (backward, check, update) if phase is not None]
-        self._early = early
-        self.before = runner._before  # statistics and counters as they were before this block
-        self._batches = torch.zeros(1, dtype=torch.float32)
-
-    def __call__(self, feeds: dict[str, torch.Tensor], update: bool) -> tuple[list[torch.Tensor], bool]:
-        runner = self._runner
-        name, accumulates = runner.graph.signature.accumulated_batches, bool(runner.accumulators)
-        assert update or accumulates, "this graph has no accumulators"
-        if accumulates:
-            feeds[name] = self._batches.fill_(runner.accumulated + 1)
-            if not self.before:
-                self.before = [runner.state[name].clone() for name in self._early]
-        try:
-            outputs = self._backward.run(feeds)
-        except Exception as error:
-            if update:
-                runner.give_up(error)
-            raise
-        finite = True
-        try:
-            if runner._accept is not None:
-                self._check_outputs(outputs, update)
-            if update:
-                finite = self._averaged_update(feeds, runner.accumulated + 1)
-        except BaseException:
-            self._drop()
-            raise
-        if not finite:
-            self._drop()
-            return outputs, False
-        self._backward.keep()
-        if update:
-            self._update.keep()
-            runner.drop_accumulated()
-        else:
-            runner.accumulated += 1
-        return outputs, True
-
-    def update(self, feeds: dict[str, torch.Tensor]) -> bool:
-        """The update with the batches before; whether it was made. Where it fails, they are dropped."""
-        runner = self._runner
-        batches = runner.accumulated
-        feeds[runner.graph.signature.accumulated_batches] = self._batches.fill_(batches)
-        try:
-            made = self._averaged_update(feeds, batches)
-        except BaseException:
-            self._drop()
-            raise
-        if not made:
-            self._drop()
-            return False
-        self._update.keep()
-        runner.drop_accumulated()
-        return True
-
-    def _averaged_update(self, feeds: dict[str, torch.Tensor], batches: int) -> bool:
-        """The update by the mean over the ranks; whether there was anything to update with, all of it finite."""
-        self.average(batches)
-        if not batches or not (self._check is None or bool(self._check.run(feeds)[0])):
-            return False
-        self._update.run(feeds)
-        return True
-
-    def average(self, batches: int, failure: Exception | None = None) -> None:
-        """Replace the gradients by their means over the ranks; where one has failed, raise on all.
-
-        Args:
-            batches: whose gradients there are.
-            failure: why this rank has no gradients.
-        """
-        runner, collective = self._runner, self._runner._collective
-        if collective.size == 1:
-            return
-        dropped = f" Batches accumulated before it are dropped: {runner.accumulated}." if runner.accumulated else ""
-        try:
-            average_together(collective, runner._buffers, runner.number, batches, failure, dropped)
-        except Exception:
-            self._drop()
-            raise
-
-    def _check_outputs(self, outputs: list[torch.Tensor], update: bool) -> None:
-        try:
-            self._runner._accept(outputs)
-        except Exception as error:
-            if update:
-                self._runner.give_up(error)
-            raise
-
-    def _drop(self) -> None:
-        """As before the block: the gradients of its batches are lost, its statistics undone."""
-        for name, before in zip(self._early, self.before):
-            self._runner.state[name].copy_(before)
-        self._runner.drop_accumulated()

@@ -102,6 +102,8 @@ class Signature:
         accumulated_batches: input, float32 [1], how many batches the accumulators will hold with this
             one. None without accumulation. To accumulate, feed the new accumulators back and
             nothing else of the optimizer's; after an update, feed zeros.
+        checks: input, bool [], True to have a step fail in which what forward checks of its layers (`assert`, whether all is
+            finite) goes otherwise than on the first batch: before it changes anything. None where forward checks nothing.
     """
 
     inputs: tuple[str, ...]
@@ -117,6 +119,7 @@ class Signature:
     all_finite: str | None = None
     accumulated_batches: str | None = None
     counters: Mapping[str, str] = field(default_factory=dict)
+    checks: str | None = None
 
     @property
     def plain_state(self) -> tuple[StateEntry, ...]:

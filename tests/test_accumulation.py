@@ -117,7 +117,7 @@ def test_there_is_one_buffer_per_parameter_and_the_session_adds_to_it_in_place()
         assert bound_in[f"{name}_grad_accumulator"].data_ptr() == buffer.data_ptr()
         assert bound_out[signature.gradients[name]].data_ptr() == buffer.data_ptr()
     assert not [name for name in bound_out if name.endswith("_grad")]
-    elements = sum(buffer.numel() for buffer in runner._buffers)
+    elements = sum(buffer.numel() for buffer in runner.buffers)
     assert elements <= sum(t.numel() + 16 for t in runner.accumulators.values())
 
 

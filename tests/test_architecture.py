@@ -29,7 +29,8 @@ MAY_IMPORT = {
     "compile": {"differentiate", "graph", "optim", "pipeline", "training_graph"},
     "native": {"graph"},
     "phase": {"graph", "native", "runtime", "training_graph"},
-    "run": {"distributed", "graph", "phase", "runtime", "signals", "training_graph"},
+    "step": {"distributed", "phase", "run"},  # the last two by name only
+    "run": {"distributed", "graph", "phase", "runtime", "signals", "step", "training_graph"},
     "state": {"distributed", "export", "seed", "training_graph"},
     "profiling": {"graph", "run", "training_graph"},  # the last two by name only
     "engine": {

@@ -8,6 +8,7 @@ import in_step
 import onnx
 import pytest
 import torch
+from deciding import RATE, Decides, batch, engine_of
 from marks import slow
 from small import make
 from torch import nn
@@ -16,21 +17,6 @@ from orttrainer import IODescription, ModelDescription
 from orttrainer.engine.engine import Engine
 from orttrainer.engine.settings import OptimizerChoice, Settings
 from orttrainer.errors import UnsupportedModelError
-
-RATE = 0.1
-
-
-class Decides(nn.Module):
-    """loss of two heads, of which `decide(module, x, h)` says what becomes of them."""
-
-    def __init__(self, decide):
-        super().__init__()
-        self.body, self.one, self.other = nn.Linear(4, 6), nn.Linear(6, 3), nn.Linear(6, 3)
-        self.limit = nn.Buffer(torch.zeros(()))
-        self.decide = decide
-
-    def forward(self, x):
-        return self.decide(self, x, self.body(x).tanh()).square().mean()
 
 
 def one_or_other(m, x, h):
@@ -63,19 +49,6 @@ def halved(m, x, h):
 
 def by_a_weight(m, x, h):
     return m.one(h) + m.other(h) if m.one.weight.sum() > -0.7 else 3 * m.one(h) + m.other(h)
-
-
-def batch(step):
-    """Every third has a negative mean."""
-    return torch.randn(5, 4, generator=torch.Generator().manual_seed(step)) + (1 if step % 3 else -1)
-
-
-def description():
-    return ModelDescription([IODescription("x", ["n", 4])], [IODescription("loss", [])])
-
-
-def engine_of(module, optimizer="SGDOptimizer", **settings):
-    return Engine(module, None, description(), OptimizerChoice(optimizer, clip=False), Settings(**settings))
 
 
 def by_a_buffer(m, x, h):

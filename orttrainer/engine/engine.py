@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 import onnx
@@ -28,6 +29,7 @@ from orttrainer.graph.passes.constants import InitializersToConstantsPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.places import Places
 from orttrainer.profiling import Profile, check_updates, places_of, profiled, watching
+from orttrainer.runtime.failures import CheckFailed
 
 DescribeAnew: TypeAlias = Callable[[Mapping[str, torch.Tensor], SchemaError, bool], None]
 
@@ -84,15 +86,28 @@ class Engine(InUse):
             scale = None if self.precision is None else self._scale.fill_(checked_loss_scale(loss_scale))
             self._follow(batch, trains=True)
             rates = self._rates_at(rate)
-        runner, last = self._runner, self._is_last
+        last = self._is_last
+        ran = self._run(batch, rates, scale, last)
+        if (
+            ran is None
+        ):  # forward goes another way on this batch, or raises; or by rounding or by what is drawn it does not
+            self._follow(batch, trains=True, asks=True)
+            ran = self._run(batch, self._rates_at(rate), scale, last, checked=False)
+        outputs, finite = ran
+        self._watch.count(outputs[0])
+        return outputs, finite if last else None
+
+    def _run(self, batch, rates, scale, last: bool, checked: bool = True) -> tuple[list[torch.Tensor], bool] | None:
+        """`Runner.train_step`; None where a check of forward fails."""
+        runner = self._runner
         try:
             self._in_step = True
             with watching(runner, self._places):
-                outputs, finite = runner.train_step(batch, rates, scale, update=last)
+                return runner.train_step(batch, rates, scale, last, checked)
+        except CheckFailed:
+            return None
         finally:
             self._in_step = False
-        self._watch.count(outputs[0])
-        return outputs, finite if last else None
 
     @one_at_a_time
     def update(self, rate: float, loss_scale: float = 1.0) -> bool | None:
@@ -232,7 +247,8 @@ class Engine(InUse):
         rates, scale = self._rates_at(self._rate), None if self.precision is None else self._scale
 
         def step() -> None:
-            twin.train_step(given, rates, scale, twin.accumulated + 1 >= self._accumulation_steps)
+            last = twin.accumulated + 1 >= self._accumulation_steps
+            twin.train_step(given, rates, scale, last, checked=False)
             twin.raise_interruption()
 
         return profiled(step, twin, self._places, steps, self._accumulation_steps)
@@ -281,7 +297,7 @@ class Engine(InUse):
     def _trained_forward(self) -> ir.Model:
         """A copy of the forward graph, whose initializers show the state of the moment."""
         self._follow_module()
-        model = self._forward.model.clone()
+        model = replace(self._forward, model=self._forward.model.clone()).unchecked().model
         self._state.show(model)
         return model
 

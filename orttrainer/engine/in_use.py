@@ -330,6 +330,8 @@ class InUse(NotCopied):
     def _compiled(self, forward: ForwardGraph, layouts: bool, counted_with: Mapping[str, int]) -> TrainingGraph:
         choice = self._optimizer
         forward = replace(forward, model=forward.model.clone())
+        if not self._tells_checks:
+            forward = forward.unchecked()
         optimizer = make_optimizer(choice.name, forward.parameters, choice.attributes, choice.clip, counted_with)
         groups = None if choice.group is None else {name: choice.group(name) for name in forward.parameters}
         return compile_training_graph(
@@ -339,6 +341,12 @@ class InUse(NotCopied):
             recompute=self.settings.recompute and self.settings.recompute.with_sizes(self._sizes), layouts=layouts,
             as_declared=self.source.as_declared, disabled_passes=self.settings.disabled_passes,
         )  # fmt: skip
+
+    @property
+    def _tells_checks(self) -> bool:
+        """Whether a step may fail by a check of forward: no rank waits for it, and the kernel does fail, as CUDA's does not."""
+        on_cpu = runtime.choose_providers(self.device, self.settings.providers) == ["CPUExecutionProvider"]
+        return on_cpu and self.collective.size == 1
 
     @signals.none_lost()
     def _recompile(self, forward: ForwardGraph, counts: Mapping[str, int] = {}) -> None:
@@ -368,12 +376,17 @@ class InUse(NotCopied):
             self._runner.rebind(moved)
             self._ways.look_at_parameters()
 
-    def _follow(self, batch: Mapping[str, torch.Tensor], trains: bool) -> None:
-        """Change to the graph of what the module is now, and of what it decides on this batch; make it, if there is none yet."""
+    def _follow(self, batch: Mapping[str, torch.Tensor], trains: bool, asks: bool = False) -> None:
+        """Change to the graph of what the module is now, and of what it decides on this batch; make it, if there is none yet.
+
+        Args:
+            asks: also for what forward checks of its layers, which else a step that trains tells itself.
+        """
         self._follow_module()
         if not self._ways.right_for_all(trains):
             make = signals.none_lost()(functools.partial(self.source.later_graph, self.description, self._schema))
-            if (forward := self._ways.other(batch, self._last_batch, self._state.live, trains, make)) is not None:
+            told = trains and not asks and self.training_graph.signature.checks is not None
+            if (forward := self._ways.other(batch, self._last_batch, self._state.live, trains, make, told)) is not None:
                 with runtime.garbage_kept():
                     self._recompile(forward)
         if trains:  # an evaluation may be of what trains nothing: adapters that are merged for it

@@ -177,6 +177,7 @@ class Source:
         """What the user's function makes of a forward graph."""
         if self.settings.postprocess is None:
             return forward
+        forward = forward.unchecked()  # what was described is what the function sees
         given = ir.to_proto(forward.model)
         changed = self._postprocessed(given)
         export.check_postprocessed(given, changed, forward)

@@ -79,6 +79,7 @@ class Ways:
         state: Callable[[str], torch.Tensor],
         trains: bool,
         make: Callable[[Mapping[str, torch.Tensor], bool], ForwardGraph],
+        told: bool = False,
     ) -> ForwardGraph | None:
         """The graph to change to for this batch; None where the present one is right.
 
@@ -88,13 +89,14 @@ class Ways:
             state: gives the state of this name, as it is now and as the model declares it.
             trains: for a step that trains, not one that evaluates.
             make: exports forward as it goes on a whole batch, which trains or does not, with the attributes that the module has.
+            told: the step that comes will tell whether what forward checks of its layers goes as in the present graph.
 
         Raises:
             UnsupportedModelError: there is no graph that goes the way of this batch, and none to be made.
         """
         current, *others = reversed(self.known)
         changed = self._attributes.changes(trains)
-        if not changed and self._holds(current, batch, state, trains):
+        if not changed and self._holds(current, batch, state, trains, told):
             return None
         self._values = self._attributes.values() if changed else self._made_with[id(current)]
         others = [forward for forward in others if self._made_with[id(forward)] == self._values]
@@ -196,9 +198,9 @@ class Ways:
                 MOST,
             )
 
-    def _holds(self, forward: ForwardGraph, batch, state, trains: bool) -> bool:
+    def _holds(self, forward: ForwardGraph, batch, state, trains: bool, told: bool = False) -> bool:
         return self._fits(forward, batch, trains) and (
-            forward.conditions is None or self._unmet(forward.conditions, batch, state, trains) is None
+            forward.conditions is None or self._unmet(forward.conditions, batch, state, trains, told) is None
         )
 
     def _fits(self, forward: ForwardGraph, batch, trains: bool) -> bool:
@@ -213,11 +215,11 @@ class Ways:
                 self._fitting.add(key)
         return True
 
-    def _unmet(self, conditions: Conditions, batch, state, trains: bool):
+    def _unmet(self, conditions: Conditions, batch, state, trains: bool, told: bool = False):
         """The first condition that this batch does not meet, or None; those that need inputs that it lacks are not asked."""
-        key = id(conditions), trains, frozenset(batch)
+        key = id(conditions), trains, told, frozenset(batch)
         if key not in self._asked:
-            self._asked[key] = _opened(conditions, self._described.difference(batch), trains), conditions
+            self._asked[key] = _opened(conditions, self._described.difference(batch), trains, told), conditions
         asked, _ = self._asked[key]
         return asked and asked.unmet(lambda name: batch[name] if name in batch else state(name))
 
@@ -323,14 +325,14 @@ def _forms(graph: TrainingGraph) -> set:
     return {replace(entry, output=None, in_place=True) for entry in entries}.union(graph.signature.counters.items())
 
 
-def _opened(conditions: Conditions, absent: Container[str], trains: bool) -> export.Asked | None:
-    """A session for the conditions that need no absent input; None if there are none."""
+def _opened(conditions: Conditions, absent: Container[str], trains: bool, told: bool) -> export.Asked | None:
+    """A session for the conditions that need no absent input, without the checks if these are told; None if there are none."""
     model = ir.from_proto(onnx.ModelProto.FromString(conditions.model))
     graph = model.graph
     asked = [
         (y.name, condition)
-        for y, condition in zip(graph.outputs, conditions.made)
-        if not any(x.name in absent for x in _inputs_of(graph, y))
+        for index, (y, condition) in enumerate(zip(graph.outputs, conditions.made))
+        if not (told and index in conditions.checks) and not any(x.name in absent for x in _inputs_of(graph, y))
     ]
     if not asked:
         return None

@@ -7,6 +7,7 @@ that these conditions are a graph of their own, which the engine asks before eac
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ from orttrainer.export.assertions import is_assertion
 from orttrainer.export.initializers import as_real, state_as_inputs
 from orttrainer.export.sizes import decisions_by_sizes_of
 from orttrainer.export.told import Told, place
+from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.divisors import NonzeroDivisorsPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.random import RANDOM_OPS, MutePass, draws_one_number
@@ -32,7 +34,9 @@ from orttrainer.graph.subgraphs import node_inputs, subgraphs
 if TYPE_CHECKING:
     from orttrainer.export.hints import Hints
 
-__all__ = ["Asked", "Condition", "Conditions", "Followed", "decides", "taken_out"]
+__all__ = ["CHECKS", "Asked", "Condition", "Conditions", "Followed", "decides", "taken_out"]
+
+CHECKS = "forward_checks_hold"  # output of a forward graph: bool [1]
 
 log = logging.getLogger("orttrainer")
 
@@ -51,10 +55,12 @@ class Conditions(NamedTuple):
     Attributes:
         model: a serialized ONNX model; the described inputs and the state that it reads -> bool [1] for each decision.
         made: how they went when the graph was made.
+        checks: the indices of those that only check what the layers give: whether they go so the forward graph tells, too.
     """
 
     model: bytes
     made: tuple[Condition, ...]
+    checks: frozenset[int] = frozenset()
 
 
 class Asked:
@@ -173,11 +179,14 @@ class Followed:
         return self._tensors
 
 
-def taken_out(model: ir.Model, made: Sequence[Condition], state: Sequence[str]) -> Conditions | None:
-    """Take the outputs for `made`, the last ones, out of a forward graph.
+def taken_out(
+    model: ir.Model, made: Sequence[Condition], state: Sequence[str], parameters: Sequence[str]
+) -> Conditions | None:
+    """Take the outputs for `made`, the last ones, out of a forward graph; what they check of the layers becomes one, CHECKS.
 
     Args:
         state: names of its initializers that change.
+        parameters: those of them that are trained.
 
     Raises:
         UnsupportedModelError: forward decides by random numbers.
@@ -193,9 +202,16 @@ def taken_out(model: ir.Model, made: Sequence[Condition], state: Sequence[str]) 
     NonzeroDivisorsPass()(copy)
     common.RemoveUnusedNodesPass()(copy)
     MutePass({"RandomUniform", "RandomUniformLike"}, draws_one_number)(copy)
-    by_chance = _drawn(copy.graph)
-    for condition, value in zip(made, copy.graph.outputs):
-        if value in by_chance and not is_assertion(condition.file, condition.line):
+    by_chance = _depending(copy.graph, _draws)
+    weights = {copy.graph.initializers[name] for name in parameters if name in copy.graph.initializers}
+    reads_weights = lambda node: not weights.isdisjoint(node_inputs(node))  # noqa: E731
+    of_layers, whether_finite = (_depending(copy.graph, reads_weights, through) for through in (True, False))
+    checks = set()
+    for index, (condition, value) in enumerate(zip(made, copy.graph.outputs)):
+        only_checks = is_assertion(condition.file, condition.line)
+        if value in of_layers and (only_checks or value not in whether_finite):
+            checks.add(index)
+        if value in by_chance and not only_checks:
             raise UnsupportedModelError(
                 f"forward decides by random numbers (dropout is one), at {condition.file}:{condition.line}; a graph "
                 "would draw others. Switch that off (layerdrop=0 in a configuration of Hugging Face's), use torch.where or "
@@ -210,23 +226,38 @@ def taken_out(model: ir.Model, made: Sequence[Condition], state: Sequence[str]) 
 
             infer_shapes_again(copy)
             DoubleKernelsPass()(copy)
-        conditions = Conditions(ir.to_proto(copy).SerializeToString(), tuple(made))
+        conditions = Conditions(ir.to_proto(copy).SerializeToString(), tuple(made), frozenset(checks))
+    asked = model.graph.outputs[-len(made) :]
     del model.graph.outputs[-len(made) :]
+    if checks:
+        _tell(model.graph, [(asked[index], made[index].value) for index in sorted(checks)])
     common.RemoveUnusedNodesPass()(model)
     return conditions
 
 
-def _drawn(graph: ir.Graph) -> set[ir.Value]:
-    """The values that depend on random numbers, but for whether such are finite: as they are without the draws."""
+def _tell(graph: ir.Graph, checks: Sequence[tuple[ir.Value, bool]]) -> None:
+    """Add the output CHECKS: whether each of these, bool [1], is as it was."""
+    op = Builder(graph, CHECKS)
+    holds = [op.Identity(value) if was else op.Not(value) for value, was in checks]
+    holds = functools.reduce(op.And, holds)
+    holds.name = CHECKS
+    graph.outputs.append(holds)
+
+
+def _depending(graph: ir.Graph, starts: Callable[[ir.Node], bool], through_finite: bool = False) -> set[ir.Value]:
+    """The values that depend on what these nodes make; unless `through_finite` not those that tell whether that is finite."""
     found: set[ir.Value] = set()
     for node in graph:
-        if _asks_whether_finite(node):
+        if not through_finite and _asks_whether_finite(node):
             continue
-        inner = (part for body in subgraphs(node) for part in body.all_nodes())
-        draws = any(part.op_type in RANDOM_OPS for part in (node, *inner))
-        if draws or not found.isdisjoint(node_inputs(node)):
+        if starts(node) or not found.isdisjoint(node_inputs(node)):
             found.update(node.outputs)
     return found
+
+
+def _draws(node: ir.Node) -> bool:
+    inner = (part for body in subgraphs(node) for part in body.all_nodes())
+    return any(part.op_type in RANDOM_OPS for part in (node, *inner))
 
 
 def _asks_whether_finite(node: ir.Node) -> bool:

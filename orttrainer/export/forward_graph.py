@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
+from onnx_ir.passes import common
 from torch import nn
 
-from orttrainer.export.conditions import Conditions
+from orttrainer.export.conditions import CHECKS, Conditions
 from orttrainer.export.granted import Granted
 from orttrainer.export.run_code import Read
 
@@ -22,7 +23,7 @@ class ForwardGraph:
 
     Attributes:
         model: inputs are the described inputs, in order; outputs the described outputs, the
-            loss first, then one output per update. Parameters and buffers are
+            loss first, then one output per update, then CHECKS if it `checks`. Parameters and buffers are
             initializers that share memory with the torch tensors. Every Dropout has three
             inputs, a constant rate and a constant True.
         parameters: names of the trainable float initializers that the graph uses.
@@ -51,6 +52,20 @@ class ForwardGraph:
     touched: tuple[str, ...] = ()
     read: Read | None = None
     outside: tuple[nn.Module, ...] = ()
+
+    @property
+    def checks(self) -> str | None:
+        """The output, bool [1], that tells whether what forward checks of its layers goes as it did on the first batch."""
+        return CHECKS if self.conditions is not None and self.conditions.checks else None
+
+    def unchecked(self) -> ForwardGraph:
+        """The same without that output, so that the conditions have to be asked."""
+        if self.checks is None:
+            return self
+        outputs = self.model.graph.outputs
+        outputs[:] = [value for value in outputs if value.name != CHECKS]
+        common.RemoveUnusedNodesPass()(self.model)
+        return replace(self, conditions=self.conditions._replace(checks=frozenset()))
 
     @property
     def depends(self) -> bool:

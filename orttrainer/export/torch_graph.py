@@ -113,7 +113,7 @@ def _forward_graph(job, model, updated, exporter, decided=(), granted=()):
     stop_gradients_at_statistics(model)
     model = _with_inner_gradients(model, state)
     model.ir_version = 10
-    conditions = taken_out(model, made, state)
+    conditions = taken_out(model, made, state, [name for name in state if _is_trainable(job.tensors[name])])
     _keep_written(job, model, updated)  # which only the conditions may have read
     initializers = model.graph.initializers
     for name in [name for name in state if name in initializers and name not in updated]:

@@ -132,6 +132,11 @@ class Optimizer(abc.ABC):
         number = self._counted_with.get(parameter, 0)
         return f"{self.count}.{number}" if number else self.count
 
+    def updates_alike(self, one: str, other: str) -> bool:
+        """Whether one tensor may hold two parameters with one rate: each element is updated by itself, in the same way."""
+        same = self.attributes[one] == self.attributes[other] and self.counter_of(one) == self.counter_of(other)
+        return self.elementwise and same
+
     @property
     def fed(self) -> set[Fed]:
         """The attributes that each step feeds."""

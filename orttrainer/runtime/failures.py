@@ -1,0 +1,44 @@
+"""What ONNX Runtime says when a session fails, in words of ours: it raises a dozen classes without a common base."""
+
+from __future__ import annotations
+
+import re
+
+from orttrainer.errors import ExecutionError
+from orttrainer.graph.guard import CHECK_FAILED
+from orttrainer.graph.passes.divisors import DIVISION_BY_ZERO
+
+# What the kernels of Gather, GatherElements and GatherND say of a wrong index.
+_NODE_FAILED = re.compile(r"running (\w+) node\. Name:'([^']*)' Status Message: (.*)")
+_SOURCE_LINE = re.compile(
+    r"(?:^|(?<= ))\S+\.\w+:\d+ .*?\)(?: const)?(?: \[with .*?\])? "
+)  # C++ file, line and function
+_OUT_OF_RANGE = ("out of data bounds", "Out of range value in index", "invalid index found")
+
+
+class CheckFailed(ExecutionError):
+    """What forward checks of its layers goes otherwise than on the first batch; the step has changed nothing."""
+
+
+def restated(error: Exception) -> ExecutionError:
+    """The error of a run of a session in our words."""
+    text, hint, node = first_line(error), "", ""
+    while failed := _NODE_FAILED.search(text):  # of a node with bodies, the one within
+        operator, node, text = failed.groups()
+    if node.endswith(CHECK_FAILED):
+        return CheckFailed(
+            "what forward checks of its layers goes otherwise on this batch than on the first; the state is as it was before"
+        )
+    if node:
+        text = f"{operator} (node {node!r}): {text}"
+    if node.endswith(DIVISION_BY_ZERO):
+        hint = "A whole number is divided by 0 in forward. "
+    elif any(known in text for known in _OUT_OF_RANGE):
+        hint = "An index (a token id, a label) is out of range: check the batch against the size of the embedding and of the output. "
+    return ExecutionError(f"ONNX Runtime failed in this step; the state is as it was before. {hint}It said: {text}")
+
+
+def first_line(error: Exception) -> str:
+    """What it says of itself, without where in its source it was."""
+    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return _SOURCE_LINE.sub("", text.split(" : ", 2)[-1])
