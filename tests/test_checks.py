@@ -220,6 +220,24 @@ def test_a_postprocess_function_sees_what_was_described():
         engine.train_step(overflow(), RATE)
 
 
+def of_a_weight_alone(m, x, h):
+    assert (m.other.weight.abs() < 9).all()
+    return m.one(h)
+
+
+@pytest.mark.parametrize("settings", [{}, {"postprocess": lambda model: model}], ids=["told", "asked"])
+def test_a_weight_that_is_only_checked_stays_a_weight(settings):
+    engine, module, twin = pair(of_a_weight_alone, **settings)
+    for step in range(3):
+        in_step.step(engine, twin, {"x": batch(step)}, RATE)
+    in_step.check_equal(module, twin)
+    assert "other.weight" in engine.state_dict() and engine.forward_model is not None
+    with torch.no_grad():
+        module.other.weight.fill_(10)
+    with pytest.raises(AssertionError):
+        engine.train_step({"x": batch(3)}, RATE)
+
+
 def test_a_profile_runs_on_a_batch_whatever_it_tells():
     engine, *_ = pair(asserted)
     engine.train_step({"x": batch(0)}, RATE)

@@ -88,9 +88,7 @@ class Engine(InUse):
             rates = self._rates_at(rate)
         last = self._is_last
         ran = self._run(batch, rates, scale, last)
-        if (
-            ran is None
-        ):  # forward goes another way on this batch, or raises; or by rounding or by what is drawn it does not
+        if ran is None:  # forward goes another way, or raises; or does not, where rounding or draws made the difference
             self._follow(batch, trains=True, asks=True)
             ran = self._run(batch, self._rates_at(rate), scale, last, checked=False)
         outputs, finite = ran

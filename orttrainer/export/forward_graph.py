@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
-from onnx_ir.passes import common
 from torch import nn
 
 from orttrainer.export.conditions import CHECKS, Conditions
 from orttrainer.export.granted import Granted
 from orttrainer.export.run_code import Read
+from orttrainer.graph.activations import ancestors
 
 __all__ = ["MAX_OPSET", "MIN_OPSET", "ForwardGraph"]
 
@@ -62,9 +62,12 @@ class ForwardGraph:
         """The same without that output, so that the conditions have to be asked."""
         if self.checks is None:
             return self
-        outputs = self.model.graph.outputs
-        outputs[:] = [value for value in outputs if value.name != CHECKS]
-        common.RemoveUnusedNodesPass()(self.model)
+        graph = self.model.graph
+        graph.outputs[:] = [value for value in graph.outputs if value.name != CHECKS]
+        needed = ancestors(graph.outputs)
+        graph.remove(
+            [node for node in graph if node not in needed], safe=True
+        )  # and no state, which the pass for that would, too
         return replace(self, conditions=self.conditions._replace(checks=frozenset()))
 
     @property
