@@ -20,13 +20,17 @@ from orttrainer.differentiate.rules.tools import (
 from orttrainer.differentiate.rules.windows import Window, ranked, reshape, sizes
 
 
+MOST_COMPARED = 16  # elements of a window: with more of them the Indices take less time than ten passes over all
+
+
 @vjp("MaxPool")
 def max_pool(op, node, dy, _=None):
     """dX[j] = sum over the windows whose maximum is at j of dY; the first maximum of a window, as in PyTorch."""
     (x,) = node.inputs
     window, padded, _ = sliding(op, node, x, attribute(node, "kernel_shape", None))
     dy = _counted(node, dy, x, window)
-    if padded is x and x.dtype == ir.DataType.FLOAT and tiles(x, dy, window):
+    few = np.prod(window.kernel) <= MOST_COMPARED
+    if padded is x and x.dtype == ir.DataType.FLOAT and few and tiles(x, dy, window):
         spread_dy = enlarged(op, dy, x, window.kernel)
         return op.Mul(_first_maxima(op, x, node.outputs[0], window.kernel), spread_dy)
     at = _positions_of_maxima(op, node, x)
@@ -169,7 +173,8 @@ def _counted(node: ir.Node, dy: ir.Value, x: ir.Value, window: Window) -> ir.Val
 def _first_maxima(op, x: ir.Value, y: ir.Value, kernel: tuple[int, ...]) -> ir.Value:
     """1 at the first maximum of each window, else 0, where windows tile x.
 
-    Half the time of the Indices output, which makes ONNX Runtime's MaxPool ten times slower.
+    Half the time of the Indices output, which makes ONNX Runtime's MaxPool ten times slower, and of the ScatterElements
+    behind it, whose part grows with the number of windows.
     `mask` is 1 where its argument is 0, and 0 where it is at least 3.4e-39: every other float32
     but some denormals. A window of infinities alone gives NaN.
     """
