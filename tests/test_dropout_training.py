@@ -10,6 +10,7 @@ import pytest
 import torch
 from marks import slow
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from orttrainer import IODescription, ModelDescription, ORTTrainer, set_seed
 
@@ -55,11 +56,20 @@ class Masked(nn.Module):
         return self.dropout(x) * self.weight
 
 
-def masked_trainer(p: float = 0.5, width: int = 64, loss_fn=lambda y, label: (y * label).mean()) -> ORTTrainer:
+class Checkpointed(Masked):
+    """Computes that again in the backward."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def masked_trainer(
+    p: float = 0.5, width: int = 64, loss_fn=lambda y, label: (y * label).mean(), kind: type[Masked] = Masked
+) -> ORTTrainer:
     vectors = [IODescription(name, ["batch", width], torch.float32) for name in ("x", "label")]
     outputs = [IODescription("loss", [], torch.float32), IODescription("output", ["batch", width], torch.float32)]
     desc = ModelDescription(vectors, outputs)
-    return ORTTrainer(Masked(width, p), loss_fn, desc, "SGDOptimizer", None, models.LEARNING_RATE, "cpu")
+    return ORTTrainer(kind(width, p), loss_fn, desc, "SGDOptimizer", None, models.LEARNING_RATE, "cpu")
 
 
 def masks(seed: int, steps: int = 3, rows: int = 40) -> list[torch.Tensor]:
@@ -182,8 +192,9 @@ def test_the_sites_of_a_graph_have_masks_of_their_own():
 
 
 @pytest.mark.legacy_runtime
-def test_the_gradient_uses_the_mask_of_the_forward_pass():
-    trainer = masked_trainer(p=0.3)
+@pytest.mark.parametrize("kind", [Masked, Checkpointed])
+def test_the_gradient_uses_the_mask_of_the_forward_pass(kind):
+    trainer = masked_trainer(p=0.3, kind=kind)
     x, label = torch.rand(1, 64) + 0.5, torch.rand(1, 64) + 0.5
     for _ in range(3):
         weight = trainer._engine.model.weight.detach().clone()

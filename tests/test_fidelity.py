@@ -43,12 +43,12 @@ def functional_batch_norm(training):
     return Model(call, linear=nn.Linear(6, 6), mean=nn.Buffer(torch.zeros(6)), var=nn.Buffer(torch.ones(6)))
 
 
-def checkpointed(reentrant):
+def checkpointed(reentrant, before=nn.Linear):
     def call(m, x):
         return m.second(checkpoint(m.first, m.before(x), use_reentrant=reentrant))
 
     first = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
-    return Model(call, before=nn.Linear(6, 6), first=first, second=nn.Linear(6, 6))
+    return Model(call, before=before(6, 6), first=first, second=nn.Linear(6, 6))
 
 
 class Reversed(torch.autograd.Function):
@@ -162,7 +162,9 @@ CASES = {
     "weight norm, a hook": (lambda: weight_norm(nn.Linear(6, 6)), vectors),
     "weight norm, a parametrization": (lambda: parametrizations.weight_norm(nn.Linear(6, 6)), vectors),
     "checkpoint, reentrant": (lambda: checkpointed(True), vectors),
+    "checkpoint, reentrant, of an input": (lambda: checkpointed(True, nn.Identity), vectors),  # trains nothing within
     "checkpoint": (lambda: checkpointed(False), vectors),
+    "checkpoint of an input": (lambda: checkpointed(False, nn.Identity), vectors),
 }
 # What these do in forward they do in evaluation too, which a training graph has no other form for.
 ONLY_TRAINING = {
@@ -172,7 +174,7 @@ ONLY_TRAINING = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("case", [*CASES, *ONLY_TRAINING])
 def test_trains_as_in_pytorch(case):
     make_layer, batch = (CASES | ONLY_TRAINING)[case]

@@ -5,7 +5,6 @@ And those of the attributes that the module has had, and of the parameters that 
 
 from __future__ import annotations
 
-import linecache
 import logging
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -22,6 +21,7 @@ from orttrainer.engine.attributes import OF_GRADIENTS, Attributes
 from orttrainer.engine.inference import inference_model
 from orttrainer.errors import ModelError, UnsupportedModelError
 from orttrainer.export.granted import unmet
+from orttrainer.export.told import shown
 from orttrainer.graph.subgraphs import node_inputs, subgraphs
 
 if TYPE_CHECKING:
@@ -228,8 +228,7 @@ class Ways:
         if (statement := unmet(forward.granted, batch, trains)) is not None:
             where = f" of sizes ({statement})"
         elif (condition := self._unmet(forward.conditions, batch, state, trains)) is not None:
-            line = linecache.getline(condition.file, condition.line).strip()
-            where = f" at {condition.file}:{condition.line} ({line})"
+            where = f" at {shown(condition.file, condition.line)}"
         return UnsupportedModelError(
             f"forward decides by values{where}, and on this batch otherwise than when its graph was made; {reason}. Nothing was "
             "changed. Use torch.where or masks instead, or run the module itself."

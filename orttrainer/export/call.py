@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils import checkpoint
 
 from orttrainer.describe import filled, leaves, mapped
 from orttrainer.errors import InvalidArgumentError, SchemaError, UnsupportedFeatureError, UnsupportedModelError
@@ -309,10 +309,27 @@ def register_once(module, updated):
 
 
 @contextlib.contextmanager
-def without_checkpoints():
-    """Run reentrant checkpoints as plain calls: they refuse `autograd.grad`, and compute under `no_grad`."""
-    with mock.patch.object(
-        CheckpointFunction, "apply", staticmethod(lambda function, preserve, *args: function(*args))
+def without_checkpoints(asked=lambda: None):
+    """Run checkpoints as plain calls: what they compute again, autograd does outside of any mode, with dropout.
+
+    Args:
+        asked: called where one asks whether its arguments have gradients, as the reentrant ones do: else PyTorch gives
+            none to the parameters within.
+    """
+
+    def reentrant(function, preserve, *args):
+        asked()
+        trains = any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
+        with contextlib.nullcontext() if trains else torch.no_grad():
+            return function(*args)
+
+    def around(function, preserve, contexts, *rest, **options):
+        with contexts()[0]:
+            yield
+
+    with (
+        mock.patch.object(checkpoint.CheckpointFunction, "apply", staticmethod(reentrant)),
+        mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", around),
     ):
         yield
 

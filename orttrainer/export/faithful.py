@@ -320,7 +320,10 @@ class MutedDropout(TorchFunctionMode):
         def asked():
             self.sees_gradients |= not told.by_torch()
 
-        with watched({torch.is_grad_enabled: asked}) as run, self:
+        def asked_by_checkpoint():
+            self.sees_gradients = True
+
+        with watched({torch.is_grad_enabled: asked}) as run, without_checkpoints(asked_by_checkpoint), self:
             self.sees_gradients = run is None
             yield
         self._run = run  # not before: dynamo, which may trace a part, goes through what a mode holds while that grows

@@ -17,6 +17,7 @@ import torch
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.counters import Counters
 from orttrainer.export.holdings import same_elements
+from orttrainer.export.told import place, shown
 
 __all__ = ["Generators", "HiddenState", "alike", "anew", "changes", "sampled"]
 
@@ -71,23 +72,26 @@ class HiddenState:
                 self._check_later(counters, counters.steady(moved, again), first, again)
             if drew:
                 if _differs_by_seed(again):
-                    raise _draws()
+                    raise _draws(again)
                 for number in (0.0, math.nextafter(1.0, 0.0)):
                     with _drawing(number):
-                        if not alike(again(), first, tolerance):
-                            raise _draws()
+                        same = alike(again(), first, tolerance)
+                    if not same:
+                        raise _draws(again)
                 log.warning(
                     "forward draws random numbers of Python's or NumPy's. They made no difference in %s calls; where "
                     "they do, a graph repeats those of the first batch for ever. Draw them with torch.",
                     2 + _MORE_CALLS,
                 )
             return None
+        if drew and _differs_by_seed(again):  # beside what it changes, as the hooks that a first call sets
+            raise _draws(again)
         if registered:
             return anew(registered)
         if names:
             return changes(names)
         if drew:
-            raise _draws()
+            raise _draws(again)
         return UnsupportedModelError(
             "forward gives something else when it is called again on the same batch, with the same parameters and buffers: it "
             "computes with something that changes and that a graph cannot see, such as a global variable, an attribute of a "
@@ -131,12 +135,33 @@ def anew(names: Sequence[str]) -> UnsupportedModelError:
     )
 
 
-def _draws() -> UnsupportedModelError:
+def _draws(call: Callable) -> UnsupportedModelError:
     return UnsupportedModelError(
-        "forward draws random numbers of Python's or NumPy's and computes with them; a graph would repeat those of the first "
-        "batch for ever. Draw them with torch, or before each step and pass them as an input, by which forward may decide, or "
-        "switch that off (layerdrop=0, for example)."
+        f"forward draws random numbers of Python's or NumPy's{_drawn_at(call)} and computes with them; a graph would repeat "
+        f"those of the first batch for ever. Draw them with torch, or before each step and pass them as an input, by which "
+        f"forward may decide (as mask_time_indices of Wav2Vec2Model), or switch that off (layerdrop=0, for example, or "
+        f"apply_spec_augment=False in a config of transformers)."
     )
+
+
+def _drawn_at(call: Callable) -> str:
+    """Where it first asks the module `random` or `np.random` for a number; "" where it asks neither, but their functions alone."""
+    places = []
+
+    def noted(function: Callable) -> Callable:
+        def drawing(*args: Any, **options: Any) -> Any:
+            places.append(place())
+            return function(*args, **options)
+
+        return drawing
+
+    with contextlib.ExitStack() as watched:
+        for module, generator in ((random, random.random.__self__), (np.random, np.random.rand.__self__)):
+            methods = {name: x for name, x in vars(module).items() if getattr(x, "__self__", None) is generator}
+            watched.enter_context(mock.patch.multiple(module, **{name: noted(x) for name, x in methods.items()}))
+        with contextlib.suppress(Exception):  # the module's own, by numbers that it has not had yet
+            call()
+    return f" at {shown(*places[0])}" if places else ""
 
 
 def sampled(outputs: Outputs) -> tuple[torch.Tensor, ...]:

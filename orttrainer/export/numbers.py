@@ -6,7 +6,6 @@ attributes, and from buffers that it does not change. The numbers themselves are
 
 from __future__ import annotations
 
-import linecache
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from torch._subclasses import FakeTensor
 
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.conditions import decides
-from orttrainer.export.told import MOST_TOLD, NUMBERS, UNTOLD, by_torch, place, takes
+from orttrainer.export.told import MOST_TOLD, NUMBERS, UNTOLD, by_torch, place, shown, takes
 from orttrainer.export.untouched import written
 
 try:
@@ -137,7 +136,7 @@ class Numbers:
         origins.discard(_SIZE)
         if not origins <= constants:
             raise UnsupportedModelError(
-                f"forward gives Python values of a tensor at {file}:{line} ({linecache.getline(file, line).strip()}), and the "
+                f"forward gives Python values of a tensor at {shown(file, line)}, and the "
                 "older exporter, which is asked where the newer one cannot export a module, would keep those of the first batch "
                 "for ever. Compute with tensors instead."
             )

@@ -7,6 +7,7 @@ This is what an observed forward writes down; `hints` is what a trace makes of i
 
 from __future__ import annotations
 
+import linecache
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -84,6 +85,11 @@ class Told(NamedTuple):
 def place() -> tuple[str, int]:
     """File and line that called, of the nearest that are neither ours nor torch's."""
     return _caller(PASSED)
+
+
+def shown(file: str, line: int) -> str:
+    """A place as messages have it, with what stands there."""
+    return f"{file}:{line} ({linecache.getline(file, line).strip()})"
 
 
 def by_torch() -> bool:
