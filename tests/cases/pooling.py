@@ -16,7 +16,9 @@ def average_pool(rank, *args, **kwargs):
 CASES = [
     Case("MaxPool", (2, 3, 7), distinct=True, name="1d", kernel_shape=[2], strides=[2], torch=max_pool(1, 2)),
     Case("MaxPool", (2, 3, 6, 8), distinct=True, name="2d", kernel_shape=[2, 2], strides=[2, 2], torch=max_pool(2, 2)),
-    Case("MaxPool", (1, 2, 10, 5), distinct=True, name="large", kernel_shape=[5, 5], strides=[5, 5], torch=max_pool(2, 5)),
+    Case(
+        "MaxPool", (1, 2, 10, 5), distinct=True, name="large", kernel_shape=[5, 5], strides=[5, 5], torch=max_pool(2, 5)
+    ),
     Case(
         "MaxPool",
         (1, 2, 4, 4, 5),

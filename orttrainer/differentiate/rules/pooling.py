@@ -19,7 +19,6 @@ from orttrainer.differentiate.rules.tools import (
 )
 from orttrainer.differentiate.rules.windows import Window, ranked, reshape, sizes
 
-
 MOST_COMPARED = 16  # elements of a window: with more of them the Indices take less time than ten passes over all
 
 
