@@ -14,6 +14,11 @@ from orttrainer.export.told import UNTOLD
 
 __all__ = ["condensed", "decides_by_size", "failure", "lacks_numbers", "refuse_frozen_decision"]
 
+_ARRAYS_OF_OBJECTS = (
+    "loop of ufunc does not support argument",
+    "np.ndarray of type numpy.object_",
+)  # what NumPy and torch say
+
 
 def failure(wrapper, inputs, failures):
     """One error with both exporters' reasons, of the class that says most; the reason alone where it is NaN."""
@@ -39,8 +44,14 @@ def failure(wrapper, inputs, failures):
 
 
 def refuse_frozen_decision(module, error):
-    """Stop where forward decides by tensor values: a trace would freeze the first decision."""
-    if _is_data_dependent(cause := _root(error)):
+    """Stop where forward decides by tensor values, or gives them to NumPy: a trace would freeze the first ones."""
+    if isinstance(cause := _root(error), TypeError) and any(text in str(cause) for text in _ARRAYS_OF_OBJECTS):
+        raise UnsupportedModelError(
+            f"{type(module).__name__}.forward leaves torch for NumPy{_place(cause)}, and the numbers of an array are not known while "
+            f"a graph is made: NumPy's operators, sums and sort can do without, this function cannot ({condensed(error)}).\n"
+            f"Compute with the tensor itself (x.round(), torch.sign(x)), or give the model the result as an input."
+        ) from error
+    if _is_data_dependent(cause):
         raise UnsupportedModelError(
             f"{type(module).__name__}.forward makes a number of a tensor's value{_place(cause)}, which Python has to know; a graph would "
             f"repeat the first batch's for ever: {condensed(error)}\n"
