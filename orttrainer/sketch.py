@@ -146,7 +146,8 @@ class Trainer(FrontEnd):
         Args:
             batch: the inputs of the model and, with a criterion, the label last: `step(x, y)`,
                 `step(x1, x2, y)` or `step((x1, x2), y)`; inputs by name as `step({"x": x}, y)`.
-                Each may be several tensors in tuples, lists and dicts: `step(x, (h, c), (y1, y2))`.
+                Each may be several tensors in tuples, lists and dicts: `step(x, (h, c), (y1, y2))`; a list that is the
+                only input goes into a tuple, for one is taken apart: `step((xs,), y)`.
 
         Returns:
             The loss, a 0-d tensor from before the update, and what the model predicted: a tensor,

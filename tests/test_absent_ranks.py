@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import unittest.mock
 
 import pytest
 import torch
@@ -39,8 +40,11 @@ def test_a_rank_that_ends_before_the_others_ends_the_run_with_an_error(launcher,
     assert result.stdout.count("made step") == 2 * steps  # both ranks made the steps that both have a batch for
 
 
-def test_a_rank_that_fails_before_its_first_trainer_ends_the_others():
-    result = launch("mpiexec", "early_end.py", "-1", timeout=120)  # else rank 0 waits in MPI_Init
+@pytest.mark.parametrize(
+    "steps", [pytest.param("-1", id="before MPI"), pytest.param("-2", id="in MPI", marks=pytest.mark.slow)]
+)
+def test_a_rank_that_fails_before_its_first_trainer_ends_the_others(steps):
+    result = launch("mpiexec", "early_end.py", steps, timeout=120)  # else they wait in MPI_Init, or MPI_Finalize
     assert result.returncode != 0
     assert "ValueError: no data on this machine" in result.stderr
 
@@ -51,7 +55,8 @@ def test_an_early_failure_asks_on_the_launcher_s_own_connection_only(monkeypatch
     seen = []
     monkeypatch.setattr(sys, "excepthook", lambda *error: seen.append(error[0]))
     monkeypatch.setattr(early_failure, "_TIME_TO_FORWARD", 0)
-    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    for name in ("mpi4py.MPI", "orttrainer.distributed.mpi"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     with ours, theirs, open(tmp_path / "other", "w+b", 0) as other:
         for number, size in ((ours.fileno(), 1), (other.fileno(), 2), (999_999, 2)):
             monkeypatch.setenv("PMI_SIZE", str(size))
@@ -63,10 +68,20 @@ def test_an_early_failure_asks_on_the_launcher_s_own_connection_only(monkeypatch
         early_failure.end_all_ranks_on_failure()
         sys.excepthook(ValueError, ValueError("x"), None)
         assert theirs.recv(99) == b"cmd=abort exitcode=1\n"
+        with monkeypatch.context() as imported:
+            mpi = unittest.mock.Mock(**{"Is_finalized.return_value": False})
+            imported.setitem(sys.modules, "mpi4py.MPI", mpi)
+            sys.excepthook(TypeError, TypeError("x"), None)
+            mpi.COMM_WORLD.Abort.assert_called_once_with(1)
+            imported.setitem(
+                sys.modules, "orttrainer.distributed.mpi", None
+            )  # a trainer's hook is called behind this one
+            sys.excepthook(TypeError, TypeError("x"), None)
+            mpi.COMM_WORLD.Abort.assert_called_once_with(1)
         os.dup2(other.fileno(), ours.fileno())
         sys.excepthook(KeyError, KeyError("x"), None)
         assert other.tell() == 0
-    assert seen == [ValueError, KeyError]
+    assert seen == [ValueError, TypeError, TypeError, KeyError]
 
 
 @pytest.mark.slow

@@ -333,6 +333,24 @@ def test_outputs_are_counted_of_a_module_with_derivatives():
     torch.testing.assert_close(trainer.step(*vectors(0))[0], expected.detach())
 
 
+def chosen(y):
+    return torch.stack([y, 2 * y]).take_along_dim(y.argsort()[None, :2], 1).mul(torch.tensor([1.0, 2.0])).sum()
+
+
+def determinants(y):
+    outer = y.outer(y) + torch.eye(6)
+    return torch.det(outer[:1, :1]) + torch.linalg.det(outer[1:3, 2:4]) + outer[:3, 1:4].det()
+
+
+@pytest.mark.parametrize("function", [chosen, determinants])
+def test_what_is_computed_for_each_sample_trains_as_in_pytorch(function):
+    def compute(u, x):
+        return func.vmap(lambda z: function(z * u(z)))(x)
+
+    one_size = vectors(0)  # some are exported for one batch size at a time, which takes seconds each
+    assert_trains_as_in_pytorch(lambda: Derived(compute), lambda step: [x + step for x in one_size], evaluates=True)
+
+
 def under_no_grad(y):
     with torch.no_grad():
         return y.exp()

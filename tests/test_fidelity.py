@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from orttrainer import IODescription, ModelDescription
-from orttrainer.errors import UnsupportedModelError
+from orttrainer.errors import ExportError
 
 
 def sequences(step: int) -> list[torch.Tensor]:
@@ -294,7 +294,18 @@ def test_embeddings_train_as_in_pytorch(case):
 # ---------------------------------------------------------------- refused by name
 
 
+def chosen(choice):
+    """Scores, times what is chosen of a batch."""
+    return lambda: Model(lambda m, x: m.layer(x.nan_to_num()) * choice(x).nan_to_num(), layer=nn.Linear(6, 6))
+
+
+UNKNOWN = [torch.tensor([[float("nan"), 3, 1, 2, 7, 5], [4, 1, float("nan"), 9, 2, 3]])]
+NAN_IN_ORDER = (
+    r"compares values among which is NaN \({} at .*test_fidelity.py:.*instead of(?s:.*)Put a number for NaN before"
+)
 REFUSED = {
+    "the largest, of NaN": (chosen(lambda x: x.argmax(1, keepdim=True) + 1.0), UNKNOWN, NAN_IN_ORDER.format("argmax")),
+    "the least in order, of NaN": (chosen(lambda x: x.topk(6, largest=False)[0]), UNKNOWN, NAN_IN_ORDER.format("topk")),
     "a bag by frequency": (
         lambda: nn.EmbeddingBag(6, 3, scale_grad_by_freq=True), [TOKENS], "bag with scale_grad_by_freq",
     ),
@@ -309,5 +320,5 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_has_no_faithful_form_is_refused_by_name(case):
     make_layer, inputs, text = REFUSED[case]
-    with pytest.raises(UnsupportedModelError, match=text):
+    with pytest.raises(ExportError, match=text):
         make(Loss(make_layer()), loss_fn=None, desc=described(inputs)).train_step(*inputs, RATE)

@@ -295,12 +295,13 @@ class Speaking(nn.Module):
         print("forward of", tuple(x.shape))
         print("forward of", tuple(x.shape), file=sys.stderr)
         warnings.warn(f"forward of {tuple(x.shape)}", stacklevel=1)
+        logging.getLogger("model").warning("forward of %s", tuple(x.shape))
         breakpoint()
         return self.layer(x)
 
 
 @pytest.mark.parametrize("front_end", ["first generation", "torch loop"])
-def test_forward_is_heard_once_and_of_the_batch_that_it_was_given(front_end, capfd, recwarn, monkeypatch):
+def test_forward_is_heard_once_and_of_the_batch_that_it_was_given(front_end, capfd, recwarn, caplog, monkeypatch):
     stops = []
     monkeypatch.setattr(sys, "breakpointhook", lambda: stops.append(1))
     module = Speaking()
@@ -313,6 +314,7 @@ def test_forward_is_heard_once_and_of_the_batch_that_it_was_given(front_end, cap
     said = "forward of (6, 4)"
     assert [*capfd.readouterr()] == [f"{said}\n"] * 2
     assert [str(warning.message) for warning in recwarn] == [said]
+    assert [record.getMessage() for record in caplog.records if record.name == "model"] == [said]
     assert stops == [1]
 
 

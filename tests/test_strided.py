@@ -27,7 +27,19 @@ def overlapping(x):
     return x.as_strided((size[0], size[1] - 1, 2, *size[2:]), (stride[0], stride[1], *stride[1:]))
 
 
+def written(x, size, step):
+    """A copy, the first elements of whose windows are larger."""
+    x = x.clone()
+    x.unfold(1, size, step)[..., 0].mul_(5)
+    return x
+
+
 VIEWS = {
+    "windows side by side, written": lambda y: written(y, 3, 3),
+    "windows with gaps, written": lambda y: written(y, 1, 2),
+    "windows of rows": lambda y: y.t().unfold(0, 2, 2),
+    "windows with a gap at the end": lambda y: y.unfold(-1, 2, 3)[:, :, 1] + y.sum().unfold(0, 1, 1),
+    "windows of which the last has no gap": lambda y: y[:, :4].unfold(-1, 1, 3),
     "as it lies": lambda y: y.as_strided((y.shape[0], 5, 2), (6, 1, 1)),
     "transposed": lambda y: y.t().as_strided((y.shape[0], 2), (6, 3)),
     "of a transposed view's own strides": lambda y: overlapping(y.view(-1, 3, 2).transpose(1, 2)),

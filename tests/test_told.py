@@ -226,6 +226,12 @@ def masked_select(m, x, label):
 
 
 @form(1)
+def another_size_of_an_image(m, x, label):
+    size = label.max() + 1, label.sum()  # as ViLT resizes its positions, to what a mask leaves
+    return F.interpolate(m.hidden(x)[None, None], size=size, mode="bilinear", align_corners=True).square().mean()
+
+
+@form(1)
 def a_log(m, x, label):
     h = m.hidden(x)
     print(f"{h.mean():.3f} {h.mean().item()} {label.sum():3d}", label.sum())
@@ -299,6 +305,14 @@ REFUSED = {
     "an array of NumPy's": (
         lambda m, x, label: m.hidden(x).square().mean() * float(np.linalg.det(x[:4].numpy())),
         r"gives Python values of a tensor at .*test_told\.py:\d+ \(.*linalg\.det",
+    ),
+    "an array that NumPy rounds": (
+        lambda m, x, label: (m.hidden(x) * torch.from_numpy(x[:, :1].numpy().round(1))).square().mean(),
+        r"leaves torch for NumPy at .*test_told\.py:\d+ \(.*round(?s:.*)Compute with the tensor itself",
+    ),
+    "a sign by NumPy": (
+        lambda m, x, label: (m.hidden(x) * torch.as_tensor(np.sign(x[:, :1].numpy()))).square().mean(),
+        r"leaves torch for NumPy at .*test_told\.py:\d+ \(.*np\.sign(?s:.*)Compute with the tensor itself",
     ),
 }
 

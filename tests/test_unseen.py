@@ -67,3 +67,30 @@ def test_what_is_written_by_way_of_data_trains_as_in_pytorch(change):
 @pytest.mark.parametrize("change", UNDER_NO_GRAD.values(), ids=UNDER_NO_GRAD)
 def test_what_is_written_under_no_grad_trains_as_in_pytorch(change):
     assert_trains_as_in_pytorch(lambda: Overwritten(change, False), vectors, evaluates=True)
+
+
+def shown_by_its_data(change):
+    """What is written to y, by what shows its memory without a gradient."""
+
+    def of(y):
+        data, part = y.detach(), y[:, 1:3].data
+        change(y)
+        return y * data.sum(1, keepdim=True) + part.mul(2.0).sum()
+
+    return of
+
+
+SHOWN = {
+    "all": lambda y: y.mul_(2.0),
+    "by a mask": lambda y: y.masked_fill_(late(y), -1.0),
+    "a view": lambda y: y[:, 2].exp_(),
+    "elements": lambda y: y.__setitem__((slice(None), 1), y[:, 0].clone()),
+    "other data": lambda y: y.data[:, 2].mul_(3.0),
+    "data assigned": lambda y: setattr(y, "data", y.data * 2.0),
+    "another form": lambda y: y.unsqueeze_(0).squeeze_(0),
+}
+
+
+@pytest.mark.parametrize("change", in_turn(SHOWN))
+def test_data_shows_what_is_written_behind_it_as_in_pytorch(change):
+    assert_trains_as_in_pytorch(lambda: Overwritten(shown_by_its_data(change), True), vectors, evaluates=True)

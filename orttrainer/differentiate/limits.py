@@ -87,6 +87,14 @@ LIMITS = (
         "there is no derivative: the rule takes the subgradient that PyTorch takes, and says which",
     ),
     Limit(
+        "TopK", "a tie of which some are chosen",
+        "ONNX Runtime chooses the first places; PyTorch's topk, kthvalue and median those that a partial sort happens to leave",
+    ),
+    Limit(
+        "TopK, ArgMax, ArgMin, ReduceMax, ReduceMin, MaxPool", "values among which is NaN",
+        "PyTorch takes NaN for the largest, ONNX Runtime for any; refused where the first batch of a module shows the difference",
+    ),
+    Limit(
         "Pad", "modes reflect, edge and wrap of an axis that negative widths leave empty",
         "there is nothing to repeat", ("an axis of which its negative widths leave nothing",),
     ),

@@ -1,4 +1,4 @@
-"""A rank that fails before its first trainer, where the others would wait for it in MPI_Init for ever."""
+"""A rank that fails before its first trainer, where the others would wait for it in MPI for ever."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ __all__ = ["end_all_ranks_on_failure", "let_it_be_forwarded"]
 # on a busy machine that was the traceback.
 _TIME_TO_FORWARD = 1.0
 
+_HAS_ITS_OWN = "orttrainer.distributed.mpi"  # the room of the hook that trainers install
+
 
 def end_all_ranks_on_failure() -> None:
-    """Let an uncaught exception that comes before MPI is initialised end all ranks, as later ones do.
+    """Let an uncaught exception that comes before the first trainer end all ranks, as later ones do.
 
-    MPICH's mpiexec takes a process that ends so for one that has no use for MPI. It is asked in its own protocol, PMI-1, on
-    the connection that it gave to each rank; Open MPI's and torchrun need no asking. Does nothing elsewhere.
+    Before MPI is initialised, MPICH's mpiexec takes a process that ends so for one that has no use for MPI. It is asked in
+    its own protocol, PMI-1, on the connection that it gave to each rank; Open MPI's and torchrun need no asking. Where the
+    script has initialised MPI, as an import of `mpi4py.MPI` does, MPI is asked. Does nothing elsewhere.
     """
     size, connection = os.environ.get("PMI_SIZE", ""), os.environ.get("PMI_FD", "")
     if not (size.isdecimal() and int(size) > 1 and connection.isdecimal()):
@@ -39,7 +42,7 @@ def let_it_be_forwarded() -> None:
 
 
 class _AskForTheEnd:
-    """An excepthook: print the traceback as before; where MPI is not initialised yet, ask for the end of all ranks."""
+    """An excepthook: print the traceback as before; where no trainer has one of its own yet, ask for the end of all ranks."""
 
     def __init__(self, connection: int, identity: int, previous: Callable[..., Any]) -> None:
         self._connection, self._identity, self._previous = connection, identity, previous
@@ -47,11 +50,18 @@ class _AskForTheEnd:
 
     def __call__(self, kind: type, error: BaseException, traceback: Any) -> None:
         self._previous(kind, error, traceback)
-        if "mpi4py.MPI" in sys.modules or os.getpid() != self._process or _socket(self._connection) != self._identity:
+        if _HAS_ITS_OWN in sys.modules or os.getpid() != self._process:
+            return
+        mpi = sys.modules.get("mpi4py.MPI")
+        runs = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
+        if not runs and _socket(self._connection) != self._identity:
             return
         rank, size = os.environ.get("PMI_RANK"), os.environ["PMI_SIZE"]
         print(f"orttrainer: rank {rank} failed before its first trainer, ending all {size} ranks", file=sys.stderr)
         let_it_be_forwarded()
+        if runs:
+            mpi.COMM_WORLD.Abort(1)
+            return
         with contextlib.suppress(OSError):
             os.write(self._connection, b"cmd=abort exitcode=1\n")
 

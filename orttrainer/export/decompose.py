@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from torch._C._functorch import is_batchedtensor
 from torch.utils import _pytree as pytree
 
 from orttrainer.export.constants import fold, memory
@@ -116,11 +117,13 @@ def _form(node: torch.fx.Node) -> _Form:
     """The node as a function.
 
     Raises:
-        _NotByNodes: it has graphs of its own, or effects that are not known here.
+        _NotByNodes: it has graphs of its own, or effects that are not known here, or is for each sample alone.
     """
     target = node.target
     if node.op != "call_function" or isinstance(target, torch._ops.HigherOrderOperator):
         raise _NotByNodes(f"{node} has a graph of its own")
+    if any(isinstance(x, torch.Tensor) and is_batchedtensor(x) for x in pytree.tree_leaves(node.meta.get("val"))):
+        raise _NotByNodes(f"{node} is one sample's, within torch.vmap")
     if not isinstance(target, torch._ops.OpOverload) or target is aten.dropout.default:
         return _Form(target)  # a function of Python's, on sizes; dropout torch only takes for one with effects
     if target is aten.batch_norm.default and _updates_statistics(*node.args):

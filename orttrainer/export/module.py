@@ -7,9 +7,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import os
-import sysconfig
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -18,10 +15,11 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from orttrainer import signals
 from orttrainer.describe import InputSchema, ModelDescription
-from orttrainer.errors import ExportError, InvalidArgumentError, RuntimeNotFoundError, UnsupportedModelError
+from orttrainer.errors import ExportError, InvalidArgumentError, RuntimeNotFoundError
 from orttrainer.export.call import OUTSIDE, LossModule, check_layers, state_names
 from orttrainer.export.check import check_dropouts, check_values, compare_evaluation, warn_of_evaluation
 from orttrainer.export.child import Child, SharedTensors, may_fork
+from orttrainer.export.failures import condensed, decides_by_size, failure, lacks_numbers, refuse_frozen_decision
 from orttrainer.export.forward_graph import MAX_OPSET, MIN_OPSET, ForwardGraph
 from orttrainer.export.granted import unmet
 from orttrainer.export.initializers import copy_constants
@@ -29,7 +27,6 @@ from orttrainer.export.observation import observe
 from orttrainer.export.outside import modules_of
 from orttrainer.export.parcel import packed, unpacked
 from orttrainer.export.sizes import without_ones
-from orttrainer.export.told import UNTOLD
 
 __all__ = ["Beside", "export_module", "with_more_rows"]
 
@@ -165,7 +162,7 @@ class _Job:
 
     def exported(self) -> ForwardGraph:
         """The graph of the first exporter whose graph does what the module does."""
-        module, failures = self.wrapper.module, {}
+        failures = {}
         exporters = ("dynamo", "dynamo_whole", "torchscript")
         attempts = collections.deque(itertools.product(exporters, self._cache_choices()))
         while attempts:
@@ -184,7 +181,7 @@ class _Job:
             except RuntimeNotFoundError:
                 raise
             except Exception as error:  # exporters raise anything
-                log.info("the %s exporter failed: %s", exporter, _condensed(error))
+                log.info("the %s exporter failed: %s", exporter, condensed(error))
                 if self._may_try_again(exporter, error):
                     self.example = self.inputs  # the numbers that it needs are theirs, or the sizes
                     attempts.appendleft((exporter, forget_cached))
@@ -193,22 +190,22 @@ class _Job:
                 if exporter != of_one_size[0] and of_one_size not in attempts:
                     if isinstance(error, _OtherSizes):
                         attempts.appendleft(of_one_size)
-                    elif _decides_by_size(error):  # without what is cached it may not; TorchScript would not say so
+                    elif decides_by_size(error):  # without what is cached it may not; TorchScript would not say so
                         attempts.insert([name for name, _ in attempts].index("torchscript"), of_one_size)
-                _refuse_frozen_decision(module, error)
+                refuse_frozen_decision(self.wrapper.module, error)
                 failures.setdefault(exporter, error)
             else:
                 if self.check:
                     warn_of_evaluation(self._evaluated())
                 copy_constants(forward.model.graph, {*forward.parameters, *forward.buffers})
                 return forward
-        raise _failure(module, failures)
+        raise failure(self.wrapper, self.inputs, failures)
 
     def _may_try_again(self, exporter, error) -> bool:
         """Whether an exporter that failed has another way: told what only a batch tells, or of this batch's sizes."""
         if exporter == "torchscript":
             return isinstance(error, _OtherSizes) and self.example is not self.inputs
-        return not _decides_by_size(error) and self.wrapper.followed.more_hints(_lacks_numbers(error))
+        return not decides_by_size(error) and self.wrapper.followed.more_hints(lacks_numbers(error))
 
     def dynamo(self, forget_cached=False):
         return _exporters().by_dynamo(self, forget_cached, self.by_nodes)
@@ -374,47 +371,6 @@ def _check_names(module, description):
             )
 
 
-def _failure(module, failures):
-    """One error with both exporters' reasons, of the class that says most."""
-    classes = [type(error) for error in failures.values() if isinstance(error, ExportError)]
-    reasons = "".join(f"\n  {exporter}: {_condensed(error)}" for exporter, error in failures.items())
-    error = (classes or [ExportError])[0](
-        f"{type(module).__name__} could not be exported to ONNX as it trains:{reasons}\n"
-        f"Take data-dependent Python (if, int(), .item() on tensors) out of forward, or pass an "
-        f"ONNX model."
-    )
-    error.__cause__ = failures["dynamo"]
-    return error
-
-
-def _refuse_frozen_decision(module, error):
-    """Stop where forward decides by tensor values: a trace would freeze the first decision."""
-    if _is_data_dependent(cause := _root(error)):
-        raise UnsupportedModelError(
-            f"{type(module).__name__}.forward makes a number of a tensor's value{_place(cause)}, which Python has to know; a graph would "
-            f"repeat the first batch's for ever: {_condensed(error)}\n"
-            f"Compute with the tensor itself (x.round() for round(x.item())), or use torch.where or masks. If only the first call does "
-            f"so, as an initialization by the first batch, run one batch through the module, then make the trainer."
-        ) from error
-
-
-def _is_data_dependent(cause) -> bool:
-    return "DataDependent" in type(cause).__name__ or "data-dependent" in str(cause)[:500]
-
-
-def _lacks_numbers(error) -> bool:
-    """Whether the exporter would have had to know numbers that only a batch tells: also for a key, or in a name."""
-    cause = _root(error)
-    return _is_data_dependent(cause) or any(
-        text in str(cause)[:500] for text in ("unhashable type: non-nested SymInt", UNTOLD)
-    )
-
-
-def _decides_by_size(error) -> bool:
-    """Whether the exporter would have made a constant of an axis that may vary."""
-    return "inferred ranges from model tracing" in str(_root(error))[:500]
-
-
 class _OtherSizes(ExportError):
     """The graph is right for batches of other sizes than the one that it was made of."""
 
@@ -422,29 +378,3 @@ class _OtherSizes(ExportError):
 def _check_granted(forward, batch):
     if (statement := unmet(forward.granted, batch)) is not None:
         raise _OtherSizes(f"the graph is one for {statement}, which the first batch has not")
-
-
-def _place(error):
-    """Where the last line stands that led to the error and is neither torch's, ours nor Python's own."""
-    paths = sysconfig.get_paths()
-    passed = torch.__path__[0], os.path.dirname(os.path.dirname(__file__))
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(passed)]
-    frames = [
-        f for f in frames if f.filename.startswith(paths["purelib"]) or not f.filename.startswith(paths["stdlib"])
-    ]
-    return f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
-
-
-def _root(error):
-    while type(error).__name__ in ("TorchExportError", "ConversionError") and error.__cause__:
-        error = error.__cause__
-    return error
-
-
-def _condensed(error):
-    """Type and first telling line of an exporter's text, which can fill pages."""
-    error = _root(error)
-    if isinstance(error, ExportError):
-        return str(error)
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"

@@ -49,7 +49,7 @@ def silence():
 
 @contextlib.contextmanager
 def unheard():
-    """Drop warnings, and what this thread prints: forward is called several times, and on batches that nobody gave it.
+    """Drop warnings, and what this thread prints or logs: forward is called several times, and on batches that nobody gave it.
 
     `breakpoint()` does nothing here, as its questions would not be seen.
     """
@@ -59,9 +59,21 @@ def unheard():
         contextlib.redirect_stdout(_OfOtherThreads(sys.stdout)),
         contextlib.redirect_stderr(_OfOtherThreads(sys.stderr)),
         mock.patch.object(sys, "breakpointhook", _nothing),
+        mock.patch.object(logging.Logger, "handle", _ours_or_of_other_threads(logging.Logger.handle)),
     ):
         warnings.simplefilter("ignore")
         yield
+
+
+def _ours_or_of_other_threads(handle):
+    """`logging.Logger.handle`, which drops the records of this thread, but for those of this package."""
+    thread = threading.get_ident()
+
+    def call(logger, record):
+        if threading.get_ident() != thread or record.name.partition(".")[0] == "orttrainer":
+            handle(logger, record)
+
+    return call
 
 
 class _OfOtherThreads:

@@ -7,6 +7,8 @@ driver does not pass.
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import library
 from torch._C._functorch import is_batchedtensor
@@ -66,10 +68,13 @@ def detached(x):
     """`x.detach()`, which shows the memory of `x`: a buffer may be changed through it.
 
     What stands for it where `x` has a gradient has an attribute `data_of`: in `x.data = x.data.to(device)` nothing is written.
+    What `x` is a view of has it among its `copies`.
     """
     if x.requires_grad or is_batchedtensor(x):  # of which `torch.vmap` does not say whether it does
         result = stopped(x)
         result.data_of = x
+        memory = x if x._base is None else x._base
+        memory.copies = [*getattr(memory, "copies", ()), weakref.ref(result)]
         return result
     return torch.view_as_complex(torch.view_as_real(x).detach()) if x.is_complex() else x.detach()
 

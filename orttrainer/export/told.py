@@ -46,6 +46,7 @@ _MAKERS = "arange empty eye linspace ones rand randn tril_indices triu_indices z
 _READ = {  # which of their arguments are numbers
     torch.full: slice(0, 1),
     torch.Tensor.new_full: slice(1, 2),
+    F.interpolate: slice(1, 2),
     F.one_hot: slice(1, None),
     torch._C._nn.pad: slice(1, 2),
     **{getattr(torch, name): slice(0, None) for name in _MAKERS.split()},

@@ -3,7 +3,7 @@
     y.data.masked_fill_(mask, -1)          with torch.no_grad(): y[:, 0].mul_(2)
 
 In PyTorch only values change by that: a buffer gets no gradient, and what forward has computed keeps the one that it
-had. In a trace the `data` of the latter is a copy, from which what is written to it has to be written back.
+had. In a trace the `data` of the latter is a copy: what is written to one of them has to be written to the other.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from torch.utils import _pytree as pytree
 
 from orttrainer.export.changed_parameters import VIEWS
 from orttrainer.export.stop_gradient import detached, stopped
-from orttrainer.export.untouched import memory_of, written
+from orttrainer.export.untouched import SET_DATA, memory_of, written
 
 __all__ = ["copied", "write", "write_back", "written_apart"]
+
+_FORMS = {"squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"}  # change no values
 
 
 def write(x: torch.Tensor, value: torch.Tensor) -> None:
@@ -32,11 +34,22 @@ def write(x: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def write_back(func: Callable, args: tuple, kwargs: dict) -> None:
-    """Write to what forward computed what a call wrote to its `data`, or to a view of that."""
+    """Write to what forward computed what a call wrote to its `data`, or to a view of that; and what it wrote there to its `data`."""
     for target in written(func, args, kwargs) if torch.compiler.is_exporting() else ():
-        copy = target if target._base is None else target._base
+        copy = _viewed(target)
         if _computed(x := getattr(copy, "data_of", None)):
             write(x, copy)
+        if func == SET_DATA or getattr(func, "__name__", "") in _FORMS:
+            continue
+        for other in [known() for known in getattr(_viewed(copy if x is None else x), "copies", ())]:
+            if other is not None and other is not copy and _computed(other.data_of):
+                with torch.no_grad():
+                    other.copy_(stopped(other.data_of))
+
+
+def _viewed(x: torch.Tensor) -> torch.Tensor:
+    """What `x` is a view of, or itself."""
+    return x if x._base is None else x._base
 
 
 def copied(func: Callable, args: tuple) -> torch.Tensor | None:

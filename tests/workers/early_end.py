@@ -1,10 +1,11 @@
 """One rank of a run in which rank 1 ends after some steps, and rank 0 goes on.
 
-python early_end.py <steps>: -1 fails before the first trainer
+python early_end.py <steps>: -1 fails before the first trainer, -2 after an import of mpi4py.MPI
 """
 
 from __future__ import annotations
 
+import importlib
 import pathlib
 import sys
 
@@ -16,6 +17,8 @@ from orttrainer.distributed import find_collective, find_launch
 
 
 def main(steps: int) -> None:
+    if steps == -2:
+        importlib.import_module("mpi4py.MPI")
     if steps < 0 and find_launch().rank == 1:
         raise ValueError("no data on this machine")
     rank = find_collective().rank

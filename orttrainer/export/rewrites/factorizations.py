@@ -225,8 +225,19 @@ class _Det(Function):
 
 
 def _det(A, *, out=None):
-    """torch.linalg.det; of large matrices of float64, of which ONNX Runtime has none."""
-    return torch.linalg.det(A) if A.dtype != torch.float64 or A.shape[-1] <= 3 else applied(_Det, A)
+    """torch.linalg.det; also of large matrices of float64, of which ONNX Runtime has none, and of small ones within `torch.vmap`."""
+    small = A.shape[-1] <= 3
+    if torch._C._are_functorch_transforms_active():
+        return _det_by_products(A) if small else applied(_Det, A)
+    return torch.linalg.det(A) if A.dtype != torch.float64 or small else applied(_Det, A)
+
+
+def _det_by_products(A):
+    """The determinant of a matrix of at most three rows."""
+    if A.shape[-1] < 3:
+        diagonal = A.diagonal(dim1=-2, dim2=-1).prod(-1)
+        return diagonal if A.shape[-1] == 1 else diagonal - A[..., 0, 1] * A[..., 1, 0]
+    return (torch.linalg.cross(A[..., 0, :], A[..., 1, :]) * A[..., 2, :]).sum(-1)
 
 
 class _Slogdet(Function):

@@ -1,0 +1,103 @@
+"""Why no exporter took a module, in one error of ours."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+import traceback
+
+import torch
+
+from orttrainer.errors import ExportError, ExportMismatchError, UnsupportedModelError
+from orttrainer.export.nan_order import nan_in_order
+from orttrainer.export.told import UNTOLD
+
+__all__ = ["condensed", "decides_by_size", "failure", "lacks_numbers", "refuse_frozen_decision"]
+
+_ARRAYS_OF_OBJECTS = (
+    "loop of ufunc does not support argument",
+    "np.ndarray of type numpy.object_",
+)  # what NumPy and torch say
+
+
+def failure(wrapper, inputs, failures):
+    """One error with both exporters' reasons, of the class that says most; the reason alone where it is NaN."""
+    name = type(wrapper.module).__name__
+    mismatch = next((error for error in failures.values() if isinstance(error, ExportMismatchError)), None)
+    if mismatch is not None and (ordered := nan_in_order(wrapper, inputs)) is not None:
+        error = ExportMismatchError(
+            f"{name}.forward compares values among which is NaN ({ordered}). PyTorch takes NaN for the largest number, ONNX "
+            f"Runtime for any, so the graph does not compute what the module does: {str(mismatch).split('. ')[0]}.\n"
+            "Put a number for NaN before that line: torch.nan_to_num, or torch.where(x.isnan(), torch.inf, x)."
+        )
+        error.__cause__ = mismatch
+        return error
+    classes = [type(error) for error in failures.values() if isinstance(error, ExportError)]
+    reasons = "".join(f"\n  {exporter}: {condensed(error)}" for exporter, error in failures.items())
+    error = (classes or [ExportError])[0](
+        f"{name} could not be exported to ONNX as it trains:{reasons}\n"
+        f"Take data-dependent Python (if, int(), .item() on tensors) out of forward, or pass an "
+        f"ONNX model."
+    )
+    error.__cause__ = failures["dynamo"]
+    return error
+
+
+def refuse_frozen_decision(module, error):
+    """Stop where forward decides by tensor values, or gives them to NumPy: a trace would freeze the first ones."""
+    if isinstance(cause := _root(error), TypeError) and any(text in str(cause) for text in _ARRAYS_OF_OBJECTS):
+        raise UnsupportedModelError(
+            f"{type(module).__name__}.forward leaves torch for NumPy{_place(cause)}, and the numbers of an array are not known while "
+            f"a graph is made: NumPy's operators, sums and sort can do without, this function cannot ({condensed(error)}).\n"
+            f"Compute with the tensor itself (x.round(), torch.sign(x)), or give the model the result as an input."
+        ) from error
+    if _is_data_dependent(cause):
+        raise UnsupportedModelError(
+            f"{type(module).__name__}.forward makes a number of a tensor's value{_place(cause)}, which Python has to know; a graph would "
+            f"repeat the first batch's for ever: {condensed(error)}\n"
+            f"Compute with the tensor itself (x.round() for round(x.item())), or use torch.where or masks. If only the first call does "
+            f"so, as an initialization by the first batch, run one batch through the module, then make the trainer."
+        ) from error
+
+
+def _is_data_dependent(cause) -> bool:
+    return "DataDependent" in type(cause).__name__ or "data-dependent" in str(cause)[:500]
+
+
+def lacks_numbers(error) -> bool:
+    """Whether the exporter would have had to know numbers that only a batch tells: also for a key, or in a name."""
+    cause = _root(error)
+    return _is_data_dependent(cause) or any(
+        text in str(cause)[:500] for text in ("unhashable type: non-nested SymInt", UNTOLD)
+    )
+
+
+def decides_by_size(error) -> bool:
+    """Whether the exporter would have made a constant of an axis that may vary."""
+    return "inferred ranges from model tracing" in str(_root(error))[:500]
+
+
+def _place(error):
+    """Where the last line stands that led to the error and is neither torch's, ours nor Python's own."""
+    paths = sysconfig.get_paths()
+    passed = torch.__path__[0], os.path.dirname(os.path.dirname(__file__))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(passed)]
+    frames = [
+        f for f in frames if f.filename.startswith(paths["purelib"]) or not f.filename.startswith(paths["stdlib"])
+    ]
+    return f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
+
+
+def _root(error):
+    while type(error).__name__ in ("TorchExportError", "ConversionError") and error.__cause__:
+        error = error.__cause__
+    return error
+
+
+def condensed(error):
+    """Type and first telling line of an exporter's text, which can fill pages."""
+    error = _root(error)
+    if isinstance(error, ExportError):
+        return str(error)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
