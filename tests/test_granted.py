@@ -63,6 +63,13 @@ def pooled(pool, y, width):
     return pool(y.T[None], width).square().mean()
 
 
+def with_numbers(y):
+    """By the overloads that take a number, to which decompositions come."""
+    aten, share = torch.ops.aten, 1 / len(y)
+    sums = aten.add.Scalar(y, share, 2) + aten.sub.Scalar(y, share).square() + aten.remainder.Scalar(y.square(), share)
+    return aten.mul.Scalar(sums.mean(), share)
+
+
 def moved(y):
     """Each row beside the one before it, as labels are shifted: of two rows that is one, of one none."""
     before = y.T.new_zeros(y.T.shape)
@@ -91,6 +98,7 @@ FORMS = {  # what is done, and how many graphs the sizes need
     "one size": (lambda y: y.square().mean() if y.shape[0] == 4 else y.sum(), 2),
     "modulo the size": (lambda y: (y * ((torch.arange(len(y)) + 1) % len(y) | len(y))[:, None]).square().mean(), 1),
     "rolled by a size": (lambda y: (y.roll(len(y) // 2, 0) * y.cumsum(0)).square().mean(), 1),
+    "sums and products with what a size gives": (with_numbers, 1),
     "as many bins": (
         lambda y: (y * torch.bincount(y.argmax(1), minlength=len(y) + 5)[: len(y), None]).square().sum(),
         1,
