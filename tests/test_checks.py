@@ -248,6 +248,23 @@ def test_a_weight_that_is_only_checked_stays_a_weight(settings):
         engine.train_step({"x": batch(3)}, RATE)
 
 
+def named(m, x, h):
+    h = m.one(h) * m.forward_checks * m.forward_checks_hold
+    assert torch.isfinite(h * x.abs().max()).all()
+    return h
+
+
+def test_names_that_the_model_has_given_already_are_no_obstacle():
+    torch.manual_seed(0)
+    module = Decides(named)
+    module.forward_checks, module.forward_checks_hold = nn.Parameter(torch.ones(3)), nn.Buffer(torch.ones(3))
+    twin = copy.deepcopy(module)
+    engine = engine_of(module)
+    for step in range(2):
+        in_step.step(engine, twin, {"x": batch(step)}, RATE)
+    in_step.check_equal(module, twin)
+
+
 def test_a_profile_runs_on_a_batch_whatever_it_tells():
     engine, *_ = pair(asserted)
     engine.train_step({"x": batch(0)}, RATE)
