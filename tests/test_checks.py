@@ -35,6 +35,14 @@ def raised(m, x, h):
     return h
 
 
+def looked_up(m, x, h):
+    """By numbers that the layers give: the lookup itself fails, too, and may run before the check."""
+    h = m.one(h)
+    rows = (h.abs() * x.abs().max()).long()
+    assert ((rows >= 0) & (rows < 50)).all(), "overflow"
+    return h * torch.linspace(0, 1, 50)[rows]
+
+
 def avoided(m, x, h):
     """As encoder layers of DETR decide whether to clamp."""
     large = m.one(h) * x.abs().max().square()
@@ -60,7 +68,7 @@ def overflow():
     return {"x": torch.full([5, 4], 1e38)}
 
 
-@pytest.mark.parametrize("decide", [asserted, raised, avoided])
+@pytest.mark.parametrize("decide", [asserted, raised, looked_up, avoided])
 def test_a_step_tells_what_forward_checks(decide):
     engine, module, twin = pair(decide)
     in_step.step(engine, twin, {"x": batch(0)}, RATE)
@@ -81,7 +89,9 @@ def test_only_checks_of_what_layers_give_are_told(decide, told):
 
 
 @pytest.mark.parametrize("settings", [{}, {"accumulation_steps": 2}, {"precision": "bfloat16"}], ids=str)
-@pytest.mark.parametrize("decide, error", [(asserted, AssertionError), (raised, ValueError)])
+@pytest.mark.parametrize(
+    "decide, error", [(asserted, AssertionError), (raised, ValueError), (looked_up, AssertionError)]
+)
 def test_where_a_check_fails_forward_raises_and_nothing_has_changed(decide, error, settings):
     engine, *_ = pair(decide, **settings)
     for step in range(3):
@@ -236,6 +246,23 @@ def test_a_weight_that_is_only_checked_stays_a_weight(settings):
         module.other.weight.fill_(10)
     with pytest.raises(AssertionError):
         engine.train_step({"x": batch(3)}, RATE)
+
+
+def named(m, x, h):
+    h = m.one(h) * m.forward_checks * m.forward_checks_hold
+    assert torch.isfinite(h * x.abs().max()).all()
+    return h
+
+
+def test_names_that_the_model_has_given_already_are_no_obstacle():
+    torch.manual_seed(0)
+    module = Decides(named)
+    module.forward_checks, module.forward_checks_hold = nn.Parameter(torch.ones(3)), nn.Buffer(torch.ones(3))
+    twin = copy.deepcopy(module)
+    engine = engine_of(module)
+    for step in range(2):
+        in_step.step(engine, twin, {"x": batch(step)}, RATE)
+    in_step.check_equal(module, twin)
 
 
 def test_a_profile_runs_on_a_batch_whatever_it_tells():

@@ -24,7 +24,7 @@ from orttrainer.distributed import fail_on_others, failing_together
 from orttrainer.engine.in_use import InUse
 from orttrainer.engine.inference import export_inference
 from orttrainer.engine.turns import PreparingAStep, one_at_a_time
-from orttrainer.errors import InvalidArgumentError, SchemaError, StateError
+from orttrainer.errors import ExecutionError, InvalidArgumentError, SchemaError, StateError
 from orttrainer.graph.passes.constants import InitializersToConstantsPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.places import Places
@@ -88,22 +88,30 @@ class Engine(InUse):
             rates = self._rates_at(rate)
         last = self._is_last
         ran = self._run(batch, rates, scale, last)
-        if ran is None:  # forward goes another way, or raises; or does not, where rounding or draws made the difference
+        if isinstance(ran, ExecutionError):
+            # Forward goes another way on this batch, or raises; or it does not, where rounding or draws made the difference.
+            graph = self.training_graph
             self._follow(batch, trains=True, asks=True)
+            if graph is self.training_graph and not isinstance(ran, CheckFailed):
+                raise ran
             ran = self._run(batch, self._rates_at(rate), scale, last, checked=False)
         outputs, finite = ran
         self._watch.count(outputs[0])
         return outputs, finite if last else None
 
-    def _run(self, batch, rates, scale, last: bool, checked: bool = True) -> tuple[list[torch.Tensor], bool] | None:
-        """`Runner.train_step`; None where a check of forward fails."""
+    def _run(
+        self, batch, rates, scale, last: bool, checked: bool = True
+    ) -> tuple[list[torch.Tensor], bool] | ExecutionError:
+        """`Runner.train_step`; what failed in it where a check of forward may be why: another node may run before that fails."""
         runner = self._runner
         try:
             self._in_step = True
             with watching(runner, self._places):
                 return runner.train_step(batch, rates, scale, last, checked)
-        except CheckFailed:
-            return None
+        except ExecutionError as error:
+            if not checked or self.training_graph.signature.checks is None:
+                raise
+            return error
         finally:
             self._in_step = False
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CHECKS", "Asked", "Condition", "Conditions", "Followed", "decides", "taken_out"]
 
-CHECKS = "forward_checks_hold"  # output of a forward graph: bool [1]
+CHECKS = "/forward_checks_hold"  # output of a forward graph, bool [1]; no module and no description has such a name
 
 log = logging.getLogger("orttrainer")
 
