@@ -16,6 +16,7 @@ from deciding import RATE, Decides, batch, engine_of
 from torch import nn
 
 from orttrainer import export
+from orttrainer.errors import NonFiniteLossError
 from orttrainer.runtime.failures import CheckFailed
 
 pytestmark = pytest.mark.filterwarnings("ignore::orttrainer.errors.NoGradientWarning")
@@ -172,6 +173,16 @@ def failing(runner):
         return run(inputs, learning_rate, loss_scale, update, checked)
 
     return mock.patch.object(runner, "train_step", train_step)
+
+
+def test_a_loss_that_is_refused_is_no_failed_check():
+    engine, *_ = pair(lambda m, x, h: asserted(m, x, h) / (x.abs().max() < 99), nonfinite_loss="error")
+    engine.train_step({"x": batch(0)}, RATE)
+    before = engine.state_dict()
+    with NOT_ASKED, pytest.raises(NonFiniteLossError):
+        engine.train_step({"x": 100 * batch(1)}, RATE)
+    after = engine.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_an_evaluation_asks():

@@ -24,7 +24,7 @@ from orttrainer.distributed import fail_on_others, failing_together
 from orttrainer.engine.in_use import InUse
 from orttrainer.engine.inference import export_inference
 from orttrainer.engine.turns import PreparingAStep, one_at_a_time
-from orttrainer.errors import ExecutionError, InvalidArgumentError, SchemaError, StateError
+from orttrainer.errors import ExecutionError, InvalidArgumentError, NonFiniteLossError, SchemaError, StateError
 from orttrainer.graph.passes.constants import InitializersToConstantsPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.places import Places
@@ -86,32 +86,30 @@ class Engine(InUse):
             scale = None if self.precision is None else self._scale.fill_(checked_loss_scale(loss_scale))
             self._follow(batch, trains=True)
             rates = self._rates_at(rate)
-        last = self._is_last
-        ran = self._run(batch, rates, scale, last)
-        if isinstance(ran, ExecutionError):
-            # Forward goes another way on this batch, or raises; or it does not, where rounding or draws made the difference.
-            graph = self.training_graph
+        last, graph, failure = self._is_last, self.training_graph, None
+        try:
+            outputs, finite = self._run(batch, rates, scale, last)
+        except ExecutionError as error:
+            # Also where another node has failed: it may run before the check that says why, as a lookup by what is checked.
+            if graph.signature.checks is None or isinstance(error, NonFiniteLossError):
+                raise
+            failure = error
+        if failure is not None:  # behind the handler, so that what forward raises now has no context of ours
+            # It goes another way on this batch, or raises; or it does not, where rounding or draws made the difference.
             self._follow(batch, trains=True, asks=True)
-            if graph is self.training_graph and not isinstance(ran, CheckFailed):
-                raise ran
-            ran = self._run(batch, self._rates_at(rate), scale, last, checked=False)
-        outputs, finite = ran
+            if graph is self.training_graph and not isinstance(failure, CheckFailed):
+                raise failure
+            outputs, finite = self._run(batch, self._rates_at(rate), scale, last, checked=False)
         self._watch.count(outputs[0])
         return outputs, finite if last else None
 
-    def _run(
-        self, batch, rates, scale, last: bool, checked: bool = True
-    ) -> tuple[list[torch.Tensor], bool] | ExecutionError:
-        """`Runner.train_step`; what failed in it where a check of forward may be why: another node may run before that fails."""
+    def _run(self, batch, rates, scale, last: bool, checked: bool = True) -> tuple[list[torch.Tensor], bool]:
+        """`Runner.train_step`, as a step that handlers of signals and a profile know of."""
         runner = self._runner
         try:
             self._in_step = True
             with watching(runner, self._places):
                 return runner.train_step(batch, rates, scale, last, checked)
-        except ExecutionError as error:
-            if not checked or self.training_graph.signature.checks is None:
-                raise
-            return error
         finally:
             self._in_step = False
 

@@ -9,6 +9,7 @@ import linecache
 __all__ = ["is_assertion"]
 
 
+@functools.lru_cache(1024)  # a loop over layers asks the same line again and again
 def is_assertion(file: str, line: int) -> bool:
     """Whether what is decided in this line of the source is right in all runs that raise no error; False where that is not seen."""
     nodes = [*ast.walk(_tree(file))]

@@ -14,10 +14,8 @@ from orttrainer.export.told import UNTOLD
 
 __all__ = ["condensed", "decides_by_size", "failure", "lacks_numbers", "refuse_frozen_decision"]
 
-_ARRAYS_OF_OBJECTS = (
-    "loop of ufunc does not support argument",
-    "np.ndarray of type numpy.object_",
-)  # what NumPy and torch say
+# What NumPy and torch say.
+_ARRAYS_OF_OBJECTS = "loop of ufunc does not support argument", "np.ndarray of type numpy.object_"
 
 
 def failure(wrapper, inputs, failures):
@@ -26,7 +24,7 @@ def failure(wrapper, inputs, failures):
     mismatch = next((error for error in failures.values() if isinstance(error, ExportMismatchError)), None)
     if mismatch is not None and (ordered := nan_in_order(wrapper, inputs)) is not None:
         error = ExportMismatchError(
-            f"{name}.forward compares values among which is NaN ({ordered}). PyTorch takes NaN for the largest number, ONNX "
+            f"{name}.forward compares values among which is NaN ({ordered}). PyTorch takes NaN for the largest number and its sign for 0, ONNX "
             f"Runtime for any, so the graph does not compute what the module does: {str(mismatch).split('. ')[0]}.\n"
             "Put a number for NaN before that line: torch.nan_to_num, or torch.where(x.isnan(), torch.inf, x)."
         )

@@ -65,9 +65,8 @@ class ForwardGraph:
         graph = self.model.graph
         graph.outputs[:] = [value for value in graph.outputs if value.name != CHECKS]
         needed = ancestors(graph.outputs)
-        graph.remove(
-            [node for node in graph if node not in needed], safe=True
-        )  # and no state, which the pass for that would, too
+        # The nodes alone: the pass that removes what is unused would take a weight along that only a check reads.
+        graph.remove([node for node in graph if node not in needed], safe=True)
         return replace(self, conditions=self.conditions._replace(checks=frozenset()))
 
     @property

@@ -8,11 +8,10 @@ from orttrainer.errors import ExecutionError
 from orttrainer.graph.guard import CHECK_FAILED
 from orttrainer.graph.passes.divisors import DIVISION_BY_ZERO
 
-# What the kernels of Gather, GatherElements and GatherND say of a wrong index.
 _NODE_FAILED = re.compile(r"running (\w+) node\. Name:'([^']*)' Status Message: (.*)")
-_SOURCE_LINE = re.compile(
-    r"(?:^|(?<= ))\S+\.\w+:\d+ .*?\)(?: const)?(?: \[with .*?\])? "
-)  # C++ file, line and function
+# A file of C++, line and function.
+_SOURCE_LINE = re.compile(r"(?:^|(?<= ))\S+\.\w+:\d+ .*?\)(?: const)?(?: \[with .*?\])? ")
+# What the kernels of Gather, GatherElements and GatherND say of a wrong index.
 _OUT_OF_RANGE = ("out of data bounds", "Out of range value in index", "invalid index found")
 
 
