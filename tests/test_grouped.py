@@ -13,16 +13,16 @@ ENDS = [[3, 3, 8], [0, 8, 8], [2, 5, 8], [8, 8, 8]]
 
 
 class Experts(nn.Module):
-    """Rows in the order of their experts, each multiplied with its own expert's matrix."""
+    """Rows in the order of their experts, each multiplied with its own expert's matrix; of the second the weight lies turned."""
 
     def __init__(self):
         super().__init__()
         self.inner = nn.Parameter(torch.randn(3, 8, 16) * 0.3)
-        self.outer = nn.Parameter(torch.randn(3, 16, 4) * 0.3)
+        self.outer = nn.Parameter(torch.randn(3, 4, 16) * 0.3)
 
     def forward(self, rows, ends):
         hidden = torch.tanh(F.grouped_mm(rows, self.inner, offs=ends))
-        return F.grouped_mm(hidden, self.outer, offs=ends)
+        return F.grouped_mm(hidden, self.outer.transpose(1, 2), offs=ends)
 
 
 def _batch(step: int) -> list[torch.Tensor]:
@@ -54,3 +54,5 @@ def test_grouped_products_train_like_pytorch():
         assert trainer.train_step(rows, ends, label, 0.5).item() == pytest.approx(loss.item(), rel=1e-5)
     for name, parameter in expected.named_parameters():
         torch.testing.assert_close(dict(trained.named_parameters())[name], parameter, rtol=1e-4, atol=1e-6)
+    products = [node.op_type for node in trainer.onnx_model_.graph.node if node.op_type in ("MatMul", "Gemm")]
+    assert len(products) == 2 * 3  # of the rows of one expert each, not of all rows with all experts

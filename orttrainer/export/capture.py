@@ -25,6 +25,7 @@ from orttrainer.export.caught import Caught, modules_left
 from orttrainer.export.decompose import node_by_node
 from orttrainer.export.faithful import faithful
 from orttrainer.export.granted import Granted, granted_by, takes_for_equal
+from orttrainer.export.grouped import define_grouped_products
 from orttrainer.export.initializers import state_tensor
 from orttrainer.export.promoted import one_dtype
 from orttrainer.export.quiet import silence
@@ -86,6 +87,7 @@ def capture_dynamo(
             )
     model = onnx_program.model
     define_assignments(model)
+    define_grouped_products(model)
     if takes_for_equal(program):
         _forget_sizes_by_values(model)
     _release_graphs(model)
