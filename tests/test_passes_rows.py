@@ -298,6 +298,14 @@ def test_how_rows_are_added(rows, width, height, expected):
     assert pieces.pieces_of(scattered_rows(rows, width, height), {}) == expected
 
 
+def test_sizes_of_a_batch_and_their_products_are_known():
+    node = scattered_rows("N", 64, "M")
+    for x, rows in zip(node.inputs, ("time*batch", "64*batch", "64*batch")):
+        x.shape = ir.Shape([rows, 64])
+    assert pieces.pieces_of(node, {"batch": 16, "time": 32}) == pieces.pieces_of(scattered_rows(1024, 64, 512), {})
+    assert pieces.pieces_of(node, {"batch": 16}) is None
+
+
 def test_a_table_of_unknown_size_is_not_added_to_in_pieces():
     model = scatter(("R", 64), (400, 1), (400, 64))
     assert FlatScatterPass({}, lambda: True)(model).modified

@@ -11,7 +11,7 @@ from test_control_flow import parsed
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription, build_gradient
-from orttrainer.graph.passes.scatter import ScatterIntoSumPass
+from orttrainer.graph.passes.scatter import ScatterIntoSumPass, ScatterReductionPass
 
 
 def session(model):
@@ -37,6 +37,24 @@ def test_the_gradient_of_gather_adds_up_at_repeated_places(shape, indices, symbo
     np.add.at(expected, tuple(indices.T), dy)
     found = session(gradient).run(["x_grad"], {"x": x, "i": indices, "y_cotangent": dy})[0]
     np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "x, indices, y, table, updates",
+    [
+        ("A,64", "N,1", "N,64", ["A", 64], ["N", 64]),
+        ("5,7,8", "N,2", "N,8", [35, 8], ["N", 8]),
+        ("A,4,2", "3,5,1", "3,5,4,2", ["A", 8], [15, 8]),
+    ],
+)
+def test_the_sizes_that_are_known_stay_so(x, indices, y, table, updates):
+    """Later passes place whole rows where they know how long these are, and how many."""
+    body = f"""g (real[{x}] x, int64[{indices}] i, real[{y}] u) => (real[{x}] y) {{
+      y = ScatterND <reduction = "add"> (x, i, u) }}"""
+    model = ir.from_proto(parsed(body, "float"))
+    assert ScatterReductionPass()(model).modified
+    scatter = next(node for node in model.graph if node.op_type == "ScatterElements")
+    assert [list(value.shape) for value in scatter.inputs] == [table, updates, updates]
 
 
 def test_many_updates_of_few_places_are_the_same_in_every_run():

@@ -1,8 +1,10 @@
-"""What the names of sizes say about how large they may be."""
+"""What the names of sizes say about how large they are, or may be."""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 
 import onnx_ir as ir
 
@@ -28,3 +30,15 @@ def may_be_zero(size: int | ir.SymbolicDim, given: set[str]) -> bool:
         return size == 0
     terms = SUM_OR_PRODUCT.split(size.value or "?")
     return not all(term in given or (term.isdigit() and int(term)) for term in terms if term)
+
+
+def size_at_hand(size: int | ir.SymbolicDim, sizes: Mapping[str, int]) -> int | None:
+    """A size in the batch at hand, also of what an exporter calls "128*batch"; None where that is not known.
+
+    Args:
+        sizes: of the symbolic dimensions of the batch.
+    """
+    if isinstance(size, int):
+        return size
+    factors = [int(f) if f.isdecimal() else sizes.get(f) for f in (size.value or "?").split("*")]
+    return None if None in factors else math.prod(factors)

@@ -61,19 +61,11 @@ class FuseProductsPass(ir.passes.InPlacePass):
     def _fits(self, a: ir.Value, b: ir.Value, turned: bool) -> bool:
         if (a.dtype, b.dtype) != (FLOAT, FLOAT) or None in (a.shape, b.shape) or len(a.shape) < 2 or len(b.shape) != 2:
             return False
-        *others, depth = (self._length(a, axis) for axis in range(len(a.shape)))
-        columns = self._length(b, 0 if turned else 1)
+        *others, depth = (length_at_hand(a, axis, self.sizes) for axis in range(len(a.shape)))
+        columns = length_at_hand(b, 0 if turned else 1, self.sizes)
         if None in (*others, depth, columns) or depth < LEAST_DEPTH or columns < LEAST_COLUMNS:
             return False
         return depth * columns >= LEAST_ELEMENTS and (math.prod(others) in FEW_ROWS or depth in LONG_SUMS)
-
-    def _length(self, a: ir.Value, axis: int) -> int | None:
-        """Also of what an exporter calls "128*batch"."""
-        dim = a.shape[axis]
-        if (known := length_at_hand(a, axis, self.sizes)) is not None or isinstance(dim, int) or dim.value is None:
-            return known
-        factors = [int(part) if part.isdigit() else self.sizes.get(part) for part in dim.value.split("*")]
-        return None if None in factors else math.prod(factors)
 
 
 @dataclass(frozen=True)

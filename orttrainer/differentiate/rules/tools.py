@@ -148,12 +148,13 @@ def scatter_along(
     kept = dy.dtype
     if not unique:
         (dy,) = widened(op, dy)
-    target = zeros(op, shape, dy.dtype)
+    target = zeros(op, shape, dy.dtype) if like is None else shaped(zeros(op, shape, dy.dtype), like)
     if axis == 0 and unique:  # with a reduction ONNX Runtime's ScatterND races, see ScatterReductionPass
         result = op.ScatterND(target, op.Unsqueeze(indices, [-1]), dy)
     else:
         column = indices if dims == 1 else op.Unsqueeze(indices, [k for k in range(dims) if k != axis])
-        result = op.ScatterElements(target, op.Expand(column, op.shape(dy)), dy, axis=axis, reduction=reduction)
+        places = shaped(op.Expand(column, op.shape(dy)), dy)
+        result = op.ScatterElements(target, places, dy, axis=axis, reduction=reduction)
     if result.dtype != kept:
         result = op.Cast(result, to=int(kept))
     return shaped(result, like) if like is not None else result
@@ -177,7 +178,7 @@ def along(op, dy: ir.Value, axis: int, matrix: ir.Value) -> ir.Value:
 def add_to_zeros(op, x: ir.Value, dy: ir.Value, place: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
     """place(zeros in the shape of `x`, `dy`); in float32 for half precision, which ORT's CPU kernels do not add."""
     (wide,) = widened(op, dy)
-    return shaped(op.cast_as(place(zeros(op, op.shape(x), wide.dtype), wide), x), x)
+    return shaped(op.cast_as(place(shaped(zeros(op, op.shape(x), wide.dtype), x), wide), x), x)
 
 
 def widened(op, *values: ir.Value | None) -> list[ir.Value | None]:

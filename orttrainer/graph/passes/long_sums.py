@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder, constant_array
 from orttrainer.graph.scopes import put_all_in_place
+from orttrainer.graph.sizes import size_at_hand
 
 LONG = 2**14  # numbers that ONNX Runtime may add up at once: as many equal ones are off by 1e-5
 PIECE = 256  # numbers in a row, where nobody knows how many rows there are
@@ -70,11 +71,8 @@ class LongSumsPass(ir.passes.InPlacePass):
 
     def _count(self, x: ir.Value, axes: Sequence[int]) -> float:
         """How many numbers go into one sum, infinity where that is not known."""
-        return math.prod(self._size(x.shape[axis]) for axis in axes)
-
-    def _size(self, dim: int | ir.SymbolicDim) -> float:
-        factors = str(dim if isinstance(dim, int) else dim.value).split("*")  # as "128*batch"
-        return math.prod(int(f) if f.isdecimal() else self._sizes.get(f, math.inf) for f in factors)
+        known = [size_at_hand(x.shape[axis], self._sizes) for axis in axes]
+        return math.inf if None in known else math.prod(known)
 
 
 def _axes(node: ir.Node) -> list[int] | None:

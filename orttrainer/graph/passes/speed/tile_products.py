@@ -11,6 +11,7 @@ import onnx_ir as ir
 from orttrainer.graph.builder import Builder, static_dims
 from orttrainer.graph.fence import VIEWS
 from orttrainer.graph.passes.speed.late_norm import write_lengths
+from orttrainer.graph.sizes import size_at_hand
 
 ARITHMETIC = frozenset(["Add", "Concat", "Div", "Mul", "Sub", "Sum"])
 LEAST_ROWS = 64  # of a tile: each packs the other operand anew
@@ -126,11 +127,8 @@ def _is_fed(x: ir.Value) -> bool:
 
 def length_at_hand(x: ir.Value, axis: int, sizes: Mapping[str, int]) -> int | None:
     """The size of an axis in the batch at hand, also where a Reshape made it of others."""
-    size = x.shape[axis]
-    if isinstance(size, int):
+    if (size := size_at_hand(x.shape[axis], sizes)) is not None:
         return size
-    if size.value in sizes:
-        return sizes[size.value]
     node = x.producer()
     if node is None:
         return None

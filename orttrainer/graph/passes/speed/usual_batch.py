@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.speed.nchwc_nodes import int64s
+from orttrainer.graph.sizes import size_at_hand
 
 Write = Callable[[Builder], ir.Value]
 
@@ -58,8 +59,7 @@ def sizes_at_hand(graph: ir.Graph, shapes: Mapping[str, Sequence[int]]) -> dict[
 
 def batch_at_hand(x: ir.Value, sizes: Mapping[str, int]) -> int | None:
     """How many images `x` has in the batch at hand; None where that is not known."""
-    batch = x.shape[0]
-    return batch if isinstance(batch, int) else sizes.get(batch.value)
+    return size_at_hand(x.shape[0], sizes)
 
 
 def either(op: Builder, condition: ir.Value, like: ir.Value, then: Write, otherwise: Write) -> ir.Value:
