@@ -86,6 +86,42 @@ def test_sizes_of_a_name_keep_it_and_others_get_the_name_of_what_they_are_sizes_
         assert [x.shape[1].value for x in counts] == [f"{x.name}.1" for x in counts]
 
 
+WRITTEN = {
+    "rest": (["batch", 6, 64], lambda op, x: op.Reshape(x, [-1, 64]), ["6*batch", 64]),
+    "rest of a product": (["6*batch", 64], lambda op, x: op.Reshape(x, [-1, 3, 64]), ["2*batch", 3, 64]),
+    "rest of two": (["time", "batch", 4], lambda op, x: op.Reshape(x, [-1, 4]), ["batch*time", 4]),
+    "kept": (["batch", 6], lambda op, x: op.Reshape(x, [0, -1, 1]), ["batch", 6, 1]),
+    "of another": (["batch", 6], lambda op, x: op.Reshape(x, op.Shape(op.Relu(x))), ["batch", 6]),
+    "expanded": ([1, 6], lambda op, x: op.Expand(x, op.Shape(value(op, "z", "batch", 6))), ["batch", 6]),
+    "joined": (
+        ["batch", 6],
+        lambda op, x: op.ConstantOfShape(op.Concat([2], op.Mul(op.Shape(x, start=0, end=1), [3]), axis=0)),
+        [2, "3*batch"],
+    ),
+}
+
+
+@pytest.mark.parametrize("dims, make, expected", WRITTEN.values(), ids=WRITTEN)
+def test_sizes_that_are_computed_of_sizes_are_known_by_name(dims, make, expected):
+    op = building()
+    assert make(op, value(op, "x", *dims)).shape == expected
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda op, x: op.Reshape(x, [4, -1]),  # who knows whether 4 divides 6 batches
+        lambda op, x: op.Expand(x, op.Shape(value(op, "z", "other", 6))),  # one of both may be 1
+        lambda op, x: op.Reshape(value(op, "s", "batch + 1", 2), [-1]),
+        lambda op, x: op.Reshape(x, op.Where(True, op.Shape(x), op.Shape(x))),
+    ],
+)
+def test_what_is_not_known_has_a_name_of_its_own(make):
+    op = building()
+    y = make(op, value(op, "x", "batch", 6))
+    assert any(y.name in str(dim) for dim in y.shape)
+
+
 def test_an_answer_is_nobody_else_s():
     op = building()
     first, second = (op.Relu(value(op, name, 2, 3)) for name in "xy")

@@ -169,17 +169,23 @@ g (float[2,2] a, float[%d,2] b, float[3,2] c) => (float[6,2] y)
 """
 
 
+@pytest.mark.parametrize("width", ["2", "N"])
 @pytest.mark.parametrize("rows, start, joined", [(1, 2, True), (2, 1, False)])
-def test_a_sum_of_parts_is_joined_where_each_row_has_one_part(rows, start, joined):
-    model = ir.from_onnx_text(SLICES % (rows, start))
+def test_a_sum_of_parts_is_joined_where_each_row_has_one_part(rows, start, joined, width):
+    model = ir.from_onnx_text((SLICES % (rows, start)).replace(",2]", f",{width}]"))
     rng = np.random.default_rng(0)
-    feeds = {v.name: rng.standard_normal(tuple(v.shape.dims)).astype(np.float32) for v in model.graph.inputs}
+    feeds = {v.name: rng.standard_normal((v.shape[0], 2)).astype(np.float32) for v in model.graph.inputs}
     before = evaluate(ir.to_proto(model), feeds)["y"]
     assert JoinPadsPass()(model).modified == joined
     common.RemoveUnusedNodesPass()(model)
     assert [node.op_type for node in model.graph] == (["Concat"] if joined else ["Pad"] * 3 + ["Add"] * 2)
     assert [value.name for value in model.graph.outputs] == ["y"]
     np.testing.assert_array_equal(evaluate(ir.to_proto(model), feeds)["y"], before)
+
+
+def test_parts_of_sizes_that_may_differ_are_added():
+    model = ir.from_onnx_text((SLICES % (1, 2)).replace("float[3,2]", "float[3,M]").replace(",2]", ",N]"))
+    assert not JoinPadsPass()(model).modified
 
 
 def test_parts_that_are_repeated_to_meet_each_other_are_added():

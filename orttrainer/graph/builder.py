@@ -17,6 +17,7 @@ import onnx_ir as ir
 from onnx import shape_inference
 
 from orttrainer.errors import GradientError
+from orttrainer.graph.sizes import product_of, sizes_in
 
 Operand = "ir.Value | np.ndarray | float | int | bool | Sequence | None"
 
@@ -204,6 +205,8 @@ class Builder:
             node.outputs[0].type, node.outputs[0].shape = like.type, like.shape
         elif schema is not None:
             infer_outputs(node, schema, self.graph.opset_imports)
+            if node.op_type in ("Reshape", "Expand", "ConstantOfShape") and not node.domain:
+                _name_written_sizes(node)
             for value in node.outputs:
                 _name_dims(value)
 
@@ -297,6 +300,25 @@ def _inferred_from(node: ir.Node, opset_imports: dict[str, int]) -> tuple | None
             )
             key += [value.dtype, dims, value.const_value.tobytes() if _may_decide(value) else None]
     return tuple(key)
+
+
+def _name_written_sizes(node: ir.Node) -> None:
+    """Name the sizes of the result that ONNX's inference leaves open, where they are those of other values."""
+    (y,), x, target = node.outputs, node.inputs[0], sizes_in(node.inputs[-1])
+    if y.shape is None:
+        return
+    unknown = [axis for axis, size in enumerate(y.shape.dims) if not isinstance(size, int) and size.value is None]
+    for axis in unknown if target is not None and len(target) == len(y.shape) else ():
+        size = target[axis]
+        if node.op_type == "Expand":  # which makes it as long as the longer of both
+            given = None if x.shape is None else ([1] * len(y.shape) + list(x.shape.dims))[axis - len(y.shape)]
+            size = size if given in (1, size) else None
+        if isinstance(size, str) or (isinstance(size, int) and size > 0):
+            y.shape[axis] = size
+    rest = [axis for axis in unknown if not isinstance(y.shape[axis], int) and y.shape[axis].value is None]
+    if node.op_type == "Reshape" and len(rest) == 1 and x.shape is not None:
+        (axis,) = rest  # of [batch, 6, 64] as [-1, 64] it is 6*batch
+        y.shape[axis] = product_of(x.shape.dims, among=[*y.shape.dims[:axis], *y.shape.dims[axis + 1 :]])
 
 
 def _name_dims(value: ir.Value) -> None:

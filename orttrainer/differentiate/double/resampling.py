@@ -13,6 +13,7 @@ from orttrainer.differentiate.rules.resize import (
     resized_to,
     rounded,
     scale_of,
+    stays,
 )
 from orttrainer.differentiate.rules.shape import pixels_of_col2im
 from orttrainer.differentiate.rules.tools import along, attribute, constant, join, operand, positions, scatter_along
@@ -37,10 +38,7 @@ def resize(op, node: ir.Node) -> ir.Value | None:
     for place, axis in enumerate(axes):
         scale, region = scale_of(op, node, place, axes), region_of(op, node, place, len(axes))
         size, resized = x.shape[axis], resized_to(node, x, axis, axes, scale)
-        if resized is None and scale is None and isinstance(known := _known(node.outputs[0], axis), int):
-            resized = known
-        same = scale == 1 or (isinstance(size, int) and size == resized and scale is None)
-        if same and mode != "tf_crop_and_resize":
+        if stays(size, resized, scale) and mode != "tf_crop_and_resize":
             continue
         if isinstance(size, int) and isinstance(resized, int) and not isinstance(region, ir.Value):
             y = _interpolated(op, y, axis, interpolation_matrix(node, size, resized, scale or resized / size, region))
@@ -49,10 +47,6 @@ def resize(op, node: ir.Node) -> ir.Value | None:
         else:
             y = _interpolated_at_run_time(op, node, y, axis, place, scale, region)
     return y
-
-
-def _known(y: ir.Value, axis: int) -> int | ir.SymbolicDim | None:
-    return None if y.shape is None else y.shape[axis]
 
 
 def _interpolated(op, y: ir.Value, axis: int, matrix: np.ndarray) -> ir.Value:

@@ -18,6 +18,7 @@ from orttrainer.differentiate.rules.tools import (
 )
 from orttrainer.differentiate.rules.windows import reshape, sizes
 from orttrainer.errors import GradientError
+from orttrainer.graph.builder import same_dim
 
 FLOAT, DOUBLE = ir.DataType.FLOAT, ir.DataType.DOUBLE
 
@@ -35,8 +36,7 @@ def resize(op, node, dy):
     for place, axis in enumerate(axes):
         scale, region = scale_of(op, node, place, axes), region_of(op, node, place, len(axes))
         size, resized = x.shape[axis], resized_to(node, x, axis, axes, scale)
-        same = scale == 1 or (isinstance(size, int) and size == resized and scale is None)
-        if same and mode != "tf_crop_and_resize":
+        if stays(size, resized, scale) and mode != "tf_crop_and_resize":
             continue
         if isinstance(size, int) and isinstance(resized, int) and not isinstance(region, ir.Value):
             matrix = interpolation_matrix(node, size, resized, scale or resized / size, region)
@@ -49,6 +49,11 @@ def resize(op, node, dy):
     if blocks:
         dx = _sum_blocks(op, dx, x, blocks)
     return (shaped(dx, x), *[None] * (len(node.inputs) - 1))
+
+
+def stays(size, resized, scale: float | ir.Value | None) -> bool:
+    """Whether an axis is as long as before, so that nothing happens along it."""
+    return scale == 1 or (scale is None and resized is not None and same_dim(size, resized))
 
 
 def scale_of(op, node: ir.Node, place: int, axes: list[int]) -> float | ir.Value | None:
@@ -70,12 +75,12 @@ def scale_of(op, node: ir.Node, place: int, axes: list[int]) -> float | ir.Value
 
 
 def resized_to(node: ir.Node, x: ir.Value, axis: int, axes: list[int], scale: float | ir.Value | None):
-    """The size of an axis of the output, by ONNX's formula; None where it is only known at run time."""
+    """The size of an axis of the output, by ONNX's formula, or its name; None where it is only known at run time."""
+    if scale is None:
+        wanted, y = constant(operand(node, 3)), node.outputs[0]
+        return int(wanted[axes.index(axis)]) if wanted is not None else None if y.shape is None else y.shape[axis]
     if not isinstance(x.shape[axis], int) or isinstance(scale, ir.Value):
         return None
-    if scale is None:
-        wanted = constant(operand(node, 3))
-        return None if wanted is None else int(wanted[axes.index(axis)])
     exact = x.shape[axis] * scale
     return int(np.floor(exact)) if operand(node, 3) is None else int(exact + 0.5)
 

@@ -86,21 +86,9 @@ def reshape(op, x: ir.Value, *dims) -> ir.Value:
     dims = _without_rest(x, dims)
     unknown = [i for i, d in enumerate(dims) if not isinstance(d, int)]
     if not unknown or (len(unknown) == 1 and -1 not in dims):
-        y = op.Reshape(x, ints(-1 if i in unknown else d for i, d in enumerate(dims)))
-    else:
-        parts = [op.const(ints([d])) if isinstance(d, int) else _run_time_size(op, *d) for d in dims]
-        y = op.Reshape(x, op.Concat(*parts, axis=0))
-    y.shape = ir.Shape([_known_size(d) or own for d, own in zip(dims, y.shape)])
-    return y
-
-
-def _known_size(size) -> int | str | None:
-    """What `reshape` is given, as a size of a shape: a number, or the name that it has already; None where that is not known."""
-    if isinstance(size, int):
-        return size if size > 0 else None
-    value, axis, factor = size
-    name = value.shape[axis].value
-    return name if name is None or factor == 1 else f"{factor}*{name}"
+        return op.Reshape(x, ints(-1 if i in unknown else d for i, d in enumerate(dims)))
+    parts = [op.const(ints([d])) if isinstance(d, int) else _run_time_size(op, *d) for d in dims]
+    return op.Reshape(x, op.Concat(*parts, axis=0))
 
 
 def _without_rest(x: ir.Value, dims: Sequence) -> list:

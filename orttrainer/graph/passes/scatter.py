@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder, static_dims, take_place
+from orttrainer.graph.sizes import product_of
 
 
 class ScatterReductionPass(ir.passes.InPlacePass):
@@ -103,7 +103,7 @@ def _by_rows(op: Builder, node: ir.Node) -> ir.Value:
     strides = [_size(op, x, range(axis + 1, depth)) for axis in range(depth)]
     row = op.ReduceSum(op.Mul(place, _joined(op, *strides)), [-1], keepdims=0)
     rows, length, number = _size(op, x, range(depth)), _size(op, x, range(depth, rank)), _size(op, row)
-    lines, height, width = (_product(dims) for dims in (indices.shape[:-1], x.shape[:depth], x.shape[depth:]))
+    lines, height, width = (product_of(dims) for dims in (indices.shape[:-1], x.shape[:depth], x.shape[depth:]))
     flat = _sized(op.Reshape(updates, _joined(op, number, length), allowzero=1), lines, width)
     column = _sized(op.Reshape(row, _joined(op, number, _size(op, x, [])), allowzero=1), lines, 1)
     places = _sized(op.Expand(column, op.shape(flat)), lines, width)
@@ -114,14 +114,7 @@ def _by_rows(op: Builder, node: ir.Node) -> ir.Value:
     return op.Reshape(result, op.shape(x), allowzero=1 if dims is None or 0 in dims else None)
 
 
-def _product(dims: Sequence[int | ir.SymbolicDim]) -> int | ir.SymbolicDim | None:
-    """The number of elements along these axes; None where it is not known."""
-    if len(dims) == 1 and (isinstance(dims[0], int) or dims[0].value is not None):
-        return dims[0]
-    return math.prod(dims) if all(isinstance(dim, int) for dim in dims) else None
-
-
-def _sized(x: ir.Value, *dims: int | ir.SymbolicDim | None) -> ir.Value:
+def _sized(x: ir.Value, *dims: int | str | None) -> ir.Value:
     """`x`, of these sizes where they are known, which ONNX's inference does not see where it reshapes by computed ones."""
     x.shape = ir.Shape([own if dim is None else dim for dim, own in zip(dims, x.shape)])
     return x

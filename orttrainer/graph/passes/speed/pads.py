@@ -7,19 +7,20 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from orttrainer.graph.builder import Builder, constant_array, static_dims
+from orttrainer.graph.builder import Builder, constant_array, same_shape
 from orttrainer.graph.passes.counter_hash import replace
 from orttrainer.graph.rows import origin_of_rows
 
 
 class Part(NamedTuple):
-    """What a Pad surrounds with zeros along one axis: `source` goes from `start` to `end` there, `dims` are of all."""
+    """What a Pad surrounds with zeros along one axis: `source` goes from `start` to `end` there, `dims` are of all,
+    numbers or names."""
 
     source: ir.Value
     axis: int
     start: int
     end: int
-    dims: tuple[int, ...]
+    dims: tuple[int | str, ...]
 
 
 class JoinPadsPass(ir.passes.InPlacePass):
@@ -62,7 +63,7 @@ class JoinPadsPass(ir.passes.InPlacePass):
 def _whole(x: ir.Value) -> ir.Value | None:
     """The value that `x` is put together again from, if it is one."""
     rows = origin_of_rows(x)
-    if len(rows) != 1 or rows[0].source is x or rows[0].start or static_dims(rows[0].source) != static_dims(x):
+    if len(rows) != 1 or rows[0].source is x or rows[0].start or not same_shape(rows[0].source, x):
         return None
     return rows[0].source
 
@@ -98,9 +99,10 @@ def _part(x: ir.Value) -> Part | None:
     ):
         return None
     source, pads, fill, axes = (*node.inputs, None, None)[:4]
-    dims, widths = static_dims(source), constant_array(pads)
-    if dims is None or widths is None or fill is not None:
+    widths = constant_array(pads)
+    if source.shape is None or widths is None or fill is not None:
         return None
+    dims = tuple(size if isinstance(size, int) else size.value for size in source.shape.dims)
     places = np.arange(len(dims)) if axes is None else constant_array(axes)
     if places is None:
         return None
@@ -109,6 +111,8 @@ def _part(x: ir.Value) -> Part | None:
     if len(wide) != 1 or before[wide[0]] < 0 or after[wide[0]] < 0:
         return None
     axis, start = int(places[wide[0]]) % len(dims), int(before[wide[0]])
+    if None in dims or not isinstance(dims[axis], int):
+        return None
     end = start + dims[axis]
     whole = (*dims[:axis], end + int(after[wide[0]]), *dims[axis + 1 :])
     return Part(source, axis, start, end, whole)
