@@ -1,6 +1,6 @@
 """Small models of many families beside PyTorch eager with its fused Adam: where is an operator slow that the suite has not?
 
-    python benchmarks/families.py [--only gru unet ...] [--native] [--rounds 2] [--steps 10] [--seconds 2] [--table t.md]
+    python benchmarks/families.py [--only gru unet ...] [--native] [--any-batch] [--rounds 2] [--steps 10] [--seconds 2] [--table t.md]
 
 One process; of each model ours is timed, then PyTorch's, in rounds; the median of the best round counts. Without dropout
 the losses of both are the same to a few digits, which the table shows.
@@ -28,8 +28,13 @@ from steps.families import FAMILIES
 from steps.report import machine
 
 
-def measured(name: str, native: bool, rounds: int, steps: int, seconds: float) -> dict[str, float]:
-    """Medians in milliseconds, and the losses of both after the same few steps. `native`: with kernels in C."""
+def measured(name: str, native: bool, any_batch: bool, rounds: int, steps: int, seconds: float) -> dict[str, float]:
+    """Medians in milliseconds, and the losses of both after the same few steps.
+
+    Args:
+        native: with kernels in C.
+        any_batch: for batches of any size, not only of the one that is measured.
+    """
     from orttrainer import IODescription, ModelDescription, ORTTrainer
 
     torch.manual_seed(0)
@@ -37,10 +42,17 @@ def measured(name: str, native: bool, rounds: int, steps: int, seconds: float) -
     batches, reference = [batch() for _ in range(3)], copy.deepcopy(module)
     output = module.eval()(batches[0][0])  # with gradients, which some ask for
     module.train()
-    described = zip(("input", "label"), batches[0])
+    samples = len(batches[0][0])
+
+    def described(key: str, x: torch.Tensor) -> IODescription:
+        shape = list(x.shape)
+        if any_batch and shape and shape[0] == samples:
+            shape[0] = "batch"
+        return IODescription(key, shape, x.dtype)
+
     description = ModelDescription(
-        [IODescription(key, list(x.shape), x.dtype) for key, x in described],
-        [IODescription("loss", [], torch.float32), IODescription("output", list(output.shape), torch.float32)],
+        [described(key, x) for key, x in zip(("input", "label"), batches[0])],
+        [IODescription("loss", [], torch.float32), described("output", output)],
     )
     rate, begun = torch.tensor([1e-3]), time.perf_counter()
     trainer = ORTTrainer(
@@ -90,6 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES), metavar="NAME", help="of these")
     parser.add_argument("--native", action="store_true", help="with kernels in C")
+    parser.add_argument("--any-batch", action="store_true", help="for batches of any size")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=10, help="timed steps of a round at least")
     parser.add_argument("--seconds", type=float, default=1.0, help="time the steps of a round for so long at least")
@@ -104,7 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     lines += ["|---|---|---|---|---|---|---|"]
     print("\n".join(lines), flush=True)
     for name in options.only:
-        lines.append(line(name, measured(name, options.native, options.rounds, options.steps, options.seconds)))
+        settings = options.native, options.any_batch, options.rounds, options.steps, options.seconds
+        lines.append(line(name, measured(name, *settings)))
         print(lines[-1], flush=True)
     if options.table:
         pathlib.Path(options.table).write_text("\n".join(lines) + "\n")

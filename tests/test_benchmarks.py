@@ -341,12 +341,13 @@ def test_own_cost_has_a_row_for_each_number_of_parameters(tmp_path, capsys):
 
 
 @SLOW
-def test_a_family_has_the_losses_of_pytorch_in_its_row(tmp_path):
+@pytest.mark.parametrize("name, more", [("residual_tabular", ()), ("sorted_experts", ("--any-batch",))])
+def test_a_family_has_the_losses_of_pytorch_in_its_row(name, more, tmp_path):
     import families
 
-    families.main(["--only", "residual_tabular", "--steps", "1", "--seconds", "0", "--table", str(tmp_path / "t.md")])
+    families.main(["--only", name, *more, "--steps", "1", "--seconds", "0", "--table", str(tmp_path / "t.md")])
     row = [cell.strip() for cell in (tmp_path / "t.md").read_text().splitlines()[-1].strip("|").split("|")]
-    assert row[0] == "residual tabular" and all(float(cell) > 0 for cell in row[1:])
+    assert row[0] == name.replace("_", " ") and all(float(cell) > 0 for cell in row[1:])
     assert float(row[4]) == pytest.approx(float(row[5]), rel=1e-3)
 
 

@@ -80,6 +80,32 @@ def mixture_of_experts():
     return module, F.cross_entropy, lambda: (torch.randn(128, 32), torch.randint(0, 10, (128,)))
 
 
+class SortedExperts(nn.Module):
+    """Two of eight experts, of which each computes its own rows alone, as Hugging Face's mixtures do."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(128, 8)
+        self.wide, self.narrow = (
+            nn.Parameter(torch.randn(8, 256, 128) / 20),
+            nn.Parameter(torch.randn(8, 128, 256) / 20),
+        )
+
+    def forward(self, x):
+        weights, chosen = self.gate(x).softmax(-1).topk(2, -1)
+        experts, order = chosen.flatten().sort()
+        ends = torch.histc(experts.float(), bins=8, min=0, max=7).cumsum(0, dtype=torch.int32)
+        hidden = F.gelu(F.grouped_mm(x[order // 2], self.wide.transpose(1, 2), offs=ends))
+        rows = F.grouped_mm(hidden, self.narrow.transpose(1, 2), offs=ends) * weights.flatten()[order, None]
+        return torch.zeros_like(x).index_add(0, order // 2, rows)
+
+
+@family
+def sorted_experts():
+    module = nn.Sequential(nn.Linear(32, 128), Residual(SortedExperts()), Residual(SortedExperts()), nn.Linear(128, 10))
+    return module, F.cross_entropy, lambda: (torch.randn(512, 32), torch.randint(0, 10, (512,)))
+
+
 class WordVectors(nn.Module):
     """Skip-grams with negative samples: a word, its neighbour, and five others."""
 
