@@ -10,6 +10,7 @@ from orttrainer.graph.builder import Builder
 from orttrainer.graph.scopes import put_all_in_place
 
 LEAST_BEHIND = 64  # elements, from which on passes over whole rows beat what copies each to one side
+A_SIDE = 16  # of images whose sides are not known
 
 
 class SoftmaxAcrossPass(ir.passes.InPlacePass):
@@ -46,4 +47,4 @@ def _pays(node: ir.Node) -> bool:
     if node.inputs[0].dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE):
         return False
     behind = node.inputs[0].shape.dims[_axis(node) + 1 :]
-    return all(isinstance(size, int) for size in behind) and math.prod(behind) >= LEAST_BEHIND
+    return bool(behind) and math.prod(size if isinstance(size, int) else A_SIDE for size in behind) >= LEAST_BEHIND
