@@ -36,7 +36,9 @@ def run(changed: ir.Model, **feeds):
 def test_over_classes_of_pixels_it_is_what_pytorch_gives(operator, dtype, shape, axis):
     changed = model(f"y = {operator} <axis = {axis}> (x)", shape, dtype)
     assert SoftmaxAcrossPass()(changed).modified and operator not in operators(changed)
-    x = 30 * torch.randn([{"N": 2, "A": 3, "H": 4, "W": 5}.get(n) or int(n) for n in shape.split(",")]).to(getattr(torch, dtype))
+    x = 30 * torch.randn([{"N": 2, "A": 3, "H": 4, "W": 5}.get(n) or int(n) for n in shape.split(",")]).to(
+        getattr(torch, dtype)
+    )
     x.flatten()[::7] = -INF
     expected = (torch.softmax if operator == "Softmax" else torch.log_softmax)(x, axis)
     torch.testing.assert_close(torch.from_numpy(run(changed, x=x.numpy())), expected, rtol=1e-5, atol=1e-6)
