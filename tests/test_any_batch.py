@@ -46,6 +46,11 @@ def test_axes_that_a_resize_keeps_cost_nothing():
     assert operators(body)["MatMul"] == 2  # one for each axis that is longer
 
 
+def test_a_kernel_of_one_tap_is_not_turned_around():
+    body = "g (float[N,1280,6,6] x, float[320,1280,1,1] w) => (float[N,320,6,6] y) { y = Conv (x, w) }"
+    assert operators(body)["Slice"] == 0  # which takes 5 ms of so many weights, one by one
+
+
 def operators(body: str) -> collections.Counter:
     gradient = build_gradient(parsed(body), of="y", wrt="w")
     return collections.Counter(node.op_type for node in gradient.graph.node if node.op_type in HEAVY)

@@ -163,7 +163,9 @@ def _exchanged_weight_gradient(op, x, dy, w, window):
     exchanged = replace(window, begin=begin, end=end)
     taps = _interleaved_weight_gradient(op, dy, x, w, exchanged, 1, w.shape[0], (0,) * dims)
     taps = op.Transpose(taps, perm=[1, 0, *range(2, dims + 2)])
-    return op.Slice(taps, ints([-1] * dims), ints([-TO_THE_END] * dims), spatial_axes(taps), ints([-1] * dims))
+    several = ints([axis for axis, size in enumerate(window.kernel, 2) if size > 1])
+    back = np.full(len(several), -1)
+    return op.Slice(taps, back, back * TO_THE_END, several, back) if len(several) else taps
 
 
 def _batch_as_channels(op, dy, parts):
