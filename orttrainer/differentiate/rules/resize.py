@@ -77,8 +77,9 @@ def scale_of(op, node: ir.Node, place: int, axes: list[int]) -> float | ir.Value
 def resized_to(node: ir.Node, x: ir.Value, axis: int, axes: list[int], scale: float | ir.Value | None):
     """The size of an axis of the output, by ONNX's formula, or its name; None where it is only known at run time."""
     if scale is None:
-        wanted, y = constant(operand(node, 3)), node.outputs[0]
-        return int(wanted[axes.index(axis)]) if wanted is not None else None if y.shape is None else y.shape[axis]
+        if (wanted := constant(operand(node, 3))) is not None:
+            return int(wanted[axes.index(axis)])
+        return None if node.outputs[0].shape is None else node.outputs[0].shape[axis]
     if not isinstance(x.shape[axis], int) or isinstance(scale, ir.Value):
         return None
     exact = x.shape[axis] * scale

@@ -8,7 +8,6 @@ import numpy as np
 import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder, static_dims, take_place
-from orttrainer.graph.sizes import product_of
 
 
 class ScatterReductionPass(ir.passes.InPlacePass):
@@ -102,27 +101,23 @@ def _by_rows(op: Builder, node: ir.Node) -> ir.Value:
     place = op.Where(op.Less(indices, np.int64(0)), op.Add(indices, count), indices)
     strides = [_size(op, x, range(axis + 1, depth)) for axis in range(depth)]
     row = op.ReduceSum(op.Mul(place, _joined(op, *strides)), [-1], keepdims=0)
-    rows, length, number = _size(op, x, range(depth)), _size(op, x, range(depth, rank)), _size(op, row)
-    lines, height, width = (product_of(dims) for dims in (indices.shape[:-1], x.shape[:depth], x.shape[depth:]))
-    flat = _sized(op.Reshape(updates, _joined(op, number, length), allowzero=1), lines, width)
-    column = _sized(op.Reshape(row, _joined(op, number, _size(op, x, [])), allowzero=1), lines, 1)
-    places = _sized(op.Expand(column, op.shape(flat)), lines, width)
-    target = _sized(op.Reshape(x, _joined(op, rows, length), allowzero=1), height, width)
+    rows, length, number = (
+        _size(op, *of) for of in ((x, range(depth)), (x, range(depth, rank)), (row, range(len(row.shape))))
+    )
+    flat = op.Reshape(updates, _joined(op, number, length), allowzero=1)
+    column = op.Reshape(row, _joined(op, number, _size(op, x, [])), allowzero=1)
+    target = op.Reshape(x, _joined(op, rows, length), allowzero=1)
     reduction = node.attributes.get_string("reduction")
-    result = op.ScatterElements(target, places, flat, axis=0, reduction=reduction)
+    result = op.ScatterElements(target, op.expand_as(column, flat), flat, axis=0, reduction=reduction)
     dims = static_dims(x)
     return op.Reshape(result, op.shape(x), allowzero=1 if dims is None or 0 in dims else None)
 
 
-def _sized(x: ir.Value, *dims: int | str | None) -> ir.Value:
-    """`x`, of these sizes where they are known, which ONNX's inference does not see where it reshapes by computed ones."""
-    x.shape = ir.Shape([own if dim is None else dim for dim, own in zip(dims, x.shape)])
-    return x
-
-
-def _size(op: Builder, x: ir.Value, axes: Sequence[int] | None = None) -> ir.Value:
-    """Elements of `x` (along `axes`) as a 1-element int64 value."""
-    size = op.size(x, None if axes is None else list(axes))
+def _size(op: Builder, x: ir.Value, axes: Sequence[int]) -> ir.Value:
+    """Elements of `x` along `axes` as a 1-element int64 value."""
+    if len(axes) == 1:
+        return op.dim(x, axes[0])  # which the result of a Reshape has by name
+    size = op.size(x, list(axes))
     return op.Reshape(size, [1]) if (known := op.constant_value(size)) is None else op.const(known.reshape(1))
 
 

@@ -13,8 +13,7 @@ from orttrainer.graph.rows import origin_of_rows
 
 
 class Part(NamedTuple):
-    """What a Pad surrounds with zeros along one axis: `source` goes from `start` to `end` there, `dims` are of all,
-    numbers or names."""
+    """What a Pad surrounds with zeros along one axis: `source` goes from `start` to `end` there, `dims` are the sizes of the whole."""
 
     source: ir.Value
     axis: int
