@@ -333,7 +333,7 @@ class _Build:
     def lower(self, primitives: bool, keep: bool, gradients: Collection[str]) -> None:
         """Replace operators whose kernels are slow or absent, now that their gradients are taken."""
         graph = self.model.graph
-        del graph.outputs[len(self.outputs) :]
+        graph.outputs[len(self.outputs) :] = []  # del would leave them marked as outputs
         graph.outputs.extend(value for value in (self.norm, self.finite) if value is not None)
         for name in [value.name for value in graph.inputs if value.name in self.new]:
             value = self.new[name]

@@ -15,9 +15,11 @@ from onnx_ir.passes import common
 
 from orttrainer import runtime
 from orttrainer.errors import ExecutionError
+from orttrainer.graph import optimizers
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.half_kernels import EmulateHalfPass, has_cpu_kernel, has_cuda_kernel
 from orttrainer.graph.passes.long_sums import LongSumsPass
+from orttrainer.graph.passes.order import RootsFirstPass
 from orttrainer.graph.passes.speed import nchwc_nodes
 from orttrainer.graph.passes.speed.crops import CropIntoPadsPass
 from orttrainer.graph.passes.speed.gated_add import GatedAddPass
@@ -42,7 +44,6 @@ from orttrainer.graph.passes.speed.stacked_taps import StackRowsOfTapsPass
 from orttrainer.graph.passes.speed.tiles import TileUpdatesPass
 from orttrainer.graph.passes.speed.turned import TurnConvolutionPass
 from orttrainer.graph.passes.speed.usual_batch import sizes_at_hand
-from orttrainer.graph.rounded import rounding_optimizers
 from orttrainer.native.fuse import LEAST_SQUARED, FusePointwisePass
 from orttrainer.native.loops import FuseLoopsPass
 from orttrainer.native.pools import FusePoolGradientsPass
@@ -190,6 +191,8 @@ def open_phase(
     if place.allows(GatedAddPass):
         gate_sums(cut, place.providers)
     common.RemoveUnusedNodesPass()(cut)  # ONNX Runtime runs what nobody reads
+    if place.allows(RootsFirstPass):
+        RootsFirstPass()(cut)
     session = _open_session(cut, place.providers, place.configure, part, blocked, library)
     return Phase(session, place.device, free, fetches, bound_in, bound_out, copies)
 
@@ -393,8 +396,7 @@ def _open_session(
         blocked: its convolutions work in blocks of channels already, and nothing else should.
         library: with operators of our own.
     """
-    disabled = ["NchwcTransformer"] if blocked else []
-    disabled += rounding_optimizers(model)
+    disabled = optimizers.left_out(model) + (["NchwcTransformer"] if blocked else [])
     onnxruntime = runtime.load()
     options = runtime.session_options()
     options.intra_op_num_threads = torch.get_num_threads()  # one setting, torch.set_num_threads, for both

@@ -16,7 +16,7 @@ from orttrainer.graph.passes.draws import CounterHashDrawsPass
 from orttrainer.graph.passes.dropout import CounterHashDropoutPass
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogSoftmaxNllPass
 from orttrainer.graph.passes.matmul import MultiplesPass, VectorMatMulPass
-from orttrainer.graph.passes.order import TopologicalOrderPass
+from orttrainer.graph.passes.order import RootsFirstPass, TopologicalOrderPass
 from orttrainer.graph.passes.padded_pools import PaddedPoolsPass
 from orttrainer.graph.passes.random import ShareSubexpressionsPass
 from orttrainer.graph.passes.scatter import ScatterIntoSumPass, ScatterReductionPass
@@ -112,6 +112,7 @@ SPEED_PASSES = (
     BroadcastPass,
     GatherRowsPass,
     FlatScatterPass,  # of the sessions on a CPU
+    RootsFirstPass,  # likewise
 )
 
 

@@ -190,3 +190,38 @@ def test_activations_are_exact_far_from_0(opset):
     torch.testing.assert_close(
         ours.shift, -module.shift.grad, rtol=1e-8, atol=0
     )  # of hardsigmoid it has 1 / 6 in float32
+
+
+def _scaled(x):
+    return x / torch.sqrt((x**2).mean(-1, keepdim=True) + 0.1)
+
+
+FUSED = {
+    "layer norm": lambda x: _scaled(x - x.mean(-1, keepdim=True)),
+    "root mean square": _scaled,  # of which ONNX Runtime (1.31.1) takes 1e-5 for the epsilon, whatever it is
+    "clipped ReLU": lambda x: torch.relu(x).clamp(0.1, 0.9),  # of which it wants bounds of float32
+    "sigmoid": lambda x: x * torch.sigmoid(1.702 * x),
+    "scores": lambda x: torch.softmax(x @ x.mT * 0.37, -1) @ x,
+}
+
+
+@pytest.mark.parametrize("function", FUSED.values(), ids=FUSED)
+def test_what_an_evaluation_fuses_computes_the_same(function):
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.scale = nn.Linear(6, 6), nn.Parameter(torch.rand(6))
+
+        def forward(self, x):
+            y = function(self.linear(x)) * self.scale
+            return y.square().mean(), y
+
+    torch.manual_seed(0)
+    module, x = Layer().double(), torch.randn(5, 6, dtype=torch.float64)
+    described = ModelDescription(
+        [IODescription("x", ["n", 6], torch.float64)], [IODescription("loss", []), IODescription("y", ["n", 6])]
+    )
+    trainer = make(module, loss_fn=None, desc=described)
+    trainer.train_step(x, 0.25)
+    expected = [y.detach() for y in module(x)]
+    torch.testing.assert_close(list(trainer.eval_step(x)), expected, rtol=1e-13, atol=1e-15)

@@ -24,6 +24,7 @@ from orttrainer.differentiate import differentiate
 from orttrainer.differentiate.double import DoubleKernelsPass
 from orttrainer.differentiate.prepare import prepare
 from orttrainer.errors import ExportMismatchError
+from orttrainer.graph import optimizers
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.axes import AllAxesPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
@@ -38,7 +39,6 @@ from orttrainer.graph.passes.speed.fourier import FourierProductPass
 from orttrainer.graph.passes.speed.input_shapes import InputShapesPass
 from orttrainer.graph.passes.speed.usual_batch import sizes_at_hand
 from orttrainer.graph.passes.wide import WidePass
-from orttrainer.graph.rounded import rounding_optimizers
 
 if TYPE_CHECKING:
     from orttrainer.export import ForwardGraph
@@ -210,7 +210,7 @@ def _deterministic_copy(forward: ForwardGraph) -> ir.Model:
 def _run(model: ir.Model, feeds: Mapping[str, torch.Tensor | np.ndarray]) -> list[torch.Tensor] | None:
     session = None
     try:
-        session = runtime.checking_session(ir.to_proto(model).SerializeToString(), disabled=rounding_optimizers(model))
+        session = runtime.checking_session(ir.to_proto(model).SerializeToString(), disabled=optimizers.left_out(model))
         return runtime.run(session, None, feeds)
     except Exception as error:  # ONNX Runtime raises a dozen classes without a common base
         text = str(error)
