@@ -37,6 +37,10 @@ def chosen_place(rows, columns, place):
     return place[rows]
 
 
+def first_place(rows, columns, place):
+    return place[:1]
+
+
 def both(rows, columns, place):
     return rows[:, None] & columns
 
@@ -51,6 +55,8 @@ FUNCTIONS = {  # of y of [n, 6], masks of its rows and columns, and a place in e
     "a number at a place of each row": write(rows, chosen_place),
     "a vector at a place of each row": write(rows, chosen_place, value=lambda y, at: y[at[0], 0]),
     "a number in one column of some rows": write(rows, 2),
+    "a number in a column of some rows that is told": write(rows, torch.tensor(2)),
+    "added at one place of some rows": write(rows, first_place, value=lambda y, at: 0.5, add=True),
     "a slice of some rows": write(rows, slice(1, 3), value=lambda y, at: y[at[0], :2]),
     "a number in rows": write(rows),
     "vectors in rows": write(rows, value=lambda y, at: 2 * y[at[0]]),
@@ -70,7 +76,8 @@ FUNCTIONS = {  # of y of [n, 6], masks of its rows and columns, and a place in e
     "sorted masks": lambda y, *_: y * (y > 0).sort(1, descending=True)[0] + y.gather(1, (y > 0).argsort(1)),
 }
 USUAL = (
-    "a number in columns", "vectors in columns", "a number at a place of each row", "read a place of each row",
+    "a number in columns", "vectors in columns", "a number in a column of some rows that is told",
+    "a number at a place of each row", "read a place of each row",
     "any of the chosen rows", "in a list or not", "sums of masks", "sorted masks",
 )  # fmt: skip
 
