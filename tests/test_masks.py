@@ -45,6 +45,15 @@ def both(rows, columns, place):
     return rows[:, None] & columns
 
 
+def one(rows, columns, place):
+    """A truth, True of the first batch and False of the second."""
+    return columns.any()
+
+
+def byte(*given):
+    return one(*given).to(torch.uint8)
+
+
 ALL, REST = slice(None), ...
 FUNCTIONS = {  # of y of [n, 6], masks of its rows and columns, and a place in each row
     "a number in columns": write(ALL, columns),
@@ -67,6 +76,12 @@ FUNCTIONS = {  # of y of [n, 6], masks of its rows and columns, and a place in e
     "read one column": read(rows, 0),
     "read a mask of two axes, then a number": lambda y, *given: read(both, 1)(torch.stack([y, y.sin()], -1), *given),
     "read behind a mask of two axes": lambda y, *given: read(ALL, both)(torch.stack([y, y.sin()]), *given),
+    "a number everywhere or nowhere": write(one),
+    "a vector everywhere or nowhere": write(one, value=lambda y, at: y[0] ** 2),
+    "vectors in a tail or nowhere": write(byte, slice(2, None), value=lambda y, at: y[2:] ** 2),
+    "added to a column or nowhere": write(REST, 2, one, value=lambda y, at: 1.0, add=True),
+    "read all or nothing": read(one),
+    "read a column or nothing": read(ALL, None, 1, byte),
     "any of the chosen rows": lambda y, rows, *_: y * (y[rows] > 0).any(0) + (y[rows] > 0).any(),
     "filled at chosen rows": lambda y, rows, *_: y.index_fill(0, rows.nonzero()[:, 0], 0.5),
     "in a list or not": lambda y, rows, columns, place: (
@@ -78,7 +93,7 @@ FUNCTIONS = {  # of y of [n, 6], masks of its rows and columns, and a place in e
 USUAL = (
     "a number in columns", "vectors in columns", "a number in a column of some rows that is told",
     "a number at a place of each row", "read a place of each row",
-    "any of the chosen rows", "in a list or not", "sums of masks", "sorted masks",
+    "vectors in a tail or nowhere", "read a column or nothing", "any of the chosen rows", "in a list or not", "sums of masks", "sorted masks",
 )  # fmt: skip
 
 
