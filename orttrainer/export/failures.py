@@ -26,7 +26,7 @@ _LOST_WRITES = {
 
 
 def failure(wrapper, inputs, failures):
-    """One error with both exporters' reasons, of the class that says most; the reason alone where it is NaN."""
+    """One error with both exporters' reasons, of the class that says most; the reason alone where it is NaN, or ours and the only one."""
     name = type(wrapper.module).__name__
     mismatch = next((error for error in failures.values() if isinstance(error, ExportMismatchError)), None)
     if mismatch is not None and (ordered := nan_in_order(wrapper, inputs)) is not None:
@@ -36,6 +36,11 @@ def failure(wrapper, inputs, failures):
             "Put a number for NaN before that line: torch.nan_to_num, or torch.where(x.isnan(), torch.inf, x)."
         )
         error.__cause__ = mismatch
+        return error
+    reason = next(iter(failures.values()))
+    if isinstance(reason, UnsupportedModelError) and len({condensed(error) for error in failures.values()}) == 1:
+        error = UnsupportedModelError(f"{name} could not be exported to ONNX as it trains: {reason}")
+        error.__cause__ = reason
         return error
     classes = [type(error) for error in failures.values() if isinstance(error, ExportError)]
     reasons = "".join(f"\n  {exporter}: {condensed(error)}" for exporter, error in failures.items())
