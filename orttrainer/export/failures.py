@@ -38,8 +38,8 @@ def failure(wrapper, inputs, failures):
         error.__cause__ = mismatch
         return error
     reason = next(iter(failures.values()))
-    if isinstance(reason, UnsupportedModelError) and len({condensed(error) for error in failures.values()}) == 1:
-        error = UnsupportedModelError(f"{name} could not be exported to ONNX as it trains: {reason}")
+    if isinstance(reason, ExportError) and len({condensed(error) for error in failures.values()}) == 1:
+        error = type(reason)(f"{name} could not be exported to ONNX as it trains: {reason}")
         error.__cause__ = reason
         return error
     classes = [type(error) for error in failures.values() if isinstance(error, ExportError)]
