@@ -15,6 +15,7 @@ from fidelity import RATE, Loss, assert_trains_as_in_pytorch, described, vectors
 from marks import in_turn
 from small import make
 from torch import func, nn
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import orttrainer
@@ -109,6 +110,11 @@ def scalar(u):
     return lambda z: u(z).squeeze(-1)
 
 
+def with_duals(u, x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(u(forward_ad.make_dual(x, x.cos()))).tangent
+
+
 def rows_of_a_jacobian(u, x):
     """For each sample [inputs, outputs], by a cotangent for each output."""
     z = x.clone().requires_grad_(True)
@@ -177,6 +183,11 @@ TRANSFORMS = {
     ),
     "vjp": (lambda u, x: func.vjp(u, x)[1](x[:, :3])[0], {"outputs": 3}),
     "jvp": (lambda u, x: func.jvp(u, (x,), (x.cos(),))[1], {"outputs": 3}),
+    "jvp of outputs of one shape": (
+        lambda u, x: torch.mul(*func.jvp(lambda y, z: (u(y) * z, u(z).sin()), (x[:, :], x.cos()), (x.sin(), x))[1]),
+        {"outputs": 6},
+    ),
+    "Hessian": (lambda u, x: func.hessian(lambda y, z: (u(y) * z * z).sum(), (0, 1))(x[0], x[1])[1][0], {"outputs": 6}),
     "vmap of grad": (lambda u, x: func.vmap(func.grad(scalar(u)))(x), {}),
     "vmap of jvp": (lambda u, x: func.vmap(lambda z: func.jvp(u, (z,), (z.cos(),))[1])(x), {"outputs": 3}),
     "vmap of jacrev": (lambda u, x: func.vmap(func.jacrev(u))(x), {"outputs": 3}),
@@ -384,8 +395,10 @@ def test_what_is_stopped_for_each_sample_has_no_gradient(stopped):
             lambda u, x: func.vmap(lambda z: func.jvp(lambda w: (u(w), torch.ones(3)), (z,), (z,))[1][0])(x),
             r"torch\.vmap on a gradient with respect to a tensor that all samples share",
         ),
+        (lambda u, x: func.linearize(u, x)[1](x), r"trains: forward calls torch\.func\.linearize.*torch\.func\.jvp\(function.*\]\.$"),
+        (with_duals, r"forward calls torch\.autograd\.forward_ad"),
     ],
-    ids=["backward", "is_grads_batched by the batch", "factors for each sample", "pushed to what samples share"],
+    ids=["backward", "is_grads_batched by the batch", "factors for each sample", "pushed to what samples share", "linearize", "duals"],
 )  # fmt: skip
 def test_what_has_no_form_in_a_graph_is_refused(compute, message):
     with pytest.raises(UnsupportedModelError, match=message):

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import orttrainer
 from orttrainer import IODescription, ModelDescription, ORTTrainer
+from orttrainer.errors import ExecutionError
 
 ENDS = [[3, 3, 8], [0, 8, 8], [2, 5, 8], [8, 8, 8]]
 
@@ -56,3 +58,18 @@ def test_grouped_products_train_like_pytorch():
         torch.testing.assert_close(dict(trained.named_parameters())[name], parameter, rtol=1e-4, atol=1e-6)
     products = [node.op_type for node in trainer.onnx_model_.graph.node if node.op_type in ("MatMul", "Gemm")]
     assert len(products) == 2 * 3  # of the rows of one expert each, not of all rows with all experts
+
+
+def test_ends_that_decrease_are_told_as_such():
+    """Groups would overlap. PyTorch computes each on the CPU and keeps the last; for a GPU nothing is defined."""
+    model, (rows, ends, label) = Experts(), _batch(0)
+    trainer = orttrainer.trainer(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer.step((rows, ends), label)
+    before = [parameter.clone() for parameter in model.parameters()]
+    for wrong in ([5, 3, 8], [-1, 5, 8]):
+        with pytest.raises(
+            ExecutionError, match=r"as it was before\. The ends of groups.*\(offs\) decrease, or one is negative"
+        ):
+            trainer.step((rows, torch.tensor(wrong, dtype=torch.int32)), label)
+    for found, expected in zip(model.parameters(), before):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -197,6 +197,11 @@ def counted_apart():
     return Layer(lambda layer: next(numbers))
 
 
+def drawn_apart():
+    generator = random.Random(0)
+    return Layer(lambda layer: 2 if generator.random() < 1e-6 else 1)
+
+
 def counted_for_long(layer):
     layer.calls += 1
     return 2.0 if layer.calls < 500 else 1.0
@@ -230,6 +235,18 @@ REFUSED = {
     "a choice of NumPy's of little weight": (
         lambda: Layer(lambda layer: 1 + 1e-5 * np.random.choice(9)), "random numbers of Python's or NumPy's",
     ),
+    **{
+        f"a rare decision by a generator, {name}": (
+            lambda rng=rng: Layer(lambda layer: 2 if layer.other.random() < 1e-6 else 1, other=rng()),
+            "random numbers of Python's or NumPy's, of the generator 'layer.other', and computes",
+        )
+        for name, rng in {
+            "of NumPy's": lambda: np.random.default_rng(0),
+            "of NumPy's, the old way": lambda: np.random.RandomState(0),
+            "of Python's": lambda: random.Random(0),
+        }.items()
+    },
+    "a generator around a function": (drawn_apart, "of the generator '.*generator', and computes"),
     **{
         f"a rare decision by {name} numbers": (
             lambda draw=draw: Layer(lambda layer: 2 if draw() < 1e-6 else 1), "random numbers of Python's or NumPy's.*layerdrop",

@@ -37,8 +37,21 @@ def chosen_place(rows, columns, place):
     return place[rows]
 
 
+def first_place(rows, columns, place):
+    return place[:1]
+
+
 def both(rows, columns, place):
     return rows[:, None] & columns
+
+
+def one(rows, columns, place):
+    """A truth, True of the first batch and False of the second."""
+    return columns.any()
+
+
+def byte(*given):
+    return one(*given).to(torch.uint8)
 
 
 ALL, REST = slice(None), ...
@@ -51,6 +64,8 @@ FUNCTIONS = {  # of y of [n, 6], masks of its rows and columns, and a place in e
     "a number at a place of each row": write(rows, chosen_place),
     "a vector at a place of each row": write(rows, chosen_place, value=lambda y, at: y[at[0], 0]),
     "a number in one column of some rows": write(rows, 2),
+    "a number in a column of some rows that is told": write(rows, torch.tensor(2)),
+    "added at one place of some rows": write(rows, first_place, value=lambda y, at: 0.5, add=True),
     "a slice of some rows": write(rows, slice(1, 3), value=lambda y, at: y[at[0], :2]),
     "a number in rows": write(rows),
     "vectors in rows": write(rows, value=lambda y, at: 2 * y[at[0]]),
@@ -61,6 +76,12 @@ FUNCTIONS = {  # of y of [n, 6], masks of its rows and columns, and a place in e
     "read one column": read(rows, 0),
     "read a mask of two axes, then a number": lambda y, *given: read(both, 1)(torch.stack([y, y.sin()], -1), *given),
     "read behind a mask of two axes": lambda y, *given: read(ALL, both)(torch.stack([y, y.sin()]), *given),
+    "a number everywhere or nowhere": write(one),
+    "a vector everywhere or nowhere": write(one, value=lambda y, at: y[0] ** 2),
+    "vectors in a tail or nowhere": write(byte, slice(2, None), value=lambda y, at: y[2:] ** 2),
+    "added to a column or nowhere": write(REST, 2, one, value=lambda y, at: 1.0, add=True),
+    "read all or nothing": read(one),
+    "read a column or nothing": read(ALL, None, 1, byte),
     "any of the chosen rows": lambda y, rows, *_: y * (y[rows] > 0).any(0) + (y[rows] > 0).any(),
     "filled at chosen rows": lambda y, rows, *_: y.index_fill(0, rows.nonzero()[:, 0], 0.5),
     "in a list or not": lambda y, rows, columns, place: (
@@ -70,8 +91,9 @@ FUNCTIONS = {  # of y of [n, 6], masks of its rows and columns, and a place in e
     "sorted masks": lambda y, *_: y * (y > 0).sort(1, descending=True)[0] + y.gather(1, (y > 0).argsort(1)),
 }
 USUAL = (
-    "a number in columns", "vectors in columns", "a number at a place of each row", "read a place of each row",
-    "any of the chosen rows", "in a list or not", "sums of masks", "sorted masks",
+    "a number in columns", "vectors in columns", "a number in a column of some rows that is told",
+    "a number at a place of each row", "read a place of each row",
+    "vectors in a tail or nowhere", "read a column or nothing", "any of the chosen rows", "in a list or not", "sums of masks", "sorted masks",
 )  # fmt: skip
 
 

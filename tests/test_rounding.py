@@ -164,6 +164,33 @@ def test_a_forward_that_rounding_decides_is_exported(kind, place, monkeypatch):
     export_module(kind(), None, description, [x])
 
 
+class Placed(Normalized):
+    """The same of float32 that is put in its place in float32, which float64 cannot be."""
+
+    def forward(self, x):
+        y = torch.zeros(8, 3)
+        y[torch.arange(8)] = self.norm(x) * self.scale
+        return y.pow(3).mean()
+
+
+class Narrowed(Normalized):
+    """The same in float32, whatever the parameters are."""
+
+    def forward(self, x):
+        return nn.functional.batch_norm(x.float(), None, None, training=True).pow(3).mean() * self.scale.float().mean()
+
+
+@pytest.mark.parametrize(
+    "kind, reason", [(Placed, "does not run in it .*dtypes match"), (Narrowed, "makes float32 of it")]
+)
+def test_a_difference_that_may_be_rounding_is_told_as_such(kind, reason):
+    x = 1000 + 0.02 * torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    description = ModelDescription([IODescription("x", [8, 3])], [IODescription("loss", [])])
+    told = rf"may be rounding.*float64 is not known: forward {reason}.*Let forward compute that part in float64"
+    with pytest.raises(ExportMismatchError, match=told):
+        export_module(kind(), None, description, [x])
+
+
 class Alike(nn.Module):
     """A bias whose gradient is the difference of two sums, each of many equal numbers."""
 

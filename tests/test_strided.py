@@ -7,7 +7,7 @@ import torch
 from fidelity import assert_trains_as_in_pytorch, vectors
 from torch import nn
 
-from orttrainer.errors import ExportMismatchError
+from orttrainer.errors import ExportMismatchError, UnsupportedModelError
 
 
 class Strided(nn.Module):
@@ -62,3 +62,34 @@ def test_what_a_view_shows_beyond_its_tensor_is_refused_since_pytorch_gives_it_n
         assert_trains_as_in_pytorch(
             lambda: Strided(lambda y: y[:, :2].as_strided((y.shape[0], 2), (6, 1), 3)), vectors, False
         )
+
+
+def in_place(show, change):
+    """A copy, what is shown of which is changed."""
+
+    def written(x):
+        x = x.clone()
+        change(show(x))
+        return x
+
+    return written
+
+
+LOST = {
+    "windows": (in_place(lambda y: y.unfold(1, 3, 1), lambda v: v.add_(1)), r"`add_`\) to windows of `unfold`"),
+    "a window": (
+        in_place(lambda y: y.unfold(1, 3, 2)[:, 1], lambda v: v.zero_()),
+        "to windows of `unfold` that overlap",
+    ),
+    "nothing yet": (
+        in_place(lambda y: y.as_strided((4,), (7,)), lambda v: v.masked_fill_(v > 9, 0)),
+        r"`masked_fill_`\) to a view by `as_strided`.*\n.*torch.where",
+    ),
+}
+
+
+@pytest.mark.parametrize("view, told", LOST.values(), ids=LOST)
+def test_what_is_written_to_a_view_by_strides_is_refused_by_name(view, told):
+    """Also where the first batch would not show that it is lost."""
+    with pytest.raises(UnsupportedModelError, match=f"forward writes in place.*{told}"):
+        assert_trains_as_in_pytorch(lambda: Strided(view), vectors, False)

@@ -19,7 +19,7 @@ import torch
 from onnxscript.function_libs.torch_lib.ops import core
 
 from orttrainer import runtime
-from orttrainer.export import batch_norm, double_precision, masks, scalars, stop_gradient, written_slices
+from orttrainer.export import batch_norm, double_precision, masks, quotients, scalars, stop_gradient, written_slices
 from orttrainer.export.assignment import define_assignments
 from orttrainer.export.caught import Caught, modules_left
 from orttrainer.export.decompose import node_by_node
@@ -77,6 +77,7 @@ def capture_dynamo(
                     **double_precision.TRANSLATIONS,
                     **(double_precision.NUMBERS if double else {}),
                     **masks.TRANSLATIONS,
+                    **quotients.TRANSLATIONS,
                     **scalars.TRANSLATIONS,
                     **written_slices.TRANSLATIONS,
                     torch.ops.aten._neg_view.default: core.aten_neg,  # the imaginary part of a conjugate

@@ -7,10 +7,8 @@ before it has run: loss, outputs, buffer updates, and the number and rates of dr
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import logging
-import math
 import re
 from collections import Counter
 from dataclasses import replace
@@ -31,9 +29,9 @@ from orttrainer.export.granted import Granted
 from orttrainer.export.hidden_state import Generators
 from orttrainer.export.initializers import as_real, constant_of, state_as_inputs
 from orttrainer.export.observation import Observation, observe
+from orttrainer.export.rounding import MOST_ROUNDING, Rounding, largest, reason_of, rounding_of
 from orttrainer.export.sizes import all_resized, resized
 from orttrainer.export.untouched import unchanged
-from orttrainer.export.widened import WidenedOperands
 from orttrainer.graph.passes.axes import AllAxesPass
 from orttrainer.graph.passes.divisors import NonzeroDivisorsPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
@@ -52,7 +50,6 @@ log = logging.getLogger("orttrainer")
 # Two float32 evaluations that sum in different orders; 16-bit formats keep 8 to 11 bits.
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4}
 _TOLERANCE_16_BIT = 3e-2
-_MOST_ROUNDING = 0.2  # of the largest value: what PyTorch's own rounding may excuse at most
 _PIECE = 2**20  # elements compared at a time: logits may be the largest tensor of all
 
 
@@ -126,7 +123,7 @@ def check_values(forward, wrapper, inputs, observed: Observation, public, symbol
             updates[n]: as_real(v) for n, v in seen.updated.items() if n in updates
         }
 
-    rounding = functools.partial(_rounding, wrapper, named)
+    rounding = functools.partial(rounding_of, wrapper, named)
     if observed.outputs is None:  # for the graph of another exporter
         observed.outputs = observe(wrapper, inputs, hidden_state=False).outputs
     expected, got = named(observed), dict(zip(names, run(inputs)))
@@ -146,19 +143,6 @@ def _other_way(forward, wrapper, public):
     state = {public[name]: x for name, x in (*wrapper.named_parameters(), *wrapper.named_buffers())}
     inputs = [value.name for value in forward.model.graph.inputs]
     return lambda batch: asked.unmet((state | dict(zip(inputs, batch))).__getitem__) is not None
-
-
-def _rounding(wrapper, named, inputs, expected) -> dict[str, float]:
-    """How far the module's float32 is from its own float64, where that can be asked: output -> largest difference."""
-    try:
-        twin = copy.deepcopy(wrapper).double()
-        with WidenedOperands():
-            batch = [t.double() if t.is_floating_point() else t for t in inputs]
-            exact = named(observe(twin, batch, hidden_state=False))
-        pairs = {name: (want.double(), exact[name]) for name, want in expected.items() if name in exact}
-        return {name: _largest(a - b) for name, (a, b) in pairs.items() if b.is_floating_point()}
-    except Exception:  # whatever the user's code or a copy of it raises
-        return {}
 
 
 def _check_sizes(forward, wrapper, inputs, symbols, names, run, rounding, other_way):
@@ -210,7 +194,7 @@ def _told_of_training(forward, wrapper, inputs, symbols) -> tuple[Granted, ...]:
         if (outputs := _outputs_in_mode(wrapper, other, _GraphEvaluation(), True)) is None:
             return None
         try:
-            _compare_resized(dict(zip(wrapper.output_names, outputs)), run(), other, where, dict)
+            _compare_resized(dict(zip(wrapper.output_names, outputs)), run(), other, where, Rounding)
         except ExportMismatchError:
             return False
         return True
@@ -273,7 +257,7 @@ def _compare_resized(expected, run, inputs, where, rounding):
     _compare(expected, dict(zip(expected, got)), where, rounding)
 
 
-def _compare(expected, got, where, rounding=dict):
+def _compare(expected, got, where, rounding=Rounding):
     for name, want in expected.items():
         have = got[name]
         if tuple(have.shape) != tuple(want.shape):
@@ -292,19 +276,18 @@ def _compare_numbers(name, want, have, where, rounding):
     tolerance = 0.0 if exact else _TOLERANCE.get(want.dtype, _TOLERANCE_16_BIT)
     want, have = want.flatten().cpu(), have.flatten().cpu()
     pieces = list(zip(want.split(_PIECE), have.split(_PIECE)))
-    scale = max((_largest(piece) for piece, _ in pieces), default=0.0)
+    scale = max((largest(piece) for piece, _ in pieces), default=0.0)
     smallest = tolerance * max(scale, 1e-3)
     if not exact and all(_near(a, b, smallest) for a, b in pieces):
         return
     wrong, example = _differences(pieces, tolerance, smallest)
     if wrong and not exact:
-        more = min(10 * rounding().get(name, 0.0), _MOST_ROUNDING * max(scale, 1e-3))
+        more = min(10 * rounding().errors.get(name, 0.0), MOST_ROUNDING * max(scale, 1e-3))
         wrong, example = _differences(pieces, tolerance, smallest + more)
     if wrong:
         raise ExportMismatchError(
             f"output {name!r} of the exported graph differs from the module's {where} (train mode, "
-            f"dropout off): {example}, {wrong} of {want.numel()} values. The "
-            f"exporter changed what the model computes; please report the model."
+            f"dropout off): {example}, {wrong} of {want.numel()} values. {reason_of(name, pieces, scale, tolerance, rounding)}"
         )
 
 
@@ -324,17 +307,6 @@ def _differences(pieces, rtol, atol):
             example = example or f"{b[at].item():.7g} instead of {a[at].item():.7g}"
             wrong += int((~same).sum())
     return wrong, example
-
-
-def _largest(values):
-    """The largest finite magnitude, 0 if there is none."""
-    if values.numel() and values.is_floating_point():
-        largest = max(abs(extreme.item()) for extreme in values.aminmax())  # without a copy
-        if math.isfinite(largest):
-            return largest
-    magnitudes = (values.to(torch.uint8) if values.dtype == torch.bool else values).abs()
-    finite = magnitudes[torch.isfinite(magnitudes)]
-    return finite.max().item() if finite.numel() else 0.0
 
 
 # ---------------------------------------------------------------- evaluation

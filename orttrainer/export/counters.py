@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import functools
 import math
+import pickle
+import random
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -22,6 +24,11 @@ _ITEMS = (dict, list, collections.deque)
 _LATER = 10, 1000, 10**6  # calls, after which a forward that counts them may do something else
 _MANY_DIVISORS = 2_520_000  # what is done every so many calls is done in this one
 _LARGEST = 2**53  # what a float tells apart from the next number
+_STATES = {  # of generators of random numbers that somebody made
+    np.random.Generator: lambda generator: generator.bit_generator.state,
+    np.random.RandomState: lambda generator: generator.get_state(legacy=False),
+    random.Random: lambda generator: generator.getstate(),
+}
 _OF_TORCH = ("_parameters", "_buffers", "_modules")
 
 
@@ -39,6 +46,7 @@ class Counters:
         self._state = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         self._places: dict[str, tuple[Any, Any]] = {}  # path -> what holds it, and by which key or name
         self._tensors: dict[str, tuple[Any, Any]] = {}  # and of those, and of containers
+        self._generators: dict[str, tuple[Any, Any]] = {}
         self._met: set[int] = set()
         for path, layer in module.named_modules():
             path = path.removeprefix("module").removeprefix(".")
@@ -46,12 +54,17 @@ class Counters:
                 self._gather(f"{path}.{key}".removeprefix("."), vars(layer), key, _DEPTH)
         for scope, name in read.variables if read else ():
             self._gather(f"{scope.get('__name__', '')}.{name}", scope, name, _DEPTH)
-        self._before, self._held_before = self._values(), self._contents()
+        self._before, self._held_before, self._drew_before = self._values(), self._contents(), self._states()
 
     def kept(self) -> list[str]:
         """Where other numbers or tensors are held now, or more of them."""
         now = self._contents()
         return [path for path, content in self._held_before.items() if now[path] != content] + [*self.moved()]
+
+    def drawn(self) -> list[str]:
+        """The generators of Python's and NumPy's that have drawn since."""
+        now = self._states()
+        return [path for path, state in self._drew_before.items() if now[path] != state]
 
     def moved(self) -> dict[str, float]:
         """By how much each number is another now, if it is."""
@@ -101,12 +114,19 @@ class Counters:
     def _contents(self) -> dict[str, Any]:
         return {path: _content(_held(*place), self._state) for path, place in self._tensors.items()}
 
+    def _states(self) -> dict[str, bytes | None]:
+        found = {path: _held(*place) for path, place in self._generators.items()}
+        kinds = {path: next(filter(type(x).__mro__.__contains__, _STATES), None) for path, x in found.items()}
+        return {path: pickle.dumps(_STATES[kinds[path]](x)) if kinds[path] else None for path, x in found.items()}
+
     def _gather(self, path: str, owner: Any, key: Any, depth: int) -> None:
         value = _held(owner, key)
         if isinstance(value, (torch.Tensor, *_ITEMS)):
             self._tensors[path] = owner, key
         if _is_number(value):
             self._places[path] = owner, key
+        elif isinstance(value, tuple(_STATES)):
+            self._generators[path] = owner, key
         elif depth and id(value) not in self._met and id(value) not in self._own:
             self._met.add(id(value))
             self._look_into(path, value, depth - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sysconfig
 import traceback
 
@@ -12,14 +13,20 @@ from orttrainer.errors import ExportError, ExportMismatchError, UnsupportedModel
 from orttrainer.export.nan_order import nan_in_order
 from orttrainer.export.told import UNTOLD
 
-__all__ = ["condensed", "decides_by_size", "failure", "lacks_numbers", "refuse_frozen_decision"]
+__all__ = ["condensed", "decides_by_size", "failure", "lacks_numbers", "refuse_frozen_decision", "refuse_lost_write"]
 
 # What NumPy and torch say.
 _ARRAYS_OF_OBJECTS = "loop of ufunc does not support argument", "np.ndarray of type numpy.object_"
 
+_CALLED = re.compile(r"target=torch\.ops\.aten\.(\w+)")
+_LOST_WRITES = {
+    "internal overlap": "windows of `unfold` that overlap",
+    "as_strided() is non-compositional": "a view by `as_strided`",
+}
+
 
 def failure(wrapper, inputs, failures):
-    """One error with both exporters' reasons, of the class that says most; the reason alone where it is NaN."""
+    """One error with both exporters' reasons, of the class that says most; the reason alone where it is NaN, or ours and the only one."""
     name = type(wrapper.module).__name__
     mismatch = next((error for error in failures.values() if isinstance(error, ExportMismatchError)), None)
     if mismatch is not None and (ordered := nan_in_order(wrapper, inputs)) is not None:
@@ -29,6 +36,11 @@ def failure(wrapper, inputs, failures):
             "Put a number for NaN before that line: torch.nan_to_num, or torch.where(x.isnan(), torch.inf, x)."
         )
         error.__cause__ = mismatch
+        return error
+    reason = next(iter(failures.values()))
+    if isinstance(reason, ExportError) and len({condensed(error) for error in failures.values()}) == 1:
+        error = type(reason)(f"{name} could not be exported to ONNX as it trains: {reason}")
+        error.__cause__ = reason
         return error
     classes = [type(error) for error in failures.values() if isinstance(error, ExportError)]
     reasons = "".join(f"\n  {exporter}: {condensed(error)}" for exporter, error in failures.items())
@@ -55,6 +67,19 @@ def refuse_frozen_decision(module, error):
             f"repeat the first batch's for ever: {condensed(error)}\n"
             f"Compute with the tensor itself (x.round() for round(x.item())), or use torch.where or masks. If only the first call does "
             f"so, as an initialization by the first batch, run one batch through the module, then make the trainer."
+        ) from error
+
+
+def refuse_lost_write(module, error):
+    """Stop where forward writes to a view that exporters cannot write through: TorchScript's trace loses what is written there."""
+    text = str(_root(error))
+    view = next((view for said, view in _LOST_WRITES.items() if said in text), None)
+    if view is not None:
+        called = _CALLED.search(text)
+        raise UnsupportedModelError(
+            f"{type(module).__name__}.forward writes in place{f' (`{called[1]}`)' if called else ''} to {view}, and the tensor that it "
+            "shows would not have it in a graph.\n"
+            "Write to the tensor itself: to a slice, or at places (y[rows, columns] = ...), or compute it anew, by torch.where or F.fold."
         ) from error
 
 

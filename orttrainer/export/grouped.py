@@ -8,6 +8,7 @@ import onnx_ir as ir
 from onnx_ir import tape
 
 from orttrainer.export.rewrites.grouped import GROUPED_PRODUCTS
+from orttrainer.graph.guard import ENDS_DECREASE
 from orttrainer.graph.passes.gradient_marks import DOMAIN
 
 __all__ = ["define_grouped_products"]
@@ -35,7 +36,7 @@ def _products(name: str, groups: int, turned: bool, opset: int) -> ir.Function:
         return op("Constant", value_ints=list(values))
 
     def split(x: ir.Value, sizes: ir.Value, pieces: int) -> Sequence[ir.Value]:
-        return made.op_multi_out("Split", [x, sizes], {"axis": 0}, num_outputs=pieces)
+        return made.op_multi_out("Split", [x, sizes], {"axis": 0}, num_outputs=pieces, name=name + ENDS_DECREASE)
 
     count, last = op("Shape", rows, start=0, end=1), constant(groups - 1)
     ends = op("Min", op("Cast", offs, to=ir.DataType.INT64), count)

@@ -61,6 +61,8 @@ class HiddenState:
         drew = _foreign_generators() != self._foreign
         changed, registered = self.changed(), self.registered()
         outputs = again()
+        if drawn := counters.drawn():  # whatever came of them: what is decided so may be rare
+            raise _draws(f", of the generator {_listed(drawn)},")
         moved = counters.moved()
         names = [*changed, *(path for path in moved if not path.startswith(tuple(changed)))]
         # What is in plain sight may move slowly; else two calls may differ by the order of sums.
@@ -72,12 +74,12 @@ class HiddenState:
                 self._check_later(counters, counters.steady(moved, again), first, again)
             if drew:
                 if _differs_by_seed(again):
-                    raise _draws(again)
+                    raise _draws(_drawn_at(again))
                 for number in (0.0, math.nextafter(1.0, 0.0)):
                     with _drawing(number):
                         same = alike(again(), first, tolerance)
                     if not same:
-                        raise _draws(again)
+                        raise _draws(_drawn_at(again))
                 log.warning(
                     "forward draws random numbers of Python's or NumPy's. They made no difference in %s calls; where "
                     "they do, a graph repeats those of the first batch for ever. Draw them with torch.",
@@ -85,13 +87,13 @@ class HiddenState:
                 )
             return None
         if drew and _differs_by_seed(again):  # beside what it changes, as the hooks that a first call sets
-            raise _draws(again)
+            raise _draws(_drawn_at(again))
         if registered:
             return anew(registered)
         if names:
             return changes(names)
         if drew:
-            raise _draws(again)
+            raise _draws(_drawn_at(again))
         return UnsupportedModelError(
             "forward gives something else when it is called again on the same batch, with the same parameters and buffers: it "
             "computes with something that changes and that a graph cannot see, such as a global variable, an attribute of a "
@@ -135,9 +137,9 @@ def anew(names: Sequence[str]) -> UnsupportedModelError:
     )
 
 
-def _draws(call: Callable) -> UnsupportedModelError:
+def _draws(where: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"forward draws random numbers of Python's or NumPy's{_drawn_at(call)} and computes with them; a graph would repeat "
+        f"forward draws random numbers of Python's or NumPy's{where} and computes with them; a graph would repeat "
         f"those of the first batch for ever. Draw them with torch, or before each step and pass them as an input, by which "
         f"forward may decide (as mask_time_indices of Wav2Vec2Model), or switch that off (layerdrop=0, for example, or "
         f"apply_spec_augment=False in a config of transformers)."

@@ -29,7 +29,10 @@ def _index_put(self, indices, values, accumulate=False):
     alone = _is_mask(indices[at]) and not others
     if alone and not accumulate and values.shape is not None and not len(values.shape):
         return _filled(self, indices[at], at, values)
-    return core.aten_index_put(self, indices if alone and not at else _places(indices), values, accumulate)
+    if alone and not at:
+        return core.aten_index_put(self, indices, values, accumulate)
+    places = _places(indices)
+    return core.aten_index_put(self, _in_one_shape(places) if others else places, values, accumulate)
 
 
 def _is_mask(index) -> bool:
@@ -56,6 +59,20 @@ def _places(indices):
             vector = op.Gather(chosen, op.Constant(value_int=axis), axis=0)
             vector.dtype, vector.shape = ir.DataType.INT64, ir.Shape([None])
             found.append(vector)
+    return found
+
+
+def _in_one_shape(places):
+    """The places that are written to, one beside the other: torch.onnx takes the larger size, which is not the one of none and one."""
+    given = [place for place in places if place is not None]
+    sizes = [tuple(place.shape) for place in given]
+    if sizes.count(sizes[0]) == len(sizes) and all(isinstance(size, int) or size.value for size in sizes[0]):
+        return places
+    size = op.Shape(op.Max(*given))
+    found = [None if place is None else op.Expand(place, size) for place in places]
+    for place in found:
+        if place is not None:
+            place.dtype, place.shape = ir.DataType.INT64, ir.Shape([None] * max(map(len, sizes)))
     return found
 
 

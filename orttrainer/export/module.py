@@ -19,7 +19,14 @@ from orttrainer.errors import ExportError, InvalidArgumentError, RuntimeNotFound
 from orttrainer.export.call import OUTSIDE, LossModule, check_layers, state_names
 from orttrainer.export.check import check_dropouts, check_values, compare_evaluation, warn_of_evaluation
 from orttrainer.export.child import Child, SharedTensors, may_fork
-from orttrainer.export.failures import condensed, decides_by_size, failure, lacks_numbers, refuse_frozen_decision
+from orttrainer.export.failures import (
+    condensed,
+    decides_by_size,
+    failure,
+    lacks_numbers,
+    refuse_frozen_decision,
+    refuse_lost_write,
+)
 from orttrainer.export.forward_graph import MAX_OPSET, MIN_OPSET, ForwardGraph
 from orttrainer.export.granted import unmet
 from orttrainer.export.initializers import copy_constants
@@ -193,6 +200,7 @@ class _Job:
                     elif decides_by_size(error):  # without what is cached it may not; TorchScript would not say so
                         attempts.insert([name for name, _ in attempts].index("torchscript"), of_one_size)
                 refuse_frozen_decision(self.wrapper.module, error)
+                refuse_lost_write(self.wrapper.module, error)
                 failures.setdefault(exporter, error)
             else:
                 if self.check:

@@ -9,6 +9,8 @@ import torch
 from onnxscript import opset18 as op
 from onnxscript.function_libs.torch_lib.ops import core
 
+from orttrainer.export.quotients import remainder
+
 __all__ = ["TRANSLATIONS"]
 
 aten = torch.ops.aten
@@ -35,8 +37,7 @@ def _mul(self, other):
 
 def _remainder(self, other):
     """aten.remainder.Scalar."""
-    known = _is_known(other)
-    return core.aten_remainder_scalar(self, other) if known else core.aten_remainder(self, _like(other, self))
+    return remainder(self, other if _is_known(other) else _like(other, self))
 
 
 def _is_known(number) -> bool:

@@ -9,6 +9,8 @@ from orttrainer.graph.builder import Builder
 
 CHECK_FAILED = "/forward_checks_hold"  # what the name of a node ends with that fails for this reason only
 
+ENDS_DECREASE = "/ends_do_not_decrease"  # likewise, where groups of rows are split at their ends
+
 
 def guard(op: Builder, holds: ir.Value, asked: ir.Value) -> ir.Value:
     """Gather([0], asked and not holds): [1], whatever waits for which never runs where a check that is asked for fails.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 
 from orttrainer.errors import ExecutionError
-from orttrainer.graph.guard import CHECK_FAILED
+from orttrainer.graph.guard import CHECK_FAILED, ENDS_DECREASE
 from orttrainer.graph.passes.divisors import DIVISION_BY_ZERO
 
 _NODE_FAILED = re.compile(r"running (\w+) node\. Name:'([^']*)' Status Message: (.*)")
 # A file of C++, line and function.
 _SOURCE_LINE = re.compile(r"(?:^|(?<= ))\S+\.\w+:\d+ .*?\)(?: const)?(?: \[with .*?\])? ")
-# What the kernels of Gather, GatherElements and GatherND say of a wrong index.
-_OUT_OF_RANGE = ("out of data bounds", "Out of range value in index", "invalid index found")
+# What the kernels of Gather, GatherElements, GatherND and ScatterND say of a wrong index.
+_OUT_OF_RANGE = ("out of data bounds", "Out of range value in index", "invalid index found", "invalid indice found")
 
 
 class CheckFailed(ExecutionError):
@@ -32,6 +32,8 @@ def restated(error: Exception) -> ExecutionError:
         text = f"{operator} (node {node!r}): {text}"
     if node.endswith(DIVISION_BY_ZERO):
         hint = "A whole number is divided by 0 in forward. "
+    elif ENDS_DECREASE in node:
+        hint = "The ends of groups that grouped_mm is given (offs) decrease, or one is negative: check how forward sorts and counts. "
     elif any(known in text for known in _OUT_OF_RANGE):
         hint = "An index (a token id, a label) is out of range: check the batch against the size of the embedding and of the output. "
     return ExecutionError(f"ONNX Runtime failed in this step; the state is as it was before. {hint}It said: {text}")

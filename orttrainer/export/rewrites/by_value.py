@@ -127,6 +127,13 @@ def _of_sizes(function):
     return call
 
 
+def _floor_divide(input, other, **options):
+    """torch.floor_divide; a number in front the exporter casts to no dtype."""
+    if isinstance(input, (int, float)):
+        input = torch.full((), input, dtype=torch.result_type(input, other), device=other.device)
+    return torch.floor_divide(input, other, **options)
+
+
 def _bincount(input, weights=None, minlength=0):
     """torch.bincount with weights, or with at least as many bins as a size: a sum into bins."""
     if not torch.compiler.is_exporting() or (weights is None and isinstance(minlength, int)):
@@ -222,6 +229,8 @@ REWRITES = {
     torch.fft.fftshift: _shifted(1),
     torch.fft.ifftshift: _shifted(-1),
     torch.div: _quotient,
+    torch.floor_divide: _floor_divide,
+    torch.Tensor.__rfloordiv__: lambda input, other: _floor_divide(other, input),
     **{function: _of_sizes(function) for function in _OF_NUMBERS},
     torch.bincount: _bincount,
     torch.Tensor.bincount: _bincount,

@@ -183,8 +183,10 @@ def transforms() -> Iterator[None]:
                 ("_vjp_with_argnums", _vjp),
                 ("_jvp_with_argnums", _jvp),
                 ("_chunked_standard_basis_for_", _standard_basis),
+                ("lazy_dynamo_disallow", _linearize),
             ):
                 stack.enter_context(mock.patch.object(eager_transforms, name, ours))
+        stack.enter_context(mock.patch.object(torch.autograd.forward_ad, "dual_level", _dual_level))
         yield
 
 
@@ -236,11 +238,30 @@ def _vjp(func, *primals, argnums=None, has_aux=False):
 def _jvp(func, primals, tangents, argnums, *, strict=False, has_aux):
     """The gradient is linear in its cotangents, and the derivative of that is the product with the tangents."""
     inputs, _, outputs, aux = _called(func, primals, {}, argnums, has_aux)
-    flat, spec = pytree.tree_flatten(outputs)
-    cotangents = [torch.zeros_like(y) for y in flat]
-    pulled_back = _gradients(flat, cotangents, inputs)
-    pushed = pytree.tree_unflatten(_gradients(pulled_back, pytree.tree_leaves(tangents), cotangents), spec)
-    return (outputs, pushed, aux) if has_aux else (outputs, pushed)
+    tangents = pytree.tree_leaves(tangents)
+
+    def pushed(y):  # one output after the other: zeros of one shape may become one value
+        cotangent = torch.zeros_like(y)
+        return _gradients(_gradients([y], [cotangent], inputs), tangents, [cotangent])[0]
+
+    along = pytree.tree_map(pushed, outputs)
+    return (outputs, along, aux) if has_aux else (outputs, along)
+
+
+def _linearize(*args):
+    """What torch.func.linearize calls, and nothing else."""
+    raise _refused_duals("torch.func.linearize")
+
+
+def _dual_level():
+    raise _refused_duals("torch.autograd.forward_ad")
+
+
+def _refused_duals(name):
+    return UnsupportedModelError(
+        f"forward calls {name}, which has no form in a graph. The derivative along a tangent is "
+        "torch.func.jvp(function, (x,), (tangent,))[1]."
+    )
 
 
 def _standard_basis(tensors, tensor_numels, chunk_size=None):

@@ -15,13 +15,13 @@ _NO_PLACES = (torch.bool, torch.uint8)  # of which one number is a mask
 
 
 def _get_item(input, index):
-    index = _without_lists(index)
+    input, index = _with_axes_of_masks(input, _without_lists(index))
     places, others = _counted(index)
     return torch.ops.aten.index.Tensor(*_shown(input, index)) if places and others else input[index]
 
 
 def _set_item(input, index, value):
-    index = _without_lists(index)
+    input, index = _with_axes_of_masks(input, _without_lists(index))
     if _has_told_bounds(index):
         _set_slices(input, index, value)
     elif _counted(index)[0]:
@@ -106,6 +106,22 @@ def _without_lists(index):
     if not isinstance(index, tuple) or not torch.compiler.is_exporting():
         return index
     return tuple(stacked(x) if has_tensors(x) else x for x in index)
+
+
+def _with_axes_of_masks(input, index):
+    """`x[b]` of one truth, which shows x once or not at all: a mask of an axis of one, that is not there before."""
+    items = index if isinstance(index, tuple) else (index,)
+    truths = [isinstance(x, torch.Tensor) and not x.dim() and not _is_place(x) for x in items]
+    if not any(truths):
+        return input, index
+    pairs = [*zip(items, truths)]
+    axes = [
+        None if truth else ... if x is ... else slice(None)
+        for x, truth in pairs
+        if x is not None
+        for _ in range(_axes(x) or 1)
+    ]
+    return input[tuple(axes)], tuple(x.reshape(1).bool() if truth else x for x, truth in pairs)
 
 
 def _select(select):
