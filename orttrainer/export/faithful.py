@@ -426,7 +426,8 @@ _MUTES = {
     torch.randn_like: _undrawn(torch.empty_like, *NORMAL),
     **dict.fromkeys(
         [torch.bernoulli, torch.Tensor.bernoulli, torch.normal, torch.randint, torch.randperm, torch.Tensor.bernoulli_]
-        + [torch.Tensor.uniform_, torch.Tensor.normal_, torch.Tensor.exponential_, torch.Tensor.random_],
+        + [torch.Tensor.uniform_, torch.Tensor.normal_, torch.Tensor.exponential_, torch.Tensor.random_]
+        + [torch.multinomial, torch.Tensor.multinomial],
         _of_stand_ins,
     ),
     torch.native_dropout: _mute_native_dropout,

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from orttrainer.errors import UnsupportedModelError
+from orttrainer.export.rewrites.spelled_out import searchsorted
 from orttrainer.export.stop_gradient import stop_gradient
 
 __all__ = ["REWRITES"]
@@ -99,6 +100,21 @@ def _bernoulli_(input, p=0.5, *, generator=None):
     return input.copy_((torch.rand_like(input) < p).to(input.dtype))
 
 
+def _multinomial(input, num_samples, replacement=False, *, generator=None):
+    """Places by their weights; not ONNX's Multinomial, which draws the same place again, and by a seed of its own.
+
+    Of places whose times are exponential, w times as fast, the first are those that come without replacement.
+    """
+    weights = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+    if replacement and num_samples > 1:
+        sums = weights.cumsum(-1)
+        drawn = torch.rand((*input.shape[:-1], num_samples), dtype=weights.dtype, device=input.device)
+        return searchsorted(sums, drawn * sums[..., -1:], right=True)
+    times = -torch.log(1.0 - torch.rand_like(weights))
+    # Above 0, so that a place of weight 0 is none of the first.
+    return (weights / times.clamp(min=torch.finfo(times.dtype).tiny)).topk(num_samples, dim=-1).indices
+
+
 def _of_no_generator(function):
     """What the user's generator would draw is drawn by the graph, as all is."""
     return lambda *args, generator=None, **options: function(*args, **options)
@@ -127,6 +143,7 @@ REWRITES = {
     torch.rrelu_: _in_place(_rrelu),
     **dict.fromkeys([torch.bernoulli, torch.Tensor.bernoulli], _bernoulli),
     **{drawn: _of_no_generator(drawn) for drawn in (torch.rand, torch.randn, torch.rand_like, torch.randn_like)},
+    **dict.fromkeys([torch.multinomial, torch.Tensor.multinomial], _multinomial),
     torch.normal: _normal,
     torch.randint: _randint,
     torch.randperm: _randperm,
