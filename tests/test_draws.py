@@ -92,6 +92,7 @@ WITHOUT_OPERATOR = {
     "torch.binomial": lambda x: torch.distributions.Binomial(3, torch.tensor(0.5)).sample(x.shape),
     "Gamma": lambda x: torch.distributions.Gamma(2.0, 3.0).sample(x.shape),
     "Beta": lambda x: torch.distributions.Beta(torch.ones(3), torch.ones(3)).sample(),
+    "Tensor.random_ without bounds": lambda x: torch.empty_like(x).random_(),
 }
 
 

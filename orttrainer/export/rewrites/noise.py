@@ -85,9 +85,9 @@ def _normal_(input, mean=0.0, std=1.0, *, generator=None):
 
 
 def _random_(input, *bounds, generator=None):
-    """Whole numbers from [low, high), low=0; how many there are without bounds is the type's affair."""
+    """Whole numbers from [low, high), low=0; without bounds all of the type, of which uniform numbers leave some out."""
     if not bounds:
-        return input.random_()
+        return _refused("Tensor.random_ without bounds")()
     low, high = (0, *bounds) if len(bounds) == 1 else bounds
     return input.copy_((torch.rand_like(input, dtype=torch.float32) * (high - low)).floor() + low)
 
