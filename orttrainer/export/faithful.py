@@ -300,8 +300,10 @@ class MutedDropout(TorchFunctionMode):
                 return inner(*args, **kwargs)
         result = func(*args, **kwargs)
         if conditions.decides(func, args):
+            self.draws.check(*told.place())
             self.decisions.append(conditions.Condition(*told.place(), result))
         if (known := told.told(func, args, result)) is not None:
+            self.draws.check(*known[:2])
             self.told.append(known)
         return result
 
