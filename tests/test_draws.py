@@ -92,6 +92,7 @@ WITHOUT_OPERATOR = {
     "torch.binomial": lambda x: torch.distributions.Binomial(3, torch.tensor(0.5)).sample(x.shape),
     "Gamma": lambda x: torch.distributions.Gamma(2.0, 3.0).sample(x.shape),
     "Beta": lambda x: torch.distributions.Beta(torch.ones(3), torch.ones(3)).sample(),
+    "Tensor.random_ without bounds": lambda x: torch.empty_like(x).random_(),
 }
 
 
@@ -101,3 +102,26 @@ def test_a_distribution_that_onnx_cannot_draw_from_is_refused_by_name(name):
         UnsupportedModelError, match=rf"draws random numbers by .*{name}.*before each step and pass them"
     ):
         losses(WITHOUT_OPERATOR[name])
+
+
+def truncated(x):
+    noise = torch.randn_like(x)
+    while (noise.abs() > 1).any():
+        noise = torch.where(noise.abs() > 1, torch.randn_like(x), noise)
+    return noise
+
+
+def first_above(x):
+    while (drawn := torch.rand(()).item()) < 0.9:
+        pass
+    return drawn
+
+
+REJECTED = {"by a truth": truncated, "by a number": first_above}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_numbers_that_are_drawn_until_they_fit_are_refused_where_they_are(name):
+    """Where all draws are the same, the loop has no end."""
+    with pytest.raises(UnsupportedModelError, match=r"until they are as it wants them, at .*test_draws\.py:\d+ \("):
+        losses(REJECTED[name], sizes=(4,))

@@ -59,3 +59,15 @@ def test_two_draws_stay_two():
     ShareSubexpressionsPass()(model)
     assert [node.op_type for node in model.graph].count("RandomUniformLike") == 2
     assert all(set(node.attributes) == set() for node in model.graph)
+
+
+def test_a_constant_that_is_an_output_stays_and_nobody_is_told(caplog):
+    """As a flag that forward sets, of two layers: the line would be onnx-ir's."""
+    model = ir.from_onnx_text("""
+    <ir_version: 8, opset_import: ["" : 18]>
+    g (float[3] x) => (float[3] y, bool done, bool other) <bool done = {1}, bool other = {1}> {
+      y = Exp(x)
+    }""")
+    ShareSubexpressionsPass()(model)
+    assert [value.name for value in model.graph.outputs] == ["y", "done", "other"]
+    assert not caplog.records

@@ -111,6 +111,42 @@ def test_what_is_kept_by_an_order_of_draws_is_other_rows_in_each_step(kept, capl
     assert not caplog.text
 
 
+# name -> draw of places, and the probability of (i, j) for weights w that sum to 1
+PLACES = {
+    "without replacement": (lambda w: torch.multinomial(w, 2), lambda a, b: torch.where(a != b, a * b / (1 - a), 0.0)),
+    "with replacement": (lambda w: w.multinomial(2, replacement=True), lambda a, b: a * b),
+    "one by one": (
+        lambda w: torch.stack([torch.multinomial(w, 1)[:, 0], torch.distributions.Categorical(w).sample()], 1),
+        lambda a, b: a * b,
+    ),
+}
+
+
+@pytest.mark.parametrize("precision", [None, "bfloat16"])
+@pytest.mark.parametrize("case", PLACES)
+def test_places_are_drawn_by_their_weights(case, precision, caplog):
+    draw, probability = PLACES[case]
+    weights = torch.tensor([0.5, 0.0, 0.3, 0.2])
+    module = Drawing(lambda m, x: draw((x * m.w).softmax(-1)) + 0 * x[:, :2])
+    settings = {} if precision is None else {"use_mixed_precision": True, "mixed_precision_dtype": precision}
+    description = ModelDescription([IODescription("x", ["batch", 4])], [IODescription(n, []) for n in ("loss", "y")])
+    x = weights.log().clamp(min=-200.0).expand(20000, -1)
+
+    def places():
+        set_seed(7)
+        return make(module, loss_fn=None, desc=description, **settings).train_step(x, 0.0)[1].long()
+
+    found = places()
+    expected = probability(weights[:, None].double(), weights.double())
+    shares = torch.bincount(found[:, 0] * 4 + found[:, 1], minlength=16).reshape(4, 4) / len(x)
+    # Half a percent for weights that bfloat16 rounds.
+    assert (
+        (shares - expected).abs() <= 4 * (expected / len(x)).sqrt() + (precision is not None) * 5e-3 * expected
+    ).all()
+    assert torch.equal(places(), found)
+    assert not caplog.text  # compared by value with its stand-in
+
+
 def test_uniform_numbers_are_uniform_and_independent():
     u = drawn(lambda m, x: x * torch.rand_like(x), steps=2)
     assert 0.0 <= u.min() < 1e-4 and 1 - 1e-4 < u.max() < 1.0

@@ -205,6 +205,12 @@ def a_place_in_a_list(m, x, label):
     return [1.0, 1.0, 3.0][label.max()] * m.hidden(x).square().mean()
 
 
+@form(2)
+def an_element_at_an_element(m, x, label):
+    """In a trace torch makes a number of the inner one as well."""
+    return m.hidden(x)[[int(label[label.argmax()])]].square().mean()
+
+
 @form(1, long=True)
 def hardest(m, x, label):
     """Hard negatives, as many as there are others twice, as detectors have them."""

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from orttrainer.errors import UnsupportedModelError
+from orttrainer.export.told import shown
+
 __all__ = ["Draws"]
+
+_MOST_TRIES = 5_000  # of one decision, with other numbers each
 
 
 class Draws:
@@ -16,12 +22,30 @@ class Draws:
     def __init__(self):
         self._before = _state(torch.default_generator)
         self._noted: list[tuple[torch.Generator, bytes]] = []
+        self._tries: Counter[tuple[str, int]] = Counter()
+        self._tried: dict[tuple[str, int], int] = {}  # how many draws there were before the last decision there
 
     def note(self, options: Mapping[str, Any]) -> None:
         """Numbers are drawn with these options."""
         generator = options.get("generator")
         generator = torch.default_generator if generator is None else generator
         self._noted.append((generator, _state(generator)))
+
+    def check(self, file: str, line: int) -> None:
+        """Forward decides there, be it by what is drawn.
+
+        Raises:
+            UnsupportedModelError: it does so again and again: stand-ins, which are the same each time, never satisfy it.
+        """
+        if self._tried.get((file, line)) != len(self._noted):
+            self._tries[file, line] += 1
+            self._tried[file, line] = len(self._noted)
+        if self._tries[file, line] > _MOST_TRIES:
+            raise UnsupportedModelError(
+                f"forward draws random numbers again until they are as it wants them, at {shown(file, line)}; a graph draws a "
+                "fixed number of times. Draw them before each step and pass them as an input, or compute them of uniform "
+                "numbers (torch.rand) by the inverse of the distribution function."
+            )
 
     def are_repeated(self, call: Callable[[], Draws]) -> bool:
         """Whether another call, before which the generators move on, draws any of them again, or the first has some twice.

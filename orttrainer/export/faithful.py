@@ -300,8 +300,10 @@ class MutedDropout(TorchFunctionMode):
                 return inner(*args, **kwargs)
         result = func(*args, **kwargs)
         if conditions.decides(func, args):
+            self.draws.check(*told.place())
             self.decisions.append(conditions.Condition(*told.place(), result))
         if (known := told.told(func, args, result)) is not None:
+            self.draws.check(*known[:2])
             self.told.append(known)
         return result
 
@@ -426,7 +428,8 @@ _MUTES = {
     torch.randn_like: _undrawn(torch.empty_like, *NORMAL),
     **dict.fromkeys(
         [torch.bernoulli, torch.Tensor.bernoulli, torch.normal, torch.randint, torch.randperm, torch.Tensor.bernoulli_]
-        + [torch.Tensor.uniform_, torch.Tensor.normal_, torch.Tensor.exponential_, torch.Tensor.random_],
+        + [torch.Tensor.uniform_, torch.Tensor.normal_, torch.Tensor.exponential_, torch.Tensor.random_]
+        + [torch.multinomial, torch.Tensor.multinomial],
         _of_stand_ins,
     ),
     torch.native_dropout: _mute_native_dropout,

@@ -55,10 +55,12 @@ class Hints:
         self._answers: dict[sympy.Basic, sympy.Basic] = {}
         self._decided: list[tuple[str, int, sympy.Basic]] = []  # what was true where
         self._env = None
-        self._ended = self.asks_again = False
+        self._ended = self.asks_again = self._indexing = False
 
     def note(self, func: Callable, args: Sequence, result: Any) -> None:
         """Take note of what the symbols in `result` stand for."""
+        if self._indexing:  # `x[i]` of a tensor i makes a number of it in a trace, which forward was not told
+            return
         waiting = self._waiting[(*place(), what(func, args))]
         found = list(leaves(result))
         if not waiting or len(waiting[-1].numbers) != len(found):  # torch's own, on the way of another
@@ -70,6 +72,15 @@ class Hints:
                 self._env = leaf.node.shape_env
                 self._numbers[symbol] = number
                 self._tensors[symbol] = _taken(args[0], index) if known.taken else _size(result, index)
+
+    @contextlib.contextmanager
+    def index(self) -> Iterator[None]:
+        """Within the block, torch finds a part of a tensor."""
+        self._indexing = True
+        try:
+            yield
+        finally:
+            self._indexing = False
 
     def computed(self, result: torch.SymFloat, function: Callable, numbers: Sequence, tensor: torch.Tensor) -> None:
         """Take note of a symbol that stands for what `function` of `math` makes of numbers, and for the value of `tensor`."""
@@ -142,9 +153,11 @@ class _Indexing(TorchFunctionMode):
         self._hints = hints
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func is torch.Tensor.__getitem__:
-            self._hints.note(func, args, result)
+        if func is not torch.Tensor.__getitem__:
+            return func(*args, **(kwargs or {}))
+        with self._hints.index():
+            result = func(*args, **(kwargs or {}))
+        self._hints.note(func, args, result)
         return result
 
 

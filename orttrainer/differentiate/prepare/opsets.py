@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator
 
 import onnx
@@ -11,6 +10,7 @@ import onnx_ir as ir
 
 from orttrainer.differentiate.prepare.bodies import has_body, inlined, schema_of
 from orttrainer.errors import ModelError
+from orttrainer.graph.logs import without_warnings
 
 OLDEST_OPSET = 18
 NEWEST_OPSET = 26
@@ -39,7 +39,8 @@ def with_known_opset(model: ir.Model) -> ir.Model:
     from onnxscript import version_converter  # here: slow to import, seldom needed
 
     try:
-        with _without_its_warning(), unconvertible_aside(model):
+        # It says that it has ONNX's own convert, as it was asked to.
+        with without_warnings("onnxscript.version_converter"), unconvertible_aside(model):
             version_converter.convert_version(model, OLDEST_OPSET, fallback=True)
     except Exception as error:  # the converter raises whatever its adapters raise
         raise ModelError(
@@ -48,19 +49,6 @@ def with_known_opset(model: ir.Model) -> ir.Model:
     if model.opset_imports[""] < OLDEST_OPSET:
         raise ModelError(f"the model has opset {opset} and ONNX cannot convert it to {OLDEST_OPSET}; export it again")
     return model
-
-
-@contextlib.contextmanager
-def _without_its_warning() -> Iterator[None]:
-    """Of the converter, which says that it has ONNX's own convert, as it was asked to."""
-    logger = logging.getLogger("onnxscript.version_converter")
-    quiet = logging.Filter()
-    quiet.filter = lambda record: record.levelno > logging.WARNING
-    logger.addFilter(quiet)
-    try:
-        yield
-    finally:
-        logger.removeFilter(quiet)
 
 
 def _brought_down(model: ir.Model, opset: int) -> ir.Model:

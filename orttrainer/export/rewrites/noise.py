@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from orttrainer.errors import UnsupportedModelError
+from orttrainer.export.rewrites.spelled_out import searchsorted
 from orttrainer.export.stop_gradient import stop_gradient
 
 __all__ = ["REWRITES"]
@@ -84,9 +85,9 @@ def _normal_(input, mean=0.0, std=1.0, *, generator=None):
 
 
 def _random_(input, *bounds, generator=None):
-    """Whole numbers from [low, high), low=0; how many there are without bounds is the type's affair."""
+    """Whole numbers from [low, high), low=0; without bounds all of the type, of which uniform numbers leave some out."""
     if not bounds:
-        return input.random_()
+        return _refused("Tensor.random_ without bounds")()
     low, high = (0, *bounds) if len(bounds) == 1 else bounds
     return input.copy_((torch.rand_like(input, dtype=torch.float32) * (high - low)).floor() + low)
 
@@ -97,6 +98,21 @@ def _exponential_(input, lambd=1.0, *, generator=None):
 
 def _bernoulli_(input, p=0.5, *, generator=None):
     return input.copy_((torch.rand_like(input) < p).to(input.dtype))
+
+
+def _multinomial(input, num_samples, replacement=False, *, generator=None):
+    """Places by their weights; not ONNX's Multinomial, which draws the same place again, and by a seed of its own.
+
+    Of places whose times are exponential, w times as fast, the first are those that come without replacement.
+    """
+    weights = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+    if replacement and num_samples > 1:
+        sums = weights.cumsum(-1)
+        drawn = torch.rand((*input.shape[:-1], num_samples), dtype=weights.dtype, device=input.device)
+        return searchsorted(sums, drawn * sums[..., -1:], right=True)
+    times = -torch.log(1.0 - torch.rand_like(weights))
+    # Above 0, so that a place of weight 0 is none of the first.
+    return (weights / times.clamp(min=torch.finfo(times.dtype).tiny)).topk(num_samples, dim=-1).indices
 
 
 def _of_no_generator(function):
@@ -127,6 +143,7 @@ REWRITES = {
     torch.rrelu_: _in_place(_rrelu),
     **dict.fromkeys([torch.bernoulli, torch.Tensor.bernoulli], _bernoulli),
     **{drawn: _of_no_generator(drawn) for drawn in (torch.rand, torch.randn, torch.rand_like, torch.randn_like)},
+    **dict.fromkeys([torch.multinomial, torch.Tensor.multinomial], _multinomial),
     torch.normal: _normal,
     torch.randint: _randint,
     torch.randperm: _randperm,

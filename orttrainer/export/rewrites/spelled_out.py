@@ -14,7 +14,7 @@ from orttrainer.export.rewrites import bessel, error_function, special
 from orttrainer.export.rewrites.kinks import flat_beyond, larger, slope_at_zero, smaller
 from orttrainer.export.stop_gradient import stop_gradient
 
-__all__ = ["REWRITES", "atan2", "functions"]
+__all__ = ["REWRITES", "atan2", "functions", "searchsorted"]
 
 
 # ---------------------------------------------------------------- elementwise
@@ -252,7 +252,7 @@ def _corrcoef(input):
 # ---------------------------------------------------------------- searched, and joined
 
 
-def _searchsorted(sorted_sequence, input, *, out_int32=False, right=False, side=None, sorter=None):
+def searchsorted(sorted_sequence, input, *, out_int32=False, right=False, side=None, sorter=None):
     """How many numbers of each row lie before each value, by comparison with all."""
     rows = sorted_sequence if sorter is None else sorted_sequence.gather(-1, sorter)
     values = torch.as_tensor(input, device=rows.device).unsqueeze(-1)
@@ -263,7 +263,7 @@ def _searchsorted(sorted_sequence, input, *, out_int32=False, right=False, side=
 
 def _bucketize(input, boundaries, *, out_int32=False, right=False):
     """The exporter reads a tensor without axes as a number."""
-    return _searchsorted(boundaries, input, out_int32=out_int32, right=right)
+    return searchsorted(boundaries, input, out_int32=out_int32, right=right)
 
 
 def _isin(elements, test_elements, *, assume_unique=False, invert=False):
@@ -393,7 +393,7 @@ REWRITES = {
         mode=_mode,
         nanmedian=_nanmedian,
         nanquantile=_nanquantile,
-        searchsorted=_searchsorted,
+        searchsorted=searchsorted,
         sinc=_sinc,
         sort=_sort,
         vstack=_vstack,

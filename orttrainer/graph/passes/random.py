@@ -9,6 +9,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 
+from orttrainer.graph.logs import without_warnings
+
 RANDOM_OPS = frozenset(
     ["Bernoulli", "Dropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"]
 )
@@ -47,7 +49,8 @@ class ShareSubexpressionsPass(ir.passes.InPlacePass):
         values = [value for node in model.graph for value in node.outputs if value.name in self._kept]
         own = len(outputs)
         outputs.extend(value for value in values if not value.is_graph_output())  # whose names the pass keeps
-        with random_nodes_apart(model):
+        # Of a constant that is an output it says that it stays, as a flag that forward sets is.
+        with random_nodes_apart(model), without_warnings(common.initializer_deduplication.__name__):
             modified = [rewrite(model).modified for rewrite in _SHARING]
         del outputs[own:]
         return ir.passes.PassResult(model, any(modified))
