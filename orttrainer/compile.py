@@ -130,7 +130,7 @@ class _Build:
         others = {*forward.updates.values(), forward.checks}
         self.outputs = [v.name for v in forward.model.graph.outputs if v.name not in others]
         # An ONNX model may have the new value of a statistic among the outputs that callers ask for.
-        self.asked = {v.name for v in forward.model.graph.outputs} - {f"{name}_update" for name in forward.updates}
+        self.fetchable = {v.name for v in forward.model.graph.outputs} - {f"{name}_update" for name in forward.updates}
         self.tensors: dict[str, ir.TensorProtocol] = {}
         self.roles: dict[str, tuple[str, str | None]] = {}  # state name -> role, parameter
         self.new: dict[str, ir.Value] = {}  # state name -> its value after the step
@@ -338,7 +338,7 @@ class _Build:
         graph.outputs.extend(value for value in (self.norm, self.finite) if value is not None)
         for name in [value.name for value in graph.inputs if value.name in self.new]:
             value = self.new[name]
-            if value.producer() is None or value.is_graph_output() or value.name in self.asked:
+            if value.producer() is None or value.is_graph_output() or value.name in self.fetchable:
                 value = self.op.Identity(value)
             value.name = self._free(f"{name}_new")
             self.new[name] = value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
@@ -206,7 +207,7 @@ FUSED = {
 
 
 @pytest.mark.parametrize("function", FUSED.values(), ids=FUSED)
-def test_what_an_evaluation_fuses_computes_the_same(function):
+def test_what_an_evaluation_fuses_computes_the_same(function, tmp_path):
     class Layer(nn.Module):
         def __init__(self):
             super().__init__()
@@ -225,3 +226,7 @@ def test_what_an_evaluation_fuses_computes_the_same(function):
     trainer.train_step(x, 0.25)
     expected = [y.detach() for y in module(x)]
     torch.testing.assert_close(list(trainer.eval_step(x)), expected, rtol=1e-13, atol=1e-15)
+    trainer.export_inference(tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    (found,) = session.run(["y"], {"x": x.numpy()})  # with all its optimizations
+    torch.testing.assert_close(torch.from_numpy(found), expected[1], rtol=1e-7, atol=1e-7)  # of scales it makes float32

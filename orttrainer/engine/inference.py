@@ -15,7 +15,7 @@ from orttrainer.differentiate.double import DoubleKernelsPass
 from orttrainer.errors import ExecutionError, ExportMismatchError, StateError
 from orttrainer.graph.light import without_weights
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
-from orttrainer.graph.passes.inference import InferenceBatchNormalizationPass
+from orttrainer.graph.passes.inference import ExactDoublePass, InferenceBatchNormalizationPass
 from orttrainer.graph.passes.matmul import MultiplesPass
 from orttrainer.graph.passes.order import TopologicalOrderPass
 from orttrainer.graph.passes.padded_pools import PaddedPoolsPass
@@ -42,6 +42,7 @@ def inference_model(forward: ir.Model, outputs: Sequence[str]) -> ir.Model:
         RemoveGradientMarksPass(),
         WidePass(),
         DoubleKernelsPass(),
+        ExactDoublePass(),
         MultiplesPass(),
         MutePass({"Dropout"}),
         InferenceBatchNormalizationPass(),

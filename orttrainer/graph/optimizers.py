@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-__all__ = ["left_out"]
+__all__ = ["is_clip_of_relu", "left_out"]
 
 
 def left_out(model: ir.Model) -> list[str]:
@@ -20,7 +20,7 @@ def left_out(model: ir.Model) -> list[str]:
 # ---------------------------------------------------------------- what would change a number
 
 # They make of constants attributes, which are of float32. Of an epsilon of float64 SimplifiedLayerNormFusion makes 1e-5, whatever
-# it is (1.31.1). LayerNormFusion runs at two levels, each with a name of its own, since 1.22 or so.
+# it is (1.31.1). LayerNormFusion, as 1.19 calls it, runs at two levels there, each with a name of its own.
 _FUSIONS = [
     "LayerNormFusion",
     "LayerNormFusionL1",
@@ -35,7 +35,7 @@ _NEUTRAL = {"Add": 0.0, "Sub": 0.0, "Mul": 1.0, "Div": 1.0}
 
 def _inexact(nodes: list[ir.Node]) -> list[str]:
     """Those that take what is of float64, or of another type, as float32; the scalars of an update they would not."""
-    of = {_is_fused: _FUSIONS, _is_dropped: _DROPS, _is_clip_of_relu: _CLIPS}
+    of = {_is_fused: _FUSIONS, _is_dropped: _DROPS, is_clip_of_relu: _CLIPS}
     return [name for asked, names in of.items() if any(map(asked, nodes)) for name in names]
 
 
@@ -48,7 +48,8 @@ def _is_dropped(node: ir.Node) -> bool:
     return neutral is not None and any(_is_nearly(value, neutral) for value in node.inputs)
 
 
-def _is_clip_of_relu(node: ir.Node) -> bool:
+def is_clip_of_relu(node: ir.Node) -> bool:
+    """Whether it clips what a Relu gives, of a type that FuseReluClip refuses."""
     if node.op_type != "Clip" or (producer := node.inputs[0].producer()) is None:
         return False
     return producer.op_type == "Relu" and node.inputs[0].dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16)
