@@ -284,6 +284,11 @@ def test_each_speed_pass_has_a_test_of_its_own():
     assert not [chosen.__name__ for chosen in SPEED_PASSES if not any(chosen.__name__ in text for text in tests)]
 
 
+def test_the_guide_to_performance_says_what_each_speed_pass_buys():
+    guide = (pathlib.Path(__file__).parents[1] / "docs" / "performance.md").read_text()
+    assert not [chosen.__name__ for chosen in SPEED_PASSES if f"`{chosen.__name__}`" not in guide]
+
+
 @pytest.mark.parametrize("names", [("TopologicalOrderPass",), "ShareSubexpressionsPass"])
 def test_a_pass_that_a_graph_cannot_do_without_is_refused(names):
     with pytest.raises(
