@@ -59,6 +59,19 @@ DRAWS = {
     "Tensor.normal_": (lambda m, x: x + torch.zeros_like(x).normal_(1, 0.5), 2.0, 0.5),
     "Tensor.exponential_": (lambda m, x: x + torch.zeros_like(x).exponential_(2.0), 1.5, 0.5),
     "Tensor.random_": (lambda m, x: x + torch.zeros_like(x).random_(2, 6), 4.5, math.sqrt(15 / 12)),
+    "Tensor.log_normal_": (
+        lambda m, x: x * torch.empty_like(x).log_normal_(0.0, 0.5),
+        math.exp(1 / 8),
+        math.sqrt(math.exp(0.5) - math.exp(0.25)),
+    ),
+    "Tensor.geometric_": (lambda m, x: x * torch.empty_like(x).geometric_(0.3), 1 / 0.3, math.sqrt(0.7) / 0.3),
+    # Has no moments; its angle is uniform.
+    "Tensor.cauchy_": (
+        lambda m, x: x * torch.empty_like(x).cauchy_(1.0, 3.0).sub(1).div(3).atan(),
+        0.0,
+        math.pi / math.sqrt(12),
+    ),
+    "torch.randint_like": (lambda m, x: x * torch.randint_like(x, 2, 6), 3.5, math.sqrt(15 / 12)),
     "of each sample": (lambda m, x: torch.vmap(lambda v: v + torch.randn_like(v), randomness="different")(x), 1.0, 1.0),
     "beside each sample": (
         lambda m, x: torch.vmap(lambda v: v * torch.rand(COLUMNS), randomness="different")(x),
@@ -83,6 +96,25 @@ def test_draws_have_the_moments_of_torchs(case, caplog):
     if deviation is not None:
         assert abs(found.std().item() / deviation - 1) < 0.02
     assert not caplog.text  # compared by value with its stand-in
+
+
+BY_NAME = {  # numbers by torch's names, and the bounds of what is drawn
+    "randint of a size": (lambda: torch.randint(2, 5, size=(400, 5)), 2, 4),
+    "randint up to a size": (lambda: torch.randint(5, size=(400, 5)), 0, 4),
+    "randint by names": (lambda: torch.randint(low=2, high=5, size=(400, 5)), 2, 4),
+    "randint_like by names": (lambda: torch.randint_like(torch.zeros(400, 5), low=2, high=5), 2, 4),
+    "random_ to": (lambda: torch.empty(400, 5).random_(1, to=4), 1, 3),
+    "random_ from": (lambda: torch.empty(400, 5).random_(**{"from": 1, "to": 4}), 1, 3),
+    "uniform_ to": (lambda: torch.empty(400, 5).uniform_(to=4.0).floor(), 0, 3),
+    "uniform_ from": (lambda: torch.empty(400, 5).uniform_(**{"from": -2.0}).floor(), -2, 0),
+}
+
+
+@pytest.mark.parametrize("case", BY_NAME)
+def test_draws_take_their_bounds_and_sizes_by_name(case):
+    draw, low, high = BY_NAME[case]
+    found = drawn(lambda m, x: x[:, :5] * draw())
+    assert found.unique().tolist() == [*range(low, high + 1)]
 
 
 def test_a_shuffled_batch_is_a_permutation():

@@ -45,7 +45,7 @@ from orttrainer.export.rewrites import (
     normalization,
     packed,
 )
-from orttrainer.export.rewrites.numpy_names import by_torchs_names
+from orttrainer.export.rewrites.argument_names import by_torchs_names
 from orttrainer.export.run_code import Read, RunCode, read_by, watched
 from orttrainer.export.untouched import memory_of
 from orttrainer.graph.passes.random import NORMAL, UNIFORM, stand_in
@@ -121,7 +121,7 @@ class _Rewrites(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         args, kwargs = self._registered(args), {name: self._registered(x) for name, x in (kwargs or {}).items()}
-        kwargs = by_torchs_names(self._forms.get(func), kwargs)
+        args, kwargs = by_torchs_names(self._forms.get(func), args, kwargs)
         if (apart := self._changed.detached(func, args)) is not None:
             return apart
         args, kwargs = self._changed.read(func, args, kwargs)
@@ -427,8 +427,9 @@ _MUTES = {
     torch.rand_like: _undrawn(torch.empty_like, *UNIFORM),
     torch.randn_like: _undrawn(torch.empty_like, *NORMAL),
     **dict.fromkeys(
-        [torch.bernoulli, torch.Tensor.bernoulli, torch.normal, torch.randint, torch.randperm, torch.Tensor.bernoulli_]
-        + [torch.Tensor.uniform_, torch.Tensor.normal_, torch.Tensor.exponential_, torch.Tensor.random_]
+        [torch.bernoulli, torch.Tensor.bernoulli, torch.normal, torch.randint, torch.randint_like, torch.randperm]
+        + [torch.Tensor.bernoulli_, torch.Tensor.uniform_, torch.Tensor.normal_, torch.Tensor.exponential_]
+        + [torch.Tensor.log_normal_, torch.Tensor.cauchy_, torch.Tensor.geometric_, torch.Tensor.random_]
         + [torch.multinomial, torch.Tensor.multinomial],
         _of_stand_ins,
     ),

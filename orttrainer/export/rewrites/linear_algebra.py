@@ -7,6 +7,7 @@ import math
 import torch
 
 from orttrainer.errors import UnsupportedModelError
+from orttrainer.export.rewrites.argument_names import by_torchs_names
 
 __all__ = ["OF_A_MATRIX", "REWRITES", "applied", "inverse", "is_vector", "no_errors", "only_exporting"]
 
@@ -65,7 +66,10 @@ def only_exporting(rewrites):
         def call(*args, **kwargs):
             tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
             empty = any(type(size) is int and size == 0 for x in tensors for size in x.shape)
-            return (rewritten if torch.compiler.is_exporting() and not empty else function)(*args, **kwargs)
+            if not torch.compiler.is_exporting() or empty:
+                return function(*args, **kwargs)
+            args, kwargs = by_torchs_names(rewritten, args, kwargs)
+            return rewritten(*args, **kwargs)
 
         return call
 

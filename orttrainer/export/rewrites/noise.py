@@ -67,8 +67,22 @@ def _normal(mean=0.0, std=1.0, size=None, *, generator=None, **options):
 
 def _randint(*args, generator=None, dtype=torch.int64, **options):
     """torch.randint(low=0, high, size), from uniform numbers."""
-    low, high, size = (0, *args) if len(args) == 2 else args
+    bounds, size = (args, options.pop("size")) if "size" in options else (args[:-1], args[-1])
+    low, high = _bounds(bounds, options)
     return ((torch.rand(size, **options) * (high - low)).floor() + low).to(dtype)
+
+
+def _bounds(given, named, low="low", high="high"):
+    """Both bounds, of which `given` has the upper one or both and `named` what is given by name; these are taken out there."""
+    bounds = [*given, *(named.pop(name) for name in (low, high) if name in named)]
+    return bounds if len(bounds) == 2 else (0, *bounds)
+
+
+def _randint_like(input, *bounds, generator=None, dtype=None, **options):
+    """torch.randint_like(input, low=0, high), in the input's own type."""
+    low, high = _bounds(bounds, options)
+    drawn = torch.rand_like(input, dtype=torch.float32, **options)
+    return ((drawn * (high - low)).floor() + low).to(dtype or input.dtype)
 
 
 def _randperm(n, *, generator=None, dtype=torch.int64, **options):
@@ -76,7 +90,9 @@ def _randperm(n, *, generator=None, dtype=torch.int64, **options):
     return torch.rand(n, **options).argsort().to(dtype)
 
 
-def _uniform_(input, low=0.0, high=1.0, *, generator=None):
+def _uniform_(input, *bounds, generator=None, **named):
+    """Tensor.uniform_(from=0, to=1)."""
+    low, high = (*bounds, *(named.get(*end) for end in (("from", 0.0), ("to", 1.0))[len(bounds) :]))
     return input.copy_(torch.rand_like(input) * (high - low) + low)
 
 
@@ -84,16 +100,30 @@ def _normal_(input, mean=0.0, std=1.0, *, generator=None):
     return input.copy_(torch.randn_like(input) * std + mean)
 
 
-def _random_(input, *bounds, generator=None):
-    """Whole numbers from [low, high), low=0; without bounds all of the type, of which uniform numbers leave some out."""
-    if not bounds:
+def _random_(input, *bounds, generator=None, **named):
+    """Whole numbers from [from, to), from=0; without bounds all of the type, of which uniform numbers leave some out."""
+    if not bounds and not named:
         return _refused("Tensor.random_ without bounds")()
-    low, high = (0, *bounds) if len(bounds) == 1 else bounds
+    low, high = _bounds(bounds, named, "from", "to")
     return input.copy_((torch.rand_like(input, dtype=torch.float32) * (high - low)).floor() + low)
 
 
 def _exponential_(input, lambd=1.0, *, generator=None):
     return input.copy_(-torch.log(1.0 - torch.rand_like(input)) / lambd)
+
+
+def _log_normal_(input, mean=1.0, std=2.0, *, generator=None):
+    return input.copy_(torch.exp(torch.randn_like(input) * std + mean))
+
+
+def _cauchy_(input, median=0.0, sigma=1.0, *, generator=None):
+    return input.copy_(torch.tan(math.pi * (torch.rand_like(input) - 0.5)) * sigma + median)
+
+
+def _geometric_(input, p, *, generator=None):
+    """How often one tries until what has the probability p comes: 1 at least."""
+    tries = torch.log(1.0 - torch.rand_like(input, dtype=torch.float32)) / math.log1p(-p)
+    return input.copy_(tries.ceil().clamp(min=1.0))
 
 
 def _bernoulli_(input, p=0.5, *, generator=None):
@@ -146,13 +176,17 @@ REWRITES = {
     **dict.fromkeys([torch.multinomial, torch.Tensor.multinomial], _multinomial),
     torch.normal: _normal,
     torch.randint: _randint,
+    torch.randint_like: _randint_like,
     torch.randperm: _randperm,
     torch.poisson: _refused("torch.poisson"),
     torch.binomial: _refused("torch.binomial"),
     torch._standard_gamma: _refused("torch.distributions.Gamma (which Chi2, StudentT and others are made of)"),
     torch._sample_dirichlet: _refused("torch.distributions.Dirichlet, or Beta"),
     torch.Tensor.bernoulli_: _bernoulli_,
+    torch.Tensor.cauchy_: _cauchy_,
     torch.Tensor.exponential_: _exponential_,
+    torch.Tensor.geometric_: _geometric_,
+    torch.Tensor.log_normal_: _log_normal_,
     torch.Tensor.normal_: _normal_,
     torch.Tensor.random_: _random_,
     torch.Tensor.uniform_: _uniform_,

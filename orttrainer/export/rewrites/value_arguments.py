@@ -85,6 +85,10 @@ def _addmm(input, mat1, mat2, *, beta=1, alpha=1):
     return beta * input + alpha * (mat1 @ mat2)
 
 
+def _baddbmm(input, batch1, batch2, *, beta=1, alpha=1):
+    return beta * input + alpha * (batch1 @ batch2)
+
+
 def _pad(input, pad, mode="constant", value=None):
     if not _is_symbol(value) and not isinstance(value, torch.Tensor):  # its sizes are the symbols
         return F.pad(input, pad, mode, value)
@@ -135,7 +139,8 @@ _FORMS = {
     _softplus: [F.softplus],
     _addcmul: [torch.addcmul, torch.Tensor.addcmul],
     _addcdiv: [torch.addcdiv, torch.Tensor.addcdiv],
-    _addmm: [torch.addmm, torch.Tensor.addmm, torch.baddbmm, torch.Tensor.baddbmm],
+    _addmm: [torch.addmm, torch.Tensor.addmm],
+    _baddbmm: [torch.baddbmm, torch.Tensor.baddbmm],
     _pad: [torch._C._nn.pad],
     _full: [torch.full],
     _new_full: [torch.Tensor.new_full],
