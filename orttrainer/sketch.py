@@ -59,7 +59,8 @@ def trainer(
             numbers are taken, its `step()` is not run: the moments are in the trainer, `optimizer.state`
             stays as it is. Moments that it has already are taken over at the first step, and those that it
             is made to load (`optimizer.load_state_dict`) or given in another `optimizer.state`, or in an entry
-            `optimizer.state[parameter] = {...}`, at the next one, be it that there are none. Several
+            `optimizer.state[parameter] = {...}`, at the next one, be it that there are none; what is empty already cannot
+            be seen to be cleared, and is given anew: `optimizer.state = defaultdict(dict)`. Several
             trainers on one optimizer share its moments, as several losses do in PyTorch: each goes on with
             what the one that stepped last has left, which costs a copy of them where they take turns. Learning
             rates are read from its groups at every step, so that `torch.optim.lr_scheduler`s work, and so are

@@ -52,7 +52,6 @@ class Moments:
         holder: who has them: the `Holding` of the trainer that stepped or loaded last, or, where the optimizer has them in
             its own `state`, another object, which is a new one after each load.
         trainers: those on the optimizer that are still there.
-        own_hook, own_post_hook: what this has the optimizer call before and after its own step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer):
@@ -60,7 +59,6 @@ class Moments:
         self.holder: Any = object()
         self.trainers: weakref.WeakSet = weakref.WeakSet()
         self._own_state, self._was_edited = OwnState(optimizer), False
-        self.own_hook, self.own_post_hook = self._before_its_own_step, self._note_its_own_step
         optimizer.register_step_pre_hook(self.own_hook)
         optimizer.register_step_post_hook(self.own_post_hook)
         optimizer.register_state_dict_pre_hook(self._warn_of_missing_moments)
@@ -105,7 +103,9 @@ class Moments:
                 stacklevel=3,
             )
 
-    def _before_its_own_step(self, optimizer, args, kwargs) -> None:
+    # Methods, since an attribute that holds one would keep this, and with it the moments, until Python looks for cycles.
+    def own_hook(self, optimizer, args, kwargs) -> None:
+        """What the optimizer calls before its own step."""
         self._was_edited = any(self.edited(optimizer))
         if self.trainers and any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
             warnings.warn(
@@ -114,7 +114,8 @@ class Moments:
                 stacklevel=3,
             )
 
-    def _note_its_own_step(self, optimizer, args, kwargs) -> None:
+    def own_post_hook(self, optimizer, args, kwargs) -> None:
+        """What the optimizer calls after its own step."""
         if not self._was_edited:  # its own moments are no one's edit
             self.note(optimizer)
 
