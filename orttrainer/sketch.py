@@ -20,7 +20,7 @@ from orttrainer.distributed import failing_together
 from orttrainer.engine.engine import Engine
 from orttrainer.engine.settings import OptimizerChoice, Settings
 from orttrainer.engine.turns import one_at_a_time
-from orttrainer.errors import InvalidArgumentError, SchemaError
+from orttrainer.errors import InvalidArgumentError, SchemaError, StateError
 from orttrainer.front_end import FrontEnd
 from orttrainer.loss_scaler import LossScaler
 from orttrainer.scaler_state import from_state, scaler_state
@@ -58,7 +58,9 @@ def trainer(
         optimizer: a `torch.optim.SGD`, `Adam` or `AdamW`, whose groups hold the parameters to train. Its
             numbers are taken, its `step()` is not run: the moments are in the trainer, `optimizer.state`
             stays as it is. Moments that it has already are taken over at the first step, and those that it
-            is made to load (`optimizer.load_state_dict`) at the next one, be it that there are none. Several
+            is made to load (`optimizer.load_state_dict`) or given in another `optimizer.state`, or in an entry
+            `optimizer.state[parameter] = {...}`, at the next one, be it that there are none; what is empty already cannot
+            be seen to be cleared, and is given anew: `optimizer.state = defaultdict(dict)`. Several
             trainers on one optimizer share its moments, as several losses do in PyTorch: each goes on with
             what the one that stepped last has left, which costs a copy of them where they take turns. Learning
             rates are read from its groups at every step, so that `torch.optim.lr_scheduler`s work, and so are
@@ -158,13 +160,14 @@ class Trainer(FrontEnd):
             InvalidArgumentError: a number of the optimizer other than the learning rate has
                 changed, or the learning rate cannot be used. Nothing was updated.
             UnsupportedFeatureError: the optimizer has a `step_pre_hook`. Nothing was updated.
+            StateError: in `optimizer.state` something was changed that the trainer has had for itself since its first
+                step. Nothing was updated.
             ExecutionError: ONNX Runtime failed; the state is as before.
         """
         with self._engine.preparing_a_step():
             self._follow_optimizer()
             given = self._checked(batch, "step")
-            if self._moments.holder is not self._holding:
-                self._take_moments()
+            self._take_moments()
         if not (self.model.training or self._told_of_eval_mode):
             self._tell_of_eval_mode()
         outputs, finite = self._engine.train_step(given, 0.0, self._loss_scale, self._describe_anew)
@@ -181,7 +184,7 @@ class Trainer(FrontEnd):
             Whether there was any, with finite gradients; else nothing is updated.
 
         Raises:
-            InvalidArgumentError, UnsupportedFeatureError, ExecutionError: as `step`.
+            InvalidArgumentError, UnsupportedFeatureError, StateError, ExecutionError: as `step`.
 
         Example:
             for x, y in batches:
@@ -192,8 +195,7 @@ class Trainer(FrontEnd):
             return False
         with self._engine.preparing_a_step(last=True):
             self._follow_optimizer()
-            if self._moments.holder is not self._holding:
-                self._take_moments()
+            self._take_moments()
         finite = self._engine.update(0.0, self._loss_scale)
         self._count_update(finite)
         return bool(finite)
@@ -227,8 +229,8 @@ class Trainer(FrontEnd):
         Before the first step what was loaded, or empty, with a warning.
         """
         engine = self._engine
-        if include_optimizer_state and engine.is_compiled and self._moments.holder is not self._holding:
-            self._take_moments()
+        if include_optimizer_state and engine.is_compiled:
+            self._take_moments(refuse=False)
         found = engine.state_dict(include_optimizer_state)
         if not engine.is_compiled and not found:
             warnings.warn("the trainer has no state before its first step; state_dict() is empty", stacklevel=3)
@@ -247,10 +249,12 @@ class Trainer(FrontEnd):
         state_dict, scale_on = from_state(state_dict, self._loss_scaler)
         engine, slots = self._engine, tuple(f"{slot}_" for slot in self._engine.slot_names)
         has_moments = isinstance(state_dict, Mapping) and any(str(name).startswith(slots) for name in state_dict)
-        if has_moments and engine.is_compiled and self._moments.holder is not self._holding:
-            self._take_moments()  # of those that are not in it
+        if has_moments and engine.is_compiled:
+            self._take_moments(refuse=False)  # of those that are not in it
         engine.load_state_dict(state_dict, strict)
         scale_on()
+        if has_moments:
+            self._moments.note(self.optimizer)
         if has_moments and not engine.is_compiled:
             self._loaded = Holding.loaded(dict(state_dict), engine.slot_names, self._groups.names)
             self._moments.holder = self._loaded
@@ -277,7 +281,7 @@ class Trainer(FrontEnd):
             if self._loss_scaler is not None:
                 self._loss_scaler.update_loss_scale(finite)
         if finite:
-            call_post_hooks(self.optimizer)
+            call_post_hooks(self.optimizer, self._moments.own_post_hook)
         self._engine.raise_interruption()
 
     def _follow_optimizer(self) -> None:
@@ -309,15 +313,34 @@ class Trainer(FrontEnd):
             self._seen = [_shapes(given)]
         return given
 
-    def _take_moments(self) -> None:
-        """Have the optimizer's moments, which another trainer or a load has changed since this trainer had them."""
-        engine, moments = self._engine, self._moments
-        if moments.holder is not self._loaded:
-            # Gradients of a block of batches are no part of an optimizer's state, and stay.
-            sums = engine.state_dict() if engine.accumulated else {}
+    def _take_moments(self, refuse: bool = True) -> None:
+        """Have the optimizer's moments, also those that another trainer, a load or another entry of its state has changed.
+
+        Args:
+            refuse: raise a StateError where entries were changed that are from before a trainer had the moments.
+        """
+        engine, moments, optimizer = self._engine, self._moments, self.optimizer
+        edited, written = moments.edited(optimizer)
+        if refuse and written:
+            raise StateError(
+                f"optimizer.state of a parameter of shape {list(written[0].shape)} was changed, and is from before the trainer's "
+                "first step: since then the moments are in the trainer. Change them there (trainer.state_dict(), "
+                "trainer.load_state_dict(...)), or give the optimizer all that is to hold (optimizer.load_state_dict(...), "
+                "optimizer.state[parameter] = {...}). Nothing was updated."
+            )
+        if moments.holder is self._holding and not edited:
+            return
+        found: dict[str, torch.Tensor] = {}
+        if moments.holder not in (self._holding, self._loaded):
             # What was loaded before the first step stays where the optimizer has none; later it begins anew then.
-            engine.load_state_dict(sums | moments.under_names_of(self._groups, fresh=self._had_moments))
+            found = moments.under_names_of(self._groups, fresh=self._had_moments)
+        found |= self._groups.moments(edited)
+        if found:
+            # Gradients of a block of batches are no part of an optimizer's state, and stay.
+            engine.load_state_dict((engine.state_dict() if engine.accumulated else {}) | found)
         moments.holder, self._loaded, self._had_moments = self._holding, None, True
+        if not written:
+            moments.note(optimizer)
 
     def _follow_groups(self) -> None:
         """Let the next step have what the optimizer's groups are now."""

@@ -10,6 +10,7 @@ import torch
 from pairs import OPTIMIZERS, RATE, Pair
 from small import LR, batch, make, torch_step
 from torch import nn
+from torch.nn.modules import module as module_hooks
 
 from orttrainer.errors import ModelError, StateError
 from orttrainer.state.seen import Seen
@@ -253,4 +254,21 @@ def test_adapters_that_are_merged_for_an_evaluation_are_evaluated_so_and_train_o
         with pytest.raises(ModelError, match="nothing to train: no parameter reaches the loss"):
             pair.engine.train_step({"x": x, "label": y}, RATE)
     pair.change(lambda module: module.merge(False))
+    pair.steps(2)
+
+
+HOOKS_OF_ALL = {
+    "before forward": (module_hooks.register_module_forward_pre_hook, lambda m, given: (given[0] * 1.5,)),
+    "behind forward": (module_hooks.register_module_forward_hook, lambda m, given, y: y * 1.5),
+    "before backward": (module_hooks.register_module_full_backward_pre_hook, lambda m, dy: (dy[0] * 1.5,)),
+}
+
+
+@pytest.mark.parametrize("case", HOOKS_OF_ALL)
+def test_a_hook_of_all_modules_is_followed_when_it_comes_and_when_it_goes(case):
+    register, hook = HOOKS_OF_ALL[case]
+    pair = Pair(nn.Linear(4, 3), optimizer="SGD with momentum")
+    pair.steps(2)
+    with register(lambda module, *rest: hook(module, *rest) if isinstance(module, nn.Linear) else None):
+        pair.steps(2)
     pair.steps(2)

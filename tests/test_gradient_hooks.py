@@ -292,3 +292,14 @@ def test_hooks_go_with_the_parameter_that_has_them():
 
 def weight_of(gradient):
     return 1 + gradient.square()
+
+
+def test_a_hook_of_several_gradients_is_refused_by_name_until_it_is_gone():
+    pair = Pair(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)))
+    module = pair.module
+    handle = torch.autograd.graph.register_multi_grad_hook([module[0].weight, module[2].bias], lambda gradients: None)
+    x, y = batch()
+    with pytest.raises(UnsupportedModelError, match=r"'0.weight', '2.bias' have a hook .*register_multi_grad_hook"):
+        pair.engine.train_step({"x": x, "label": y}, RATE)
+    handle.remove()
+    pair.steps(2)

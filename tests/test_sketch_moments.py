@@ -6,6 +6,7 @@ import copy
 import gc
 import warnings
 import weakref
+from collections import defaultdict
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from small import assert_same, batch, net
 from test_sketch import assert_parameters_close, sgd, torch_step
 from test_sketch_optimizer import MOMENTS, make
 from torch import nn
+
+from orttrainer.errors import StateError
 
 KINDS = ["momentum", "dampening", "adam", "amsgrad"]
 
@@ -95,6 +98,68 @@ def test_moments_of_complex_parameters_are_taken_over_and_taken_away():
     for optimizer in (ours, theirs):
         optimizer.load_state_dict(copy.deepcopy(fresh))
     assert_goes_on_alike(trainer, module, reference, theirs)
+
+
+# -- edited in the optimizer's state ----------------------------------------------------------
+
+
+def replaced(optimizer, module):
+    optimizer.state = defaultdict(dict)
+
+
+def one_entry(optimizer, module):
+    moment = torch.ones_like(module[0].weight)
+    optimizer.state[module[0].weight] = {"step": torch.tensor(3.0), "exp_avg": moment, "exp_avg_sq": moment.clone()}
+
+
+def cleared(optimizer, module):
+    optimizer.state.clear()
+
+
+def one_taken_out(optimizer, module):
+    del optimizer.state[module[3].bias]
+
+
+# Of the last two the optimizer has updated by itself before there is a trainer.
+@pytest.mark.parametrize("edit", [replaced, one_entry, cleared, one_taken_out])
+def test_entries_of_its_state_that_are_others_are_the_moments_of_the_next_step(edit):
+    module, reference = net(), net()
+    ours, theirs = MOMENTS["adam"](module), MOMENTS["adam"](reference)
+    if edit in (cleared, one_taken_out):
+        for m, optimizer in ((module, ours), (reference, theirs)):
+            torch_step(m, optimizer, *batch(9))
+            optimizer.zero_grad()
+    trainer = make(module, ours)
+    for step in range(5):
+        if step == 2:
+            edit(ours, module)
+            edit(theirs, reference)
+        for optimizer in (ours, theirs):
+            len(optimizer.state[module[0].bias])  # looking makes an entry that is empty
+        trainer.step(*batch(step))
+        torch_step(reference, theirs, *batch(step))
+        ours.step()  # as an old loop has it: without gradients
+        assert_parameters_close(module, reference)
+
+
+def test_what_is_written_to_moments_from_before_the_first_step_is_refused_until_all_is_given():
+    module = net()
+    optimizer = MOMENTS["adam"](module)
+    torch_step(module, optimizer, *batch())
+    optimizer.zero_grad()
+    trainer = make(module, optimizer)
+    optimizer.state[module[0].weight]["exp_avg"].zero_()  # before the first step it is taken over
+    trainer.step(*batch(1))
+    optimizer.state[module[0].weight]["exp_avg"].zero_()
+    before = trainer.state_dict()
+    for _ in range(2):
+        with pytest.raises(StateError, match=r"shape \[8, 4\] was changed, .* Nothing was updated"):
+            trainer.step(*batch(2))
+    assert_same(trainer.state_dict(), before)
+    before["Moment_1_0.weight"].zero_()
+    trainer.load_state_dict(before)
+    assert not trainer.state_dict()["Moment_1_0.weight"].any()
+    trainer.step(*batch(2))
 
 
 # -- shared -----------------------------------------------------------------------------------

@@ -201,6 +201,29 @@ def test_numbers_of_one_group_that_change_hold_from_the_next_step(case):
         assert_parameters_close(module, reference)
 
 
+IN_TENSORS = {
+    "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=torch.tensor(0.9)),
+    "weight_decay": lambda p: torch.optim.SGD(p, 0.1, weight_decay=torch.tensor(0.1)),
+    "betas": lambda p: torch.optim.Adam(
+        p, torch.tensor(0.02), betas=(torch.tensor(0.9), torch.tensor(0.99)), foreach=False
+    ),
+}
+
+
+@pytest.mark.parametrize("key", IN_TENSORS)
+def test_numbers_in_tensors_that_are_written_to_hold_from_the_next_step(key):
+    module, reference = net(), net()
+    ours, theirs = (IN_TENSORS[key](m.parameters()) for m in (module, reference))
+    trainer = make(module, ours)
+    for step in range(5):
+        for optimizer in (ours, theirs):
+            value = optimizer.param_groups[0][key]
+            (value if key != "betas" else value[step % 2]).mul_(0.8)
+        trainer.step(*batch(step))
+        torch_step(reference, theirs, *batch(step))
+        assert_parameters_close(module, reference)
+
+
 def test_a_group_that_is_added_trains_from_the_next_step():
     """As where layers are set free one by one."""
     module, reference = net(), net()

@@ -213,6 +213,16 @@ def test_eval_step_needs_no_label_for_the_prediction_alone():
         trainer.eval_step(x)
 
 
+def test_a_first_call_without_the_label_is_told_that_it_compiles():
+    trainer, (x, y) = make(), batch()
+    with pytest.raises(
+        SchemaError, match=r"lacks \['label'\], and the first call .* compiles .*may leave out what their fetches"
+    ):
+        trainer.eval_step(x, fetches=["output"])
+    expected = trainer.eval_step(x, y)[1]
+    assert torch.equal(trainer.eval_step(x, fetches=["output"]), expected)
+
+
 def test_an_onnx_model_evaluates_without_its_label_at_its_first_call(tmp_path):
     trainer = make(forward_model(tmp_path), loss_fn=None)
     x, _ = batch(3)

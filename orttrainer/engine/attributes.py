@@ -28,11 +28,15 @@ from orttrainer.export.holdings import (
     has_objects,
     is_container,
 )
+from orttrainer.export.outside import Noticed
 
 __all__ = ["OF_GRADIENTS", "Attributes"]
 
 OF_GRADIENTS = ".requires_grad"  # behind the path of a parameter
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_HOOKS_OF_ALL = {
+    f"torch.nn.modules.module._global{key}": getattr(torch.nn.modules.module, f"_global{key}") for key in _HOOKS
+}
 _HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _OF_TORCH = {"training", *vars(torch.nn.Module())}  # each layer's own; what is in them is asked for elsewhere
 _TRAINING = itertools.repeat("training")
@@ -112,7 +116,7 @@ class Attributes:
         self._enclosed = [*map(content_of, self._cells.values())]
         self._hooks = [held[key] for held in self._dicts for key in _HOOKS if key in held]
         self._of_parameters = self._hooks_of_parameters()
-        self._hooks += [*self._of_parameters.values()]
+        self._hooks += [*_HOOKS_OF_ALL.values(), *self._of_parameters.values()]
         self._registered, self._hooked = RemovableHandle.next_id, any(self._hooks)
         places = [(held, key) for _, held, key in self._places()]
         elsewhere = [*self._enclosed, *(self._hooks if self._hooked else ())]
@@ -169,9 +173,13 @@ class Attributes:
             for key in _HOOKS:
                 if hooks := vars(layer).get(key):
                     found[f"{path}.{key}".strip(".")] = comparable(list(hooks.values()), self._nothing)
-        found |= {
-            path: comparable([*held.values()], self._nothing) for path, held in self._hooks_of_parameters().items()
-        }
+        elsewhere = {path: [*hooks.values()] for path, hooks in self._hooks_of_parameters().items()}
+        for path, hooks in _HOOKS_OF_ALL.items():  # another thread may export at the moment
+            if others := [
+                hook for hook in [*hooks.values()] if not isinstance(getattr(hook, "__self__", None), Noticed)
+            ]:
+                elsewhere[path] = others
+        found |= {path: comparable(hooks, self._nothing) for path, hooks in elsewhere.items()}
         return found | {f"{path}{OF_GRADIENTS}": _Training(flag) for path, flag in self._trained.items()}
 
     def ignore(self, paths: Collection[str]) -> set[str]:

@@ -202,7 +202,15 @@ class Engine(InUse):
 
     def eval_inputs(self, args: tuple, kwargs: Mapping, fetches: Sequence[str] | None) -> dict[str, torch.Tensor]:
         """What a caller of `eval_step` gave, by name."""
-        return inputs_by_name(args, kwargs, self.input_names, "eval_step", self.needed(fetches))
+        if self._runner is not None or fetches is None:
+            return inputs_by_name(args, kwargs, self.input_names, "eval_step", self.needed(fetches))
+        given = inputs_by_name(args, kwargs, self.input_names, "eval_step", ())
+        if missing := [name for name in self.input_names if name not in given]:
+            raise SchemaError(
+                f"eval_step lacks {missing}, and the first call of a trainer compiles the model and its loss, for which it needs "
+                f"all of {self.input_names}. Later calls may leave out what their fetches={list(fetches)} do not need."
+            )
+        return given
 
     def checked_fetches(self, fetches: Sequence[str] | None) -> list[str] | None:
         """Names of described outputs; None for all."""

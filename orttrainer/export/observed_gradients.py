@@ -73,7 +73,17 @@ def _gradients_of_autograd(wrapper, inputs):
 def _backward(loss, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
     for parameter in parameters.values():
         parameter.grad = None
-    found = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)))
+    try:
+        found = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)))
+    except RuntimeError as error:
+        if "_will_engine_execute_node" not in str(error):
+            raise
+        hooked = [name for name, parameter in parameters.items() if parameter._backward_hooks]
+        raise UnsupportedModelError(
+            f"{', '.join(map(repr, hooked))} have a hook of several gradients (torch.autograd.graph.register_multi_grad_hook), "
+            "which is to be called when autograd has made all of them, and a graph makes them by itself. Remove it "
+            "(handle.remove()); parameter.register_hook(...) sees or changes the gradient of one."
+        ) from error
     for name, parameter in parameters.items():  # the backward of a reversible network calls autograd itself
         if (more := parameter.grad) is not None:
             found[name] = more if found[name] is None else found[name] + more

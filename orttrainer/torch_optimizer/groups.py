@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -161,7 +161,7 @@ class Groups:
                     "new trainer; nothing was updated."
                 )
             for key, value in compiled.items():
-                if group[key] is not value and self._present(group)[key] != value:
+                if group[key] is not value and _plain(group[key]) != value:
                     self._check_number(index, key, group[key], compiled)
                     self._refuse_unsupported(index, group)
 
@@ -194,7 +194,7 @@ class Groups:
             raise InvalidArgumentError(
                 f"{where}. It is part of the graph. For another value make a new trainer; nothing was updated."
             )
-        names, values = self._attributes_of(key, compiled), _listed(now)
+        names, values = self._attributes_of(key, compiled), _listed(_plain(now))
         if len(values) != len(names) or not all(isinstance(x, numbers.Real) for x in values):
             what = "a number" if len(names) == 1 else f"{len(names)} numbers"
             raise InvalidArgumentError(f"{where}; it must be {what}. Nothing was updated.")
@@ -206,10 +206,16 @@ class Groups:
             rule = "below 1" if key == "betas" else "above 0: without momentum PyTorch leaves its buffers as they are"
             raise InvalidArgumentError(f"{where}; it must be {rule}. Nothing was updated.")
 
-    def moments(self) -> dict[str, torch.Tensor]:
-        """The state that the optimizer has of its own, under the engine's names; of a parameter without any, that of a fresh one."""
-        found = {}
+    def moments(self, of: Collection[torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+        """The state that the optimizer has of its own, under the engine's names; of a parameter without any, that of a fresh one.
+
+        Args:
+            of: parameters; None: all in groups.
+        """
+        found, asked = {}, None if of is None else {*map(id, of)}
         for name, parameter in self.parameters.items():
+            if asked is not None and id(parameter) not in asked:
+                continue
             state, zeros = self.optimizer.state.get(parameter) or {}, torch.zeros_like(parameter)
             group = self._numbers[self._group_of[name]]
             if self.kind == "SGDOptimizer":
@@ -232,7 +238,7 @@ class Groups:
         return all(state.get(key) is None for state in self.optimizer.state.values())
 
     def _present(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: tuple(x) if isinstance(x := group[key], list) else x for key in self._NUMBERS[self.kind]}
+        return {key: _plain(group[key]) for key in self._NUMBERS[self.kind]}
 
     def _refuse_unsupported(self, index: int, group: Mapping[str, Any]) -> None:
         if group.get("differentiable"):
@@ -240,6 +246,15 @@ class Groups:
                 f"param_groups[{index}] of the optimizer has differentiable={group['differentiable']!r}, for which the "
                 "training graph has no update. Leave it out."
             )
+
+
+def _plain(value: Any) -> Any:
+    """What is there now, also of tensors, which may be written to (`group["weight_decay"].mul_(0.5)`); equal if it is the same."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else _plain(value.tolist())
+    if isinstance(value, list) or (isinstance(value, tuple) and any(isinstance(x, torch.Tensor) for x in value)):
+        return tuple(map(_plain, value))
+    return value
 
 
 def _listed(value: Any) -> tuple:

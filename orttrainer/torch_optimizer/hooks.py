@@ -31,8 +31,15 @@ def refuse_pre_hooks(optimizer: torch.optim.Optimizer, own: Callable) -> None:
             )
 
 
-def call_post_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Call what is to be called after an update, as `optimizer.step()` does."""
-    if optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks:
-        for hook in (*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()):
+def call_post_hooks(optimizer: torch.optim.Optimizer, own: Callable) -> None:
+    """Call what is to be called after an update, as `optimizer.step()` does.
+
+    Args:
+        own: the hook that trainers have set themselves, which is for steps of the optimizer's own.
+    """
+    hooks = optimizer._optimizer_step_post_hooks
+    if len(hooks) == 1 and not _global_optimizer_post_hooks:  # as nearly every step has them
+        return
+    for hook in (*hooks.values(), *_global_optimizer_post_hooks.values()):
+        if hook != own:
             hook(optimizer, (optimizer,), {})

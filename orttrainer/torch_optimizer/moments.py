@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from orttrainer.torch_optimizer.groups import Groups
+from orttrainer.torch_optimizer.own_state import OwnState
 
 __all__ = ["Holding", "Moments", "moments_of"]
 
@@ -51,15 +52,15 @@ class Moments:
         holder: who has them: the `Holding` of the trainer that stepped or loaded last, or, where the optimizer has them in
             its own `state`, another object, which is a new one after each load.
         trainers: those on the optimizer that are still there.
-        own_hook: what this has the optimizer call before its own step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         # The optimizer holds this by its hooks, so that this must not hold the optimizer, nor a trainer.
         self.holder: Any = object()
         self.trainers: weakref.WeakSet = weakref.WeakSet()
-        self.own_hook = _warning_of_a_second_update(self.trainers)
+        self._own_state, self._was_edited = OwnState(optimizer), False
         optimizer.register_step_pre_hook(self.own_hook)
+        optimizer.register_step_post_hook(self.own_post_hook)
         optimizer.register_state_dict_pre_hook(self._warn_of_missing_moments)
         optimizer.register_load_state_dict_post_hook(self._note_new_moments)
 
@@ -73,6 +74,23 @@ class Moments:
             return self.holder.under_names_of(groups)
         return groups.moments() if fresh or not groups.state_is_empty else {}
 
+    def edited(self, optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The parameters whose moments are those of the optimizer's own state from now on, since they have another entry there.
+
+        And those in whose entry something was changed, which is from before a trainer had the moments. Where all of the
+        state is another, the optimizer is the holder from now on.
+        """
+        if not isinstance(self.holder, Holding):
+            return [], []
+        if self._own_state.is_replaced(optimizer):
+            self.holder = object()
+            return [], []
+        return self._own_state.edited(optimizer)
+
+    def note(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remember the optimizer's own state, as what a trainer has taken over, or needs not."""
+        self._own_state = OwnState(optimizer)
+
     def _note_new_moments(self, optimizer) -> None:
         self.holder = object()
 
@@ -85,17 +103,21 @@ class Moments:
                 stacklevel=3,
             )
 
-
-def _warning_of_a_second_update(trainers: Collection) -> Callable:
-    def warn(optimizer, args, kwargs) -> None:
-        if trainers and any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+    # Methods, since an attribute that holds one would keep this, and with it the moments, until Python looks for cycles.
+    def own_hook(self, optimizer, args, kwargs) -> None:
+        """What the optimizer calls before its own step."""
+        self._was_edited = any(self.edited(optimizer))
+        if self.trainers and any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
             warnings.warn(
                 "optimizer.step() updates parameters that orttrainer.trainer trains, with gradients that backward() left. "
                 "trainer.step() has made its update already: leave out backward() and optimizer.step().",
                 stacklevel=3,
             )
 
-    return warn
+    def own_post_hook(self, optimizer, args, kwargs) -> None:
+        """What the optimizer calls after its own step."""
+        if not self._was_edited:  # its own moments are no one's edit
+            self.note(optimizer)
 
 
 _OF_OPTIMIZERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, Moments] = weakref.WeakKeyDictionary()
