@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
@@ -315,6 +316,8 @@ REFUSED = {
         "'layer.1' is a TorchScript module.*put the torch.nn.Module there",
     ),
 }  # fmt: skip
+if tuple(map(int, onnxruntime.__version__.split(".")[:2])) >= (1, 32):  # where TopK takes NaN for the largest, too
+    del REFUSED["the least in order, of NaN"]
 
 
 @pytest.mark.parametrize("case", REFUSED)

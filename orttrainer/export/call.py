@@ -308,6 +308,10 @@ def register_once(module, updated):
                 vars(owner)[name] = held
 
 
+# Before PyTorch 2.14 and since.
+_OTHER_CHECKPOINTS = "_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl"
+
+
 @contextlib.contextmanager
 def without_checkpoints(asked=lambda: None):
     """Run checkpoints as plain calls: what they compute again, autograd does outside of any mode, with dropout.
@@ -323,14 +327,15 @@ def without_checkpoints(asked=lambda: None):
         with contextlib.nullcontext() if trains else torch.no_grad():
             return function(*args)
 
-    def around(function, preserve, contexts, *rest, **options):
+    def around(function, *rest, **options):
+        contexts = options["context_fn"] if "context_fn" in options else rest[1]
         with contexts()[0]:
             yield
 
-    with (
-        mock.patch.object(checkpoint.CheckpointFunction, "apply", staticmethod(reentrant)),
-        mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", around),
-    ):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(checkpoint.CheckpointFunction, "apply", staticmethod(reentrant)))
+        for name in filter(checkpoint.__dict__.__contains__, _OTHER_CHECKPOINTS):
+            stack.enter_context(mock.patch.object(checkpoint, name, around))
         yield
 
 
