@@ -60,6 +60,16 @@ class Errors:
         """A function of torch's raises this."""
         self._noted.append(error)
 
+    @contextlib.contextmanager
+    def forgotten(self) -> Iterator[None]:
+        """What raises within the block, and leaves it, is caught by us, and not by forward."""
+        noted, of_numbers = len(self._noted), len(self._of_numbers)
+        try:
+            yield
+        except Exception:
+            del self._noted[noted:], self._of_numbers[of_numbers:]
+            raise
+
     def check(self, lacks_numbers: Callable[[Exception], bool], varies: bool) -> None:
         """Forward has ended.
 
