@@ -91,7 +91,7 @@ class Mixed(nn.Module):
         super().__init__()
         self.layer, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
         self.config = types.SimpleNamespace(inner=types.SimpleNamespace(gain=1.0), table={"a": [1.0, 2.0]})
-        self.own, self.slotted = Record(), Slotted()
+        self.own, self.slotted, self.times = Record(), Slotted(), (lambda numbers: lambda y: y * numbers[0])([1.0])
         self.scale, self.parts = np.ones(6, np.float32), [torch.ones(6), torch.zeros(6)]
 
     def forward(self, x):
@@ -101,7 +101,7 @@ class Mixed(nn.Module):
             + self.parts[1]
             + Constants.shift
         )
-        return self.head(y * self.own.inner.power * pairs.FACTOR)
+        return self.head(self.times(y) * self.own.inner.power * pairs.FACTOR * schedule())
 
 
 class Record:
@@ -110,9 +110,15 @@ class Record:
     def __init__(self):
         self.inner = types.SimpleNamespace(power=1.0)
 
+    def __call__(self):
+        return self.inner.power
+
 
 class Constants:
     shift, other = 0.5, 1.0
+
+
+schedule = Record()
 
 
 class Slotted:
@@ -139,14 +145,17 @@ DEEPER = {
     "a global class": lambda m: setattr(Constants, "shift", -1.0),
     "an object without a dictionary": lambda m: setattr(m.slotted, "power", 2.0),
     "a function": lambda m: globals().update(squashed=lambda y: torch.relu(y)),
+    "a list around a function": lambda m: m.times.__closure__[0].cell_contents.__setitem__(0, 2.0),
     "a variable of another module": lambda m: setattr(pairs, "FACTOR", 2.0),
+    "a global object": lambda m: setattr(schedule.inner, "power", 2.0),
+    "a variable around a function": lambda m: setattr(m.times.__closure__[0], "cell_contents", [3.0]),
 }
 
 
 @pytest.mark.parametrize("change", usual(DEEPER, *[*DEEPER][::2]))
 def test_what_lies_deeper_is_followed(change, exports, monkeypatch):
-    for owner, name, value in ((Mixed, "temperature", 1.0), (Constants, "shift", 0.5), (pairs, "FACTOR", 1.0)):
-        monkeypatch.setattr(owner, name, value, raising=False)  # which is undone behind the test
+    for owner, name in ((Mixed, "temperature"), (Constants, "shift"), (pairs, "FACTOR"), (schedule.inner, "power")):
+        monkeypatch.setattr(owner, name, getattr(owner, name, 1.0), raising=False)  # which is undone behind the test
     monkeypatch.setattr(Mixed, "offsets", [0.0, 0.0])
     monkeypatch.setitem(globals(), "squashed", lambda y: torch.tanh(y))
     pair = Pair(Mixed(), optimizer="SGD with momentum")

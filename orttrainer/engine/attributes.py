@@ -360,4 +360,7 @@ def _is_simple(value: Any, depth: int = DEPTH) -> bool:
         return all(
             _is_simple(x, depth - 1) or callable(x) for x in (value.values() if isinstance(value, dict) else value)
         )
-    return dataclasses.is_dataclass(value)
+    if dataclasses.is_dataclass(value):
+        return True
+    # An object of a class of the program's own, as `config = Config()`, or a schedule that forward calls.
+    return attributes_of(value) is not None and not export.is_installed(type(value).__module__)

@@ -7,6 +7,7 @@ the module's state under its qualified names, sharing memory with the torch tens
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import linecache
 import re
@@ -23,12 +24,14 @@ from orttrainer.export import batch_norm, double_precision, masks, quotients, sc
 from orttrainer.export.assignment import define_assignments
 from orttrainer.export.caught import Caught, modules_left
 from orttrainer.export.decompose import node_by_node
+from orttrainer.export.failures import lacks_numbers
 from orttrainer.export.faithful import faithful
 from orttrainer.export.granted import Granted, granted_by, takes_for_equal
 from orttrainer.export.grouped import define_grouped_products
 from orttrainer.export.initializers import state_tensor
 from orttrainer.export.promoted import one_dtype
 from orttrainer.export.quiet import silence
+from orttrainer.export.untouched import unchanged
 
 __all__ = ["capture_dynamo", "capture_torchscript", "load_exporter"]
 
@@ -61,10 +64,13 @@ def capture_dynamo(
     by_hints = contextlib.nullcontext() if hints is None else hints.followed()
     with silence(), _sources_forgotten(), _no_stack_traces(), _sizes_known_later(), _losses_of_any_number(), by_hints:
         load_exporter()
-        with _nothing_remembered(wrapper), faithful(wrapper, decided):
-            program = _exported_program(wrapper, inputs, symbols, fixed)
-            if granted is not None:
-                granted += granted_by(program, names, symbols, shown=not wrapper.followed.by_size)
+        trace = functools.partial(_exported_program, wrapper, inputs, symbols, fixed, decided)
+        with _nothing_remembered(wrapper):
+            program = wrapper.followed.texts.checked(trace, lambda program: _computed(program, wrapper))
+        if granted is not None:
+            followed = wrapper.followed
+            by_size = followed.by_size or followed.errors.by_size or followed.errors.static or followed.texts.by_size
+            granted += granted_by(program, names, symbols, shown=not by_size)
         # With gradients a Scan would give the sizes that its backward reads.
         double = double_precision.is_double(wrapper, inputs)
         exact = double_precision.exact_numbers(double)
@@ -271,7 +277,8 @@ def capture_torchscript(wrapper, inputs, symbols, opset, decided: set[str]) -> i
     names = [f"described_input_{i}" for i in range(len(inputs))]
     file = io.BytesIO()
     stop_gradient.register_symbolic(min(opset, _TORCHSCRIPT_MAX_OPSET))
-    with silence(), Caught(), faithful(wrapper, decided):
+    caught = Caught(wrapper.followed)
+    with silence(), caught, faithful(wrapper, decided):
         torch.onnx.export(
             wrapper,
             tuple(inputs),
@@ -285,6 +292,7 @@ def capture_torchscript(wrapper, inputs, symbols, opset, decided: set[str]) -> i
             dynamo=False,
             verbose=False,
         )
+    caught.check()
     model = ir.from_proto(onnx.load_from_string(file.getvalue()))
     _attach_state(model, wrapper, dict(zip(names, inputs)), symbols)
     return model
@@ -313,19 +321,36 @@ def _unread_input(name, x, axes) -> ir.Value:
     return ir.Value(name=name, shape=shape, type=ir.TensorType(state_tensor(x, name).dtype))
 
 
-def _exported_program(wrapper, inputs, symbols, fixed):
+def _exported_program(wrapper, inputs, symbols, fixed, decided):
     # DYNAMIC, not a named Dim: a named one refuses axes that depend on each other, such as a
     # flat label of length bptt * batch. Unlike AUTO it still refuses to become a constant.
-    kind = torch.export.Dim.AUTO if fixed else torch.export.Dim.DYNAMIC
+    texts, errors, dim = wrapper.followed.texts, wrapper.followed.errors, torch.export.Dim
+    kind = dim.STATIC if fixed and errors.static else dim.AUTO if fixed else dim.DYNAMIC
     dynamic = [dict.fromkeys(axes, kind) for axes in symbols]
-    with _sizes_0_and_1_may_vary(), _without_grad_modes(), modules_left():
-        return torch.export.export(
+    with (
+        unchanged(wrapper, inputs), faithful(wrapper, decided), texts.of_symbols(), errors.of_symbols(),
+        _sizes_0_and_1_may_vary(), _without_grad_modes(), modules_left(),
+    ):  # fmt: skip
+        program = torch.export.export(
             wrapper,
             tuple(inputs),
             dynamic_shapes=(tuple(dynamic),),
             strict=False,
             prefer_deferred_runtime_asserts_over_guards=True,
         )
+    errors.check(lacks_numbers, varies=kind != dim.STATIC and any(symbols))
+    return program
+
+
+def _computed(program, wrapper) -> tuple:
+    """What two traces have in common that compute the same and depend on the same."""
+    code = [part.code for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
+    constants = [(name, x) for name, x in program.constants.items() if isinstance(x, torch.Tensor)]
+    contents = [
+        (name, x.dtype, x.shape, x.detach().reshape(-1).cpu().view(torch.uint8).numpy().tobytes())
+        for name, x in constants
+    ]
+    return code, contents, [*wrapper.followed.made]
 
 
 @contextlib.contextmanager

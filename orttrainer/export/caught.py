@@ -1,6 +1,6 @@
 """Errors that forward catches, in a trace: `try: x.view(-1, 12) except RuntimeError: ...`.
 
-In a TorchScript trace a function of torch's that raises has noted its call by then, without a result, and has taken the
+Another batch may not raise them: `Errors` takes note of those by numbers and by sizes. In a TorchScript trace a function of torch's that raises has noted its call by then, without a result, and has taken the
 trace out of torch's sight, which it would have put back at its end. Without a trace torch's exporter reads memory that is
 not there. In that of torch.export a module that raises stays among those that run.
 """
@@ -8,17 +8,131 @@ not there. In that of torch.export a module that raises stays among those that r
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import opcode
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
 from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
-__all__ = ["Caught", "modules_left"]
+from orttrainer.errors import UnsupportedModelError
+from orttrainer.export.builtin_functions import is_value
+from orttrainer.export.run_code import is_installed
+from orttrainer.export.told import PASSED, place, shown
+
+__all__ = ["Caught", "CaughtBySize", "Errors", "modules_left"]
+
+_ASKED = {  # what Python, and C for it, asks of the symbols that a trace has for numbers
+    torch.SymBool: ("__bool__",),
+    torch.SymInt: ("__bool__", "__hash__", "__index__", "__int__"),
+    torch.SymFloat: ("__bool__", "__float__", "__hash__", "__int__"),
+}
+
+
+class CaughtBySize(Exception):
+    """Forward catches an error of torch's, which one of sizes may be: the trace is right for the sizes of its batch."""
+
+
+class Errors:
+    """Those that forward has met with in a trace, and went on.
+
+    Attributes:
+        by_size: it has looked something up by a size, in a dictionary or a list, so that batches of other sizes, of which
+            there is nothing or the same, do not show what it does for all.
+        static: traces are of the sizes of one batch, as it has caught an error that may be one of sizes.
+    """
+
+    def __init__(self):
+        self.static = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Forward is traced from its beginning."""
+        self.by_size = False
+        self._noted: list[Exception] = []
+        self._of_numbers: list[Exception] = []
+
+    def note(self, error: Exception) -> None:
+        """A function of torch's raises this."""
+        self._noted.append(error)
+
+    @contextlib.contextmanager
+    def forgotten(self) -> Iterator[None]:
+        """What raises within the block, and leaves it, is caught by us, and not by forward."""
+        noted, of_numbers = len(self._noted), len(self._of_numbers)
+        try:
+            yield
+        except Exception:
+            del self._noted[noted:], self._of_numbers[of_numbers:]
+            raise
+
+    def check(self, lacks_numbers: Callable[[Exception], bool], varies: bool) -> None:
+        """Forward has ended.
+
+        Args:
+            lacks_numbers: tells of an error whether it is the trace's, which would have had to know numbers.
+            varies: sizes are symbols in this trace.
+
+        Raises:
+            Exception: of these, what is the trace's and not forward's own.
+            CaughtBySize: torch raised an error, where others may be for other sizes.
+        """
+        for error in (*self._of_numbers, *self._noted):
+            if lacks_numbers(error):
+                raise error
+        if self._noted and varies:
+            self.static, error = True, self._noted[0]
+            raise CaughtBySize(f"forward catches {type(error).__name__}: {error}"[:300]) from error
+
+    @contextlib.contextmanager
+    def of_symbols(self) -> Iterator[None]:
+        """Within the block, take note of what the user's code itself asks of symbols."""
+        with contextlib.ExitStack() as stack:
+            for kind, names in _ASKED.items():
+                for name in names:
+                    stack.enter_context(mock.patch.object(kind, name, self._asked(name, getattr(kind, name))))
+            yield
+
+    def _asked(self, name: str, function: Callable) -> Callable[[Any], Any]:
+        def asked(number):
+            try:
+                answer = function(number)
+            except Exception as error:
+                if _is_users(sys._getframe(1)):
+                    self._of_numbers.append(error)
+                raise
+            if name in ("__hash__", "__index__") and number.node.is_symbolic() and not is_value(number):
+                caller = sys._getframe(1)
+                self.by_size |= _is_users(caller) and (name == "__hash__" or _is_subscript(caller))
+            return answer
+
+        return asked
+
+
+def _is_users(frame: FrameType) -> bool:
+    """Whether it is of the program; what a library catches, as einops does of numbers that have no hash, it can do without."""
+    return not frame.f_code.co_filename.startswith(PASSED) and not is_installed(frame.f_globals.get("__name__", ""))
+
+
+def _is_subscript(frame: FrameType) -> bool:
+    """Whether it is at `x[i]`."""
+    return opcode.opname[frame.f_code.co_code[frame.f_lasti]].startswith("BINARY_SUBSCR")
 
 
 class Caught(TorchFunctionMode):
-    """Puts the trace back as it was before a call that raises."""
+    """Puts the trace back as it was before a call that raises.
+
+    Args:
+        followed: the decisions of this trace.
+    """
+
+    def __init__(self, followed):
+        super().__init__()
+        self._followed, self._of_values = followed, None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         state = torch._C._get_tracing_state()
@@ -28,7 +142,31 @@ class Caught(TorchFunctionMode):
             if state is not None:
                 torch._C._set_tracing_state(state)
                 _forget_last(state.graph())
+                self._followed.by_size = True
+                self._of_values = self._of_values or (_is_of_values(func, args, kwargs or {}, state) and place())
             raise
+
+    def check(self) -> None:
+        """Refuse a trace in which forward has caught an error that other values would not have raised, or the like."""
+        if self._of_values:
+            raise UnsupportedModelError(
+                f"forward catches an error of torch's at {shown(*self._of_values)}, which the values of a batch make, and a graph would "
+                "go on as it did for the first batch. Ask for what makes it beforehand (if x.max() < n), which each batch is asked for."
+            )
+
+
+def _is_of_values(func: Callable, args: tuple, kwargs: dict, state: Any) -> bool:
+    """Whether a call that raises does not for tensors of the same sizes that hold nothing."""
+    torch._C._set_tracing_state(None)
+    empty = lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x  # noqa: E731
+    try:
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            func(*pytree.tree_map(empty, args), **pytree.tree_map(empty, kwargs))
+    except Exception:  # torch's, of whatever class
+        return False
+    finally:
+        torch._C._set_tracing_state(state)
+    return True
 
 
 def _forget_last(block) -> None:

@@ -22,8 +22,10 @@ from orttrainer import runtime
 from orttrainer.differentiate.double import DoubleKernelsPass, lacks_kernels
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.assertions import is_assertion
+from orttrainer.export.caught import Errors
 from orttrainer.export.initializers import as_real, state_as_inputs
 from orttrainer.export.sizes import decisions_by_sizes_of
+from orttrainer.export.texts import Texts
 from orttrainer.export.told import Told, place
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.divisors import NonzeroDivisorsPass
@@ -111,6 +113,8 @@ class Followed:
         observed: what that decided.
         told: the numbers that it was told.
         hints: gives them to the trace; None where that can do without.
+        texts: what they are as texts.
+        errors: that forward catches.
         made: what the graph depends on.
         by_size: a size decided where a batch of another size may not show it: in TorchScript's trace, or for a gradient alone.
     """
@@ -119,6 +123,7 @@ class Followed:
         self.observed: tuple[Condition, ...] = ()
         self.told: tuple[Told, ...] = ()
         self.hints: Hints | None = None
+        self.texts, self.errors = Texts(), Errors()
         self.begin(())
 
     def __deepcopy__(self, memo: dict) -> Followed:
@@ -133,6 +138,7 @@ class Followed:
             self._waiting[condition[:2]].append(condition)
         self.made: list[Condition] = []
         self.by_size = False
+        self.errors.begin()
         self._tensors: list[torch.Tensor] = []
         if self.hints is not None:
             self.hints.begin(self.told)
@@ -143,7 +149,8 @@ class Followed:
         decisions = decisions_by_sizes_of(self._inputs)
         before = decisions()
         try:
-            yield
+            with self.errors.forgotten():  # the derivative of forward is taken then
+                yield
         finally:
             self.by_size |= decisions() != before
 

@@ -10,6 +10,7 @@ import traceback
 import torch
 
 from orttrainer.errors import ExportError, ExportMismatchError, UnsupportedModelError
+from orttrainer.export.caught import CaughtBySize
 from orttrainer.export.nan_order import nan_in_order
 from orttrainer.export.told import UNTOLD
 
@@ -96,8 +97,9 @@ def lacks_numbers(error) -> bool:
 
 
 def decides_by_size(error) -> bool:
-    """Whether the exporter would have made a constant of an axis that may vary."""
-    return "inferred ranges from model tracing" in str(_root(error))[:500]
+    """Whether the exporter would have made a constant of an axis that may vary, or the trace is right for one size only."""
+    cause = _root(error)
+    return isinstance(cause, CaughtBySize) or "inferred ranges from model tracing" in str(cause)[:500]
 
 
 def _place(error):

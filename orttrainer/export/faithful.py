@@ -120,6 +120,13 @@ class _Rewrites(TorchFunctionMode):
         self.functions, self._changed = custom_functions.CustomFunctions(wrapper), ChangedParameters(wrapper)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        try:
+            return self._called(func, args, kwargs)
+        except Exception as error:
+            self._wrapper.followed.errors.note(error)
+            raise
+
+    def _called(self, func, args, kwargs):
         args, kwargs = self._registered(args), {name: self._registered(x) for name, x in (kwargs or {}).items()}
         args, kwargs = by_torchs_names(self._forms.get(func), args, kwargs)
         if (apart := self._changed.detached(func, args)) is not None:
@@ -140,9 +147,9 @@ class _Rewrites(TorchFunctionMode):
                 return (inner.apply if isinstance(inner, type) else inner)(*args, **kwargs)
         if (answer := self.numbers.answer(func, args, kwargs)) is not None:
             return answer[0]
-        if func is torch.Tensor.__format__ and torch.compiler.is_exporting():
+        if self.numbers.tells(func):
             with self:
-                return self.numbers.formatted(*args)
+                return self.numbers.text(*args)
         self.numbers.check_script(func, args)
         result = self._rewrites.get(func, func)(*self.numbers.chosen(func, args), **kwargs)
         unseen.write_back(func, args, kwargs)

@@ -70,7 +70,7 @@ class Hints:
             symbol = leaf.node.expr if isinstance(leaf, (torch.SymInt, torch.SymFloat)) else None
             if isinstance(symbol, sympy.Symbol) and symbol not in self._numbers and free_unbacked_symbols(symbol):
                 self._env = leaf.node.shape_env
-                self._numbers[symbol] = number
+                self._numbers[symbol] = +number  # of a truth, too
                 self._tensors[symbol] = _taken(args[0], index) if known.taken else _size(result, index)
 
     @contextlib.contextmanager
@@ -236,7 +236,9 @@ class _Builtin(type):
     """A type that makes symbols of tensors, and else is the builtin one."""
 
     def __call__(cls, *args, **kwargs):
-        x = args[0].item() if len(args) == 1 and isinstance(args[0], torch.Tensor) else args[0] if args else None
+        x = args[0] if args else None
+        if len(args) == 1 and isinstance(x, torch.Tensor):
+            x = (x.long() if x.dtype == torch.bool else x).item()  # torch would decide by a truth
         if isinstance(x, (torch.SymInt, torch.SymFloat)):
             return _SYMBOLIC[cls.builtin](x)
         return cls.builtin(*args, **kwargs)

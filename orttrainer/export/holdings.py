@@ -108,6 +108,9 @@ class Holdings:
                 self._containers.append(value)
             for x in value.values() if isinstance(value, dict) else value:
                 self._gather(x, entries, depth - 1)
+        elif depth and isinstance(value, FunctionType):
+            for cell in value.__closure__ or ():
+                self._gather_from(_Variable(cell), "", entries, depth - 1)
         elif depth and not isinstance(value, PLAIN):
             for key in entries(value):
                 self._gather_from(attributes_of(value), key, entries, depth - 1)
@@ -174,6 +177,22 @@ class _Slots(Mapping):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+class _Variable(Mapping):
+    """A variable of the function around another one, under the name ""."""
+
+    def __init__(self, cell: CellType):
+        self._cell = cell
+
+    def __getitem__(self, name: str) -> Any:
+        return content_of(self._cell)
+
+    def __iter__(self):
+        return iter(("",))
+
+    def __len__(self) -> int:
+        return 1
 
 
 def _texts(names: Any) -> Iterable[str]:

@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensor
 
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.conditions import decides
-from orttrainer.export.told import MOST_TOLD, NUMBERS, UNTOLD, by_torch, place, shown, takes
+from orttrainer.export.told import MOST_TOLD, NUMBERS, by_torch, place, shown, takes
 from orttrainer.export.untouched import written
 
 try:
@@ -34,8 +34,9 @@ _FACTORIES = {
 }  # fmt: skip
 _PYTHON = {
     torch.Tensor.__bool__, torch.Tensor.__float__, torch.Tensor.__index__, torch.Tensor.__int__, torch.Tensor.item,
-    torch.Tensor.tolist, torch.Tensor.__format__,
+    torch.Tensor.tolist, torch.Tensor.__format__, torch.Tensor.__repr__,
 }  # fmt: skip
+_TEXTS = {torch.Tensor.__format__, torch.Tensor.__repr__}
 _DRAWS = {torch.rand, torch.rand_like}  # of [0, 1)
 _SAYS = {  # a comparison of such a number, unless it is exactly 0, as one of 2^24 is; None where the number matters
     "lt": lambda bound: False if bound <= 0 else True if bound >= 1 else None,
@@ -105,13 +106,15 @@ class Numbers:
         """Whether the numbers of a trace's tensor are known."""
         return isinstance(tensor, FakeTensor) and self._known(tensor) is not None
 
-    def formatted(self, tensor: torch.Tensor, spec: str) -> str:
-        """`tensor` as text, which a log may want, or the name of a layer."""
-        if tensor.dim():
-            return repr(tensor)
-        if tensor.is_floating_point():
-            return format(math.nan, spec)
-        return UNTOLD if self._wrapper.followed.hints is None else format(int(tensor), spec)
+    @staticmethod
+    def tells(func: Callable) -> bool:
+        """Whether `func`, in a trace, makes a text of a tensor."""
+        return func in _TEXTS and torch.compiler.is_exporting()
+
+    def text(self, tensor: torch.Tensor, *spec: str) -> str:
+        """A tensor as text, which a log may want, or the name of a layer; with a `spec` as `format` does."""
+        texts = self._wrapper.followed.texts
+        return texts.of(tensor, *spec) if spec and not tensor.dim() else f"tensor({texts.of_other(tensor)})"
 
     def check_script(self, func: Callable, args: tuple) -> None:
         """Refuse to give Python what differs from batch to batch, where TorchScript traces: it would stay for ever.
@@ -121,13 +124,14 @@ class Numbers:
         Raises:
             UnsupportedModelError: it does.
         """
-        if not torch.jit.is_tracing() or not (takes(func) or decides(func, args)):
+        text = func in _TEXTS
+        if not torch.jit.is_tracing() or not (text or takes(func) or decides(func, args)):
             return
         file, line = place()
         followed, origins = self._wrapper.followed, _script_origins(args[0])
         followed.by_size |= _SIZE in origins and decides(func, args) and not by_torch()  # which checks arguments so
         given = [*followed.observed, *(known for known in followed.told if known.taken)]
-        if (file, line) not in {(seen.file, seen.line) for seen in given}:
+        if not text and (file, line) not in {(seen.file, seen.line) for seen in given}:
             return
         names = {_script_name(buffer): name for name, buffer in self._wrapper.named_buffers()}
         constants = names.keys() - {

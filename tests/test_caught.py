@@ -1,0 +1,89 @@
+"""What the first batch does not show: what forward looks up by a size, and errors that it catches, which others do not raise."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from in_step import check_equal, step
+from test_texts import Said, batch, engine_of
+
+from orttrainer.errors import UnsupportedModelError
+
+RATE = 0.05
+
+
+def train(factor, batches):
+    torch.manual_seed(0)
+    ours = Said(factor)
+    twin, engine = copy.deepcopy(ours), engine_of(ours)
+    for feeds in batches:
+        step(engine, twin, feeds, RATE)
+    check_equal(ours, twin)
+
+
+@functools.lru_cache
+def remembered(rows):
+    return 2.0 if rows == 4 else 3.0
+
+
+BY_SIZE = {
+    "a dictionary": lambda x: {4: 2.0}.get(x.shape[0], 3.0),
+    "a dictionary by shapes": lambda x: {(4, 3): 2.0}.get(tuple(x.shape), 3.0),
+    "a set": lambda x: 2.0 if len(x) in {4, 8} else 3.0,
+    "a list": lambda x: [3.0, 3.0, 3.0, 3.0, 2.0, 3.0, 3.0, 3.0, 3.0][x.shape[0]],
+    "a cache": lambda x: remembered(x.shape[0]),
+}
+
+
+@pytest.mark.parametrize("name", BY_SIZE)
+def test_what_is_looked_up_by_a_size_is_each_batchs(name):
+    """Batches of 6 and 7 rows, which are the same as the first, tell nothing of one of 4."""
+    train(BY_SIZE[name], [batch(0, rows) for rows in (5, 4, 6)])
+
+
+def tried(call, error=RuntimeError, otherwise=3.0):
+    def factor(x):
+        try:
+            return call(x)
+        except error:
+            return otherwise
+
+    return factor
+
+
+ERRORS_OF_SIZES = {
+    "view": tried(lambda x: x.view(-1, 12).sum()),
+    "broadcast": tried(lambda x: (x + torch.ones(4, 1)).sum()),
+    "product": tried(lambda x: torch.mm(torch.ones(1, 4), x).sum()),
+    "dictionary": tried(lambda x: {4: 2.0}[x.shape[0]], Exception),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS_OF_SIZES)
+def test_an_error_that_the_first_size_raises_is_caught_for_that_size(name):
+    train(ERRORS_OF_SIZES[name], [batch(0, rows) for rows in (5, 4, 5)])
+
+
+ERRORS_OF_VALUES = {
+    "dictionary": tried(lambda x: {1: 2.0}[int(x.sum().sign())], Exception),
+    "list": tried(lambda x: [2.0][int(x.sum() > 0)], Exception),
+    "next": tried(lambda x: next(number for number in x[0].tolist() if number < 0), Exception),
+}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("name", ERRORS_OF_VALUES)
+def test_whoever_catches_all_errors_does_not_catch_those_of_a_trace(name, first):
+    train(ERRORS_OF_VALUES[name], [batch(first + number) for number in range(3)])
+
+
+def test_an_error_of_values_that_a_torchscript_trace_would_keep_is_refused():
+    rows = tried(lambda x: F.embedding((x[:, 0] > 0).long() * 5, torch.ones(3, 2)).sum(), Exception)
+    with pytest.raises(
+        UnsupportedModelError, match=r"catches an error of torch's at .*test_caught\.py.*the values of a batch"
+    ):
+        engine_of(Said(rows)).train_step(batch(0), RATE)
