@@ -12,7 +12,7 @@ from small import make
 from torch import nn
 
 from orttrainer.export.call import LossModule
-from orttrainer.export.observation import observe
+from orttrainer.export.checks.observation import observe
 
 
 class Queue(nn.Module):

@@ -16,7 +16,7 @@ from torch import nn
 from orttrainer import IODescription, ModelDescription
 from orttrainer.engine.engine import Engine
 from orttrainer.engine.settings import OptimizerChoice, Settings
-from orttrainer.export.assignment import define_assignments
+from orttrainer.export.forms.assignment import define_assignments
 from orttrainer.runtime import load
 
 RATE = 0.05

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription, ORTTrainer
-from orttrainer.export import check
+from orttrainer.export.checks import check
 
 # The first trainer loads what every trainer needs; the second has 64 MB of parameters in four equal tensors.
 SCRIPT = """

@@ -10,7 +10,8 @@ from small import make
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription
-from orttrainer.export import constants, decompose
+from orttrainer.export import decompose
+from orttrainer.export.forms import constants
 
 N = 6
 DESCRIBED = ModelDescription(

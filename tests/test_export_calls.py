@@ -43,7 +43,7 @@ from orttrainer.errors import (
 )
 from orttrainer.export import export_module, from_onnx, torch_graph
 from orttrainer.export import module as export_stage
-from orttrainer.export.check import check_dropouts
+from orttrainer.export.checks.check import check_dropouts
 
 
 @pytest.fixture(autouse=True)

@@ -23,10 +23,11 @@ from torch import nn
 import orttrainer
 from orttrainer import runtime
 from orttrainer.errors import ExportMismatchError, UnsupportedModelError
-from orttrainer.export import call, capture, check, export_module, observation
+from orttrainer.export import call, capture, export_module
 from orttrainer.export import module as export_stage
+from orttrainer.export.checks import check, observation
 from orttrainer.export.quiet import silence
-from orttrainer.export.sizes import all_resized
+from orttrainer.export.values.sizes import all_resized
 
 
 @pytest.fixture(autouse=True)

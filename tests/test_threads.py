@@ -10,7 +10,7 @@ from small import batch, make
 from torch import nn
 
 import orttrainer
-from orttrainer.export.outside import noticed
+from orttrainer.export.memory.outside import noticed
 
 THREADS = 4
 

@@ -19,7 +19,7 @@ from orttrainer.engine import ways
 from orttrainer.engine.engine import Engine
 from orttrainer.engine.settings import OptimizerChoice, Settings
 from orttrainer.errors import UnsupportedModelError
-from orttrainer.export.told import UNTOLD
+from orttrainer.export.values.told import UNTOLD
 
 RATE, ROWS, CLASSES = 0.05, 9, 3
 FORMS = []  # loss of `f(module, x, label)`, and how many graphs the batches below need

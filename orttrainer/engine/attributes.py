@@ -17,7 +17,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from orttrainer import export
-from orttrainer.export.holdings import (
+from orttrainer.export.memory.holdings import (
     CONTAINERS,
     DEPTH,
     PLAIN,
@@ -28,7 +28,7 @@ from orttrainer.export.holdings import (
     has_objects,
     is_container,
 )
-from orttrainer.export.outside import Noticed
+from orttrainer.export.memory.outside import Noticed
 
 __all__ = ["OF_GRADIENTS", "Attributes"]
 

@@ -20,8 +20,8 @@ from orttrainer import export
 from orttrainer.engine.attributes import OF_GRADIENTS, Attributes
 from orttrainer.engine.inference import inference_model
 from orttrainer.errors import ModelError, UnsupportedModelError
-from orttrainer.export.granted import unmet
-from orttrainer.export.told import shown
+from orttrainer.export.values.granted import unmet
+from orttrainer.export.values.told import shown
 from orttrainer.graph.subgraphs import node_inputs, subgraphs
 
 if TYPE_CHECKING:

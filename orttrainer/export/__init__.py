@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 _HOME = {
     "OUTSIDE": "call",
-    "Asked": "conditions",
+    "Asked": "values.conditions",
     "Beside": "module",
-    "Conditions": "conditions",
+    "Conditions": "values.conditions",
     "ForwardGraph": "forward_graph",
-    "Read": "run_code",
-    "WidenedOperands": "widened",
+    "Read": "memory.run_code",
+    "WidenedOperands": "checks.widened",
     "as_real": "initializers",
     "attach_loss": "torch_loss",
     "check_layers": "call",
@@ -21,11 +21,11 @@ _HOME = {
     "export_module": "module",
     "from_onnx": "onnx_model",
     "in_train_mode": "call",
-    "is_installed": "run_code",
+    "is_installed": "memory.run_code",
     "lacks_loss": "torch_loss",
     "named_state": "call",
-    "names_in": "run_code",
-    "observe_gradients": "observed_gradients",
+    "names_in": "memory.run_code",
+    "observe_gradients": "checks.observed_gradients",
     "refuse_synchronized": "call",
     "with_more_rows": "module",
 }
@@ -64,16 +64,16 @@ if TYPE_CHECKING:
         named_state,
         refuse_synchronized,
     )
-    from orttrainer.export.conditions import Asked, Conditions
+    from orttrainer.export.checks.observed_gradients import observe_gradients
+    from orttrainer.export.checks.widened import WidenedOperands
     from orttrainer.export.forward_graph import ForwardGraph
     from orttrainer.export.initializers import as_real
+    from orttrainer.export.memory.run_code import Read, is_installed, names_in
     from orttrainer.export.module import Beside, export_module, with_more_rows
-    from orttrainer.export.observed_gradients import observe_gradients
     from orttrainer.export.onnx_model import from_onnx
     from orttrainer.export.postprocess import check_postprocessed
-    from orttrainer.export.run_code import Read, is_installed, names_in
     from orttrainer.export.torch_loss import attach_loss, lacks_loss
-    from orttrainer.export.widened import WidenedOperands
+    from orttrainer.export.values.conditions import Asked, Conditions
 
 
 def __getattr__(name: str):

@@ -16,11 +16,11 @@ from torch.utils import checkpoint
 
 from orttrainer.describe import filled, leaves, mapped
 from orttrainer.errors import InvalidArgumentError, SchemaError, UnsupportedFeatureError, UnsupportedModelError
-from orttrainer.export.conditions import Followed
 from orttrainer.export.evaluated import RunningStatistics
-from orttrainer.export.outside import noticed
+from orttrainer.export.memory.outside import noticed
 from orttrainer.export.quiet import unheard
 from orttrainer.export.untouched import unchanged
+from orttrainer.export.values.conditions import Followed
 
 __all__ = [
     "OUTSIDE",

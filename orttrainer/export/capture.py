@@ -20,18 +20,26 @@ import torch
 from onnxscript.function_libs.torch_lib.ops import core
 
 from orttrainer import runtime
-from orttrainer.export import batch_norm, double_precision, masks, quotients, scalars, stop_gradient, written_slices
-from orttrainer.export.assignment import define_assignments
 from orttrainer.export.caught import Caught, modules_left
+from orttrainer.export.checks.failures import lacks_numbers
 from orttrainer.export.decompose import node_by_node
-from orttrainer.export.failures import lacks_numbers
 from orttrainer.export.faithful import faithful
-from orttrainer.export.granted import Granted, granted_by, takes_for_equal
-from orttrainer.export.grouped import define_grouped_products
+from orttrainer.export.forms import (
+    batch_norm,
+    double_precision,
+    masks,
+    quotients,
+    scalars,
+    stop_gradient,
+    written_slices,
+)
+from orttrainer.export.forms.assignment import define_assignments
+from orttrainer.export.forms.grouped import define_grouped_products
+from orttrainer.export.forms.promoted import one_dtype
 from orttrainer.export.initializers import state_tensor
-from orttrainer.export.promoted import one_dtype
 from orttrainer.export.quiet import silence
 from orttrainer.export.untouched import unchanged
+from orttrainer.export.values.granted import Granted, granted_by, takes_for_equal
 
 __all__ = ["capture_dynamo", "capture_torchscript", "load_exporter"]
 

@@ -20,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from orttrainer.errors import UnsupportedModelError
-from orttrainer.export.builtin_functions import is_value
-from orttrainer.export.run_code import is_installed
-from orttrainer.export.told import PASSED, place, shown
+from orttrainer.export.memory.run_code import is_installed
+from orttrainer.export.values.builtin_functions import is_value
+from orttrainer.export.values.told import PASSED, place, shown
 
 __all__ = ["Caught", "CaughtBySize", "Errors", "modules_left"]
 

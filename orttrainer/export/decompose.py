@@ -20,7 +20,7 @@ import torch
 from torch._C._functorch import is_batchedtensor
 from torch.utils import _pytree as pytree
 
-from orttrainer.export.constants import fold, memory
+from orttrainer.export.forms.constants import fold, memory
 
 _OVERRIDE = "_override_composite_implicit_decomp"
 

@@ -21,11 +21,11 @@ from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from orttrainer.errors import UnsupportedModelError
-from orttrainer.export import builtin_functions, conditions, stop_gradient, told, unseen
 from orttrainer.export.call import sparse_refused, without_checkpoints
-from orttrainer.export.changed_parameters import ChangedParameters
-from orttrainer.export.draws import Draws
-from orttrainer.export.numbers import Numbers
+from orttrainer.export.forms import stop_gradient, unseen
+from orttrainer.export.forms.changed_parameters import ChangedParameters
+from orttrainer.export.memory.draws import Draws
+from orttrainer.export.memory.run_code import Read, RunCode, read_by, watched
 from orttrainer.export.opened import opened
 from orttrainer.export.rewrites import (
     REWRITES,
@@ -46,8 +46,9 @@ from orttrainer.export.rewrites import (
     packed,
 )
 from orttrainer.export.rewrites.argument_names import by_torchs_names
-from orttrainer.export.run_code import Read, RunCode, read_by, watched
 from orttrainer.export.untouched import memory_of
+from orttrainer.export.values import builtin_functions, conditions, told
+from orttrainer.export.values.numbers import Numbers
 from orttrainer.graph.passes.random import NORMAL, UNIFORM, stand_in
 
 __all__ = ["MutedDropout", "faithful"]

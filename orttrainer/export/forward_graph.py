@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 import onnx_ir as ir
 from torch import nn
 
-from orttrainer.export.conditions import CHECKS, Conditions
-from orttrainer.export.granted import Granted
-from orttrainer.export.run_code import Read
+from orttrainer.export.memory.run_code import Read
+from orttrainer.export.values.conditions import CHECKS, Conditions
+from orttrainer.export.values.granted import Granted
 from orttrainer.graph.activations import ancestors
 
 __all__ = ["MAX_OPSET", "MIN_OPSET", "ForwardGraph"]

@@ -17,9 +17,8 @@ from orttrainer import signals
 from orttrainer.describe import InputSchema, ModelDescription
 from orttrainer.errors import ExportError, InvalidArgumentError, RuntimeNotFoundError
 from orttrainer.export.call import OUTSIDE, LossModule, check_layers, state_names
-from orttrainer.export.check import check_dropouts, check_values, compare_evaluation, warn_of_evaluation
-from orttrainer.export.child import Child, SharedTensors, may_fork
-from orttrainer.export.failures import (
+from orttrainer.export.checks.check import check_dropouts, check_values, compare_evaluation, warn_of_evaluation
+from orttrainer.export.checks.failures import (
     condensed,
     decides_by_size,
     failure,
@@ -27,13 +26,14 @@ from orttrainer.export.failures import (
     refuse_frozen_decision,
     refuse_lost_write,
 )
+from orttrainer.export.checks.observation import observe
+from orttrainer.export.child import Child, SharedTensors, may_fork
 from orttrainer.export.forward_graph import MAX_OPSET, MIN_OPSET, ForwardGraph
-from orttrainer.export.granted import unmet
 from orttrainer.export.initializers import copy_constants
-from orttrainer.export.observation import observe
-from orttrainer.export.outside import modules_of
+from orttrainer.export.memory.outside import modules_of
 from orttrainer.export.parcel import packed, unpacked
-from orttrainer.export.sizes import without_ones
+from orttrainer.export.values.granted import unmet
+from orttrainer.export.values.sizes import without_ones
 
 __all__ = ["Beside", "export_module", "with_more_rows"]
 

@@ -19,10 +19,10 @@ from onnxscript.rewriter import _matcher
 from onnxscript.rewriter.rules import common as rules
 
 from orttrainer.errors import ExportError
-from orttrainer.export.batch_norm import copy_of, unbiased_running_var
-from orttrainer.export.double_attributes import DoubleAttributesPass
-from orttrainer.export.double_erf import DoubleErfPass
-from orttrainer.export.double_recurrent import DoubleRecurrentPass
+from orttrainer.export.forms.batch_norm import copy_of, unbiased_running_var
+from orttrainer.export.forms.double_attributes import DoubleAttributesPass
+from orttrainer.export.forms.double_erf import DoubleErfPass
+from orttrainer.export.forms.double_recurrent import DoubleRecurrentPass
 from orttrainer.export.initializers import add_initializer, free_name
 from orttrainer.export.quiet import silence
 from orttrainer.graph.passes.bools import BoolOperatorsPass

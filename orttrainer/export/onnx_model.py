@@ -13,8 +13,8 @@ from onnx_ir import tensor_adapters
 from orttrainer.differentiate.limits import only_instructs
 from orttrainer.differentiate.prepare.opsets import unconvertible_aside
 from orttrainer.errors import ModelError, UnknownNameError
-from orttrainer.export.double_erf import DoubleErfPass
-from orttrainer.export.double_recurrent import DoubleRecurrentPass
+from orttrainer.export.forms.double_erf import DoubleErfPass
+from orttrainer.export.forms.double_recurrent import DoubleRecurrentPass
 from orttrainer.export.forward_graph import MAX_OPSET, ForwardGraph
 from orttrainer.export.initializers import constant_of, free_name
 from orttrainer.graph.passes.batch_first import BatchFirstPass

@@ -11,16 +11,16 @@ from orttrainer import runtime
 from orttrainer.differentiate.inner import asks_for_gradients, expand_inner_gradients, watch_inner_gradients
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export import normalize
-from orttrainer.export.batch_norm import stop_gradients_at_statistics
 from orttrainer.export.call import in_train_mode, register_once
 from orttrainer.export.capture import capture_dynamo, capture_torchscript, load_exporter
-from orttrainer.export.conditions import taken_out
-from orttrainer.export.double_attributes import take_decimals
-from orttrainer.export.double_precision import is_double
+from orttrainer.export.forms.batch_norm import stop_gradients_at_statistics
+from orttrainer.export.forms.double_attributes import take_decimals
+from orttrainer.export.forms.double_precision import is_double
 from orttrainer.export.forward_graph import ForwardGraph
-from orttrainer.export.granted import Granted
 from orttrainer.export.initializers import add_initializer, inputs_as_state, state_as_inputs, state_tensor
 from orttrainer.export.untouched import unchanged
+from orttrainer.export.values.conditions import taken_out
+from orttrainer.export.values.granted import Granted
 from orttrainer.graph.passes.gradient_marks import pass_gradients_by
 
 __all__ = ["by_dynamo", "by_torchscript", "load_exporter", "of_other_sizes"]

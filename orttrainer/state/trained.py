@@ -14,7 +14,7 @@ from onnx_ir.tensor_adapters import TorchTensor
 from orttrainer import export
 from orttrainer.distributed import Collective, check_ranks_agree
 from orttrainer.errors import StateError
-from orttrainer.export.holdings import same_elements
+from orttrainer.export.memory.holdings import same_elements
 from orttrainer.seed import seed_of_rank, seed_of_run
 from orttrainer.state.kept import KeptState
 from orttrainer.state.seen import Seen, form

@@ -28,7 +28,7 @@ from orttrainer.differentiate import build_gradient
 from orttrainer.errors import GradientError, ModelError
 from orttrainer.export import normalize
 from orttrainer.export.capture import capture_dynamo, capture_torchscript
-from orttrainer.export.conditions import Followed
+from orttrainer.export.values.conditions import Followed
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from suites.outcome import Outcome, State
 

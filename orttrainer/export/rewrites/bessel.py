@@ -10,8 +10,8 @@ import math
 
 import torch
 
+from orttrainer.export.forms.stop_gradient import stop_gradient
 from orttrainer.export.rewrites.series import float_of, in_float64, polynomial
-from orttrainer.export.stop_gradient import stop_gradient
 
 __all__ = ["REWRITES"]
 

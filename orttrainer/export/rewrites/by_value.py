@@ -8,8 +8,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from orttrainer.export.builtin_functions import is_value
-from orttrainer.export.stop_gradient import stopped
+from orttrainer.export.forms.stop_gradient import stopped
+from orttrainer.export.values.builtin_functions import is_value
 
 __all__ = ["REWRITES", "SEEN", "from_numpy", "has_tensors", "stacked"]
 

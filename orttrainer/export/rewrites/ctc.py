@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch._higher_order_ops.scan import scan
 
+from orttrainer.export.forms.stop_gradient import stop_gradient
 from orttrainer.export.rewrites.packed import uncut
-from orttrainer.export.stop_gradient import stop_gradient
 
 __all__ = ["REWRITES"]
 

@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 
 from orttrainer.differentiate.inner import DOMAIN, GRADIENT
 from orttrainer.errors import UnsupportedModelError
+from orttrainer.export.forms.stop_gradient import mark_stopped, stopped
 from orttrainer.export.rewrites.linear_algebra import inverse
-from orttrainer.export.stop_gradient import mark_stopped, stopped
 from orttrainer.graph.passes.gradient_marks import DOMAIN as MARKS
 from orttrainer.graph.passes.gradient_marks import STOP_GRADIENT
 

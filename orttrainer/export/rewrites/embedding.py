@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from orttrainer.errors import UnsupportedModelError
+from orttrainer.export.forms.stop_gradient import stop_gradient
 from orttrainer.export.rewrites.extrema import first_maximum
-from orttrainer.export.stop_gradient import stop_gradient
 
 __all__ = ["REWRITES", "shortened"]
 

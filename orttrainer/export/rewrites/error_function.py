@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from orttrainer.export import double_erf
+from orttrainer.export.forms import double_erf
+from orttrainer.export.forms.stop_gradient import stopped
 from orttrainer.export.rewrites.series import float_of, in_float64, polynomial
-from orttrainer.export.stop_gradient import stopped
 
 __all__ = ["REWRITES"]
 

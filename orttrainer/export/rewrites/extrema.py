@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from orttrainer.export.stop_gradient import stop_gradient
+from orttrainer.export.forms.stop_gradient import stop_gradient
 
 __all__ = ["REWRITES", "first_maximum", "largest_difference"]
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch._higher_order_ops.scan import scan
 from torch.autograd import Function
 
+from orttrainer.export.forms.stop_gradient import stopped
 from orttrainer.export.rewrites.linear_algebra import applied, inverse, no_errors, only_exporting
-from orttrainer.export.stop_gradient import stopped
 
 __all__ = ["REWRITES", "complete_basis", "eye", "orthonormal", "symmetric"]
 

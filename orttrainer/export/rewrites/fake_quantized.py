@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from orttrainer.export.stop_gradient import stopped
+from orttrainer.export.forms.stop_gradient import stopped
 
 __all__ = ["REWRITES", "SEEN"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from orttrainer.export import unseen
+from orttrainer.export.forms import unseen
 from orttrainer.export.untouched import SET_DATA, memory_of
 
 __all__ = ["REWRITES", "apply"]

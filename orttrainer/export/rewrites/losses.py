@@ -7,10 +7,10 @@ import math
 import torch
 import torch.nn.functional as F
 
+from orttrainer.export.forms.stop_gradient import stop_gradient
 from orttrainer.export.rewrites.kinks import clamp
 from orttrainer.export.rewrites.norms import pairwise_distance
 from orttrainer.export.rewrites.spelled_out import log_sigmoid
-from orttrainer.export.stop_gradient import stop_gradient
 
 __all__ = ["REWRITES"]
 

@@ -10,9 +10,9 @@ import math
 import torch
 import torch.nn.functional as F
 
+from orttrainer.export.forms.stop_gradient import stop_gradient
 from orttrainer.export.rewrites import bessel, error_function, special
 from orttrainer.export.rewrites.kinks import flat_beyond, larger, slope_at_zero, smaller
-from orttrainer.export.stop_gradient import stop_gradient
 
 __all__ = ["REWRITES", "atan2", "functions", "searchsorted"]
 

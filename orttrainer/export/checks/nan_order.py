@@ -6,8 +6,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from orttrainer.export.forwards import called
-from orttrainer.export.told import place
+from orttrainer.export.checks.forwards import called
+from orttrainer.export.values.told import place
 
 __all__ = ["nan_in_order"]
 

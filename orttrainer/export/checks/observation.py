@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 
 from orttrainer.export.call import in_train_mode
-from orttrainer.export.conditions import Condition
-from orttrainer.export.first_call import CallsOthers, FirstCall, SeesGradients
-from orttrainer.export.forwards import AsksForGradients
-from orttrainer.export.later_calls import LaterCalls
-from orttrainer.export.run_code import Read
-from orttrainer.export.told import Told
+from orttrainer.export.checks.forwards import AsksForGradients
+from orttrainer.export.memory.first_call import CallsOthers, FirstCall, SeesGradients
+from orttrainer.export.memory.later_calls import LaterCalls
+from orttrainer.export.memory.run_code import Read
 from orttrainer.export.untouched import unchanged
+from orttrainer.export.values.conditions import Condition
+from orttrainer.export.values.told import Told
 
 __all__ = ["Observation", "observe"]
 

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from orttrainer.errors import UnsupportedModelError
-from orttrainer.export.counters import Counters
-from orttrainer.export.holdings import same_elements
-from orttrainer.export.told import place, shown
+from orttrainer.export.memory.counters import Counters
+from orttrainer.export.memory.holdings import same_elements
+from orttrainer.export.values.told import place, shown
 
 __all__ = ["Generators", "HiddenState", "alike", "anew", "changes", "sampled"]
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import torch
 
-from orttrainer.export.counters import Counters
-from orttrainer.export.first_call import FirstCall
-from orttrainer.export.forwards import called, other_values
-from orttrainer.export.hidden_state import alike, anew, changes, sampled
+from orttrainer.export.checks.forwards import called, other_values
+from orttrainer.export.memory.counters import Counters
+from orttrainer.export.memory.first_call import FirstCall
+from orttrainer.export.memory.hidden_state import alike, anew, changes, sampled
 
 __all__ = ["LaterCalls"]
 

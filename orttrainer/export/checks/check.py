@@ -21,17 +21,17 @@ from orttrainer import runtime
 from orttrainer.differentiate.double import DoubleKernelsPass
 from orttrainer.errors import ExportMismatchError, RuntimeNotFoundError
 from orttrainer.export.call import in_train_mode, set_mode
-from orttrainer.export.conditions import Asked
+from orttrainer.export.checks.forwards import outputs_of, own
+from orttrainer.export.checks.observation import Observation, observe
+from orttrainer.export.checks.rounding import MOST_ROUNDING, Rounding, largest, reason_of, rounding_of
 from orttrainer.export.evaluated import by_running_statistics
 from orttrainer.export.faithful import MutedDropout
-from orttrainer.export.forwards import outputs_of, own
-from orttrainer.export.granted import Granted
-from orttrainer.export.hidden_state import Generators
 from orttrainer.export.initializers import as_real, constant_of, state_as_inputs
-from orttrainer.export.observation import Observation, observe
-from orttrainer.export.rounding import MOST_ROUNDING, Rounding, largest, reason_of, rounding_of
-from orttrainer.export.sizes import all_resized, resized
+from orttrainer.export.memory.hidden_state import Generators
 from orttrainer.export.untouched import unchanged
+from orttrainer.export.values.conditions import Asked
+from orttrainer.export.values.granted import Granted
+from orttrainer.export.values.sizes import all_resized, resized
 from orttrainer.graph.passes.axes import AllAxesPass
 from orttrainer.graph.passes.divisors import NonzeroDivisorsPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass

@@ -35,7 +35,7 @@ def symbolic(wrapper: torch.nn.Module) -> Iterator[None]:
     names = {"len": _len, "divmod": _divmod, "round": _round, "isinstance": _isinstance}
     names |= {"min": _least(min, hints), "max": _least(max, hints)}
     if hints is not None and hints.builtins:
-        from orttrainer.export.hints import BUILTINS  # here: with it comes sympy
+        from orttrainer.export.values.hints import BUILTINS  # here: with it comes sympy
 
         names |= BUILTINS
     placed = [(scope, name) for scope in scopes(wrapper) for name in names if name not in scope]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import pathlib
 import re
 import sysconfig
 import traceback
@@ -11,8 +11,8 @@ import torch
 
 from orttrainer.errors import ExportError, ExportMismatchError, UnsupportedModelError
 from orttrainer.export.caught import CaughtBySize
-from orttrainer.export.nan_order import nan_in_order
-from orttrainer.export.told import UNTOLD
+from orttrainer.export.checks.nan_order import nan_in_order
+from orttrainer.export.values.told import UNTOLD
 
 __all__ = ["condensed", "decides_by_size", "failure", "lacks_numbers", "refuse_frozen_decision", "refuse_lost_write"]
 
@@ -105,7 +105,7 @@ def decides_by_size(error) -> bool:
 def _place(error):
     """Where the last line stands that led to the error and is neither torch's, ours nor Python's own."""
     paths = sysconfig.get_paths()
-    passed = torch.__path__[0], os.path.dirname(os.path.dirname(__file__))
+    passed = torch.__path__[0], str(pathlib.Path(__file__).parents[2])
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(passed)]
     frames = [
         f for f in frames if f.filename.startswith(paths["purelib"]) or not f.filename.startswith(paths["stdlib"])

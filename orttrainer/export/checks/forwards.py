@@ -10,8 +10,8 @@ import torch
 from orttrainer.errors import OrtTrainerError
 from orttrainer.export.call import asks_for_gradients, in_train_mode
 from orttrainer.export.faithful import MutedDropout
-from orttrainer.export.hidden_state import Generators, sampled
-from orttrainer.export.holdings import same_elements
+from orttrainer.export.memory.hidden_state import Generators, sampled
+from orttrainer.export.memory.holdings import same_elements
 from orttrainer.export.quiet import unheard
 from orttrainer.export.untouched import Moved, memory_of, unchanged
 

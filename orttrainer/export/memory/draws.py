@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from orttrainer.errors import UnsupportedModelError
-from orttrainer.export.told import shown
+from orttrainer.export.values.told import shown
 
 __all__ = ["Draws"]
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from orttrainer.export.changed_parameters import VIEWS
-from orttrainer.export.stop_gradient import detached, stopped
+from orttrainer.export.forms.changed_parameters import VIEWS
+from orttrainer.export.forms.stop_gradient import detached, stopped
 from orttrainer.export.untouched import SET_DATA, memory_of, written
 
 __all__ = ["copied", "write", "write_back", "written_apart"]

@@ -9,7 +9,7 @@ import torch
 from onnxscript import opset18 as op
 from onnxscript.function_libs.torch_lib.ops import core
 
-from orttrainer.export.quotients import remainder
+from orttrainer.export.forms.quotients import remainder
 
 __all__ = ["TRANSLATIONS"]
 

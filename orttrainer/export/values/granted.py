@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from orttrainer.export.sizes import of_trace
+from orttrainer.export.values.sizes import of_trace
 
 __all__ = ["Granted", "granted_by", "takes_for_equal", "unmet"]
 

@@ -21,12 +21,12 @@ from onnx_ir.passes import common
 from orttrainer import runtime
 from orttrainer.differentiate.double import DoubleKernelsPass, lacks_kernels
 from orttrainer.errors import UnsupportedModelError
-from orttrainer.export.assertions import is_assertion
 from orttrainer.export.caught import Errors
 from orttrainer.export.initializers import as_real, state_as_inputs
-from orttrainer.export.sizes import decisions_by_sizes_of
-from orttrainer.export.texts import Texts
-from orttrainer.export.told import Told, place
+from orttrainer.export.values.assertions import is_assertion
+from orttrainer.export.values.sizes import decisions_by_sizes_of
+from orttrainer.export.values.texts import Texts
+from orttrainer.export.values.told import Told, place
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.divisors import NonzeroDivisorsPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
@@ -34,7 +34,7 @@ from orttrainer.graph.passes.random import RANDOM_OPS, MutePass, draws_one_numbe
 from orttrainer.graph.subgraphs import node_inputs, subgraphs
 
 if TYPE_CHECKING:
-    from orttrainer.export.hints import Hints
+    from orttrainer.export.values.hints import Hints
 
 __all__ = ["CHECKS", "Asked", "Condition", "Conditions", "Followed", "decides", "taken_out"]
 
@@ -156,7 +156,7 @@ class Followed:
 
     def more_hints(self, by_numbers: bool) -> bool:
         """Whether there is another trace to try, of forward or of one that asked for numbers: with (other) hints."""
-        from orttrainer.export.hints import Hints  # here: with it comes sympy
+        from orttrainer.export.values.hints import Hints  # here: with it comes sympy
 
         if self.hints is None:
             if not by_numbers:

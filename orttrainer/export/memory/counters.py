@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from orttrainer.export.run_code import Read, is_installed
+from orttrainer.export.memory.run_code import Read, is_installed
 
 __all__ = ["Counters"]
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from orttrainer.export.failures import condensed
-from orttrainer.export.observation import observe
-from orttrainer.export.widened import WidenedOperands
+from orttrainer.export.checks.failures import condensed
+from orttrainer.export.checks.observation import observe
+from orttrainer.export.checks.widened import WidenedOperands
 
 __all__ = ["MOST_ROUNDING", "Rounding", "largest", "reason_of", "rounding_of"]
 

@@ -16,9 +16,9 @@ import torch
 from torch._subclasses import FakeTensor
 
 from orttrainer.errors import UnsupportedModelError
-from orttrainer.export.conditions import decides
-from orttrainer.export.told import MOST_TOLD, NUMBERS, by_torch, place, shown, takes
 from orttrainer.export.untouched import written
+from orttrainer.export.values.conditions import decides
+from orttrainer.export.values.told import MOST_TOLD, NUMBERS, by_torch, place, shown, takes
 
 try:
     from torch.utils._python_dispatch import _disable_current_modes as _outside_of_the_trace

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from orttrainer.export import stop_gradient
+from orttrainer.export.forms import stop_gradient
 from orttrainer.export.untouched import memory_of, written
 
 __all__ = ["VIEWS", "ChangedParameters"]

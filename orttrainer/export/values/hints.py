@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from orttrainer.export.sizes import of_trace
-from orttrainer.export.told import Told, leaves, place, what
+from orttrainer.export.values.sizes import of_trace
+from orttrainer.export.values.told import Told, leaves, place, what
 
 __all__ = ["BUILTINS", "Decided", "Hints"]
 

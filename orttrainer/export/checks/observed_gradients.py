@@ -10,11 +10,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.call import OUTSIDE, LossModule, in_train_mode, state_names, without_checkpoints
+from orttrainer.export.checks.forwards import rewind, values_of_buffers
 from orttrainer.export.faithful import MutedDropout
-from orttrainer.export.forwards import rewind, values_of_buffers
-from orttrainer.export.hidden_state import Generators, HiddenState, alike
-from orttrainer.export.holdings import same_elements
 from orttrainer.export.initializers import as_real
+from orttrainer.export.memory.hidden_state import Generators, HiddenState, alike
+from orttrainer.export.memory.holdings import same_elements
 from orttrainer.export.quiet import unheard
 from orttrainer.export.untouched import unchanged
 

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from orttrainer.errors import UnsupportedModelError
+from orttrainer.export.checks.forwards import outputs_of, own, rewind, values_of_buffers
 from orttrainer.export.faithful import MutedDropout
-from orttrainer.export.forwards import outputs_of, own, rewind, values_of_buffers
-from orttrainer.export.hidden_state import Generators, HiddenState, alike, sampled
-from orttrainer.export.holdings import same_elements
-from orttrainer.export.outside import noticed
+from orttrainer.export.memory.hidden_state import Generators, HiddenState, alike, sampled
+from orttrainer.export.memory.holdings import same_elements
+from orttrainer.export.memory.outside import noticed
 from orttrainer.export.untouched import Moved, memory_of
 
 __all__ = ["CallsOthers", "FirstCall", "SeesGradients"]
