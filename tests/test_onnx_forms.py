@@ -367,3 +367,19 @@ def test_recurrent_layers_whose_first_axis_is_the_batch_train(opset):
 
     batches = [torch.randn(n, 5, 3, generator=torch.Generator().manual_seed(n)) for n in (2, 3, 6)]
     assert_trains_like(model(body, "5, 3", opset, **weights), twin, batches, **weights)
+
+
+# -- Spectra --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("opset", [17, 20])
+def test_a_spectrogram_that_does_not_say_how_many_sides_it_has_trains(opset):
+    """It has one, and ONNX's inference gives it two."""
+    body = "step = Constant <value_int = 3> () r = STFT (x, step, W)"
+    weight = RNG.uniform(0.5, 1, 4).astype(np.float32)
+
+    def twin(x, W):
+        return torch.view_as_real(torch.stft(x[..., 0], 4, 3, window=W, center=False, return_complex=True))
+
+    batches = [torch.randn(n, 13, 1, generator=torch.Generator().manual_seed(n)) for n in (2, 3, 6)]
+    assert_trains_like(model(body, "13, 1", opset, W=weight), twin, batches, W=weight)

@@ -75,3 +75,16 @@ def test_what_is_made_in_a_body_has_a_name_that_nothing_around_it_has():
     feeds = {"x": np.arange(6, dtype=np.float32).reshape(2, 3), "computed": np.array([1, 2])}
     found = _session(ir.to_proto(model)).run(["y"], feeds)[0]
     np.testing.assert_array_equal(found, np.pad(feeds["x"] + 1, ((0, 0), (1, 2))))
+
+
+@pytest.mark.parametrize("policy", ["not_larger", "not_smaller"])
+def test_a_resize_that_keeps_the_ratio_counts_its_axes_from_the_first(policy):
+    text = f"""<ir_version: 8, opset_import: ["" : 18]>
+    g (float[2, 3, 4, 5] x) => (float[A, B, C, D] y) <int64[2] sizes = {{8, 9}}> {{
+      y = Resize <axes = [AXES], mode = "linear", keep_aspect_ratio_policy = "{policy}"> (x, , , sizes)
+    }}"""
+    x = np.random.default_rng(0).standard_normal((2, 3, 4, 5)).astype(np.float32)
+    model = ir.from_onnx_text(text.replace("AXES", "1, -2"))
+    AllAxesPass()(prepare(model))
+    expected = evaluate(ir.to_proto(ir.from_onnx_text(text.replace("AXES", "1, 2"))), {"x": x})["y"]
+    np.testing.assert_allclose(_session(ir.to_proto(model)).run(["y"], {"x": x})[0], expected, rtol=1e-5, atol=1e-6)

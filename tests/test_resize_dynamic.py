@@ -97,3 +97,32 @@ def test_a_gradient_by_the_scales_is_refused_rather_than_zero():
     model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 18]> {graph}')
     with pytest.raises(GradientError, match=r"no gradient of 'Resize' node '.*' by its scales \('s'\)"):
         build_gradient(model, of="y", wrt=["x", "s"])
+
+
+@pytest.mark.parametrize("size", ["known", "open"])
+@pytest.mark.parametrize(
+    "coordinates, rounding, pixels, resized",
+    [
+        ("asymmetric", "round_prefer_ceil", 7, 2),
+        ("asymmetric", "round_prefer_ceil", 7, 8),
+        ("half_pixel_symmetric", "floor", 5, 3),
+        ("half_pixel_symmetric", "floor", 3, 11),
+    ],
+)
+def test_where_the_last_bit_of_a_place_decides_the_gradient_goes_to_the_pixel_that_was_taken(
+    coordinates, rounding, pixels, resized, size
+):
+    """ONNX Runtime's last bits are others than NumPy's; which pixels it takes is seen in what it makes of their numbers."""
+    form = {"mode": "nearest", "coordinate_transformation_mode": coordinates, "nearest_mode": rounding}
+    model = model_of(["sizes"], np.float32, 1, **form)
+    if size == "known":
+        model.graph.input.pop()
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([resized]), "sizes"))
+        model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = pixels
+    cotangent = np.arange(1, resized + 1, dtype=np.float32)
+    feeds = {"x": np.arange(pixels, dtype=np.float32), "y_cotangent": cotangent}
+    feeds |= {} if size == "known" else {"sizes": np.array([resized])}
+    found = _run_onnxruntime(build_gradient(model, wrt="x"), feeds)
+    expected = np.zeros(pixels, np.float32)
+    np.add.at(expected, found["y"].astype(int), cotangent)
+    np.testing.assert_array_equal(found["x_grad"], expected)

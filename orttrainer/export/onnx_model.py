@@ -19,6 +19,7 @@ from orttrainer.export.forward_graph import MAX_OPSET, ForwardGraph
 from orttrainer.export.initializers import constant_of, free_name
 from orttrainer.graph.passes.batch_first import BatchFirstPass
 from orttrainer.graph.passes.ceil_mode import CeilModePass
+from orttrainer.graph.passes.one_sided import OneSidedPass
 from orttrainer.graph.passes.output_padding import OutputPaddingPass
 from orttrainer.graph.passes.sigmoid import SmallSigmoidPass
 from orttrainer.graph.passes.unique import UniqueTypesPass
@@ -126,6 +127,7 @@ def open_model(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[
         )
     model = read_model(model)
     common.InlinePass()(model)
+    OneSidedPass()(model)
     lift_initializers(model)  # those of bodies are weights as well
     if not _OLDEST_OPSET <= model.opset_imports.get("", 0) <= MAX_OPSET:
         _convert_opset(model)

@@ -4,6 +4,7 @@ from orttrainer.testing import Case, Fixed
 
 IMAGES = np.array([0, 1, 1])
 ROIS = np.array([[0.7, 0.9, 4.3, 5.2], [1.3, 0.2, 5.6, 3.4], [2.2, 2.6, 2.9, 3.1]])
+EMPTY = np.array([[0.7, 0.9, 4.3, 5.2], [1.3, 0.2, 1.3, 3.4], [2.2, 2.6, 2.2, 2.6]])
 OUTSIDE = np.array([[-2.3, -1.7, 4.3, 9.2], [1.3, 0.2, 8.6, 3.4], [2.2, 2.6, 12.9, 3.1]])
 WHOLE = np.array([[0, 0.0, 1.0, 4.0, 5.0], [1, 1.0, 0.0, 5.0, 3.0], [1, 2.0, 2.0, 9.0, 2.0]])
 
@@ -32,6 +33,7 @@ CASES = [
     align(ROIS, output_height=2, output_width=2, coordinate_transformation_mode="output_half_pixel", spatial_scale=0.75,
           name="no-shift"),
     align(OUTSIDE, output_height=2, output_width=2, sampling_ratio=3, name="outside"),
+    align(Fixed(EMPTY), output_height=2, output_width=2, name="adaptive-empty"),  # at the size 0 there is a jump
     align(ROIS, output_height=2, output_width=2, sampling_ratio=1, mode="max", name="max"),
     align(ROIS, output_height=2, output_width=2, mode="max", opset=22, runtime=False, name="max-adaptive"),
     Case("MaxRoiPool", (2, 3, 6, 7), Fixed(WHOLE), pooled_shape=[2, 3], distinct=True, low=-50.0, high=50.0),

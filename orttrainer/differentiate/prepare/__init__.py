@@ -22,6 +22,7 @@ from orttrainer.graph.passes.ceil_mode import CeilModePass
 from orttrainer.graph.passes.gradient_marks import COTANGENT, CUSTOM_GRADIENT, STOP_GRADIENT
 from orttrainer.graph.passes.gradient_marks import DOMAIN as MARKS
 from orttrainer.graph.passes.loop_lists import StackLoopListsPass
+from orttrainer.graph.passes.one_sided import OneSidedPass
 from orttrainer.graph.passes.order import TopologicalOrderPass
 from orttrainer.graph.passes.sequences import ResolveSequencesPass
 
@@ -43,15 +44,13 @@ def prepare(model: ir.Model) -> ir.Model:
         ModelError: an opset outside 12 to 28, or a model that ONNX cannot make sense of.
     """
     common.InlinePass()(model)
+    OneSidedPass()(model)  # before ONNX infers shapes, which its converter does as well
     model = with_known_opset(model)
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     model = with_function_bodies(model)
     common.LiftSubgraphInitializersToMainGraphPass()(model)
     _complete_loops(model)
     TopologicalOrderPass()(model)
-    for node in model.graph.all_nodes():
-        if node.op_type == "STFT" and "onesided" not in node.attributes:  # ONNX's inference takes it for 0
-            node.attributes["onesided"] = ir.AttrInt64("onesided", 1)
     CeilModePass()(model)
     infer_shapes(model)
     if _infer_foreign(model.graph):

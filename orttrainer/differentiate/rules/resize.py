@@ -43,7 +43,11 @@ def resize(op, node, dy):
             if resized % size == 0 and np.array_equal(matrix, np.repeat(np.eye(size), resized // size, axis=0)):
                 blocks[axis] = resized // size
                 continue
-            dx = along(op, dx, axis, op.const(matrix, x.dtype))
+            if _asks_runtime(node) and _hangs_on_rounding(node, size, resized, scale or resized / size, region):
+                matrix = _resized_identity(op, node, x, axis, place, scale, region)
+            else:
+                matrix = op.const(matrix, x.dtype)
+            dx = along(op, dx, axis, matrix)
         else:
             dx = along(op, dx, axis, _matrix_at_run_time(op, node, x, axis, place, scale, region))
     if blocks:
@@ -144,6 +148,22 @@ def _coordinates(node, size, resized, scale, region, dtype) -> np.ndarray:
     return centers
 
 
+def _asks_runtime(node: ir.Node) -> bool:
+    """Whether a Resize of a matrix of these settings can take the place of M: the runtime has a kernel, and it gets the same ratio."""
+    stretches = attribute(node, "keep_aspect_ratio_policy", "stretch") == "stretch"
+    return node.inputs[0].dtype == FLOAT and stretches
+
+
+def _hangs_on_rounding(node: ir.Node, size: int, resized: int, scale: float, region) -> bool:
+    """Whether the last bits of a coordinate decide which pixel is the nearest: runtimes differ in the order of the same steps."""
+    if attribute(node, "mode", "nearest") != "nearest":
+        return False
+    x = _coordinates(node, size, resized, scale, region, np.float64)
+    rounding, margin = attribute(node, "nearest_mode", "round_prefer_floor"), 1e-5 * np.maximum(np.abs(x), 1)
+    before, after = (np.clip(_round(at, rounding), 0, size - 1) for at in (x - margin, x + margin))
+    return not np.array_equal(before, after)
+
+
 def _round(x: np.ndarray, mode: str) -> np.ndarray:
     down, up = np.ceil(x - x.dtype.type(0.5)), np.floor(x + x.dtype.type(0.5))
     return {"round_prefer_floor": down, "round_prefer_ceil": up, "floor": np.floor(x), "ceil": np.ceil(x)}[mode]
@@ -167,7 +187,8 @@ def _matrix_at_run_time(
 ) -> ir.Value:
     """M of one axis whose sizes, scale or region are only known at run time: [resized, size]."""
     kind = attribute(node, "mode", "nearest")
-    if kind != "nearest" and attribute(node, "keep_aspect_ratio_policy", "stretch") == "stretch":
+    stretches = attribute(node, "keep_aspect_ratio_policy", "stretch") == "stretch"
+    if stretches if kind != "nearest" else _asks_runtime(node):
         return _resized_identity(op, node, x, axis, place, scale, region)
     if kind == "cubic" or attribute(node, "antialias", 0):
         raise GradientError(

@@ -72,7 +72,7 @@ def roi_align(op, node):
         most = op.Cast(op.ReduceMax(count, keepdims=0), to=INT64) if ratio == 0 else None
         numbers = op.const(np.arange(ratio)) if most is None else positions(op, op.Reshape(most, [1]))
         points = op.Cast(numbers, to=int(x.dtype))
-        fraction = op.Div(op.Add(points, 0.5), count)  # [regions, points]
+        fraction = op.Div(op.Add(points, 0.5), op.Max(count, 1.0))  # [regions, points]; 0 of one without length
         number = op.const(np.arange(bins[axis])[:, None], x.dtype)
         place = op.Mul(op.Add(op.Unsqueeze(fraction, [1]), number), op.Unsqueeze(bin_size, [2]))
         at = op.Add(place, op.Unsqueeze(start, [2]))  # [regions, bins, points]

@@ -15,7 +15,8 @@ class AllAxesPass(ir.passes.InPlacePass):
 
     ONNX Runtime moves a Transpose from before such a node to behind it, and then permutes the pads, scales or sizes as
     if there were one for each axis (seen in 1.31.1): wrong numbers, or an index out of range. Where the rank of x is
-    unknown the node stays as it is.
+    unknown the node stays as it is. Where Resize keeps the ratio of some axes they stay some, counted from the first: of
+    those that are counted from the last ONNX Runtime resizes none (seen in 1.31.1).
 
     ReduceSum(x, axes) and its like: axes are counted from the first where x may be empty. Of such an x ONNX Runtime
     gives the shape unreduced where they are counted from the last (seen in 1.31.1).
@@ -73,8 +74,12 @@ def _pad(op: _Complete, node: ir.Node) -> bool:
 
 def _resize(op: _Complete, node: ir.Node) -> bool:
     axes = _axes(node)
-    if axes is None or node.attributes.get_string("keep_aspect_ratio_policy", "stretch") != "stretch":
+    if axes is None:
         return False
+    if node.attributes.get_string("keep_aspect_ratio_policy", "stretch") != "stretch":
+        counted = list(node.attributes.get_ints("axes")) == list(axes)
+        node.attributes["axes"] = ir.AttrInt64s("axes", axes.tolist())
+        return not counted
     rank = len(node.inputs[0].shape)
     if _has(node, 1):
         op(node, 1, np.repeat(np.float32([0, 1]), rank), np.concatenate([axes, axes + rank]))
