@@ -46,6 +46,16 @@ def test_scales_and_an_empty_roi_are_no_weights(opset):
     assert_trains_like(resized(opset, "linear"), twin, images(), W=WEIGHT)
 
 
+def test_positions_in_sequences_are_no_buffers():
+    """What is one may change, and a sequence is resolved where its lengths and positions are known."""
+    body = "h = Mul (x, W) parts = SplitToSequence <axis = 1> (h, lengths) a = SequenceAt (parts, last) r = Exp (a)"
+    proto = model(body, "4, 4, 4", 18, W=np.tile(WEIGHT, (2, 1, 1)))
+    for name, value in {"lengths": [1, 3], "last": -1}.items():
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array(value), name))
+    batches = [x.repeat(1, 2, 1, 1) for x in images()]
+    assert_trains_like(proto, lambda x, W: torch.exp((x * W)[:, 1:]), batches, W=np.tile(WEIGHT, (2, 1, 1)))
+
+
 @pytest.mark.parametrize("opset", [9, 10])
 def test_images_of_old_opsets_are_resized_from_the_corner(opset):
     """ONNX's converter lets them be resized from the middle of the pixels."""

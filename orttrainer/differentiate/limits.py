@@ -24,8 +24,10 @@ class Limit:
     refusals: tuple[str, ...] = ()
 
 
-# Inputs that say how to compute, as attributes do: roi and scales, the latter once where roi is now; a ratio.
+# Inputs that say how to compute, as attributes do: roi and scales, the latter once where roi is now; a ratio; the positions
+# and lengths by which sequences are resolved.
 _INSTRUCTIONS = {"Resize": (1, 2), "Upsample": (1,), "Dropout": (1,)}
+_INSTRUCTIONS |= {"SequenceAt": (1,), "SequenceErase": (1,), "SequenceInsert": (2,), "SplitToSequence": (1,)}
 
 
 def only_instructs(value: ir.Value) -> bool:

@@ -52,8 +52,8 @@ def from_onnx(model: onnx.ModelProto, description, added: str | None = None) -> 
 
     Every float initializer becomes a parameter, except the running statistics of a
     BatchNormalization (buffers; its training form updates them, as ONNX says), scalars
-    (constants, with a warning), what has no elements and what is only scales or roi of a Resize
-    (constants). The others are buffers. The given model is not changed.
+    (constants, with a warning), what has no elements and what is only scales or roi of a Resize,
+    or positions and lengths in sequences (constants). The others are buffers. The given model is not changed.
 
     Args:
         model, description: as an `Engine` takes them.
