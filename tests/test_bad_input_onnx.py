@@ -33,7 +33,7 @@ W = np.linspace(-1, 1, 8, dtype=np.float32).reshape(4, 2)
 def onnx_model(
     body: str = LINEAR, outputs: str = "float loss, float[batch, 2] output", opset: int = 18, weight: np.ndarray = W
 ):
-    header = f'<ir_version: 8, opset_import: ["" : {opset}, "my.domain" : 3]>'
+    header = f'<ir_version: 8, opset_import: ["" : {opset}, "my.domain" : 3, "com.microsoft" : 1, "com.microsoft.nchwc" : 1]>'
     proto = onnx.parser.parse_model(
         f"{header} model (float[batch, 4] x, float[batch, 2] label) => ({outputs}) {{ {body} }}"
     )
@@ -200,6 +200,22 @@ GRADIENTS = {
     "this very file": ((__file__,), ModelError, "test_bad_input_onnx.py' cannot be read as an ONNX model"),
     "an operator of another domain": ((onnx_model(CUSTOM),), MissingGradientError, "no gradient rule for 'Mix' (domain my.domain, opset 3), needed by node 'the_node'"),
     "an unknown operator inside an If": ((onnx_model(BRANCH),), MissingGradientError, "inside If 'If_...: no gradient rule for 'Mix'"),
+    "an operator without a schema before the weights": (
+        (onnx_model(f"[the_node] h = my.domain.Mix (x) output = MatMul (h, W) {ROOT}"),), GradientError,
+        "ONNX's inference finds no dtype for 'h', made by Mix 'the_node'. Declare it in the model's value_info.",
+    ),
+    "an operator without a schema before the weights, and no type behind them": (
+        (onnx_model(f"[the_node] h = my.domain.Mix (x) output = MatMul (h, W) {ROOT}", "float loss"),), GradientError,
+        "ONNX's inference finds no dtype for 'h', made by Mix 'the_node'. Declare it in the model's value_info.",
+    ),
+    "a form for one processor": (
+        (onnx_model(f"[the_node] h = com.microsoft.nchwc.ReorderInput (W) m = ReduceMean (h) output = MatMul (x, m) {ROOT}"),), MissingGradientError,
+        "no gradient rule for 'ReorderInput' (domain com.microsoft.nchwc...optimize it up to ORT_ENABLE_EXTENDED, or train the model as it was",
+    ),
+    "a form for one processor before the weights": (
+        (onnx_model(f"g = com.microsoft.Gelu (x) h = com.microsoft.nchwc.ReorderInput (g) m = Relu (h) output = MatMul (m, W) {ROOT}"),), GradientError,
+        "finds no dtype for 'h', made by ReorderInput...optimize it up to ORT_ENABLE_EXTENDED",
+    ),
     "an opset of the past": ((onnx_model(opset=5),), ModelError, "opset 5 of the default domain is not supported; convert the model to 12 to 28"),
     "a broken model": ((onnx_model(LINEAR.replace("(output, label)", "(output, lable)")),), ModelError, "the ONNX model is broken: ...'lable'"),
     "external data that is missing": ((changed(move_data_away),), ModelError, "the data of 'W' is in a file 'weights.bin', which is not here"),

@@ -60,7 +60,7 @@ def differentiate(
         active = [x is not None and x in depends and x.dtype in FLOATS for x in inputs]
         for x in inputs:
             if x is not None and x in depends and x.dtype is None:
-                raise _untyped(x, wrt, seeds)
+                raise _untyped(x, wrt, seeds, depends)
         with op.scope(node.name or node.op_type):
             for x, dx, wanted in zip(inputs, _apply_rule(op, node, inputs, cotangents, wrt, seeds), active):
                 if wanted and dx is not None:
@@ -82,6 +82,11 @@ def _apply_rule(
         if not open_:
             raise
         raise unknown_rank(node, open_[0]) from error
+    except GradientError as error:
+        untyped = [x for x in node_inputs(node) if x.type is None]
+        if not untyped or isinstance(error, MissingGradientError):
+            raise
+        raise _untyped(untyped[0], wrt, seeds, op.active) from error  # what follows from it says less
     if result is None or isinstance(result, ir.Value):
         result = (result,)
     if len(result) > len(inputs):
@@ -194,18 +199,30 @@ def values_that_depend_on(sources: Iterable[ir.Value], nodes: Iterable[ir.Node])
     return reached
 
 
-def _untyped(value: ir.Value, wrt: Sequence[ir.Value], outputs: Iterable[ir.Value]) -> GradientError:
+def _untyped(
+    value: ir.Value, wrt: Sequence[ir.Value], outputs: Iterable[ir.Value], depends: set[ir.Value]
+) -> GradientError:
     """The error for a value whose dtype is not known: the first operator that ONNX cannot type is to blame."""
     node = value.producer()
     while node is not None and (before := [x for x in node.inputs if x is not None and x.dtype is None]):
         value, node = before[0], before[0].producer()
     known = node is None or find_rule(node.domain, node.op_type) or is_non_differentiable(node.domain, node.op_type)
-    if not known:
+    if not known and not depends.isdisjoint(node_inputs(node)):
         return _missing_rule(node, wrt, outputs)
     return GradientError(
         f"ONNX's inference finds no dtype for {value.name!r}"
         + (f", made by {_named(node)}" if node is not None else "")
-        + ". Declare it in the model's value_info."
+        + f". Declare it in the model's value_info.{_of_one_processor(node)}"
+    )
+
+
+def _of_one_processor(node: ir.Node | None) -> str:
+    """What to do about an operator that ONNX Runtime has for the caches of the processor at hand alone."""
+    if node is None or node.domain != "com.microsoft.nchwc":
+        return ""
+    return (
+        f" {node.op_type!r} of com.microsoft.nchwc is what ONNX Runtime's last optimizations make of a model: optimize it "
+        "up to ORT_ENABLE_EXTENDED, or train the model as it was before."
     )
 
 
@@ -223,7 +240,7 @@ def _missing_rule(node: ir.Node, wrt: Sequence[ir.Value], outputs: Iterable[ir.V
         f"no gradient rule for {node.op_type!r} (domain {domain}, opset {version}), needed by node {node.name!r} "
         f"between {source!r} and the output that is differentiated; path: {' -> '.join(path)}. "
         f'Add one with @vjp("{node.op_type}"{hint}), or leave {source!r} out of what is differentiated '
-        "(frozen_weights=[...])."
+        f"(frozen_weights=[...]).{_of_one_processor(node)}"
     )
 
 

@@ -73,7 +73,7 @@ def _infer_foreign(graph: ir.Graph) -> bool:
             for x, y in zip(node.inputs, node.outputs):
                 foreign, y.type, y.shape = True, x.type, x.shape and x.shape.copy()
         elif (schema := schema_of(node, graph.opset_imports)) is not None:
-            if foreign and y.type is None:
+            if foreign and y.type is None and all(x is None or x.type is not None for x in node.inputs):
                 infer_outputs(node, schema, graph.opset_imports)
         elif all(x is None or x.dtype is not None for x in node.inputs):
             foreign |= infer_by_definition(node, graph.opset_imports)
