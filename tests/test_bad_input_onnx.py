@@ -204,6 +204,10 @@ GRADIENTS = {
         (onnx_model(f"[the_node] h = my.domain.Mix (x) output = MatMul (h, W) {ROOT}"),), GradientError,
         "ONNX's inference finds no dtype for 'h', made by Mix 'the_node'. Declare it in the model's value_info.",
     ),
+    "an operator without a schema before the weights, and no type behind them": (
+        (onnx_model(f"[the_node] h = my.domain.Mix (x) output = MatMul (h, W) {ROOT}", "float loss"),), GradientError,
+        "ONNX's inference finds no dtype for 'h', made by Mix 'the_node'. Declare it in the model's value_info.",
+    ),
     "a form for one processor": (
         (onnx_model(f"[the_node] h = com.microsoft.nchwc.ReorderInput (W) m = ReduceMean (h) output = MatMul (x, m) {ROOT}"),), MissingGradientError,
         "no gradient rule for 'ReorderInput' (domain com.microsoft.nchwc...optimize it up to ORT_ENABLE_EXTENDED, or train the model as it was",
