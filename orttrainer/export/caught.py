@@ -1,8 +1,9 @@
 """Errors that forward catches, in a trace: `try: x.view(-1, 12) except RuntimeError: ...`.
 
-Another batch may not raise them: `Errors` takes note of those by numbers and by sizes. In a TorchScript trace a function of torch's that raises has noted its call by then, without a result, and has taken the
-trace out of torch's sight, which it would have put back at its end. Without a trace torch's exporter reads memory that is
-not there. In that of torch.export a module that raises stays among those that run.
+Another batch may not raise them: `Errors` takes note of those by numbers and by sizes. In a TorchScript trace a function of
+torch's that raises has noted its call by then, without a result, and has taken the trace out of torch's sight, which it would
+have put back at its end. Without a trace torch's exporter reads memory that is not there. In that of torch.export a module
+that raises stays among those that run.
 """
 
 from __future__ import annotations
