@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
-from in_step import check_equal, step
-from test_texts import Said, batch, engine_of
+from said import RATE, Said, batch, engine_of, train
 
 from orttrainer.errors import UnsupportedModelError
-
-RATE = 0.05
-
-
-def train(factor, batches):
-    torch.manual_seed(0)
-    ours = Said(factor)
-    twin, engine = copy.deepcopy(ours), engine_of(ours)
-    for feeds in batches:
-        step(engine, twin, feeds, RATE)
-    check_equal(ours, twin)
 
 
 @functools.lru_cache

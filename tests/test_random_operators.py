@@ -117,6 +117,14 @@ def test_draws_take_their_bounds_and_sizes_by_name(case):
     assert found.unique().tolist() == [*range(low, high + 1)]
 
 
+@pytest.mark.parametrize("draw", [lambda: torch.randint(5, 2, (3,)), lambda: torch.zeros(3).geometric_(1.0)])
+def test_draws_that_pytorch_refuses_are_refused(draw):
+    with pytest.raises(RuntimeError):
+        draw()
+    with pytest.raises(RuntimeError, match=r"got 5 and 2|got 1\.0"):
+        drawn(lambda m, x: x[:3, 0] * draw())
+
+
 def test_a_shuffled_batch_is_a_permutation():
     x = torch.arange(50.0).reshape(50, 1)
     first, second = drawn(lambda m, x: x[torch.randperm(x.shape[0])], x, steps=2)

@@ -2,55 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import re
 
 import pytest
 import torch
-from in_step import check_equal, step
-from torch import nn
+from said import RATE, Said, batch, engine_of, train
 
-from orttrainer import IODescription, ModelDescription
-from orttrainer.engine.engine import Engine
-from orttrainer.engine.settings import OptimizerChoice, Settings
 from orttrainer.errors import UnsupportedModelError
 
-RATE = 0.05
 log = logging.getLogger("a program")
-
-
-class Said(nn.Module):
-    """loss of a layer by `factor(x)`."""
-
-    def __init__(self, factor):
-        super().__init__()
-        self.layer, self.factor = nn.Linear(3, 2), factor
-
-    def forward(self, x):
-        return self.layer(x).square().mean() * self.factor(x)
-
-
-def engine_of(module):
-    description = ModelDescription([IODescription("x", ["n", 3])], [IODescription("loss", [])])
-    return Engine(module, None, description, OptimizerChoice("SGDOptimizer", clip=False), Settings())
-
-
-def batch(number, rows=4):
-    """The sum of every other one is below 0."""
-    dice = torch.Generator().manual_seed(number)
-    return {"x": torch.rand(rows, 3, generator=dice) * (-1) ** number}
-
-
-def train(factor, batches):
-    torch.manual_seed(0)
-    ours = Said(factor)
-    twin, engine = copy.deepcopy(ours), engine_of(ours)
-    for feeds in batches:
-        step(engine, twin, feeds, RATE)
-    check_equal(ours, twin)
-    return len(engine._ways.known)
-
 
 BY_SIGN = {
     "by str": lambda x: {"-1": 2.0}.get(str(int(x.sum().sign())), 3.0),

@@ -69,7 +69,14 @@ def _randint(*args, generator=None, dtype=torch.int64, **options):
     """torch.randint(low=0, high, size), from uniform numbers."""
     bounds, size = (args, options.pop("size")) if "size" in options else (args[:-1], args[-1])
     low, high = _bounds(bounds, options)
-    return ((torch.rand(size, **options) * (high - low)).floor() + low).to(dtype)
+    return _whole(torch.rand(size, **options), low, high).to(dtype)
+
+
+def _whole(uniform, low, high):
+    """Whole numbers from [low, high); without any there PyTorch raises an error, too."""
+    if isinstance(low, int) and isinstance(high, int) and low >= high:
+        raise RuntimeError(f"random whole numbers need a bound below the other one, got {low} and {high}")
+    return (uniform * (high - low)).floor() + low
 
 
 def _bounds(given, named, low="low", high="high"):
@@ -82,7 +89,7 @@ def _randint_like(input, *bounds, generator=None, dtype=None, **options):
     """torch.randint_like(input, low=0, high), in the input's own type."""
     low, high = _bounds(bounds, options)
     drawn = torch.rand_like(input, dtype=torch.float32, **options)
-    return ((drawn * (high - low)).floor() + low).to(dtype or input.dtype)
+    return _whole(drawn, low, high).to(dtype or input.dtype)
 
 
 def _randperm(n, *, generator=None, dtype=torch.int64, **options):
@@ -105,7 +112,7 @@ def _random_(input, *bounds, generator=None, **named):
     if not bounds and not named:
         return _refused("Tensor.random_ without bounds")()
     low, high = _bounds(bounds, named, "from", "to")
-    return input.copy_((torch.rand_like(input, dtype=torch.float32) * (high - low)).floor() + low)
+    return input.copy_(_whole(torch.rand_like(input, dtype=torch.float32), low, high))
 
 
 def _exponential_(input, lambd=1.0, *, generator=None):
@@ -121,7 +128,9 @@ def _cauchy_(input, median=0.0, sigma=1.0, *, generator=None):
 
 
 def _geometric_(input, p, *, generator=None):
-    """How often one tries until what has the probability p comes: 1 at least."""
+    """How often one tries until what has the probability p comes: 1 at least; for other p PyTorch raises an error, too."""
+    if not 0 < p < 1:
+        raise RuntimeError(f"geometric_ needs a probability between 0 and 1, got {p}")
     tries = torch.log(1.0 - torch.rand_like(input, dtype=torch.float32)) / math.log1p(-p)
     return input.copy_(tries.ceil().clamp(min=1.0))
 
