@@ -56,6 +56,10 @@ def test_numbers_of_tensors():
     assert_trains_to_the_last_digits(Layer(of_numbers).double())
 
 
+def test_a_number_beyond_float32_is_not_infinite():
+    assert_trains_to_the_last_digits(Layer(lambda m, y: y * torch.where((y * 1e100).isinf(), 2.0, 3.0)).double())
+
+
 def test_a_layer_of_two_names_beside_buffers_that_forward_changes():
     module = Layer(lambda m, y: F.leaky_relu(m.both(y), 0.1))
     module.both = nn.Sequential(module.norm, nn.Tanh(), module.norm)

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.memory.run_code import is_installed
-from orttrainer.export.values.builtin_functions import is_value
+from orttrainer.export.values.domains import is_value
 from orttrainer.export.values.told import PASSED, place, shown
 
 __all__ = ["Caught", "CaughtBySize", "Errors", "modules_left"]
@@ -60,6 +60,10 @@ class Errors:
     def note(self, error: Exception) -> None:
         """A function of torch's raises this."""
         self._noted.append(error)
+
+    def of_numbers(self, error: Exception) -> None:
+        """Numbers would have had to be known, which raised this."""
+        self._of_numbers.append(error)
 
     @contextlib.contextmanager
     def forgotten(self) -> Iterator[None]:
@@ -104,7 +108,7 @@ class Errors:
                 answer = function(number)
             except Exception as error:
                 if _is_users(sys._getframe(1)):
-                    self._of_numbers.append(error)
+                    self.of_numbers(error)
                 raise
             if name in ("__hash__", "__index__") and number.node.is_symbolic() and not is_value(number):
                 caller = sys._getframe(1)

@@ -124,6 +124,11 @@ def _vector_norm(self, ord=2.0, dim=None, keepdim=False, dtype=-1):
     return op.Pow(op.ReduceSum(powers, dim, keepdims=keepdim and dim is not None), op.CastLike(1 / ord, self))
 
 
+def _isinf(self):
+    """aten.isinf, where 1e300 is finite."""
+    return op.IsInf(self) if self.dtype == ir.DataType.DOUBLE else core.aten_isinf(self)
+
+
 def _arange(end, dtype=-1, layout="", device="", pin_memory=False):
     """aten.arange."""
     return _series(0, end, 1, dtype) if _is_broken(end) else core.aten_arange(end, dtype)
@@ -229,6 +234,7 @@ TRANSLATIONS = {
     aten.addcdiv.default: _addcdiv,
     aten.addcmul.default: _addcmul,
     aten.addmv.default: _addmv,
+    aten.isinf.default: _isinf,
     aten.linalg_vector_norm.default: _vector_norm,
     aten.celu.default: _celu,
     aten.clamp.Tensor: _clamp_tensor,

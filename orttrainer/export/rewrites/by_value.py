@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from orttrainer.export.forms.stop_gradient import stopped
-from orttrainer.export.values.builtin_functions import is_value
+from orttrainer.export.values.domains import is_value
 
 __all__ = ["REWRITES", "SEEN", "from_numpy", "has_tensors", "stacked"]
 

@@ -6,23 +6,28 @@ import ast
 import functools
 import linecache
 
-__all__ = ["is_assertion"]
+__all__ = ["is_assertion", "is_caught"]
 
 
 @functools.lru_cache(1024)  # a loop over layers asks the same line again and again
 def is_assertion(file: str, line: int) -> bool:
     """Whether what is decided in this line of the source is right in all runs that raise no error; False where that is not seen."""
-    nodes = [*ast.walk(_tree(file))]
     around = [
         node
-        for node in nodes
+        for node in ast.walk(_tree(file))
         if isinstance(node, (ast.If, ast.Assert)) and node.test.lineno <= line <= node.test.end_lineno
     ]
-    caught = any(
+    raise_only = all(isinstance(node, ast.Assert) or _raises(node) for node in around)
+    return bool(around) and raise_only and not is_caught(file, line)
+
+
+@functools.lru_cache(1024)
+def is_caught(file: str, line: int) -> bool:
+    """Whether errors of this line of the source may be caught around it; False where that is not seen."""
+    return any(
         isinstance(node, ast.Try) and node.handlers and node.body[0].lineno <= line <= node.body[-1].end_lineno
-        for node in nodes
+        for node in ast.walk(_tree(file))
     )
-    return bool(around) and not caught and all(isinstance(node, ast.Assert) or _raises(node) for node in around)
 
 
 def _raises(node: ast.If) -> bool:

@@ -11,49 +11,67 @@ import contextlib
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from types import BuiltinFunctionType, SimpleNamespace
 from unittest import mock
 
 import torch
 
-__all__ = ["is_value", "scopes", "symbolic", "value_of"]
+from orttrainer.export.values.domains import Domains, is_value, value_of
+
+__all__ = ["scopes", "symbolic"]
 
 _NAMES = (
-    "acos", "asin", "atan", "atan2", "cos", "cosh", "erf", "exp", "expm1", "hypot", "log", "log10", "log1p", "log2", "pow", "sin",
-    "sinh", "sqrt", "tan", "tanh",
+    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "copysign", "cos", "cosh", "erf", "erfc", "exp", "expm1",
+    "fmod", "hypot", "lgamma", "log", "log10", "log1p", "log2", "pow", "sin", "sinh", "sqrt", "tan", "tanh",
 )  # fmt: skip
 # The functions of `math` by torch's. NumPy's call a number's method of the same name.
-_MATH = {name: getattr(torch, name) for name in _NAMES} | {"degrees": torch.rad2deg, "radians": torch.deg2rad}
+_MATH = {name: getattr(torch, name) for name in _NAMES}
+_MATH |= {"degrees": torch.rad2deg, "fabs": torch.abs, "radians": torch.deg2rad}
+_EVERYWHERE = {  # defined for all finite numbers
+    "asinh", "atan", "atan2", "copysign", "cos", "degrees", "erf", "erfc", "fabs", "hypot", "radians", "sin", "tan", "tanh",
+}  # fmt: skip
 _NUMBERS = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}  # of the types that symbols stand for
-_TRUTHS = {name: getattr(torch, name) for name in ("isfinite", "isinf", "isnan")}
 
 
 @contextlib.contextmanager
 def symbolic(wrapper: torch.nn.Module) -> Iterator[None]:
     """Let the functions of the user's code stay symbols where they are given some; with hints also `int` and `float`."""
-    hints = wrapper.followed.hints
-    names = {"len": _len, "divmod": _divmod, "round": _round, "isinstance": _isinstance}
-    names |= {"min": _least(min, hints), "max": _least(max, hints)}
-    if hints is not None and hints.builtins:
-        from orttrainer.export.values.hints import BUILTINS  # here: with it comes sympy
+    from torch._export import non_strict_utils  # here: with it comes sympy
 
-        names |= BUILTINS
-    placed = [(scope, name) for scope in scopes(wrapper) for name in names if name not in scope]
+    domains, hints = Domains(wrapper.followed), wrapper.followed.hints
+    builtins = {"len": _len, "divmod": _divmod(domains), "round": _round(domains), "isinstance": _isinstance}
+    builtins |= {"min": _least(min, domains), "max": _least(max, domains)}
+    if hints is not None and hints.builtins:
+        from orttrainer.export.values.hints import builtins_of  # here: with it comes sympy
+
+        builtins |= builtins_of(domains)
+    of_math = {
+        name: _of_values(getattr(math, name), by, domains, name not in _EVERYWHERE) for name, by in _MATH.items()
+    }
+    of_math |= {name: _truth(getattr(math, name), by, domains) for name, by in _TRUTHS.items()}
+    of_math |= {"dist": _dist(math.dist), "fsum": _sum(math.fsum)}
+    of_math["pow"] = _pow(of_math["pow"])
+    stand_ins = {
+        getattr(math, name): function for name, function in of_math.items()
+    }  # also where they have other names
     with contextlib.ExitStack() as stack:
-        for name, function in _TRUTHS.items():
-            stack.enter_context(mock.patch.object(math, name, _truth(getattr(math, name), function, hints)))
-        for name, function in _MATH.items():
-            computed = _of_values(getattr(math, name), function, hints)
-            stack.enter_context(mock.patch.object(math, name, computed))
-            for kind in (torch.SymInt, torch.SymFloat):
+        stack.enter_context(domains.of_operators())
+        for name, function in of_math.items():
+            stack.enter_context(mock.patch.object(math, name, function))
+        # torch.export has a power of its own, by `**`, which would take the place of ours.
+        stack.enter_context(mock.patch.object(non_strict_utils, "math", SimpleNamespace(**vars(math)), create=True))
+        for name in _MATH:
+            for kind in (torch.SymInt, torch.SymFloat):  # for NumPy, whose functions raise nothing
+                computed = _of_values(getattr(math, name), _MATH[name], domains, checked=False)
                 stack.enter_context(mock.patch.object(kind, name, computed, create=True))
-        for scope, name in placed:
-            scope[name] = names[name]
-        try:
-            yield
-        finally:
-            for scope, name in placed:
-                del scope[name]
+        for scope in scopes(wrapper):
+            imported = {
+                name: stand_ins[x] for name, x in scope.items() if isinstance(x, BuiltinFunctionType) and x in stand_ins
+            }
+            own = {name: function for name, function in builtins.items() if name not in scope}
+            stack.enter_context(mock.patch.dict(scope, imported | own))
+        yield
 
 
 def scopes(wrapper: torch.nn.Module) -> list[dict]:
@@ -84,16 +102,46 @@ def _isinstance(x, kinds):
     return isinstance(x, kinds) or (type(x) in _NUMBERS and isinstance(_NUMBERS[type(x)], kinds))
 
 
-def _divmod(a, b):
-    symbols = any(isinstance(x, (torch.SymInt, torch.SymFloat)) for x in (a, b))
-    return (a // b, a % b) if symbols else divmod(a, b)
+def _divmod(domains: Domains) -> Callable:
+    def call(a, b):
+        if not any(isinstance(x, (torch.SymInt, torch.SymFloat)) for x in (a, b)):
+            return divmod(a, b)
+        domains.check_divisor(a, b)
+        return a // b, a % b
+
+    return call
 
 
-def _round(number, ndigits=None):
-    return round(float(number) if isinstance(number, torch.SymFloat) else number, ndigits)  # which is one batch's then
+def _round(domains: Domains) -> Callable:
+    def call(number, ndigits=None):
+        if not is_value(number) or (isinstance(number, torch.SymInt) and (ndigits or 0) >= 0):
+            return round(number) if ndigits is None else round(number, ndigits)
+        domains.check_finite(round, number)
+        power, known = 10.0 ** (ndigits or 0), lambda x: float(round(x, ndigits or 0))
+        rounded = domains.number(torch.round(value_of(number) * power) / power, known, [number])
+        return torch.sym_int(rounded) if ndigits is None else rounded
+
+    return call
 
 
-def _least(builtin: Callable, hints) -> Callable:
+def _sum(function: Callable) -> Callable:
+    def call(numbers):
+        numbers = list(numbers)
+        return sum(numbers) if any(map(is_value, numbers)) else function(numbers)
+
+    return call
+
+
+def _dist(function: Callable) -> Callable:
+    def call(p, q):
+        p, q = list(p), list(q)
+        apart = [a - b for a, b in zip(p, q, strict=True)] if any(map(is_value, p + q)) else None
+        return function(p, q) if apart is None else math.sqrt(sum(x * x for x in apart))
+
+    return call
+
+
+def _least(builtin: Callable, domains: Domains) -> Callable:
     """`min` or `max`, without a decision where a float among the numbers is one of a tensor's values."""
     chosen = {min: torch.minimum, max: torch.maximum}[builtin]
 
@@ -104,48 +152,55 @@ def _least(builtin: Callable, hints) -> Callable:
         ]
         if options or not values:
             return builtin(*given, **options)
-        return _number(functools.reduce(chosen, map(value_of, numbers)), lambda *known: builtin(known), numbers, hints)
+        return domains.number(functools.reduce(chosen, map(value_of, numbers)), lambda *known: builtin(known), numbers)
 
     return call
 
 
-def _of_values(function: Callable, on_tensors: Callable, hints) -> Callable:
-    """A function of `math`, by torch's where a number is one of a tensor's values; `math.log(x, base)` by two."""
+def _of_values(function: Callable, on_tensors: Callable, domains: Domains, checked: bool) -> Callable:
+    """A function of `math`, by torch's where a number is one of a tensor's values; `math.log(x, base)` by two.
+
+    Args:
+        checked: it raises where it is not defined.
+    """
 
     def call(*numbers):
         if not any(map(is_value, numbers)):
             return function(*numbers)
         given = [value_of(x) for x in numbers]
-        if on_tensors is torch.log and len(given) == 2:
-            return _number(torch.log(given[0]) / torch.log(given[1]), function, numbers, hints)
-        return _number(on_tensors(*given), function, numbers, hints)
+        with_base = on_tensors is torch.log and len(given) == 2
+        result = torch.log(given[0]) / torch.log(given[1]) if with_base else on_tensors(*given)
+        if checked:
+            domains.check(function, numbers, given, result)
+        return domains.number(result, function, numbers)
 
     return call
 
 
-def _truth(function: Callable, on_tensors: Callable, hints) -> Callable:
-    """A function of `math` that tells something of one number; the answer decides, as a comparison would."""
-    number = _of_values(lambda x: float(function(x)), lambda x: on_tensors(x).double(), hints)
-    return lambda x: number(x) > 0.5 if is_value(x) else function(x)
+def _pow(of_values: Callable) -> Callable:
+    def call(base, exponent):
+        numbers = base, exponent
+        sizes = not any(map(is_value, numbers)) and any(isinstance(x, (torch.SymInt, torch.SymFloat)) for x in numbers)
+        return base**exponent if sizes else of_values(base, exponent)
+
+    return call
 
 
-def _number(tensor: torch.Tensor, function: Callable, numbers: Sequence, hints) -> torch.SymFloat:
-    """The number that `tensor` holds, which is `function(*numbers)`."""
-    result = tensor.item()
-    if hints is not None:
-        hints.computed(result, function, numbers, tensor)
-    return result
+def _truth(function: Callable, on_tensors: Callable, domains: Domains) -> Callable:
+    """A function of `math` that tells something of numbers; the answer decides, as a comparison would."""
+
+    def call(*numbers, **options):
+        if not any(map(is_value, numbers)):
+            return function(*numbers, **options)
+        truth = on_tensors(*map(value_of, numbers), **options).double()
+        return domains.number(truth, lambda *known: float(function(*known, **options)), numbers) > 0.5
+
+    return call
 
 
-def is_value(x: object) -> bool:
-    """Whether a trace has, for a number, a symbol that depends on a tensor's values."""
-    if not isinstance(x, (torch.SymInt, torch.SymFloat)):
-        return False
-    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # here: with it comes sympy
-
-    return bool(free_unbacked_symbols(x))
+def _is_close(a: torch.Tensor, b: torch.Tensor, rel_tol: float = 1e-9, abs_tol: float = 0.0) -> torch.Tensor:
+    near = (a - b).abs() <= torch.maximum(rel_tol * torch.maximum(a.abs(), b.abs()), torch.full((), abs_tol).double())
+    return (a == b) | (near & a.isfinite() & b.isfinite())
 
 
-def value_of(number: float | torch.SymInt | torch.SymFloat) -> torch.Tensor:
-    """The number as a tensor, float64 []."""
-    return torch.full((), number, dtype=torch.float64)
+_TRUTHS = {"isclose": _is_close, "isfinite": torch.isfinite, "isinf": torch.isinf, "isnan": torch.isnan}

@@ -23,7 +23,7 @@ from orttrainer.differentiate.double import DoubleKernelsPass, lacks_kernels
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.caught import Errors
 from orttrainer.export.initializers import as_real, state_as_inputs
-from orttrainer.export.values.assertions import is_assertion
+from orttrainer.export.values.assertions import is_assertion, is_caught
 from orttrainer.export.values.sizes import decisions_by_sizes_of
 from orttrainer.export.values.texts import Texts
 from orttrainer.export.values.told import Told, place
@@ -44,11 +44,12 @@ log = logging.getLogger("orttrainer")
 
 
 class Condition(NamedTuple):
-    """One decision: where in the source it is made, and how it went."""
+    """One decision: where in the source it is made, how it went, and whether Python would have raised an error else."""
 
     file: str
     line: int
     value: bool
+    raises: bool = False
 
 
 class Conditions(NamedTuple):
@@ -181,7 +182,7 @@ class Followed:
     def tensors(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What a traced forward on `inputs` depends on, at its end: bool [1] for each condition."""
         for decided in self.hints.end(inputs) if self.hints is not None else ():
-            self.note(Condition(decided.file, decided.line, True), decided.holds)
+            self.note(Condition(decided.file, decided.line, True, decided.raises), decided.holds)
         self._inputs = ()  # which keep the trace alive
         return self._tensors
 
@@ -215,8 +216,9 @@ def taken_out(
     of_layers, whether_finite = (_depending(copy.graph, reads_weights, through) for through in (True, False))
     checks = set()
     for index, (condition, value) in enumerate(zip(made, copy.graph.outputs)):
-        only_checks = is_assertion(condition.file, condition.line)
-        if value in of_layers and (only_checks or value not in whether_finite):
+        raises = condition.raises and not is_caught(condition.file, condition.line)
+        only_checks = raises or is_assertion(condition.file, condition.line)
+        if raises or (value in of_layers and (only_checks or value not in whether_finite)):
             checks.add(index)
         if value in by_chance and not only_checks:
             raise UnsupportedModelError(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv, free_unbacked_symbols
@@ -19,18 +20,20 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from orttrainer.export.values.domains import Domains
 from orttrainer.export.values.sizes import of_trace
 from orttrainer.export.values.told import Told, leaves, place, what
 
-__all__ = ["BUILTINS", "Decided", "Hints"]
+__all__ = ["Decided", "Hints", "builtins_of"]
 
 
 class Decided(NamedTuple):
-    """A decision by numbers: where it was made, and whether it holds for a batch, bool []."""
+    """A decision by numbers: where it was made, whether it holds for a batch, bool [], and whether an error is raised else."""
 
     file: str
     line: int
     holds: torch.Tensor
+    raises: bool
 
 
 class Hints:
@@ -52,10 +55,12 @@ class Hints:
             self._waiting[known[:3]].append(known)
         self._numbers: dict[sympy.Symbol, float] = {}
         self._tensors: dict[sympy.Symbol, torch.Tensor] = {}  # of one element
+        self._of_numpy: set[sympy.Symbol] = set()  # those that forward has as NumPy's
         self._answers: dict[sympy.Basic, sympy.Basic] = {}
-        self._decided: list[tuple[str, int, sympy.Basic]] = []  # what was true where
+        # Where, what was what, and whether it decides on an error.
+        self._decided: list[tuple[str, int, sympy.Basic, sympy.Basic, bool]] = []
         self._env = None
-        self._ended = self.asks_again = self._indexing = False
+        self._ended = self.asks_again = self._indexing = self._raising = False
 
     def note(self, func: Callable, args: Sequence, result: Any) -> None:
         """Take note of what the symbols in `result` stand for."""
@@ -72,6 +77,13 @@ class Hints:
                 self._env = leaf.node.shape_env
                 self._numbers[symbol] = +number  # of a truth, too
                 self._tensors[symbol] = _taken(args[0], index) if known.taken else _size(result, index)
+                if known.function in ("numpy", "__array__"):
+                    self._of_numpy.add(symbol)
+
+    def is_of_numpy(self, number: Any) -> bool:
+        """Whether forward has this number, or one that it is computed with, as one of NumPy's."""
+        symbolic = isinstance(number, (torch.SymInt, torch.SymFloat))
+        return symbolic and not self._of_numpy.isdisjoint(number.node.expr.free_symbols)
 
     @contextlib.contextmanager
     def index(self) -> Iterator[None]:
@@ -84,13 +96,37 @@ class Hints:
 
     def computed(self, result: torch.SymFloat, function: Callable, numbers: Sequence, tensor: torch.Tensor) -> None:
         """Take note of a symbol that stands for what `function` of `math` makes of numbers, and for the value of `tensor`."""
-        known = {symbol: sympy.sympify(number) for symbol, number in self._numbers.items()}
-        values = [x.node.expr.xreplace(known) if isinstance(x, (torch.SymInt, torch.SymFloat)) else x for x in numbers]
-        with contextlib.suppress(
-            TypeError, ValueError, OverflowError
-        ):  # not all are known, or the function has none of these
-            self._numbers[result.node.expr] = function(*map(float, values))
+        # Not all are known, or the function has none of these.
+        with contextlib.suppress(TypeError, ValueError, ArithmeticError):
+            self._numbers[result.node.expr] = function(*self.known(numbers))
             self._tensors[result.node.expr] = tensor
+
+    def known(self, numbers: Sequence) -> list[float]:
+        """What they were when forward was observed; TypeError where that is not known of all."""
+        return [
+            float(self._value(x.node.expr)) if isinstance(x, (torch.SymInt, torch.SymFloat)) else x for x in numbers
+        ]
+
+    def _value(self, expression: sympy.Basic) -> sympy.Basic:
+        """The expression, of the numbers that are known."""
+        numbers = {x: self._numbers[x] for x in expression.free_symbols if x in self._numbers}
+        try:
+            return expression.xreplace({symbol: sympy.sympify(number) for symbol, number in numbers.items()})
+        except (TypeError, ZeroDivisionError):  # sympy compares no NaN, and divides by no 0, as NumPy does
+            if len(numbers) < len(expression.free_symbols):
+                raise
+        with np.errstate(all="ignore"):
+            numbers = {x: np.float64(number) if type(number) is float else number for x, number in numbers.items()}
+            return sympy.sympify(np.asarray(sympy_interp(PythonReferenceAnalysis, numbers, expression)).item())
+
+    @contextlib.contextmanager
+    def raising(self) -> Iterator[None]:
+        """Within the block is decided whether an error is raised."""
+        before, self._raising = self._raising, True
+        try:
+            yield
+        finally:
+            self._raising = before
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
@@ -118,8 +154,7 @@ class Hints:
     def _answer(self, env: ShapeEnv, expression: sympy.Basic, file: str, line: int) -> sympy.Basic | None:
         if expression in self._answers:
             return self._answers[expression]
-        known = {symbol: sympy.sympify(number) for symbol, number in self._numbers.items()}
-        answer = expression.xreplace(known).xreplace(of_trace(env))
+        answer = self._value(expression).xreplace(of_trace(env))
         truth = answer in (sympy.true, sympy.false)
         # That a float is the same again is too much to hope for.
         if not truth and not answer.is_Integer:
@@ -131,7 +166,7 @@ class Hints:
         true = (
             (expression if answer == sympy.true else sympy.Not(expression)) if truth else sympy.Eq(expression, answer)
         )
-        self._decided.append((file, line, true))
+        self._decided.append((file, line, expression, answer, self._raising))
         env.guard_or_defer_runtime_assert(true, "as it was observed")  # so that what follows from it is known, too
         return self._answers.setdefault(expression, answer)
 
@@ -144,7 +179,10 @@ class Hints:
             for axis, size in enumerate(x.shape):
                 if isinstance(size, torch.SymInt) and isinstance(size.node._expr, sympy.Symbol):
                     known.setdefault(size.node._expr, _shape(x)[axis])
-        return [Decided(file, line, sympy_interp(_OnTensors, known, true)) for file, line, true in self._decided]
+        return [
+            Decided(file, line, _is(sympy_interp(_OnTensors, known, expression), answer), raises)
+            for file, line, expression, answer, raises in self._decided
+        ]
 
 
 class _Indexing(TorchFunctionMode):
@@ -159,6 +197,13 @@ class _Indexing(TorchFunctionMode):
             result = func(*args, **(kwargs or {}))
         self._hints.note(func, args, result)
         return result
+
+
+def _is(computed: torch.Tensor | bool | int, answer: sympy.Basic) -> torch.Tensor:
+    """Whether it is: of a truth itself or its contrary, as of NaN neither `x < 0` nor `x >= 0` is true."""
+    if answer in (sympy.true, sympy.false):
+        return torch.as_tensor(computed) if answer else torch.logical_not(torch.as_tensor(computed))
+    return torch.as_tensor(computed) == int(answer)
 
 
 def _taken(x: torch.Tensor, index: int) -> torch.Tensor:
@@ -240,6 +285,8 @@ class _Builtin(type):
         if len(args) == 1 and isinstance(x, torch.Tensor):
             x = (x.long() if x.dtype == torch.bool else x).item()  # torch would decide by a truth
         if isinstance(x, (torch.SymInt, torch.SymFloat)):
+            if cls.builtin is int:
+                cls.domains.check_finite(int, x)
             return _SYMBOLIC[cls.builtin](x)
         return cls.builtin(*args, **kwargs)
 
@@ -260,4 +307,8 @@ class _Builtin(type):
 
 
 _SYMBOLIC = {int: torch.sym_int, float: torch.sym_float}
-BUILTINS = {builtin.__name__: _Builtin(builtin.__name__, (), {"builtin": builtin}) for builtin in _SYMBOLIC}
+
+
+def builtins_of(domains: Domains) -> dict[str, type]:
+    """`int` and `float`, which raise as Python's."""
+    return {x.__name__: _Builtin(x.__name__, (), {"builtin": x, "domains": domains}) for x in _SYMBOLIC}

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from orttrainer.errors import UnsupportedModelError
-from orttrainer.export.values.builtin_functions import is_value
+from orttrainer.export.values.domains import is_value
 from orttrainer.export.values.told import UNTOLD, by_torch, place, shown
 
 __all__ = ["Texts"]

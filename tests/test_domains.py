@@ -1,0 +1,98 @@
+"""Errors of Python's arithmetic, as of math.log(-1.0) and 1 / 0, that only some batches raise: caught, or told as PyTorch tells them."""
+
+from __future__ import annotations
+
+import math
+from math import log as natural_logarithm
+
+import numpy as np
+import pytest
+import torch
+from said import RATE, Said, batch, engine_of, train
+from test_caught import tried
+
+
+def positive(x):
+    return int((x > 0).sum())
+
+
+def quotient(x):
+    return 1 / positive(x)
+
+
+def nan_if_negative(x):
+    return (x.sum().sqrt() * 0 + 2).item()
+
+
+ERRORS = ArithmeticError, ValueError
+CAUGHT = {
+    "logarithm": tried(lambda x: math.log(x.sum().item()), ERRORS),
+    "logarithm, imported": tried(lambda x: natural_logarithm(x.sum().item()), ERRORS),
+    "power": tried(lambda x: math.pow(x.sum().item(), 0.5), ERRORS),
+    "overflow": tried(lambda x: min(math.exp(1000 * x.sum().item()), 2.0), ERRORS),
+    "quotient of whole numbers": tried(lambda x: 7 // positive(x), ERRORS),
+    "quotient in a function": tried(lambda x: quotient(x), ERRORS),
+    "power of 0": tried(lambda x: positive(x) ** -1, ERRORS),
+    "whole number of NaN": tried(lambda x: int(nan_if_negative(x)), ERRORS),
+    "floor of NaN": tried(lambda x: math.floor(nan_if_negative(x)), ERRORS),
+    "logarithm, of the layer": tried(lambda x: math.log((x.sum() * 1.0).item()) if x.sum() < 9 else 1.0, ERRORS),
+    "remainder": tried(lambda x: 7 % positive(x) + 1, ERRORS),
+    "root": tried(lambda x: math.sqrt(x.sum().item()), ERRORS),
+    "divmod": tried(lambda x: divmod(7, positive(x))[0], ERRORS),
+    "quotient of floats": tried(lambda x: 1.0 / x.clamp(min=0).sum().item(), ERRORS),
+    "all errors": tried(lambda x: math.log(x.sum().item()), Exception),
+}
+SHORT = {"logarithm", "logarithm, imported", "power", "overflow", "quotient in a function", "whole number of NaN"}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=() if name in SHORT else pytest.mark.slow) for name in CAUGHT
+])  # fmt: skip
+def test_an_error_that_some_batches_raise_is_caught_for_these(name, first):
+    assert train(CAUGHT[name], [batch(first + number) for number in range(4)]) == 2
+
+
+RAISED = {
+    "logarithm": lambda x: math.log(x.sum().item()),
+    "quotient": lambda x: 1 / positive(x),
+    "whole number of NaN": lambda x: int(nan_if_negative(x)),
+}
+
+
+@pytest.mark.parametrize("name", RAISED)
+def test_an_error_that_a_later_batch_raises_is_pythons_and_nothing_is_lost(name):
+    torch.manual_seed(0)
+    module = Said(RAISED[name])
+    engine = engine_of(module)
+    engine.train_step(batch(0), RATE)
+    before = {key: x.clone() for key, x in module.state_dict().items()}
+    with pytest.raises(ERRORS) as expected:
+        module(**batch(1))
+    with pytest.raises(type(expected.value), match=str(expected.value)):
+        engine.train_step(batch(1), RATE)
+    torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
+    engine.train_step(batch(2), RATE)
+    assert len(engine._ways.known) == 1
+
+
+DEFINED = {
+    "NaN, which is a logarithm": lambda x: 2.0 if math.isnan(math.log(nan_if_negative(x))) else 3.0,
+    "NaN, which is no number": lambda x: 2.0 if (v := nan_if_negative(x)) != v else 3.0,
+    "NaN, which is not more": lambda x: 2.0 if nan_if_negative(x) > 1 else 3.0,
+    "NumPy's quotient": lambda x: float(np.minimum(1.0 / x.clamp(min=0).sum().numpy(), 7.0)),
+    "close": lambda x: 2.0 if math.isclose(x.sum().item(), 5.0, rel_tol=0.5) else 3.0,
+    "rounded": lambda x: round(x.sum().item(), 1) + round(x.sum().item()),
+    "sums": lambda x: math.fsum(x.sum(1).tolist()) + math.dist(x[0].tolist(), x[1].tolist()),
+    "functions": lambda x: (
+        math.erfc(v := abs(x.sum().item()) + 2) + math.acosh(v) + math.atanh(1 / v) + math.lgamma(v) + math.fmod(v, 0.5)
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero")
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=() if name in ("NaN, which is not more", "rounded") else pytest.mark.slow) for name in DEFINED
+])  # fmt: skip
+def test_what_python_computes_without_an_error_is_each_batchs(name):
+    train(DEFINED[name], [batch(number) for number in range(3)])
