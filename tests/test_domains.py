@@ -96,3 +96,45 @@ DEFINED = {
 ])  # fmt: skip
 def test_what_python_computes_without_an_error_is_each_batchs(name):
     train(DEFINED[name], [batch(number) for number in range(3)])
+
+
+def matrix(x, scale=1.0):
+    """[[s, 0], [0, 1]], s of the sum's sign."""
+    return torch.diag(torch.stack([x.sum().sign() * scale, torch.ones(())]))
+
+
+def safe_factor(x):
+    """As libraries of Gaussian processes have it: more is added to the diagonal until there is a factor."""
+    for jitter in (0.0, 0.5, 2.0):
+        factor, info = torch.linalg.cholesky_ex(matrix(x) + jitter * torch.eye(2))
+        if not torch.any(info):
+            return factor.sum()
+    return x.sum()
+
+
+MATRICES = {
+    "Cholesky": tried(lambda x: torch.linalg.cholesky(matrix(x)).sum()),
+    "Cholesky, as torch reports it": safe_factor,
+    "inverse": tried(lambda x: torch.linalg.inv(matrix(x.clamp(min=0))).sum()),
+    "solution": tried(lambda x: torch.linalg.solve(matrix(x.clamp(min=0)), torch.ones(2)).sum()),
+    "inverse, as torch reports it": lambda x: (
+        (torch.linalg.inv_ex(matrix(x.clamp(min=0)))[1] > 0).float() + torch.linalg.cholesky_ex(matrix(x))[1] + 1
+    ),
+}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=() if "reports" in name else pytest.mark.slow) for name in MATRICES
+])  # fmt: skip
+def test_a_matrix_without_a_factor_is_that_of_its_batch(name, first):
+    train(MATRICES[name], [batch(first + number) for number in range(4)])
+
+
+def test_a_matrix_without_a_factor_in_a_later_batch_is_torchs_error():
+    module = Said(lambda x: torch.linalg.cholesky(matrix(x)).sum())
+    engine = engine_of(module)
+    engine.train_step(batch(0), RATE)
+    with pytest.raises(torch.linalg.LinAlgError, match="leading minor of order 1 is not positive-definite"):
+        engine.train_step(batch(1), RATE)
+    engine.train_step(batch(2), RATE)

@@ -38,6 +38,7 @@ from orttrainer.export.rewrites import (
     derivatives,
     embedding,
     fake_quantized,
+    fallible,
     gradient_hooks,
     grouped,
     kept_parameters,
@@ -153,6 +154,7 @@ class _Rewrites(TorchFunctionMode):
                 return self.numbers.text(*args)
         self.numbers.check_script(func, args)
         result = self._rewrites.get(func, func)(*self.numbers.chosen(func, args), **kwargs)
+        fallible.check(func, args, result, self._wrapper.followed)
         unseen.write_back(func, args, kwargs)
         self._changed.mark(func, args, kwargs)
         result = self._changed.viewed(func, args, kwargs, result)
@@ -306,7 +308,7 @@ class MutedDropout(TorchFunctionMode):
         if inner := by_value.SEEN.get(func) or opened(func):
             with self:
                 return inner(*args, **kwargs)
-        result = func(*args, **kwargs)
+        result = fallible.observed(func, args, kwargs, self.decisions)
         if conditions.decides(func, args):
             self.draws.check(*told.place())
             self.decisions.append(conditions.Condition(*told.place(), result))

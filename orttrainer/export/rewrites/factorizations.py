@@ -13,7 +13,7 @@ from torch._higher_order_ops.scan import scan
 from torch.autograd import Function
 
 from orttrainer.export.forms.stop_gradient import stopped
-from orttrainer.export.rewrites.linear_algebra import applied, inverse, no_errors, only_exporting
+from orttrainer.export.rewrites.linear_algebra import applied, inverse, only_exporting
 
 __all__ = ["REWRITES", "complete_basis", "eye", "orthonormal", "symmetric"]
 
@@ -126,7 +126,11 @@ def _old_cholesky(input, upper=False, *, out=None):
 
 
 def _cholesky_ex(input, *, upper=False, check_errors=False, out=None):
-    return torch.return_types.linalg_cholesky_ex((_cholesky(input, upper=upper), no_errors(input)))
+    factor = _cholesky(input, upper=upper)
+    positive, size = factor.diagonal(dim1=-2, dim2=-1) > 0, input.shape[-1]
+    pivots = torch.arange(1, size + 1, dtype=torch.int32, device=input.device)
+    first = torch.where(positive, size + 1, pivots).amin(-1)  # NaN follows it
+    return torch.return_types.linalg_cholesky_ex((factor, (first % (size + 1)).to(torch.int32)))
 
 
 def _cholesky_solve(B, L, upper=False, *, out=None):

@@ -9,7 +9,7 @@ import torch
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.rewrites.argument_names import by_torchs_names
 
-__all__ = ["OF_A_MATRIX", "REWRITES", "applied", "inverse", "is_vector", "no_errors", "only_exporting"]
+__all__ = ["OF_A_MATRIX", "REWRITES", "applied", "inverse", "is_vector", "only_exporting"]
 
 
 def inverse(A, *, out=None):
@@ -33,16 +33,16 @@ def is_vector(A, B):
 
 
 def _inverse_ex(A, *, check_errors=False, out=None):
-    return torch.return_types.linalg_inv_ex((inverse(A), no_errors(A)))
+    return torch.return_types.linalg_inv_ex((inverted := inverse(A), _is_singular(inverted)))
 
 
 def _solve_ex(A, B, *, left=True, check_errors=False, out=None):
-    return torch.return_types.linalg_solve_ex((_solve(A, B, left=left), no_errors(A)))
+    return torch.return_types.linalg_solve_ex((_solve(A, B, left=left), _is_singular(inverse(A))))
 
 
-def no_errors(A):
-    """What LAPACK reports of each matrix where all went well."""
-    return torch.zeros(A.shape[:-2], dtype=torch.int32, device=A.device)
+def _is_singular(inverted):
+    """What LAPACK reports of each matrix: 0, or the number of a pivot that is 0, which is taken to be the last."""
+    return (~inverted.isfinite()).to(torch.int32).amax((-2, -1)) * inverted.shape[-1]
 
 
 def applied(function: type[torch.autograd.Function], *args):

@@ -218,7 +218,8 @@ def taken_out(
     for index, (condition, value) in enumerate(zip(made, copy.graph.outputs)):
         raises = condition.raises and not is_caught(condition.file, condition.line)
         only_checks = raises or is_assertion(condition.file, condition.line)
-        if raises or (value in of_layers and (only_checks or value not in whether_finite)):
+        checks_layers = only_checks or condition.raises or value not in whether_finite
+        if raises or (value in of_layers and checks_layers):
             checks.add(index)
         if value in by_chance and not only_checks:
             raise UnsupportedModelError(

@@ -1,0 +1,60 @@
+"""Functions of torch's that raise by the values of a batch, where a graph goes on with NaN: factors that a matrix does not have.
+
+Whether they do is a decision of forward's, which may catch the error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from orttrainer.export.values.conditions import Condition, Followed
+from orttrainer.export.values.told import place
+
+__all__ = ["check", "observed"]
+
+
+def _not_positive(A, factor):
+    """Whether a matrix has no Cholesky factor: NaN follows a pivot that is not above 0."""
+    return ~(factor.diagonal(dim1=-2, dim2=-1) > 0).all()
+
+
+def _singular(A, result):
+    """Whether a matrix has no inverse; of one that is not finite torch raises nothing."""
+    return ~result.isfinite().all() & A.isfinite().all()
+
+
+_FAILED = {
+    **dict.fromkeys([torch.linalg.cholesky, torch.cholesky, torch.Tensor.cholesky], _not_positive),
+    **dict.fromkeys([torch.linalg.inv, torch.inverse, torch.Tensor.inverse, torch.linalg.solve], _singular),
+}
+
+
+def observed(func: Callable, args: Sequence, kwargs: Mapping[str, Any], decisions: list[Condition]) -> Any:
+    """What `func` gives; whether it raises is added to `decisions`, if that is by values."""
+    if func not in _FAILED:
+        return func(*args, **kwargs)
+    try:
+        result = func(*args, **kwargs)
+    except torch.linalg.LinAlgError:
+        decisions.append(Condition(*place(), True, raises=True))
+        raise
+    decisions.append(Condition(*place(), False, raises=True))
+    return result
+
+
+def check(func: Callable, args: Sequence, result: Any, followed: Followed) -> None:
+    """Note within a trace that it depends on whether `func` raises.
+
+    Args:
+        result: of what stands for it.
+
+    Raises:
+        torch.linalg.LinAlgError: it did when forward was observed.
+    """
+    if func in _FAILED and torch.compiler.is_exporting() and (condition := followed.next()) is not None:
+        followed.note(condition, _FAILED[func](args[0], result))
+        if condition.value:
+            raise torch.linalg.LinAlgError(f"{func.__name__}: the matrix is singular, or not positive-definite")
