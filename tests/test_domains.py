@@ -81,6 +81,7 @@ DEFINED = {
     "NaN, which is no number": lambda x: 2.0 if (v := nan_if_negative(x)) != v else 3.0,
     "NaN, which is not more": lambda x: 2.0 if nan_if_negative(x) > 1 else 3.0,
     "NumPy's quotient": lambda x: float(np.minimum(1.0 / x.clamp(min=0).sum().numpy(), 7.0)),
+    "the first that is true": tried(lambda x: (x[:, 0] > 0).tolist().index(True) + 2.0, ERRORS, 4.0),
     "close": lambda x: 2.0 if math.isclose(x.sum().item(), 5.0, rel_tol=0.5) else 3.0,
     "rounded": lambda x: round(x.sum().item(), 1) + round(x.sum().item()),
     "sums": lambda x: math.fsum(x.sum(1).tolist()) + math.dist(x[0].tolist(), x[1].tolist()),

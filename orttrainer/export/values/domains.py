@@ -58,8 +58,9 @@ class Domains:
                         theirs = getattr(kind, method)
                         stack.enter_context(mock.patch.object(kind, method, self._operator(theirs, checked, turned)))
             for method, same in (("__eq__", True), ("__ne__", False)):
-                compared = self._compared(getattr(torch.SymFloat, method), same)
-                stack.enter_context(mock.patch.object(torch.SymFloat, method, compared))
+                for kind in (torch.SymBool, torch.SymInt, torch.SymFloat):
+                    compared = self._compared(getattr(kind, method), same)
+                    stack.enter_context(mock.patch.object(kind, method, compared))
             for function in (math.ceil, math.floor, math.trunc):
                 method = f"__{function.__name__}__"
                 whole = self._whole(getattr(torch.SymFloat, method), function)
@@ -75,9 +76,13 @@ class Domains:
         return computed
 
     def _compared(self, theirs: Callable, same: bool) -> Callable:
-        """`x == x`, which is whether it is NaN; torch knows none."""
+        """`x == x`, which is whether it is NaN, and `n == True`; torch knows neither."""
 
         def compared(number, other):
+            if isinstance(other, bool):
+                if isinstance(number, torch.SymBool):
+                    return number if other == same else torch.sym_not(number)
+                other = int(other)
             if not (isinstance(other, torch.SymFloat) and is_value(number) and number.node.expr == other.node.expr):
                 return theirs(number, other)
             nan = self.number(value_of(number).isnan().double(), lambda x: float(math.isnan(x)), [number])

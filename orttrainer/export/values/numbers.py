@@ -168,7 +168,9 @@ class Numbers:
         def tolist(tensor: FakeTensor) -> list:
             if (answer := self.answer(torch.Tensor.tolist, (tensor,), {})) is not None:
                 return answer[0]
-            result = self._listed(tensor)
+            result = self._listed(
+                tensor.long() if tensor.dtype == torch.bool else tensor
+            )  # torch's truths are no numbers
             if (hints := self._wrapper.followed.hints) is not None:
                 hints.note(torch.Tensor.tolist, (tensor,), result)
             return result
