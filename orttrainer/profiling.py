@@ -23,6 +23,7 @@ import onnx_ir as ir
 
 from orttrainer.errors import InvalidArgumentError, StateError
 from orttrainer.graph.places import PHASES, Place, Places
+from orttrainer.graph.write import replacing
 
 if TYPE_CHECKING:
     from orttrainer.run import Runner
@@ -211,7 +212,8 @@ class Profile:
 
         Raises:
             StateError: the block has not ended, or no step ran in it.
-            OSError: the file cannot be written.
+            OSError: the file cannot be written; an old file is as it was.
+            InvalidArgumentError: `path` is no path.
         """
         self._check_measured()
         first = min((start for start, *_ in self._runs), default=0.0)
@@ -228,7 +230,7 @@ class Profile:
             events.append(
                 _complete(event.operator, event.place.phase, begun, event.length, threads["nodes"], arguments)
             )
-        with open(path, "w") as file:
+        with replacing(path) as written, open(written, "w") as file:
             json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
 
     def _check_measured(self) -> None:

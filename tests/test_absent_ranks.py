@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import socket
+import subprocess
 import sys
 import unittest.mock
 
@@ -41,7 +43,12 @@ def test_a_rank_that_ends_before_the_others_ends_the_run_with_an_error(launcher,
 
 
 @pytest.mark.parametrize(
-    "steps", [pytest.param("-1", id="before MPI"), pytest.param("-2", id="in MPI", marks=pytest.mark.slow)]
+    "steps",
+    [
+        pytest.param("-1", id="before MPI"),
+        pytest.param("-2", id="in MPI", marks=pytest.mark.slow),
+        pytest.param("-3", id="by sys.exit", marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_that_fails_before_its_first_trainer_ends_the_others(steps):
     result = launch("mpiexec", "early_end.py", steps, timeout=120)  # else they wait in MPI_Init, or MPI_Finalize
@@ -54,6 +61,7 @@ def test_an_early_failure_asks_on_the_launcher_s_own_connection_only(monkeypatch
     ours, theirs = socket.socketpair()
     seen = []
     monkeypatch.setattr(sys, "excepthook", lambda *error: seen.append(error[0]))
+    monkeypatch.setattr(sys, "exit", sys.exit)
     monkeypatch.setattr(early_failure, "_TIME_TO_FORWARD", 0)
     for name in ("mpi4py.MPI", "orttrainer.distributed.mpi"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -82,6 +90,45 @@ def test_an_early_failure_asks_on_the_launcher_s_own_connection_only(monkeypatch
         sys.excepthook(KeyError, KeyError("x"), None)
         assert other.tell() == 0
     assert seen == [ValueError, TypeError, TypeError, KeyError]
+
+
+ENDS = {
+    "sys.exit(3)": (3, True),
+    "sys.exit('no data')": (1, True),
+    "try:\n    main(3)\nfinally:\n    print()": (3, True),
+    "with socket.socket():\n    main(3)": (3, True),
+    "sys.exit()": (0, False),
+    "main(0)": (0, False),
+    "try:\n    main(3)\nexcept SystemExit:\n    pass": (0, False),
+    "caught(3)\nprint()": (0, False),
+    "thread = threading.Thread(target=main, args=(3,))\nthread.start()\nthread.join()": (0, False),
+}
+
+
+@pytest.mark.parametrize("end, expected", ENDS.items(), ids=[end.replace("\n", " ") for end in ENDS])
+def test_a_script_that_is_left_by_sys_exit_has_failed_where_nobody_caught_that(end, expected):
+    source = """
+import os, socket, sys, threading
+sys.path.insert(0, ROOM)  # alone: the package would import onnx
+import early_failure
+ours, theirs = socket.socketpair()
+os.environ |= {"PMI_SIZE": "2", "PMI_RANK": "0", "PMI_FD": str(ours.fileno())}
+early_failure._TIME_TO_FORWARD = 0
+theirs.setblocking(False)
+early_failure.atexit.register(lambda: os.write(1, theirs.recv(99)))  # which fails where nothing was asked
+early_failure.end_all_ranks_on_failure()
+def main(status):
+    sys.exit(status)
+def caught(status):
+    try:
+        main(status)
+    except SystemExit:
+        pass
+"""
+    room = str(pathlib.Path(early_failure.__file__).parent)
+    command = [sys.executable, "-S", "-c", f"ROOM = {room!r}\n{source}\n{end}"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, "cmd=abort exitcode=1" in ended.stdout) == expected, ended.stderr
 
 
 @pytest.mark.slow

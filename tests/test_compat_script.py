@@ -104,6 +104,7 @@ def test_a_folder_and_an_archive_run_as_python_runs_them(tmp_path):
     ("arguments", "text"),
     [
         (["nothing.py"], "orttrainer.compat: can't open file 'nothing.py': there is no such file (from "),
+        (["."], "orttrainer.compat: no __main__.py in '.', so it cannot be run"),
         (["-m", "nothing"], "orttrainer.compat: no module named nothing"),
         (["-m", "nothing.at.all"], "orttrainer.compat: error while finding module 'nothing.at.all': No module named"),
         (["-m", "json"], "orttrainer.compat: no module named json.__main__"),

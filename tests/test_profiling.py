@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 
 import onnx
@@ -258,6 +259,20 @@ def test_the_table_names_phases_operators_modules_and_the_share_that_is_attribut
     for name in (*PHASES, *list(measured.operators)[:3], "(the model itself, and the loss)"):
         assert f"\n{name}" in text
     assert len(measured.table(rows=1).splitlines()) < len(text.splitlines())
+
+
+def test_a_trace_that_cannot_be_written_leaves_the_old_file(tmp_path, monkeypatch):
+    measured, path = trained().profile(steps=2), tmp_path / "trace.json"
+    path.write_text("old")
+
+    def full(events, file):
+        file.write("{")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(json, "dump", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        measured.save_trace(path)
+    assert (caught.value.filename, path.read_text(), [*tmp_path.iterdir()]) == (str(path), "old", [path])
 
 
 def test_the_trace_is_json_with_the_fields_that_chrome_asks_for(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -16,6 +17,7 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
+from orttrainer.errors import InvalidArgumentError
 from orttrainer.graph import write
 
 WRITER = """
@@ -68,6 +70,14 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monke
     with pytest.raises(OSError, match="No space left"):
         write.write_model(model(2), path)
     assert value_of(path) == 1 and os.listdir(tmp_path) == ["model.onnx"]
+
+
+@pytest.mark.parametrize("path", [3, None, b"model.onnx", "", "a\0b"], ids=repr)
+def test_what_is_no_path_is_named_before_anything_is_written(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidArgumentError, match=re.escape(f"a str or an os.PathLike, got {path!r}")):
+        write.write_model(model(1), path)
+    assert os.listdir(tmp_path) == []
 
 
 def test_an_error_of_the_system_names_the_file_that_was_asked_for(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import builtins
 import importlib.util
 import io
 import os
+import pkgutil
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -54,6 +55,8 @@ def _run_script(path: str, arguments: Sequence[str]) -> int:
         return _failed(f"can't open file {path!r}: there is no such file (from {os.getcwd()!r})")
     sys.argv = Arguments([path, *arguments])
     if os.path.isdir(path) or (not path.endswith((".py", ".pyw")) and _is_zip(path)):
+        if (importer := pkgutil.get_importer(path)) is None or importer.find_spec("__main__") is None:
+            return _failed(f"no __main__.py in {path!r}, so it cannot be run")
         return _reported(lambda: runpy.run_path(path, run_name="__main__"))
     try:
         with io.open_code(os.path.abspath(path)) as file:

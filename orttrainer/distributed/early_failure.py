@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import opcode
 import os
 import stat
 import sys
+import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 __all__ = ["end_all_ranks_on_failure", "let_it_be_forwarded"]
 
@@ -20,7 +24,9 @@ _HAS_ITS_OWN = "orttrainer.distributed.mpi"  # the room of the hook that trainer
 
 
 def end_all_ranks_on_failure() -> None:
-    """Let an uncaught exception that comes before the first trainer end all ranks, as later ones do.
+    """Let an uncaught exception, or a `sys.exit` of a failure, that comes before the first trainer end all ranks.
+
+    Later ones do, too; of a rank that ends its script later the others hear.
 
     Before MPI is initialised, MPICH's mpiexec takes a process that ends so for one that has no use for MPI. It is asked in
     its own protocol, PMI-1, on the connection that it gave to each rank; Open MPI's and torchrun need no asking. Where the
@@ -31,6 +37,8 @@ def end_all_ranks_on_failure() -> None:
         return
     if (identity := _socket(int(connection))) is not None:
         sys.excepthook = _AskForTheEnd(int(connection), identity, sys.excepthook)
+        sys.exit = left = _Exit(sys.excepthook, sys.exit)
+        atexit.register(left.at_the_end)
 
 
 def let_it_be_forwarded() -> None:
@@ -50,6 +58,10 @@ class _AskForTheEnd:
 
     def __call__(self, kind: type, error: BaseException, traceback: Any) -> None:
         self._previous(kind, error, traceback)
+        self.ask()
+
+    def ask(self) -> None:
+        """End all ranks, if this one has no trainer yet and is not a process that a rank has started."""
         if _HAS_ITS_OWN in sys.modules or os.getpid() != self._process:
             return
         mpi = sys.modules.get("mpi4py.MPI")
@@ -64,6 +76,40 @@ class _AskForTheEnd:
             return
         with contextlib.suppress(OSError):
             os.write(self._connection, b"cmd=abort exitcode=1\n")
+
+
+class _Exit:
+    """In place of `sys.exit`: at the end of the process, ask for the end of all ranks, if it was left by one that says failure.
+
+    Python calls no excepthook for a SystemExit, and tells nobody at the end why it ends.
+    """
+
+    def __init__(self, hook: _AskForTheEnd, previous: Callable[..., NoReturn]) -> None:
+        self._hook, self._previous = hook, previous
+        self._left: tuple[FrameType, int] | None = None  # the script's own frame, and where it was then
+
+    def __call__(self, *status: Any) -> NoReturn:
+        try:
+            self._previous(*status)
+        except SystemExit as error:
+            if threading.current_thread() is threading.main_thread():
+                script = _outermost(sys._getframe())
+                self._left = None if error.code in (None, 0) else (script, script.f_lasti)
+            raise
+
+    def at_the_end(self) -> None:
+        """Called when the process ends. One that was caught meanwhile was no failure: behind it the script went on."""
+        if self._left is not None:
+            script, place = self._left
+            behind_finally = script.f_code.co_code[script.f_lasti] == opcode.opmap["RERAISE"]
+            if script.f_lasti == place or behind_finally:
+                self._hook.ask()
+
+
+def _outermost(frame: FrameType) -> FrameType:
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 def _socket(number: int) -> int | None:

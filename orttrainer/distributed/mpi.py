@@ -244,7 +244,7 @@ def abort_all_on_uncaught_exception(comm: Any) -> Callable[[], None]:
 
     Without it the failed rank waits in MPI_Finalize, and the others in their next collective, for
     ever. Does nothing with one rank, or where it is already installed. A rank that leaves by
-    `sys.exit` is not seen: Python calls no excepthook then.
+    `sys.exit` is not seen, for Python calls no excepthook then: it tells that it has ended (`tell_the_end`).
 
     Args:
         comm: an mpi4py communicator of all ranks.

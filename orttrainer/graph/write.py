@@ -16,9 +16,23 @@ from collections.abc import Iterator
 
 import onnx
 
+from orttrainer.errors import InvalidArgumentError
+
 _ROOM = 2**26  # for the graph itself, beside its tensors, in a protobuf that ends at 2 GB
 _HIDDEN = re.compile(r"\.orttrainer-(?P<machine>[0-9a-f]{8})-(?P<process>\d{1,9})-\w+")
 _DAY = 24 * 60 * 60.0
+
+
+def _checked_path(path: str | os.PathLike) -> str:
+    """The path of a file to write, as text.
+
+    Raises:
+        InvalidArgumentError: it is none, or empty.
+    """
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise InvalidArgumentError(f"the path of a file to write must be a str or an os.PathLike, got {path!r}")
+    return text
 
 
 @contextlib.contextmanager
@@ -32,7 +46,9 @@ def replacing(path: str | os.PathLike) -> Iterator[str]:
 
     Raises:
         OSError: the folder does not exist, cannot be written, or is full; or `path` is a folder.
+        InvalidArgumentError: `path` is no path.
     """
+    path = _checked_path(path)
     asked, target = os.path.abspath(path), os.path.realpath(path)
     old = _what_is_there(path)
     if old and stat.S_ISDIR(old.st_mode):
@@ -153,17 +169,19 @@ def write_model(proto: onnx.ModelProto, path: str | os.PathLike) -> None:
 
     Raises:
         OSError: the folder does not exist, cannot be written, or is full; an old file is untouched.
+        InvalidArgumentError: `path` is no path.
     """
-    data = f"{os.path.basename(os.fspath(path))}.data"
+    path = _checked_path(path)
+    data = f"{os.path.basename(path)}.data"
     size = sum(len(t.raw_data) for t in proto.graph.initializer)
     with replacing(path) as written:
         if size < 2**31 - _ROOM:
             onnx.save(proto, written)
             return
         if os.path.exists(written):
-            raise OSError(errno.EFBIG, "a model past 2 GB needs a file beside it, and this is no file", os.fspath(path))
+            raise OSError(errno.EFBIG, "a model past 2 GB needs a file beside it, and this is no file", path)
         onnx.save(proto, written, save_as_external_data=True, location=data)
         tensors = os.path.join(os.path.dirname(written), data)
         os.chmod(tensors, stat.S_IMODE(os.stat(written).st_mode))  # onnx makes one that the user alone can read
-        with replacing(f"{os.fspath(path)}.data") as beside:
+        with replacing(f"{path}.data") as beside:
             shutil.move(tensors, beside)

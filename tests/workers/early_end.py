@@ -1,6 +1,6 @@
 """One rank of a run in which rank 1 ends after some steps, and rank 0 goes on.
 
-python early_end.py <steps>: -1 fails before the first trainer, -2 after an import of mpi4py.MPI
+python early_end.py <steps>: -1 fails before the first trainer, -2 after an import of mpi4py.MPI, -3 by sys.exit
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from orttrainer.distributed import find_collective, find_launch
 def main(steps: int) -> None:
     if steps == -2:
         importlib.import_module("mpi4py.MPI")
+    if steps == -3 and find_launch().rank == 1:
+        sys.exit("ValueError: no data on this machine")
     if steps < 0 and find_launch().rank == 1:
         raise ValueError("no data on this machine")
     rank = find_collective().rank
