@@ -13,6 +13,7 @@ from onnx_models import model
 from small import RATE, batch, forward_model, make, net
 from torch import nn
 
+import orttrainer
 from orttrainer import IODescription, ModelDescription
 from orttrainer.errors import ExportMismatchError, SchemaError, StateError
 
@@ -37,6 +38,24 @@ def test_the_file_has_neither_loss_nor_label_nor_dropout_and_computes_what_the_m
     x, _ = batch(7, rows=9)
     module = trainer._engine.model.eval()
     torch.testing.assert_close(run(path, x)[0], module(x).detach())
+
+
+class Decides(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        assert y.isfinite().all()
+        return y * (2.0 if x.sum() > 0 else 3.0)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_file_of_a_model_that_decides_has_the_way_of_its_batch_and_a_warning_says_so(sign, tmp_path, caplog):
+    torch.manual_seed(0)
+    module, x, label = Decides(3, 2), torch.rand(4, 3), torch.zeros(4, 2)
+    trainer = orttrainer.trainer(module, nn.MSELoss(), torch.optim.SGD(module.parameters(), lr=0.1))
+    trainer.step(x, label)
+    trainer.export_inference(tmp_path / "model.onnx", batch=[sign * x, label])
+    torch.testing.assert_close(run(tmp_path / "model.onnx", sign * x)[0], module(sign * x).detach())
+    assert "decides by values 1 times, first at" in caplog.text and f"{__file__}:" in caplog.text
 
 
 class Twice(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -30,6 +31,8 @@ from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.places import Places
 from orttrainer.profiling import Profile, check_updates, places_of, profiled, watching
 from orttrainer.runtime.failures import CheckFailed
+
+log = logging.getLogger("orttrainer")
 
 DescribeAnew: TypeAlias = Callable[[Mapping[str, torch.Tensor], SchemaError, bool], None]
 
@@ -305,6 +308,18 @@ class Engine(InUse):
             return self.eval_step({name: given[name] for name in self.needed(outputs)}, outputs)
 
         export_inference(self._trained_forward(), outputs, given, evaluate, self.precision, path)
+        self._warn_of_one_way(path)
+
+    def _warn_of_one_way(self, path: str | os.PathLike) -> None:
+        """Tell that a file has one way of a forward that decides by values, and does not ask."""
+        conditions = self._forward.conditions
+        made = () if conditions is None else [x for i, x in enumerate(conditions.made) if i not in conditions.checks]
+        if made:
+            log.warning(
+                "%s has one of the ways of the model, which decides by values %d times, first at %s:%d; the file is right for "
+                "batches that go this way. export_inference(batch=...) writes that of another batch.",
+                os.fspath(path), len(made), made[0].file, made[0].line,
+            )  # fmt: skip
 
     def _trained_forward(self) -> ir.Model:
         """A copy of the forward graph, whose initializers show the state of the moment."""
