@@ -32,6 +32,8 @@ _ASKED = {  # what Python, and C for it, asks of the symbols that a trace has fo
     torch.SymInt: ("__bool__", "__hash__", "__index__", "__int__"),
     torch.SymFloat: ("__bool__", "__float__", "__hash__", "__int__"),
 }
+# Of these, what looks something up: `x[i]`, and `"%d" % n`, which is a key or a name.
+_LOOKS_UP = {"__hash__": (), "__index__": ("BINARY_SUBSCR",), "__int__": ("BINARY_OP",)}
 
 
 class CaughtBySize(Exception):
@@ -110,9 +112,9 @@ class Errors:
                 if _is_users(sys._getframe(1)):
                     self.of_numbers(error)
                 raise
-            if name in ("__hash__", "__index__") and number.node.is_symbolic() and not is_value(number):
+            if name in _LOOKS_UP and number.node.is_symbolic() and not is_value(number):
                 caller = sys._getframe(1)
-                self.by_size |= _is_users(caller) and (name == "__hash__" or _is_subscript(caller))
+                self.by_size |= _is_users(caller) and _is_at(caller, *_LOOKS_UP[name])
             return answer
 
         return asked
@@ -123,9 +125,9 @@ def _is_users(frame: FrameType) -> bool:
     return not frame.f_code.co_filename.startswith(PASSED) and not is_installed(frame.f_globals.get("__name__", ""))
 
 
-def _is_subscript(frame: FrameType) -> bool:
-    """Whether it is at `x[i]`."""
-    return opcode.opname[frame.f_code.co_code[frame.f_lasti]].startswith("BINARY_SUBSCR")
+def _is_at(frame: FrameType, *operations: str) -> bool:
+    """Whether it is at one of these; at any, if there are none."""
+    return opcode.opname[frame.f_code.co_code[frame.f_lasti]].startswith(operations or "")
 
 
 class Caught(TorchFunctionMode):
