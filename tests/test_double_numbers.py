@@ -107,3 +107,15 @@ def test_slopes_at_bounds():
     make(ours, loss_fn=None, desc=described(ones)).train_step(*ones, 1.0)
     module(*ones)[0].backward()
     torch.testing.assert_close(ours.scale, module.scale - module.scale.grad, rtol=0, atol=1e-14)
+
+
+def test_tensors_made_without_a_dtype_where_the_default_is_float64():
+    def made(m, y):
+        filled = torch.zeros(len(y), 6).index_add(0, torch.arange(len(y)), y) + torch.ones(len(y), 1) / 7
+        return filled * torch.full((6,), 1 / 3) * torch.scalar_tensor(0.7)
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert_trains_to_the_last_digits(Layer(made))
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -157,6 +157,25 @@ def test_a_decision_by_what_dropout_left_is_refused():
         engine_of(module).train_step({"x": batch(1)}, RATE)
 
 
+def test_a_decision_by_how_many_rows_are_drawn():
+    """Which rows these are is left to chance, and how many to the batch."""
+
+    def decide(m, x, h):
+        drawn = h[torch.randperm(5)[: (x.mean() > 0).sum().item()]]
+        return m.other(h) if len(drawn) == 0 else m.one(h)
+
+    module = Decides(decide)
+    twin = copy.deepcopy(module)
+    engine, theirs = engine_of(module), torch.optim.SGD(twin.parameters(), RATE)
+    for step in range(1, 4):
+        theirs.zero_grad()
+        loss = twin(batch(step))
+        loss.backward()
+        theirs.step()
+        torch.testing.assert_close(engine.train_step({"x": batch(step)}, RATE)[0][0], loss.detach())
+    assert len(engine._ways.known) == 2
+
+
 def noised(h):
     return h + 0.1 * torch.rand_like(h)
 

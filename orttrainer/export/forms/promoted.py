@@ -1,4 +1,4 @@
-"""Let the arguments of an operator be of the one dtype that PyTorch promotes them to, as operators of ONNX want them."""
+"""Let the arguments of an operator be of the one dtype that PyTorch promotes them to, and new tensors of its default."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _NEVER_CAST = {aten.pow.Tensor_Tensor, aten.stack.default}  # in their first arg
 def one_dtype() -> Iterator[None]:
     """Within the block torch's pass that casts arguments casts those of all operators that take several dtypes.
 
-    And it reads shape and dtype of a node where they are written. It runs every node once more for it, a twentieth of the
-    time to the first step.
+    And it says of which dtype new tensors are, and reads shape and dtype of a node where they are written. It runs every
+    node once more for it, a twentieth of the time to the first step.
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(ImportError, AttributeError):  # private names: other torch versions may lack them
@@ -54,6 +54,7 @@ def one_dtype() -> Iterator[None]:
                 with self._set_current_node(node):
                     _clamp_alike(node)
                     _use_main_name(node)
+                    _say_dtype(node)
                     if node.target in _NEVER_CAST:
                         first, *others = node.args
                         node.args = self._maybe_promote_arg(node, first, node.meta["val"].dtype), *others
@@ -75,6 +76,20 @@ def _clamp_alike(node: torch.fx.Node) -> None:
     x, *bounds = node.args
     if any(isinstance(bound, float) for bound in bounds) or x.meta["val"].is_floating_point():
         node.args = x, *(float(bound) if type(bound) is int else bound for bound in bounds)
+
+
+def _say_dtype(node: torch.fx.Node) -> None:
+    """Write down which dtype torch's default gave a new tensor: torch.onnx takes float32 for it.
+
+    torch.zeros(4) -> torch.zeros(4, dtype=torch.float64), after set_default_dtype(torch.float64)
+    """
+    arguments = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
+    if (
+        any(x.name == "dtype" and x.kwarg_only for x in arguments)
+        and not any("Tensor" in str(x.type) for x in arguments)  # of a sum it may be left to the tensor
+        and node.kwargs.get("dtype") is None
+    ):
+        node.kwargs = {**node.kwargs, "dtype": node.meta["val"].dtype}
 
 
 def _use_main_name(node: torch.fx.Node) -> None:

@@ -42,6 +42,13 @@ CHECKS = "/forward_checks_hold"  # output of a forward graph, bool [1]; no modul
 
 log = logging.getLogger("orttrainer")
 
+_LAST = 100  # more inputs than an operator has
+_SIZED_FROM = {  # of operators whose outputs have a size by the sizes of inputs: the first input whose values tell it, too
+    **dict.fromkeys(("Expand", "Reshape", "Slice", "Squeeze", "TopK", "Unsqueeze"), 1),
+    **dict.fromkeys(("Add", "And", "Cast", "Equal", "Gather", "GatherElements", "GatherND", "Identity", "Less"), _LAST),
+    **dict.fromkeys(("Mul", "Not", "RandomNormalLike", "RandomUniformLike", "Sub", "Transpose", "Where"), _LAST),
+}
+
 
 class Condition(NamedTuple):
     """One decision: where in the source it is made, how it went, and whether Python would have raised an error else."""
@@ -210,7 +217,7 @@ def taken_out(
     NonzeroDivisorsPass()(copy)
     common.RemoveUnusedNodesPass()(copy)
     MutePass({"RandomUniform", "RandomUniformLike"}, draws_one_number)(copy)
-    by_chance = _depending(copy.graph, _draws)
+    by_chance = _by_chance(copy.graph)
     weights = {copy.graph.initializers[name] for name in parameters if name in copy.graph.initializers}
     reads_weights = lambda node: not weights.isdisjoint(node_inputs(node))  # noqa: E731
     of_layers, whether_finite = (_depending(copy.graph, reads_weights, through) for through in (True, False))
@@ -262,6 +269,30 @@ def _depending(graph: ir.Graph, starts: Callable[[ir.Node], bool], through_finit
             continue
         if starts(node) or not found.isdisjoint(node_inputs(node)):
             found.update(node.outputs)
+    return found
+
+
+def _by_chance(graph: ir.Graph) -> set[ir.Value]:
+    """The values that depend on random numbers, by more than whether these are finite.
+
+    The size of what is drawn need not: of randperm(n)[:k] it is k.
+    """
+    found, of_unknown_size = set(), set()
+    for node in graph:
+        inputs = node_inputs(node)
+        if _asks_whether_finite(node):
+            continue
+        if node.op_type in ("Shape", "Size"):
+            if not of_unknown_size.isdisjoint(inputs):
+                found.update(node.outputs)
+            continue
+        if not of_unknown_size.isdisjoint(inputs):
+            of_unknown_size.update(node.outputs)
+        if _draws(node) or not found.isdisjoint(inputs):
+            found.update(node.outputs)
+            sizes = node.inputs[_SIZED_FROM[node.op_type] :] if node.op_type in _SIZED_FROM else inputs
+            if node.op_type not in _SIZED_FROM or not found.isdisjoint(sizes):
+                of_unknown_size.update(node.outputs)
     return found
 
 
