@@ -56,7 +56,9 @@ class Domains:
                 for name, checked in _CHECKED.items():
                     for method, turned in ((f"__{name}__", False), (f"__r{name}__", True)):
                         theirs = getattr(kind, method)
-                        stack.enter_context(mock.patch.object(kind, method, self._operator(theirs, checked, turned)))
+                        stack.enter_context(
+                            mock.patch.object(kind, method, self._operator(name, theirs, checked, turned))
+                        )
             for method, same in (("__eq__", True), ("__ne__", False)):
                 for kind in (torch.SymBool, torch.SymInt, torch.SymFloat):
                     compared = self._compared(getattr(kind, method), same)
@@ -67,13 +69,23 @@ class Domains:
                 stack.enter_context(mock.patch.object(torch.SymFloat, method, whole))
             yield
 
-    def _operator(self, theirs: Callable, checked: Callable, turned: bool) -> Callable:
+    def _operator(self, name: str, theirs: Callable, checked: Callable, turned: bool) -> Callable:
         def computed(number, other):
             if _is_users(sys._getframe(1)):
-                checked(self, *((other, number) if turned else (number, other)))
+                given = (other, number) if turned else (number, other)
+                checked(self, *given)
+                if name in _OF_FLOATS and any(isinstance(x, torch.SymFloat) for x in given):
+                    return self.of_floats(name, *given)
             return theirs(number, other)
 
         return computed
+
+    def of_floats(self, name: str, a, b):
+        """`a // b` or `a % b`. Those of torch's symbols are right for whole numbers only."""
+        function = getattr(operator, name)
+        if not any(isinstance(x, torch.SymFloat) and is_value(x) for x in (a, b)):
+            return function(a, b)
+        return self.number(_OF_FLOATS[name](value_of(a), value_of(b)), function, [a, b])
 
     def _compared(self, theirs: Callable, same: bool) -> Callable:
         """`x == x`, which is whether it is NaN, and `n == True`; torch knows neither."""
@@ -147,6 +159,9 @@ _CHECKED = {
 }
 
 
+_OF_FLOATS = {"floordiv": functools.partial(torch.div, rounding_mode="floor"), "mod": torch.remainder}
+
+
 def _is_users(frame: FrameType) -> bool:
     """Whether it is neither ours nor torch's."""
     return not frame.f_code.co_filename.startswith(PASSED)
@@ -162,9 +177,11 @@ def _raises(function: Callable, numbers: Sequence[float]) -> bool:
 
 def number_of(tensor: torch.Tensor, function: Callable, numbers: Sequence, hints) -> torch.SymFloat:
     """The number that `tensor` holds, which is `function(*numbers)`."""
-    result = tensor.item()
-    if hints is not None:
-        hints.computed(result, function, numbers, tensor)
+    if hints is None:
+        return tensor.item()
+    with hints.passed():  # forward does not take this one
+        result = tensor.item()
+    hints.computed(result, function, numbers, tensor)
     return result
 
 

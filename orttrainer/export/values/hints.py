@@ -60,11 +60,11 @@ class Hints:
         # Where, what was what, and whether it decides on an error.
         self._decided: list[tuple[str, int, sympy.Basic, sympy.Basic, bool]] = []
         self._env = None
-        self._ended = self.asks_again = self._indexing = self._raising = False
+        self._ended = self.asks_again = self._passing = self._raising = False
 
     def note(self, func: Callable, args: Sequence, result: Any) -> None:
         """Take note of what the symbols in `result` stand for."""
-        if self._indexing:  # `x[i]` of a tensor i makes a number of it in a trace, which forward was not told
+        if self._passing:
             return
         waiting = self._waiting[(*place(), what(func, args))]
         found = list(leaves(result))
@@ -86,13 +86,13 @@ class Hints:
         return symbolic and not self._of_numpy.isdisjoint(number.node.expr.free_symbols)
 
     @contextlib.contextmanager
-    def index(self) -> Iterator[None]:
-        """Within the block, torch finds a part of a tensor."""
-        self._indexing = True
+    def passed(self) -> Iterator[None]:
+        """Within the block are numbers taken of tensors that forward did not take: by torch, or by us."""
+        before, self._passing = self._passing, True
         try:
             yield
         finally:
-            self._indexing = False
+            self._passing = before
 
     def computed(self, result: torch.SymFloat, function: Callable, numbers: Sequence, tensor: torch.Tensor) -> None:
         """Take note of a symbol that stands for what `function` of `math` makes of numbers, and for the value of `tensor`."""
@@ -108,8 +108,9 @@ class Hints:
         ]
 
     def _value(self, expression: sympy.Basic) -> sympy.Basic:
-        """The expression, of the numbers that are known."""
-        numbers = {x: self._numbers[x] for x in expression.free_symbols if x in self._numbers}
+        """The expression, of the numbers that are known, and the sizes of the trace."""
+        numbers = ({} if self._env is None else of_trace(self._env)) | self._numbers
+        numbers = {x: numbers[x] for x in expression.free_symbols if x in numbers}
         try:
             return expression.xreplace({symbol: sympy.sympify(number) for symbol, number in numbers.items()})
         except (TypeError, ZeroDivisionError):  # sympy compares no NaN, and divides by no 0, as NumPy does
@@ -154,7 +155,7 @@ class Hints:
     def _answer(self, env: ShapeEnv, expression: sympy.Basic, file: str, line: int) -> sympy.Basic | None:
         if expression in self._answers:
             return self._answers[expression]
-        answer = self._value(expression).xreplace(of_trace(env))
+        answer = self._value(expression)
         truth = answer in (sympy.true, sympy.false)
         # That a float is the same again is too much to hope for.
         if not truth and not answer.is_Integer:
@@ -193,7 +194,7 @@ class _Indexing(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is not torch.Tensor.__getitem__:
             return func(*args, **(kwargs or {}))
-        with self._hints.index():
+        with self._hints.passed():  # `x[i]` of a tensor i makes a number of it in a trace
             result = func(*args, **(kwargs or {}))
         self._hints.note(func, args, result)
         return result

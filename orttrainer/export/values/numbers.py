@@ -6,6 +6,7 @@ attributes, and from buffers that it does not change. The numbers themselves are
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -168,14 +169,18 @@ class Numbers:
         def tolist(tensor: FakeTensor) -> list:
             if (answer := self.answer(torch.Tensor.tolist, (tensor,), {})) is not None:
                 return answer[0]
-            result = self._listed(
-                tensor.long() if tensor.dtype == torch.bool else tensor
-            )  # torch's truths are no numbers
-            if (hints := self._wrapper.followed.hints) is not None:
+            hints, result = self._wrapper.followed.hints, self._taken(tensor)
+            if hints is not None:
                 hints.note(torch.Tensor.tolist, (tensor,), result)
             return result
 
         return tolist
+
+    def _taken(self, tensor: FakeTensor) -> list:
+        """The numbers as symbols: of truths, too, and without a note of each, which torch takes one by one as forward does not."""
+        hints = self._wrapper.followed.hints
+        with contextlib.nullcontext() if hints is None else hints.passed():
+            return self._listed(tensor.long() if tensor.dtype == torch.bool else tensor)
 
     def array(self, func: Callable) -> Callable[..., np.ndarray]:
         """What gives NumPy's array of a tensor; of numbers that are not known, one of objects, the trace's symbols.
@@ -191,7 +196,7 @@ class Numbers:
                 return found[0]
             if math.prod(size for size in tensor.shape if type(size) is int) > MOST_TOLD:
                 return func(tensor, *args, **kwargs)  # which torch refuses: a symbol for each would take minutes
-            return np.array(self._listed(tensor), dtype=object)  # the mode that calls this takes note of them
+            return np.array(self._taken(tensor), dtype=object)  # the mode that calls this takes note of them
 
         return call
 
