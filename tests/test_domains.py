@@ -82,6 +82,11 @@ DEFINED = {
     "NaN, which is not more": lambda x: 2.0 if nan_if_negative(x) > 1 else 3.0,
     "NumPy's quotient": lambda x: float(np.minimum(1.0 / x.clamp(min=0).sum().numpy(), 7.0)),
     "the first that is true": tried(lambda x: (x[:, 0] > 0).tolist().index(True) + 2.0, ERRORS, 4.0),
+    "numbers of two calls": lambda x: (
+        min(x[0].tolist()[1] / x.amax().item(), math.exp(x.amin().item())) if x[0].tolist()[0] > 0 else 3.0
+    ),
+    "quotients below 0": lambda x: int(x.sum() * 3) // 4 + 7 // int(x.sum() * 9) + 0.5 * divmod(int(x.sum() * 5), 3)[0],
+    "remainders of floats": lambda x: x.sum().item() % 1 + 7.5 // x.sum().item() + divmod(x.sum().item(), 0.3)[1],
     "close": lambda x: 2.0 if math.isclose(x.sum().item(), 5.0, rel_tol=0.5) else 3.0,
     "rounded": lambda x: round(x.sum().item(), 1) + round(x.sum().item()),
     "sums": lambda x: math.fsum(x.sum(1).tolist()) + math.dist(x[0].tolist(), x[1].tolist()),
@@ -91,9 +96,12 @@ DEFINED = {
 }
 
 
+ALSO_SHORT = {"NaN, which is not more", "numbers of two calls", "quotients below 0", "remainders of floats", "rounded"}
+
+
 @pytest.mark.filterwarnings("ignore:divide by zero")
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=() if name in ("NaN, which is not more", "rounded") else pytest.mark.slow) for name in DEFINED
+    pytest.param(name, marks=() if name in ALSO_SHORT else pytest.mark.slow) for name in DEFINED
 ])  # fmt: skip
 def test_what_python_computes_without_an_error_is_each_batchs(name):
     train(DEFINED[name], [batch(number) for number in range(3)])

@@ -107,7 +107,7 @@ def _divmod(domains: Domains) -> Callable:
         if not any(isinstance(x, (torch.SymInt, torch.SymFloat)) for x in (a, b)):
             return divmod(a, b)
         domains.check_divisor(a, b)
-        return domains.of_floats("floordiv", a, b), domains.of_floats("mod", a, b)
+        return domains.quotient("floordiv", a, b), domains.quotient("mod", a, b)
 
     return call
 

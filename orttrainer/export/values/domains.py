@@ -74,18 +74,18 @@ class Domains:
             if _is_users(sys._getframe(1)):
                 given = (other, number) if turned else (number, other)
                 checked(self, *given)
-                if name in _OF_FLOATS and any(isinstance(x, torch.SymFloat) for x in given):
-                    return self.of_floats(name, *given)
+                if name in _OF_FLOATS and any(map(is_value, given)):
+                    return self.quotient(name, *given)
             return theirs(number, other)
 
         return computed
 
-    def of_floats(self, name: str, a, b):
-        """`a // b` or `a % b`. Those of torch's symbols are right for whole numbers only."""
+    def quotient(self, name: str, a, b):
+        """`a // b` ("floordiv") or `a % b` ("mod"). Those of torch's symbols are right for whole numbers, in a graph of one sign."""
         function = getattr(operator, name)
-        if not any(isinstance(x, torch.SymFloat) and is_value(x) for x in (a, b)):
-            return function(a, b)
-        return self.number(_OF_FLOATS[name](value_of(a), value_of(b)), function, [a, b])
+        if any(isinstance(x, float) or (isinstance(x, torch.SymFloat) and is_value(x)) for x in (a, b)):
+            return self.number(_OF_FLOATS[name](value_of(a), value_of(b)), function, [a, b])
+        return (a - a % b) // b if name == "floordiv" and (is_value(a) or is_value(b)) else function(a, b)
 
     def _compared(self, theirs: Callable, same: bool) -> Callable:
         """`x == x`, which is whether it is NaN, and `n == True`; torch knows neither."""
