@@ -87,6 +87,7 @@ DEFINED = {
     ),
     "quotients below 0": lambda x: int(x.sum() * 3) // 4 + 7 // int(x.sum() * 9) + 0.5 * divmod(int(x.sum() * 5), 3)[0],
     "remainders of floats": lambda x: x.sum().item() % 1 + 7.5 // x.sum().item() + divmod(x.sum().item(), 0.3)[1],
+    "a decision by a floor": lambda x: 2.0 if math.floor(x.sum().item()) > 1 else 3.0,
     "close": lambda x: 2.0 if math.isclose(x.sum().item(), 5.0, rel_tol=0.5) else 3.0,
     "rounded": lambda x: round(x.sum().item(), 1) + round(x.sum().item()),
     "sums": lambda x: math.fsum(x.sum(1).tolist()) + math.dist(x[0].tolist(), x[1].tolist()),

@@ -104,9 +104,12 @@ class Domains:
 
     def _whole(self, theirs: Callable, function: Callable) -> Callable:
         def computed(number):
-            if _is_users(sys._getframe(1)):
-                self.check_finite(function, number)
-            return theirs(number)
+            if not _is_users(sys._getframe(1)) or not is_value(number):
+                return theirs(number)
+            self.check_finite(function, number)
+            whole = getattr(torch, function.__name__)(value_of(number))
+            # By truncation, as of `int()`: of floors torch can assert nothing.
+            return torch.sym_int(self.number(whole, lambda x: float(function(x)), [number]))
 
         return computed
 
