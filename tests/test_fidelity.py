@@ -52,6 +52,23 @@ def checkpointed(reentrant, before=nn.Linear):
     return Model(call, before=before(6, 6), first=first, second=nn.Linear(6, 6))
 
 
+def norms_in_checkpoints(reentrant, **options):
+    """One norm in two checkpoints, another in one within: the backward, which runs them again, moves their statistics, too."""
+
+    def inner(m, x):
+        return checkpoint(lambda y: m.inner(y).tanh(), m.first(m.outer(x)), use_reentrant=reentrant)
+
+    def call(m, x):
+        y = m.before(x)
+        for _ in range(2):
+            y = checkpoint(lambda z: inner(m, z), y, use_reentrant=reentrant)
+        return checkpoint(m.unmoved, x, use_reentrant=reentrant) + y
+
+    unmoved = nn.BatchNorm1d(6, affine=False)  # nothing trains there, so nothing is run again
+    norms = {"outer": nn.BatchNorm1d(6, **options), "inner": nn.BatchNorm1d(6)}
+    return Model(call, before=nn.Linear(6, 6), first=nn.Linear(6, 6), unmoved=unmoved, **norms)
+
+
 class Reversed(torch.autograd.Function):
     """x + f(x), whose backward runs f again and calls autograd itself, as reversible networks do."""
 
@@ -166,6 +183,8 @@ CASES = {
     "checkpoint, reentrant, of an input": (lambda: checkpointed(True, nn.Identity), vectors),  # trains nothing within
     "checkpoint": (lambda: checkpointed(False), vectors),
     "checkpoint of an input": (lambda: checkpointed(False, nn.Identity), vectors),
+    "checkpoints with norms, reentrant": (lambda: norms_in_checkpoints(True), vectors),
+    "checkpoints with norms": (lambda: norms_in_checkpoints(False, momentum=None), vectors),
 }
 # What these do in forward they do in evaluation too, which a training graph has no other form for.
 ONLY_TRAINING = {

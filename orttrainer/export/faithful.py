@@ -21,7 +21,8 @@ from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from orttrainer.errors import UnsupportedModelError
-from orttrainer.export.call import sparse_refused, without_checkpoints
+from orttrainer.export.call import sparse_refused
+from orttrainer.export.checkpoints import without_checkpoints
 from orttrainer.export.forms import stop_gradient, unseen
 from orttrainer.export.forms.changed_parameters import ChangedParameters
 from orttrainer.export.memory.draws import Draws
