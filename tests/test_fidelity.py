@@ -52,6 +52,23 @@ def checkpointed(reentrant, before=nn.Linear):
     return Model(call, before=before(6, 6), first=first, second=nn.Linear(6, 6))
 
 
+def norms_in_checkpoints(reentrant, **options):
+    """One norm in two checkpoints, another in one within: the backward, which runs them again, moves their statistics, too."""
+
+    def inner(m, x):
+        return checkpoint(lambda y: m.inner(y).tanh(), m.first(m.outer(x)), use_reentrant=reentrant)
+
+    def call(m, x):
+        y = m.before(x)
+        for _ in range(2):
+            y = checkpoint(lambda z: inner(m, z), y, use_reentrant=reentrant)
+        return checkpoint(m.unmoved, x, use_reentrant=reentrant) + y
+
+    unmoved = nn.BatchNorm1d(6, affine=False)  # nothing trains there, so nothing is run again
+    norms = {"outer": nn.BatchNorm1d(6, **options), "inner": nn.BatchNorm1d(6)}
+    return Model(call, before=nn.Linear(6, 6), first=nn.Linear(6, 6), unmoved=unmoved, **norms)
+
+
 class Reversed(torch.autograd.Function):
     """x + f(x), whose backward runs f again and calls autograd itself, as reversible networks do."""
 
@@ -166,6 +183,8 @@ CASES = {
     "checkpoint, reentrant, of an input": (lambda: checkpointed(True, nn.Identity), vectors),  # trains nothing within
     "checkpoint": (lambda: checkpointed(False), vectors),
     "checkpoint of an input": (lambda: checkpointed(False, nn.Identity), vectors),
+    "checkpoints with norms, reentrant": (lambda: norms_in_checkpoints(True), vectors),
+    "checkpoints with norms": (lambda: norms_in_checkpoints(False, momentum=None), vectors),
 }
 # What these do in forward they do in evaluation too, which a training graph has no other form for.
 ONLY_TRAINING = {
@@ -215,10 +234,27 @@ class Shifted(nn.Linear):
         return super().forward(x) + (1 if self.training else 0)
 
 
+class Averaging(nn.Linear):
+    """Keeps an average that it computes with in both modes."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.register_buffer("average", torch.zeros(6))
+
+    def forward(self, x):
+        y = super().forward(x) - self.average
+        if self.training:
+            self.average.lerp_(self.weight.detach().mean(0), 0.1)
+        return y
+
+
 @pytest.mark.parametrize(
     ("make_layer", "warned"),
     [
         (lambda: Shifted(6, 6), True),
+        # Its vectors are up to date before the first step, and one step behind after each.
+        (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), True),
+        (Averaging, False),
         (lambda: functional_batch_norm(training=True), True),
         (
             lambda: nn.Sequential(
@@ -228,7 +264,14 @@ class Shifted(nn.Linear):
         ),
         (lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=None), nn.GELU()), False),
     ],
-    ids=["by self.training", "batch norm that always trains", "dropouts and batch norm", "cumulative average"],
+    ids=[
+        "by self.training",
+        "spectral norm",
+        "an average",
+        "batch norm that always trains",
+        "dropouts and batch norm",
+        "cumulative average",
+    ],
 )
 def test_an_eval_mode_that_the_graph_has_not_is_a_warning(make_layer, warned, caplog):
     make(rebuilt(make_layer), loss_fn=None, desc=described(vectors(0))).train_step(*vectors(0), RATE)

@@ -45,6 +45,34 @@ class NoGrad(Detach):
         return ((y - target) ** 2).sum()
 
 
+class NoGradOfSeveral(Detach):
+    """Of what gives several tensors that have names."""
+
+    def forward(self, x):
+        y = self.linear(x)
+        with torch.no_grad():
+            largest = y.max(1, keepdim=True).values + y.topk(2)[0]
+            extrema = torch.aminmax(y)
+        return (y * (largest.sum(1, keepdim=True) + extrema.max)).sum()
+
+
+class GivenOut(Detach):
+    """Results in tensors that have their shape, or another one, and in rows of a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(3, 4))
+
+    def forward(self, x):
+        y, whole, new = self.linear(x), torch.zeros_like(x), torch.empty(0)
+        with torch.no_grad():
+            torch.add(y, y, alpha=2, out=whole)
+            torch.sort(y.square(), out=(new, places := torch.empty(0, dtype=torch.long)))
+            torch.linalg.vector_norm(y, dim=0, out=self.rows[0])
+            torch.max(y, 0, out=(self.rows[1], torch.empty(0, dtype=torch.long)))
+        return (y * (whole + new * places)).sum() + (y * self.rows.sum(0)).sum()
+
+
 class StraightThrough(Detach):
     def forward(self, x):
         y = self.linear(x)
@@ -97,6 +125,14 @@ class SpectralNorm(nn.Module):
 
     def forward(self, x):
         return (self.linear(x) ** 3).mean()
+
+
+class SpectralNormOfTwoRounds(SpectralNorm):
+    """The older one, which writes its vectors by `out=`."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.utils.spectral_norm(nn.Linear(4, 4), n_power_iterations=2)
 
 
 class SquareWithWrongBackward(torch.autograd.Function):
@@ -198,6 +234,8 @@ class ReadsThoseOfInstances(nn.Module):
         Detach,
         DetachedInPlace,
         NoGrad,
+        NoGradOfSeveral,
+        GivenOut,
         StraightThrough,
         Data,
         DeepCopied,
@@ -205,6 +243,7 @@ class ReadsThoseOfInstances(nn.Module):
         Padding,
         TrueBackward,
         SpectralNorm,
+        SpectralNormOfTwoRounds,
         ByItsLargest,
         Running,
     ],

@@ -12,10 +12,10 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin
-from torch.utils import checkpoint
 
 from orttrainer.describe import filled, leaves, mapped
 from orttrainer.errors import InvalidArgumentError, SchemaError, UnsupportedFeatureError, UnsupportedModelError
+from orttrainer.export import checkpoints
 from orttrainer.export.evaluated import RunningStatistics
 from orttrainer.export.memory.outside import noticed
 from orttrainer.export.quiet import unheard
@@ -33,7 +33,6 @@ __all__ = [
     "refuse_synchronized",
     "sparse_refused",
     "state_names",
-    "without_checkpoints",
 ]
 
 OUTSIDE = "outside"
@@ -85,6 +84,7 @@ class LossModule(nn.Module):
         self.followed.begin(inputs)
         with contextlib.nullcontext() if self.followed.hints is None else self.followed.hints.indexing():
             outputs = self.described_outputs(inputs)
+        checkpoints.run_again()
         return (*outputs, *(_attribute(self, name).clone() for name in self.updated), *self.followed.tensors(inputs))
 
     def described_outputs(self, inputs):
@@ -306,37 +306,6 @@ def register_once(module, updated):
             if of_parameters.get(id(held), full := f"{path}.{name}".lstrip(".")) != full:
                 del owner._parameters[name]
                 vars(owner)[name] = held
-
-
-# Before PyTorch 2.14 and since.
-_OTHER_CHECKPOINTS = "_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl"
-
-
-@contextlib.contextmanager
-def without_checkpoints(asked=lambda: None):
-    """Run checkpoints as plain calls: what they compute again, autograd does outside of any mode, with dropout.
-
-    Args:
-        asked: called where one asks whether its arguments have gradients, as the reentrant ones do: else PyTorch gives
-            none to the parameters within.
-    """
-
-    def reentrant(function, preserve, *args):
-        asked()
-        trains = any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
-        with contextlib.nullcontext() if trains else torch.no_grad():
-            return function(*args)
-
-    def around(function, *rest, **options):
-        contexts = options["context_fn"] if "context_fn" in options else rest[1]
-        with contexts()[0]:
-            yield
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(checkpoint.CheckpointFunction, "apply", staticmethod(reentrant)))
-        for name in filter(checkpoint.__dict__.__contains__, _OTHER_CHECKPOINTS):
-            stack.enter_context(mock.patch.object(checkpoint, name, around))
-        yield
 
 
 # ---------------------------------------------------------------- signatures

@@ -21,7 +21,8 @@ from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from orttrainer.errors import UnsupportedModelError
-from orttrainer.export.call import sparse_refused, without_checkpoints
+from orttrainer.export.call import sparse_refused
+from orttrainer.export.checkpoints import without_checkpoints
 from orttrainer.export.forms import stop_gradient, unseen
 from orttrainer.export.forms.changed_parameters import ChangedParameters
 from orttrainer.export.memory.draws import Draws
@@ -39,6 +40,7 @@ from orttrainer.export.rewrites import (
     embedding,
     fake_quantized,
     fallible,
+    given_out,
     gradient_hooks,
     grouped,
     kept_parameters,
@@ -131,6 +133,9 @@ class _Rewrites(TorchFunctionMode):
     def _called(self, func, args, kwargs):
         args, kwargs = self._registered(args), {name: self._registered(x) for name, x in (kwargs or {}).items()}
         args, kwargs = by_torchs_names(self._forms.get(func), args, kwargs)
+        if given_out.is_given(func, args, kwargs):
+            with self:
+                return given_out.called_without(func, args, kwargs)
         if (apart := self._changed.detached(func, args)) is not None:
             return apart
         args, kwargs = self._changed.read(func, args, kwargs)

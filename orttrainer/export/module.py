@@ -245,7 +245,7 @@ class _Job:
     def _evaluated(self):
         if self.observed.differentiates and self.counted:
             return "the gradients that forward asks for go through the statistics of the batch"
-        return compare_evaluation(self.wrapper, self.inputs, self.symbols)
+        return compare_evaluation(self.wrapper, self.inputs, self.symbols, self.updated)
 
     # -- in a child -----------------------------------------------------------------------
 

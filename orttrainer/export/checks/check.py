@@ -16,6 +16,7 @@ from dataclasses import replace
 import onnx
 import onnx_ir as ir
 import torch
+from torch.nn.modules.batchnorm import _NormBase
 
 from orttrainer import runtime
 from orttrainer.differentiate.double import DoubleKernelsPass
@@ -312,18 +313,31 @@ def _differences(pieces, rtol, atol):
 # ---------------------------------------------------------------- evaluation
 
 
-def compare_evaluation(wrapper, inputs, symbols) -> str | None:
+def compare_evaluation(wrapper, inputs, symbols, updated=()) -> str | None:
     """How the module differs in eval mode from what `eval_step` computes; None if it does not, or cannot be asked.
 
     To evaluate, the graph switches dropout off and takes running statistics. What else forward does by `self.training`
-    it cannot know of. That does not depend on the data, so a smaller batch does, where the module takes one.
+    it cannot know of. That does not depend on the data, so a smaller batch does, where the module takes one. Where forward
+    keeps something of the parameters, as spectral norm does, that is up to date in the first step; so another look is
+    taken at the parameters as they may be later.
 
     Args:
         symbols: per input, {axis: symbol}.
+        updated: the names of the state that forward writes to.
     """
     other = all_resized(inputs, symbols)
     smaller = other is not None and sum(t.numel() for t in other) < sum(t.numel() for t in inputs)
     results = (smaller and _in_both_modes(wrapper, other)) or _in_both_modes(wrapper, inputs)
+    difference = _difference_of_modes(wrapper, results)
+    layers = dict(wrapper.named_modules())
+    if difference is None and not all(isinstance(layers.get(name.rpartition(".")[0]), _NormBase) for name in updated):
+        difference = _difference_of_modes(
+            wrapper, _in_both_modes(wrapper, other if smaller else inputs, _further_trained)
+        )
+    return difference
+
+
+def _difference_of_modes(wrapper, results):
     if results is None:
         return None
     evaluated, trained = (dict(zip(wrapper.output_names, outputs)) for outputs in results)
@@ -345,16 +359,29 @@ def warn_of_evaluation(difference: str | None) -> None:
         )
 
 
-def _in_both_modes(wrapper, inputs):
-    """The outputs in eval mode, and in train mode as `eval_step` computes them; None where the module gives none."""
-    evaluated = _outputs_in_mode(wrapper, inputs, MutedDropout(), False)
-    trained = None if evaluated is None else _outputs_in_mode(wrapper, inputs, _GraphEvaluation(), True)
+def _further_trained(wrapper):
+    """Give the parameters other values; in memory of their own, for an exporter may read theirs meanwhile."""
+    with torch.no_grad():
+        for parameter in filter(torch.is_floating_point, wrapper.parameters()):
+            places = torch.arange(parameter.numel(), device=parameter.device).reshape(parameter.shape)
+            parameter.data = parameter * (1 + 0.3 * (-1.0) ** places).to(parameter.dtype)
+
+
+def _in_both_modes(wrapper, inputs, before=lambda wrapper: None):
+    """The outputs in eval mode, and in train mode as `eval_step` computes them; None where the module gives none.
+
+    Args:
+        before: is called with the wrapper first; what it changes is undone.
+    """
+    evaluated = _outputs_in_mode(wrapper, inputs, MutedDropout(), False, before)
+    trained = None if evaluated is None else _outputs_in_mode(wrapper, inputs, _GraphEvaluation(), True, before)
     return None if trained is None else (evaluated, trained)
 
 
-def _outputs_in_mode(wrapper, inputs, mode, training):
+def _outputs_in_mode(wrapper, inputs, mode, training, before=lambda wrapper: None):
     """The outputs under `mode`; None where the module gives none, or draws random numbers for them."""
     with unchanged(wrapper, inputs), contextlib.ExitStack() as stack, wrapper.gradients(training):
+        before(wrapper)
         if training:
             stack.enter_context(in_train_mode(wrapper.module))
         else:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from orttrainer.errors import OrtTrainerError
+from orttrainer.export import checkpoints
 from orttrainer.export.call import asks_for_gradients, in_train_mode
 from orttrainer.export.faithful import MutedDropout
 from orttrainer.export.memory.hidden_state import Generators, sampled
@@ -34,7 +35,9 @@ def outputs_of(wrapper, inputs, aloud=False):
     """
     try:
         with contextlib.nullcontext() if aloud else unheard():
-            return wrapper.described_outputs(inputs)
+            outputs = wrapper.described_outputs(inputs)
+            checkpoints.run_again()
+            return outputs
     except OrtTrainerError:
         raise
     except Exception as error:

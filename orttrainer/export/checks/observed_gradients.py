@@ -9,7 +9,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from orttrainer.errors import UnsupportedModelError
-from orttrainer.export.call import OUTSIDE, LossModule, in_train_mode, state_names, without_checkpoints
+from orttrainer.export.call import OUTSIDE, LossModule, in_train_mode, state_names
+from orttrainer.export.checkpoints import without_checkpoints
 from orttrainer.export.checks.forwards import rewind, values_of_buffers
 from orttrainer.export.faithful import MutedDropout
 from orttrainer.export.initializers import as_real

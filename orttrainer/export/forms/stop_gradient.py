@@ -59,8 +59,11 @@ def stopped(result):
         return torch.complex(stop_gradient(result.real), stop_gradient(result.imag))
     if isinstance(result, torch.Tensor):
         return stop_gradient(result) if result.is_floating_point() else result
-    if type(result) in (tuple, list):
-        return type(result)(stopped(item) for item in result)
+    if isinstance(result, (tuple, list)) and any(isinstance(item, torch.Tensor) for item in result):
+        items = [stopped(item) for item in result]
+        return (
+            type(result)(*items) if hasattr(result, "_make") else type(result)(items)
+        )  # as those of `torch.max` are made
     return result
 
 
