@@ -10,6 +10,7 @@ import contextlib
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
@@ -97,7 +98,8 @@ class _Trains(TorchFunctionMode):
             trains = any(isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.tree_leaves(result))
         self.found |= trains
         if trains and _entered[-1] is self.calls:  # what one within needs is computed again by itself
-            self.needed = len(self.calls)
+            # An instance norm has what its gradient needs before its statistics move.
+            self.needed = max(self.needed, len(self.calls) - (func is F.instance_norm))
         return result
 
 

@@ -68,8 +68,6 @@ def faithful(wrapper, decided):
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with (
-            # It compares the mask's values, which no exporter can trace.
-            mock.patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", _declared_is_causal),
             mock.patch.object(F, "_in_projection_packed", _split_projection),
             normalization.cumulative_averages(),
             without_checkpoints(),
@@ -94,10 +92,6 @@ def faithful(wrapper, decided):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
-
-
-def _declared_is_causal(mask, is_causal=None, size=None):
-    return bool(is_causal)
 
 
 _packed_projection = F._in_projection_packed

@@ -61,9 +61,8 @@ def stopped(result):
         return stop_gradient(result) if result.is_floating_point() else result
     if isinstance(result, (tuple, list)) and any(isinstance(item, torch.Tensor) for item in result):
         items = [stopped(item) for item in result]
-        return (
-            type(result)(*items) if hasattr(result, "_make") else type(result)(items)
-        )  # as those of `torch.max` are made
+        named = hasattr(result, "_make")  # a user's; those of torch's, as of `torch.max`, take a list
+        return type(result)(*items) if named else type(result)(items)
     return result
 
 

@@ -42,7 +42,7 @@ def called_without(func: Callable, args: tuple, kwargs: dict) -> Any:
 def _write(out: torch.Tensor, value: torch.Tensor) -> None:
     empty = (
         isinstance(out.numel(), int) and out.numel() == 0
-    )  # asked first: sizes may be symbols, which it would decide
+    )  # first: to compare sizes that are symbols is to decide by them
     if not empty and tuple(out.shape) == tuple(value.shape):
         out.copy_(value)
     else:
