@@ -148,3 +148,20 @@ def test_a_matrix_without_a_factor_in_a_later_batch_is_torchs_error():
     with pytest.raises(torch.linalg.LinAlgError, match="leading minor of order 1 is not positive-definite"):
         engine.train_step(batch(1), RATE)
     engine.train_step(batch(2), RATE)
+
+
+def density(x, **options):
+    normal = torch.distributions.MultivariateNormal(torch.zeros(2), torch.eye(2) + x[:2, :2].mT @ x[:2, :2], **options)
+    return normal.log_prob(x[:, :2])
+
+
+CHECKED = {  # each in one line, which is where its checks are, too
+    "a factor": lambda x: density(x).mean(),
+    "a factor, checks asked for": lambda x: density(x, validate_args=True).mean(),
+    "an if": lambda x: 2.0 if torch.distributions.Normal(0.0, 1.0).log_prob(x + x[0].sum()).mean() < -2.0 else 3.0,
+}
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_what_a_distribution_of_torchs_checks_is_no_decision_of_forwards(name):
+    train(CHECKED[name], [batch(number) for number in range(4)])

@@ -237,6 +237,15 @@ def another_size_of_an_image(m, x, label):
     return F.interpolate(m.hidden(x)[None, None], size=size, mode="bilinear", align_corners=True).square().mean()
 
 
+@form(1, long=True)
+def experts_in_a_list(m, x, label):
+    masks, total = F.one_hot(label.clamp(max=1), 2).T, 0.0  # [experts, rows]; in memory experts lie side by side
+    for expert in masks.sum(1).nonzero()[:, 0]:
+        rows = x[torch.where(masks[expert])[0]]
+        total = total + m.experts[expert](rows).square().sum()
+    return total
+
+
 @form(1)
 def a_log(m, x, label):
     h = m.hidden(x)

@@ -308,7 +308,7 @@ class MutedDropout(TorchFunctionMode):
             with self:
                 return inner(*args, **kwargs)
         result = fallible.observed(func, args, kwargs, self.decisions)
-        if conditions.decides(func, args):
+        if conditions.decides(func, args) and not told.validates():
             self.draws.check(*told.place())
             self.decisions.append(conditions.Condition(*told.place(), result))
         if (known := told.told(func, args, result)) is not None:

@@ -236,8 +236,8 @@ REWRITES = {
     torch.Tensor.bincount: _bincount,
     torch.take_along_dim: _take_along_dim,
     torch.Tensor.take_along_dim: _take_along_dim,
-    torch.Tensor._is_all_true: torch.all,  # what `torch._check_tensor_all` asks
-    torch.Tensor._is_any_true: torch.any,
+    **dict.fromkeys((torch._is_all_true, torch.Tensor._is_all_true), torch.all),  # what torch's own checks ask
+    **dict.fromkeys((torch._is_any_true, torch.Tensor._is_any_true), torch.any),
 }
 
 

@@ -30,6 +30,7 @@ __all__ = [
     "place",
     "takes",
     "told",
+    "validates",
     "what",
     "with_numbers",
 ]
@@ -57,6 +58,11 @@ _READ = {  # which of their arguments are numbers
 _NO_NUMBERS = {"fill_value", "input", "value"}
 
 MOST_TOLD = 2**12  # numbers of an array that a trace has symbols for
+
+_VALIDATE = {
+    torch.distributions.Distribution.__init__.__code__,
+    torch.distributions.Distribution._validate_sample.__code__,
+}
 
 UNTOLD = "<a number that only a batch tells>"  # as text
 
@@ -100,6 +106,16 @@ def shown(file: str, line: int) -> str:
 def by_torch() -> bool:
     """Whether a function of torch's called, and not forward itself."""
     return _caller(PASSED[:1])[0].startswith(PASSED[1])
+
+
+def validates() -> bool:
+    """Whether a distribution of torch's checks what it is given, which a trace leaves out unless `validate_args=True`."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _VALIDATE:
+            return "_validate_args" not in vars(frame.f_locals["self"])
+        frame = frame.f_back
+    return False
 
 
 def _caller(passed: Sequence[str]) -> tuple[str, int]:
