@@ -83,7 +83,7 @@ CALLS = {
         lambda t: t.load_state_dict(t.state_dict() | {"Update_Count_0.bias": torch.tensor([1.5])}), StateError, "updates of '0.bias' are counted as tensor([1.5000]); a count is a whole number",
     ),
     "saving into a folder that is not there": (lambda t: t.save_as_onnx("no/such/folder/m.onnx"), FileNotFoundError, "no/such/folder/m.onnx"),
-    "saving to an int": (lambda t: t.save_as_onnx(3), TypeError, "expected str, bytes or os.PathLike object, not int"),
+    "saving to an int": (lambda t: t.save_as_onnx(3), InvalidArgumentError, "must be a str or an os.PathLike, got 3"),
     "the training graph into such a folder": (lambda t: t.training_graph.save("no/such/folder/m.onnx"), FileNotFoundError, "no/such/folder"),
 }  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from math import log as natural_logarithm
 
 import numpy as np
@@ -90,6 +91,7 @@ DEFINED = {
     "quotients below 0": lambda x: int(x.sum() * 3) // 4 + 7 // int(x.sum() * 9) + 0.5 * divmod(int(x.sum() * 5), 3)[0],
     "remainders of floats": lambda x: x.sum().item() % 1 + 7.5 // x.sum().item() + divmod(x.sum().item(), 0.3)[1],
     "a decision by a floor": lambda x: 2.0 if math.floor(x.sum().item()) > 1 else 3.0,
+    "a generator's seed": lambda x: random.Random((x > 0).sum().item()).uniform(2, 3),
     "close": lambda x: 2.0 if math.isclose(x.sum().item(), 5.0, rel_tol=0.5) else 3.0,
     "rounded": lambda x: round(x.sum().item(), 1) + round(x.sum().item()),
     "sums": lambda x: math.fsum(x.sum(1).tolist()) + math.dist(x[0].tolist(), x[1].tolist()),

@@ -32,9 +32,14 @@ _FAILED = {
 }
 
 
+def _may_fail(func: Callable) -> bool:
+    """Whether it raises by values, and this is told; not within `torch.vmap`, where a graph cannot ask for one sample's."""
+    return func in _FAILED and not torch._C._are_functorch_transforms_active()
+
+
 def observed(func: Callable, args: Sequence, kwargs: Mapping[str, Any], decisions: list[Condition]) -> Any:
     """What `func` gives; whether it raises is added to `decisions`, if that is by values."""
-    if func not in _FAILED:
+    if not _may_fail(func):
         return func(*args, **kwargs)
     try:
         result = func(*args, **kwargs)
@@ -54,7 +59,7 @@ def check(func: Callable, args: Sequence, result: Any, followed: Followed) -> No
     Raises:
         torch.linalg.LinAlgError: it did when forward was observed.
     """
-    if func in _FAILED and torch.compiler.is_exporting() and (condition := followed.next()) is not None:
+    if _may_fail(func) and torch.compiler.is_exporting() and (condition := followed.next()) is not None:
         followed.note(condition, _FAILED[func](args[0], result))
         if condition.value:
             raise torch.linalg.LinAlgError(f"{func.__name__}: the matrix is singular, or not positive-definite")

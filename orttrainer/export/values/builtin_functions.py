@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import operator
+import random
 import sys
 from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType, SimpleNamespace
@@ -65,6 +67,7 @@ def symbolic(wrapper: torch.nn.Module) -> Iterator[None]:
             for kind in (torch.SymInt, torch.SymFloat):  # for NumPy, whose functions raise nothing
                 computed = _of_values(getattr(math, name), _MATH[name], domains, checked=False)
                 stack.enter_context(mock.patch.object(kind, name, computed, create=True))
+        stack.enter_context(mock.patch.object(random.Random, "seed", _seed(random.Random.seed)))
         for scope in scopes(wrapper):
             imported = {
                 name: stand_ins[x] for name, x in scope.items() if isinstance(x, BuiltinFunctionType) and x in stand_ins
@@ -100,6 +103,15 @@ def _len(sized):
 
 def _isinstance(x, kinds):
     return isinstance(x, kinds) or (type(x) in _NUMBERS and isinstance(_NUMBERS[type(x)], kinds))
+
+
+def _seed(theirs: Callable) -> Callable:
+    """That of a generator of Python's, which has to know a number; what it draws then is the same for each batch with it."""
+
+    def seed(generator, a=None, version=2):
+        theirs(generator, operator.index(a) if isinstance(a, torch.SymInt) else a, version)
+
+    return seed
 
 
 def _divmod(domains: Domains) -> Callable:

@@ -23,11 +23,11 @@ from orttrainer.export.values.told import PASSED, place, shown
 if TYPE_CHECKING:
     from orttrainer.export.values.conditions import Followed
 
-__all__ = ["Domains", "is_value", "number_of", "value_of"]
+__all__ = ["Domains", "is_value", "value_of"]
 
 
 class Domains:
-    """Asks within a trace whether Python would raise, and raises then, too.
+    """Arithmetic within a trace: asks whether Python would raise, and raises then, too.
 
     Args:
         followed: the decisions of the trace.
@@ -38,7 +38,13 @@ class Domains:
 
     def number(self, tensor: torch.Tensor, function: Callable, numbers: Sequence) -> torch.SymFloat:
         """The number that `tensor` holds, float64 [], which is `function(*numbers)`."""
-        return number_of(tensor, function, numbers, self._followed.hints)
+        hints = self._followed.hints
+        if hints is None:
+            return tensor.item()
+        with hints.passed():  # forward does not take this one
+            result = tensor.item()
+        hints.computed(result, function, numbers, tensor)
+        return result
 
     def check(self, function: Callable, numbers: Sequence, given: Sequence[torch.Tensor], result: torch.Tensor) -> None:
         """Raise what `function` of `math` does: where it has no number, or an infinite one, for the numbers `given`."""
@@ -160,8 +166,6 @@ _CHECKED = {
     "mod": Domains.check_divisor,
     "pow": Domains.check_power,
 }
-
-
 _OF_FLOATS = {"floordiv": functools.partial(torch.div, rounding_mode="floor"), "mod": torch.remainder}
 
 
@@ -176,16 +180,6 @@ def _raises(function: Callable, numbers: Sequence[float]) -> bool:
     except (ArithmeticError, ValueError):
         return True
     return False
-
-
-def number_of(tensor: torch.Tensor, function: Callable, numbers: Sequence, hints) -> torch.SymFloat:
-    """The number that `tensor` holds, which is `function(*numbers)`."""
-    if hints is None:
-        return tensor.item()
-    with hints.passed():  # forward does not take this one
-        result = tensor.item()
-    hints.computed(result, function, numbers, tensor)
-    return result
 
 
 def is_value(x: object) -> bool:
