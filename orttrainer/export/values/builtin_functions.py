@@ -54,9 +54,8 @@ def symbolic(wrapper: torch.nn.Module) -> Iterator[None]:
     of_math |= {name: _truth(getattr(math, name), by, domains) for name, by in _TRUTHS.items()}
     of_math |= {"dist": _dist(math.dist), "fsum": _sum(math.fsum)}
     of_math["pow"] = _pow(of_math["pow"])
-    stand_ins = {
-        getattr(math, name): function for name, function in of_math.items()
-    }  # also where they have other names
+    # Also where they have other names, as `from math import log as ln` gives them.
+    stand_ins = {getattr(math, name): function for name, function in of_math.items()}
     with contextlib.ExitStack() as stack:
         stack.enter_context(domains.of_operators())
         for name, function in of_math.items():

@@ -146,13 +146,15 @@ class Domains:
 
     def _decides(self, ask: Callable[[], torch.SymBool], divisor: object = None) -> bool:
         """What is answered; False where forward was not observed to be told the numbers."""
+        from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # here: with it comes sympy
+
         hints = self._followed.hints
         if hints is not None and hints.is_of_numpy(divisor):
             return False
         try:
             with contextlib.nullcontext() if hints is None else hints.raising():
                 return bool(ask())
-        except RuntimeError as error:  # torch's, which has a class of its own for it
+        except GuardOnDataDependentSymNode as error:
             if hints is None:  # to be traced again with the numbers, whatever forward catches
                 self._followed.errors.of_numbers(error)
                 raise

@@ -85,14 +85,9 @@ class Hints:
         symbolic = isinstance(number, (torch.SymInt, torch.SymFloat))
         return symbolic and not self._of_numpy.isdisjoint(number.node.expr.free_symbols)
 
-    @contextlib.contextmanager
-    def passed(self) -> Iterator[None]:
+    def passed(self) -> contextlib.AbstractContextManager:
         """Within the block are numbers taken of tensors that forward did not take: by torch, or by us."""
-        before, self._passing = self._passing, True
-        try:
-            yield
-        finally:
-            self._passing = before
+        return mock.patch.object(self, "_passing", True)
 
     def computed(self, result: torch.SymFloat, function: Callable, numbers: Sequence, tensor: torch.Tensor) -> None:
         """Take note of a symbol that stands for what `function` of `math` makes of numbers, and for the value of `tensor`."""
@@ -120,14 +115,9 @@ class Hints:
             numbers = {x: np.float64(number) if type(number) is float else number for x, number in numbers.items()}
             return sympy.sympify(np.asarray(sympy_interp(PythonReferenceAnalysis, numbers, expression)).item())
 
-    @contextlib.contextmanager
-    def raising(self) -> Iterator[None]:
+    def raising(self) -> contextlib.AbstractContextManager:
         """Within the block is decided whether an error is raised."""
-        before, self._raising = self._raising, True
-        try:
-            yield
-        finally:
-            self._raising = before
+        return mock.patch.object(self, "_raising", True)
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
