@@ -34,6 +34,7 @@ from orttrainer.graph.passes.speed.products import FewRowsProductPass
 from orttrainer.graph.passes.speed.rows import FlatScatterPass
 from orttrainer.graph.passes.speed.scaled_gradient import ScaledGradientPass
 from orttrainer.graph.passes.speed.small_images import SmallImagesPass
+from orttrainer.graph.passes.speed.small_updates import JoinSmallUpdatesPass
 from orttrainer.graph.passes.speed.sparse_update import (
     SparseUpdatePass,
     nodes_written_through,
@@ -41,7 +42,7 @@ from orttrainer.graph.passes.speed.sparse_update import (
     written_through,
 )
 from orttrainer.graph.passes.speed.stacked_taps import StackRowsOfTapsPass
-from orttrainer.graph.passes.speed.tiles import TileUpdatesPass
+from orttrainer.graph.passes.speed.tiles import TileUpdatesPass, View
 from orttrainer.graph.passes.speed.turned import TurnConvolutionPass
 from orttrainer.graph.passes.speed.usual_batch import sizes_at_hand
 from orttrainer.native.fuse import LEAST_SQUARED, FusePointwisePass
@@ -69,6 +70,7 @@ _ELEMENT_TYPES = {
     torch.int8: np.int8, torch.int16: np.int16, torch.int32: np.int32, torch.int64: np.int64, torch.uint8: np.uint8,
     torch.uint16: np.uint16, torch.uint32: np.uint32, torch.uint64: np.uint64, torch.bfloat16: onnx.TensorProto.BFLOAT16,
 }  # fmt: skip
+Views = tuple[dict[str, View], dict[str, View]]
 # Of the public function the first half asks what it was given: 1 us for each output of a step.
 _from_dlpack = getattr(torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack)
 
@@ -161,11 +163,11 @@ def open_phase(
         FewRowsProductPass(sizes)(cut)
     if place.native:
         kernels += _by_winograd(place, cut, sizes) if blocked else []
-        tiles, library, first = _fused(place, cut, through, sizes, kernels)
+        views, library, first = _fused(place, cut, through, sizes, kernels)
     else:
         if place.allows(ScaledGradientPass) and on_cpu:
             ScaledGradientPass()(cut)
-        tiles, library, first = _tiled(place, cut, through, sizes), None, {}
+        views, library, first = _rewrite_updates(place, cut, through, sizes), None, {}
     if place.allows(FlatScatterPass) and on_cpu:
         FlatScatterPass(sizes, adds_in_turn)(cut)
     if on_cpu:
@@ -174,7 +176,7 @@ def open_phase(
     cut.graph.outputs.extend(value for _, value in made)
     inputs = {value.name for value in cut.graph.inputs}  # an update that does not clip reads no norm
     bound_in = {name: tensor for name, tensor in {**state, **(read or {})}.items() if name in inputs}
-    bound_in |= {name: state[of].view(shape) for name, (of, shape) in tiles.inputs.items()}
+    bound_in |= {name: state[of].view(shape) for name, (of, shape) in views[0].items()}
     outputs = {value.name for value in cut.graph.outputs}
     bound_out, copies = dict(written or {}), []
     for name, output in (updates or {}).items():
@@ -184,7 +186,7 @@ def open_phase(
             bound_out[output] = torch.empty_like(state[name])
             copies.append((state[name], bound_out[output]))
     bound_out |= {value.name: state[name] for name, value in made} | first
-    bound_out |= {name: state[of].view(shape) for name, (of, shape) in tiles.outputs.items()}
+    bound_out |= {name: state[of].view(shape) for name, (of, shape) in views[1].items()}
     free = [value.name for value in cut.graph.inputs if value.name not in bound_in]
     if place.signature.loss_scale is not None:
         EmulateHalfPass(has_cuda_kernel if place.device.type == "cuda" else has_cpu_kernel)(cut)
@@ -218,14 +220,14 @@ def _by_winograd(place: Place, cut: ir.Model, sizes: Mapping[str, int]) -> list:
 
 def _fused(
     place: Place, cut: ir.Model, updates: Mapping[str, str], sizes: Mapping[str, int], kernels: Sequence
-) -> tuple[TileUpdatesPass, str | None, dict[str, torch.Tensor]]:
+) -> tuple[Views, str | None, dict[str, torch.Tensor]]:
     """Let kernels in C compute what works element by element, some of them in tiles that make the gradient too.
 
     Args:
         kernels: that the cut has already.
 
     Returns:
-        The tiles; the path of the library of kernels, None if there are none; and what some more outputs are to be bound to.
+        As `_rewrite_updates`; the path of the library of kernels, None if there are none; and what more outputs are to be bound to.
     """
     graph, op, first = cut.graph, Builder(cut.graph, "native"), {}
     inputs, outputs = ({value.name: value for value in values} for values in (graph.inputs, graph.outputs))
@@ -234,7 +236,7 @@ def _fused(
     for name, output in updates.items():
         if name in inputs and output in outputs and (made := scattered_first(op, inputs[name], outputs[output])):
             first[made[0].name] = place.state[name]
-    tiles = _tiled(place, cut, updates, sizes, fuses=True)
+    views = _rewrite_updates(place, cut, updates, sizes, fuses=True)
     passes = [FuseLoopsPass(), FuseRowsPass()]
     if place.allows(FuseProductsPass) and has_wide_vectors():
         passes.append(FuseProductsPass(sizes))
@@ -242,21 +244,28 @@ def _fused(
     for fuse in passes:
         fuse(cut)
     kernels = [*kernels, *(kernel for fuse in passes for kernel in fuse.kernels)]
-    return tiles, str(compiled(kernels)) if kernels else None, first
+    return views, str(compiled(kernels)) if kernels else None, first
 
 
-def _tiled(
+def _rewrite_updates(
     place: Place, cut: ir.Model, updates: Mapping[str, str], sizes: Mapping[str, int], fuses: bool = False
-) -> TileUpdatesPass:
-    """Let the cut update large parameters in tiles; `updates`: the states that are in place."""
+) -> Views:
+    """Let the cut update large parameters in tiles, and small ones together; `updates`: the states that are in place.
+
+    Returns:
+        The inputs and the outputs that are parts of the state in another shape.
+    """
     groups: dict[str, dict[str, str]] = {}
-    if place.allows(TileUpdatesPass):
-        for entry in place.signature.state:
-            if entry.name in updates:
-                groups.setdefault(entry.parameter or entry.name, {})[entry.name] = updates[entry.name]
-    tiles = TileUpdatesPass(groups.values(), place.signature.gradient_norm, sizes, fuses)
+    for entry in place.signature.state:
+        if entry.name in updates:
+            groups.setdefault(entry.parameter or entry.name, {})[entry.name] = updates[entry.name]
+    tiles = TileUpdatesPass(
+        groups.values() if place.allows(TileUpdatesPass) else (), place.signature.gradient_norm, sizes, fuses
+    )
+    join = JoinSmallUpdatesPass(groups.values() if place.allows(JoinSmallUpdatesPass) else ())
     tiles(cut)
-    return tiles
+    join(cut)
+    return tiles.inputs | join.inputs, tiles.outputs | join.outputs
 
 
 class Phase:

@@ -50,6 +50,7 @@ from orttrainer.graph.passes.speed.rows import FlatScatterPass, GatherRowsPass
 from orttrainer.graph.passes.speed.scalar_rank import ScalarRankPass
 from orttrainer.graph.passes.speed.scaled_gradient import ScaledGradientPass
 from orttrainer.graph.passes.speed.small_images import SmallImagesPass
+from orttrainer.graph.passes.speed.small_updates import JoinSmallUpdatesPass
 from orttrainer.graph.passes.speed.softmax import SoftmaxAcrossPass
 from orttrainer.graph.passes.speed.softplus import SoftplusPass
 from orttrainer.graph.passes.speed.sparse_update import SparseUpdatePass
@@ -91,6 +92,7 @@ SPEED_PASSES = (
     ScalarRankPass,
     SparseUpdatePass,  # of the session of a whole step, not of the graph
     FewRowsProductPass,  # of the sessions on a CPU
+    JoinSmallUpdatesPass,  # of those that update
     ScaledGradientPass,  # of those that make and use gradients
     TileUpdatesPass,  # of the sessions on a CPU that update
     GatedAddPass,  # of the sessions on a CPU

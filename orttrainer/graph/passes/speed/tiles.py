@@ -71,7 +71,7 @@ class TileUpdatesPass(ir.passes.InPlacePass):
             modified = let_norm_be_late(op, outputs[self._norm])
         for group in self._groups:
             states = {inputs[old]: outputs[new] for old, new in group.items() if old in inputs and new in outputs}
-            dims = _common_dims(states)
+            dims = common_dims(states)
             if not _is_large(dims):
                 continue
             if math.prod(dims) < LEAST_OF_TABLE and any(is_written_through(*pair) for pair in states.items()):
@@ -136,7 +136,7 @@ class _Update:
         """None where it cannot be tiled."""
         nodes: dict[ir.Node, None] = {}
         for new in states.values():
-            _collect(new, dims, nodes)
+            collect(new, dims, nodes)
         results = dict.fromkeys(y for node in nodes for y in node.outputs)
         readers = dict.fromkeys(reader for y in results for reader, _ in y.uses() if reader not in nodes)
         if not all(sums_squares(reader) for reader in readers):
@@ -302,7 +302,7 @@ def _is_apart(node: ir.Node, others: Iterable[ir.Node]) -> bool:
     return not any(y.is_graph_output() for y in node.outputs)
 
 
-def _common_dims(states: Mapping[ir.Value, ir.Value]) -> tuple[int, ...] | None:
+def common_dims(states: Mapping[ir.Value, ir.Value]) -> tuple[int, ...] | None:
     """The sizes that all old and new values have."""
     found = {static_dims(value) for pair in states.items() for value in pair}
     return found.pop() if len(found) == 1 else None
@@ -324,7 +324,7 @@ def _matrix(size: int) -> tuple[int, int]:
     return size // columns, columns
 
 
-def _collect(value: ir.Value, dims: tuple[int, ...], nodes: dict[ir.Node, None]) -> None:
+def collect(value: ir.Value, dims: tuple[int, ...], nodes: dict[ir.Node, None]) -> None:
     """Add the elementwise nodes of these dims that `value` is made by, those that come first first."""
     stack = [(value.producer(), False)]
     while stack:
