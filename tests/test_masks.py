@@ -87,13 +87,16 @@ FUNCTIONS = {  # of y of [n, 6], masks of its rows and columns, and a place in e
     "in a list or not": lambda y, rows, columns, place: (
         y[torch.isin(place, rows.nonzero())].sum(0) + y.sum() * torch.isin(place, 2, invert=True)[:, None]
     ),
+    "places that are not 0": lambda y, *_: (
+        y.sum(0) * (y.double() * (y > 0)).nonzero().double().mean().nan_to_num().float()
+    ),
     "sums of masks": lambda y, rows, columns, place: y * ((y > 0) + columns) + y * sum([rows, place > 3])[:, None],
     "sorted masks": lambda y, *_: y * (y > 0).sort(1, descending=True)[0] + y.gather(1, (y > 0).argsort(1)),
 }
 USUAL = (
     "a number in columns", "vectors in columns", "a number in a column of some rows that is told",
     "a number at a place of each row", "read a place of each row",
-    "vectors in a tail or nowhere", "read a column or nothing", "any of the chosen rows", "in a list or not", "sums of masks", "sorted masks",
+    "vectors in a tail or nowhere", "read a column or nothing", "any of the chosen rows", "in a list or not", "places that are not 0", "sums of masks", "sorted masks",
 )  # fmt: skip
 
 

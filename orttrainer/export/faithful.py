@@ -164,7 +164,9 @@ class _Rewrites(TorchFunctionMode):
         in_place = any(result is argument for argument in args)
         if torch.is_grad_enabled() or self.functions.depth or known or in_place or func in _PLUMBING:
             return result
-        if _shows(result, args):  # what is written there is written to a buffer
+        if _shows(result, args) or hasattr(
+            result, "data_of"
+        ):  # what is written there is written to a buffer, or to what was computed
             return result
         return stop_gradient.stopped(result)
 
@@ -179,8 +181,9 @@ class _Rewrites(TorchFunctionMode):
 
 
 def _shows(result, args):
-    """Whether `result` is a view of an argument that has no gradient."""
-    memory = memory_of(result) if isinstance(result, torch.Tensor) else None
+    """Whether `result`, or the first of several, is a view of an argument that has no gradient."""
+    first = result[0] if isinstance(result, (tuple, list)) and result else result
+    memory = memory_of(first) if isinstance(first, torch.Tensor) else None
     if memory is None:
         return False
     return any(isinstance(x, torch.Tensor) and memory_of(x) == memory and not x.requires_grad for x in args)

@@ -76,6 +76,11 @@ def _in_one_shape(places):
     return found
 
 
+def _nonzero(self):
+    """aten.nonzero, of types that ONNX Runtime has no kernel for, such as float64, too."""
+    return core.aten_nonzero(op.Cast(self, to=ir.DataType.BOOL))
+
+
 def _in_int64(index):
     if index is None or index.dtype != ir.DataType.INT32:
         return index
@@ -106,4 +111,5 @@ TRANSLATIONS = {
     aten.any.dim: _any_dim,
     aten.index.Tensor: _index,
     aten.index_put.default: _index_put,
+    aten.nonzero.default: _nonzero,
 }

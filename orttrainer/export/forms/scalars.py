@@ -40,6 +40,11 @@ def _remainder(self, other):
     return remainder(self, other if _is_known(other) else _like(other, self))
 
 
+def _sym_numel(self):
+    """aten.sym_numel, of which torch has no form."""
+    return op.Size(self)
+
+
 def _is_known(number) -> bool:
     return isinstance(number, (bool, int, float))
 
@@ -53,4 +58,5 @@ TRANSLATIONS = {
     aten.mul.Scalar: _mul,
     aten.remainder.Scalar: _remainder,
     aten.sub.Scalar: _sub,
+    aten.sym_numel.default: _sym_numel,
 }

@@ -16,7 +16,7 @@ from torch._C._functorch import is_batchedtensor
 from orttrainer.export.initializers import as_real
 from orttrainer.graph.passes.gradient_marks import CHANGED, DOMAIN, STOP_GRADIENT
 
-__all__ = ["REWRITES", "detached", "mark_changed", "mark_stopped", "register_symbolic", "stopped"]
+__all__ = ["REWRITES", "detached", "mark_changed", "mark_stopped", "register_symbolic", "stopped", "viewed"]
 
 
 @library.custom_op("orttrainer::stop_gradient", mutates_args=())
@@ -70,15 +70,24 @@ def detached(x):
     """`x.detach()`, which shows the memory of `x`: a buffer may be changed through it.
 
     What stands for it where `x` has a gradient has an attribute `data_of`: in `x.data = x.data.to(device)` nothing is written.
-    What `x` is a view of has it among its `copies`.
+    What `x` is a view of has it among its `copies`. What is detached from that, or from a view of it, `shows` it.
     """
     if x.requires_grad or is_batchedtensor(x):  # of which `torch.vmap` does not say whether it does
         result = stopped(x)
         result.data_of = x
-        memory = x if x._base is None else x._base
+        memory = viewed(x)
         memory.copies = [*getattr(memory, "copies", ()), weakref.ref(result)]
         return result
-    return torch.view_as_complex(torch.view_as_real(x).detach()) if x.is_complex() else x.detach()
+    result = torch.view_as_complex(torch.view_as_real(x).detach()) if x.is_complex() else x.detach()
+    if hasattr(memory := viewed(x), "data_of"):
+        result.shows = memory
+    return result
+
+
+def viewed(x):
+    """What `x` is a view of, or itself."""
+    memory = x if x._base is None else x._base
+    return getattr(memory, "shows", memory)
 
 
 def _detached_in_place(x):

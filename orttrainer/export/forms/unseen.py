@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from orttrainer.export.forms.changed_parameters import VIEWS
-from orttrainer.export.forms.stop_gradient import detached, stopped
+from orttrainer.export.forms.stop_gradient import detached, stopped, viewed
 from orttrainer.export.untouched import SET_DATA, memory_of, written
 
 __all__ = ["copied", "write", "write_back", "written_apart"]
@@ -36,20 +36,15 @@ def write(x: torch.Tensor, value: torch.Tensor) -> None:
 def write_back(func: Callable, args: tuple, kwargs: dict) -> None:
     """Write to what forward computed what a call wrote to its `data`, or to a view of that; and what it wrote there to its `data`."""
     for target in written(func, args, kwargs) if torch.compiler.is_exporting() else ():
-        copy = _viewed(target)
+        copy = viewed(target)
         if _computed(x := getattr(copy, "data_of", None)):
             write(x, copy)
         if func == SET_DATA or getattr(func, "__name__", "") in _FORMS:
             continue
-        for other in [known() for known in getattr(_viewed(copy if x is None else x), "copies", ())]:
+        for other in [known() for known in getattr(viewed(copy if x is None else x), "copies", ())]:
             if other is not None and other is not copy and _computed(other.data_of):
                 with torch.no_grad():
                     other.copy_(stopped(other.data_of))
-
-
-def _viewed(x: torch.Tensor) -> torch.Tensor:
-    """What `x` is a view of, or itself."""
-    return x if x._base is None else x._base
 
 
 def copied(func: Callable, args: tuple) -> torch.Tensor | None:
