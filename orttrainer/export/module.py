@@ -20,6 +20,7 @@ from orttrainer.export.call import OUTSIDE, LossModule, check_layers, state_name
 from orttrainer.export.checks.check import check_dropouts, check_values, compare_evaluation, warn_of_evaluation
 from orttrainer.export.checks.failures import (
     condensed,
+    contradicts_itself,
     decides_by_size,
     failure,
     lacks_numbers,
@@ -198,6 +199,7 @@ class _Job:
                     if isinstance(error, _OtherSizes):
                         attempts.appendleft(of_one_size)
                     elif decides_by_size(error):  # without what is cached it may not; TorchScript would not say so
+                        self.wrapper.followed.errors.static |= contradicts_itself(error)
                         attempts.insert([name for name, _ in attempts].index("torchscript"), of_one_size)
                 refuse_frozen_decision(self.wrapper.module, error)
                 refuse_lost_write(self.wrapper.module, error)

@@ -14,7 +14,15 @@ from orttrainer.export.caught import CaughtBySize
 from orttrainer.export.checks.nan_order import nan_in_order
 from orttrainer.export.values.told import UNTOLD
 
-__all__ = ["condensed", "decides_by_size", "failure", "lacks_numbers", "refuse_frozen_decision", "refuse_lost_write"]
+__all__ = [
+    "condensed",
+    "contradicts_itself",
+    "decides_by_size",
+    "failure",
+    "lacks_numbers",
+    "refuse_frozen_decision",
+    "refuse_lost_write",
+]
 
 # What NumPy and torch say.
 _ARRAYS_OF_OBJECTS = "loop of ufunc does not support argument", "np.ndarray of type numpy.object_"
@@ -99,7 +107,13 @@ def lacks_numbers(error) -> bool:
 def decides_by_size(error) -> bool:
     """Whether the exporter would have made a constant of an axis that may vary, or the trace is right for one size only."""
     cause = _root(error)
-    return isinstance(cause, CaughtBySize) or "inferred ranges from model tracing" in str(cause)[:500]
+    by_axes = "inferred ranges from model tracing" in str(cause)[:500]
+    return isinstance(cause, CaughtBySize) or by_axes or contradicts_itself(error)
+
+
+def contradicts_itself(error) -> bool:
+    """Whether the trace asks for sizes that are not those of its batch, whose error forward would have caught."""
+    return "inconsistencies were found" in str(_root(error))[:500]
 
 
 def _place(error):
