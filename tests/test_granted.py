@@ -83,6 +83,10 @@ def scores(y):
     return torch.einsum("bcxd,bcyd->bcxy", rows, rows).square().mean()
 
 
+def spectrum(y):
+    return torch.fft.irfft(torch.fft.rfft(y, dim=0) * 0.5, n=len(y), dim=0)[-1].square().mean()
+
+
 def hardest_by_value(y):
     return hardest(y) * (2 if y[0, 0].item() > 0 else 3)
 
@@ -108,6 +112,10 @@ FORMS = {  # what is done, and how many graphs the sizes need
     "a rounded size": (lambda y: y[: round(len(y) * 0.7)].square().mean(), 5),
     "a window of all": (lambda y: pooled(F.max_pool1d, y, len(y)) + pooled(F.avg_pool1d, y, y.shape[0]), 1),
     "a quotient of sizes": (lambda y: (y * (100 // (len(y) // 3))).square().mean() if len(y) >= 3 else y.sum(), 2),
+    "a spectrum of all rows": (
+        lambda y: spectrum(torch.einsum("bk,bc,bkc->bc", y.tanh(), y.tanh(), y[:, :, None].tanh() * y[:, None].tanh())),
+        1,
+    ),
     "an einsum of no rows": (lambda y: scores(y[1:]) if len(y) > 1 else y.sum(), 2),
     "a window of all but one": (lambda y: pooled(F.max_pool1d, y, max(1, len(y) - 1)), 5),
     "places modulo the size": (lambda y: (y.take_along_dim(y.argsort(0), 0) * y).cumsum(0).square().mean(), 1),

@@ -219,10 +219,10 @@ def _may_fold(node):
 
 
 def infer_shapes_again(model) -> None:
-    """ONNX's inference in the place of what an exporter wrote down, which was of one batch. Needs state as inputs."""
+    """ONNX's inference in the place of the sizes that an exporter wrote down, which were of one batch. Needs state as inputs."""
     for node in model.graph.all_nodes():
-        for value in node.outputs:
-            value.shape = None
+        for value in node.outputs:  # the rank stays: ONNX does not find that of a DFT of a length that is computed
+            value.shape = None if value.shape is None else ir.Shape([None] * len(value.shape))
     _infer_missing_shapes(model)
 
 
