@@ -105,3 +105,39 @@ def fourier_operator():
     layers = [FourierLayer(16, 8) for _ in range(3)]
     module = nn.Sequential(nn.Conv2d(1, 16, 1), *layers, nn.Conv2d(16, 1, 1))
     return module, F.mse_loss, lambda: (torch.randn(8, 1, 32, 32), torch.randn(8, 1, 32, 32))
+
+
+class Coupling(nn.Module):
+    """Half of the dimensions moved and scaled by what a small network makes of the other half (Dinh et al. 2017)."""
+
+    def __init__(self, half: int, width: int):
+        super().__init__()
+        self.network = nn.Sequential(
+            nn.Linear(half, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 2 * half)
+        )
+
+    def forward(self, x):
+        kept, moved = x.chunk(2, dim=1)
+        scale, shift = self.network(kept).chunk(2, dim=1)
+        scale = torch.tanh(scale)
+        return torch.cat([moved * scale.exp() + shift, kept], dim=1), scale.sum(1)
+
+
+class RealNvp(nn.Module):
+    """Negative log-likelihoods of points, by 12 couplings: 72 parameters of up to 1,024 elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.couplings = nn.ModuleList(Coupling(4, 32) for _ in range(12))
+
+    def forward(self, x):
+        volumes = []
+        for coupling in self.couplings:
+            x, volume = coupling(x)
+            volumes.append(volume)
+        return 0.5 * x.square().sum(1) - torch.stack(volumes).sum(0)
+
+
+@family
+def normalizing_flow():
+    return RealNvp(), lambda found, _: found.mean(), lambda: (torch.randn(256, 8), torch.zeros(256))
