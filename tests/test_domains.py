@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from math import log as natural_logarithm
 
 import numpy as np
@@ -95,6 +96,13 @@ DEFINED = {
     "close": lambda x: 2.0 if math.isclose(x.sum().item(), 5.0, rel_tol=0.5) else 3.0,
     "rounded": lambda x: round(x.sum().item(), 1) + round(x.sum().item()),
     "sums": lambda x: math.fsum(x.sum(1).tolist()) + math.dist(x[0].tolist(), x[1].tolist()),
+    "parts and means": lambda x: (
+        math.cbrt(v := x.sum().item())
+        + math.exp2(v / 4)
+        + 2 * math.modf(v)[0]
+        + math.modf(v)[1]
+        + statistics.fmean(x[0].tolist())
+    ),
     "functions": lambda x: (
         math.erfc(v := abs(x.sum().item()) + 2) + math.acosh(v) + math.atanh(1 / v) + math.lgamma(v) + math.fmod(v, 0.5)
     ),

@@ -12,6 +12,7 @@ import functools
 import math
 import operator
 import random
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType, SimpleNamespace
@@ -24,14 +25,15 @@ from orttrainer.export.values.domains import Domains, is_value, value_of
 __all__ = ["scopes", "symbolic"]
 
 _NAMES = (
-    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "copysign", "cos", "cosh", "erf", "erfc", "exp", "expm1",
-    "fmod", "hypot", "lgamma", "log", "log10", "log1p", "log2", "pow", "sin", "sinh", "sqrt", "tan", "tanh",
+    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "copysign", "cos", "cosh", "erf", "erfc", "exp", "exp2",
+    "expm1", "fmod", "hypot", "lgamma", "log", "log10", "log1p", "log2", "pow", "sin", "sinh", "sqrt", "tan", "tanh",
 )  # fmt: skip
 # The functions of `math` by torch's. NumPy's call a number's method of the same name.
 _MATH = {name: getattr(torch, name) for name in _NAMES}
 _MATH |= {"degrees": torch.rad2deg, "fabs": torch.abs, "radians": torch.deg2rad}
+_MATH["cbrt"] = lambda x: torch.copysign(x.abs().pow(1 / 3), x)
 _EVERYWHERE = {  # defined for all finite numbers
-    "asinh", "atan", "atan2", "copysign", "cos", "degrees", "erf", "erfc", "fabs", "hypot", "radians", "sin", "tan", "tanh",
+    "asinh", "atan", "atan2", "cbrt", "copysign", "cos", "degrees", "erf", "erfc", "fabs", "hypot", "radians", "sin", "tan", "tanh",
 }  # fmt: skip
 _NUMBERS = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}  # of the types that symbols stand for
 
@@ -52,7 +54,7 @@ def symbolic(wrapper: torch.nn.Module) -> Iterator[None]:
         name: _of_values(getattr(math, name), by, domains, name not in _EVERYWHERE) for name, by in _MATH.items()
     }
     of_math |= {name: _truth(getattr(math, name), by, domains) for name, by in _TRUTHS.items()}
-    of_math |= {"dist": _dist(math.dist), "fsum": _sum(math.fsum)}
+    of_math |= {"dist": _dist(math.dist), "fsum": _sum(math.fsum), "modf": _modf(math.modf, domains)}
     of_math["pow"] = _pow(of_math["pow"])
     # Also where they have other names, as `from math import log as ln` gives them.
     stand_ins = {getattr(math, name): function for name, function in of_math.items()}
@@ -66,6 +68,8 @@ def symbolic(wrapper: torch.nn.Module) -> Iterator[None]:
             for kind in (torch.SymInt, torch.SymFloat):  # for NumPy, whose functions raise nothing
                 computed = _of_values(getattr(math, name), _MATH[name], domains, checked=False)
                 stack.enter_context(mock.patch.object(kind, name, computed, create=True))
+        for name in ("fmean", "mean"):
+            stack.enter_context(mock.patch.object(statistics, name, _mean(getattr(statistics, name))))
         stack.enter_context(mock.patch.object(random.Random, "seed", _seed(random.Random.seed)))
         for scope in scopes(wrapper):
             imported = {
@@ -139,6 +143,27 @@ def _sum(function: Callable) -> Callable:
     def call(numbers):
         numbers = list(numbers)
         return sum(numbers) if any(map(is_value, numbers)) else function(numbers)
+
+    return call
+
+
+def _mean(function: Callable) -> Callable:
+    def call(data, *weights):
+        data = list(data)
+        return sum(data) / len(data) if data and not weights and any(map(is_value, data)) else function(data, *weights)
+
+    return call
+
+
+def _modf(function: Callable, domains: Domains) -> Callable:
+    def call(number):
+        if not is_value(number):
+            return function(number)
+        whole = torch.trunc(x := value_of(number))
+        parts = torch.where(x.isinf(), 0.0, x - whole), whole
+        return tuple(
+            domains.number(part, lambda known, k=k: function(known)[k], [number]) for k, part in enumerate(parts)
+        )
 
     return call
 
