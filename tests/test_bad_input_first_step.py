@@ -44,6 +44,12 @@ FIRST_STEP = {
         dict(model=Returns(lambda p, x, t: (p.argmax(), p)), loss_fn=None), SchemaError, "must be a 0-d float tensor; it has shape [] and dtype torch.int64",
     ),
     "a loss that is a number": (dict(loss_fn=lambda p, t: 3.0), SchemaError, "output 'loss' is a float, not a tensor"),
+    "a loss among others": (
+        dict(loss_fn=lambda p, t: {"loss": (p - t).square().mean(), "mae": (p - t).abs().mean()}), SchemaError, "output 'loss' is a dict, not a tensor. Let the loss function return the loss alone",
+    ),
+    "a loss behind the prediction": (
+        dict(model=Returns(lambda p, x, t: (p, p.sum())), loss_fn=None), SchemaError, "it has shape [8, 2]...Output 2 of the model is one: let it come first",
+    ),
     "a loss of one argument": (dict(loss_fn=lambda p: p.sum()), InvalidArgumentError, "must take exactly 2 arguments (prediction, label)...takes (p)"),
     "a loss of three arguments": (dict(loss_fn=lambda p, t, w: p), InvalidArgumentError, "must take exactly 2 arguments (prediction, label)...takes (p, t, w)"),
     "no loss anywhere": (

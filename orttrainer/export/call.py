@@ -111,13 +111,21 @@ class LossModule(nn.Module):
             )
         for name, output in zip(names, outputs):
             if not isinstance(output, torch.Tensor):
-                raise SchemaError(f"output {name!r} is a {type(output).__name__}, not a tensor.")
+                several = name == names[0] and self.loss_fn is not None and isinstance(output, (dict, tuple, list))
+                advice = " Let the loss function return the loss alone, and the model what else you want to see."
+                raise SchemaError(
+                    f"output {name!r} is a {type(output).__name__}, not a tensor.{advice if several else ''}"
+                )
         loss = outputs[0]
-        if any(type(size) is not int or size != 1 for size in loss.shape) or not loss.is_floating_point():
+        if not _may_be_loss(loss):
+            given = outputs if self.loss_fn is None else ()
+            later = next((place for place, output in enumerate(given) if _may_be_loss(output)), None)
+            advice = "Reduce it (mean or sum), or pass a loss_fn."
+            if later is not None:
+                advice = f"Output {later + 1} of the model is one: let it come first."
             raise SchemaError(
                 f"the first output, {names[0]!r}, is trained as the loss and must be a 0-d float tensor; "
-                f"it has shape {list(loss.shape)} and dtype {loss.dtype}. Reduce it (mean or sum), or "
-                f"pass a loss_fn."
+                f"it has shape {list(loss.shape)} and dtype {loss.dtype}. {advice}"
             )
         # Of one element in more dimensions autograd has a gradient, too.
         return [loss.reshape(()), *outputs[1 : len(names)]] if loss.dim() else outputs[: len(names)]
@@ -397,6 +405,15 @@ def _flat(outputs):
     if isinstance(outputs, Mapping) or hasattr(outputs, "__dataclass_fields__"):
         return _flat(list(_fields(outputs).values()))
     return [outputs]
+
+
+def _may_be_loss(x) -> bool:
+    """Whether autograd takes it for a loss: one float."""
+    return (
+        isinstance(x, torch.Tensor)
+        and x.is_floating_point()
+        and all(type(size) is int and size == 1 for size in x.shape)
+    )
 
 
 def _attribute(module, name):
