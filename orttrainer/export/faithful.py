@@ -164,9 +164,8 @@ class _Rewrites(TorchFunctionMode):
         in_place = any(result is argument for argument in args)
         if torch.is_grad_enabled() or self.functions.depth or known or in_place or func in _PLUMBING:
             return result
-        if _shows(result, args) or hasattr(
-            result, "data_of"
-        ):  # what is written there is written to a buffer, or to what was computed
+        # What is written there is written to a buffer, or to what forward has computed.
+        if _shows(result, args) or hasattr(result, "data_of"):
             return result
         return stop_gradient.stopped(result)
 
@@ -184,9 +183,8 @@ def _shows(result, args):
     """Whether `result`, or the first of several, is a view of an argument that has no gradient."""
     first = result[0] if isinstance(result, (tuple, list)) and result else result
     memory = memory_of(first) if isinstance(first, torch.Tensor) else None
-    if memory is None:
-        return False
-    return any(isinstance(x, torch.Tensor) and memory_of(x) == memory and not x.requires_grad for x in args)
+    shown = (x for x in args if isinstance(x, torch.Tensor) and memory_of(x) == memory)
+    return memory is not None and any(not x.requires_grad for x in shown)
 
 
 # ---------------------------------------------------------------- faithful forms
