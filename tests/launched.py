@@ -32,20 +32,21 @@ ENVIRONMENT = {
 }  # fmt: skip
 
 
-def mpiexec() -> list[str]:
+def mpiexec(ranks: int = 2) -> list[str]:
+    """The beginning of a command that runs a script on so many ranks, with the mpiexec of this environment."""
     pytest.importorskip("mpi4py")
     beside = pathlib.Path(sys.executable).with_name("mpiexec")
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     if found is None:
         pytest.skip("no mpiexec: pip install mpich")  # `make test` installs it
-    return [found, "-n", "2", sys.executable]
+    return [found, "-n", str(ranks), sys.executable]
 
 
-def torchrun() -> list[str]:
+def torchrun(ranks: int = 2) -> list[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    where = ["--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    where = ["--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1", "--master-port", str(port)]
     return [sys.executable, "-m", "torch.distributed.run", *where]
 
 

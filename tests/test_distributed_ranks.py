@@ -2,25 +2,20 @@
 
 import itertools
 import os
-import shutil
-import socket
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 import torch
-from launched import LAUNCH_VARIABLES
+from launched import ENVIRONMENT, LAUNCH_VARIABLES, mpiexec, torchrun
 from marks import usual
 
-from orttrainer import distributed
 from orttrainer.distributed import (
     find_collective,
 )
 from orttrainer.errors import DistributedError
 
-ROOT = Path(distributed.__file__).parents[2]
 TIMEOUT = 60  # seconds; a run takes 3. A hang is a failure, not a long test.
 
 
@@ -30,7 +25,7 @@ TIMEOUT = 60  # seconds; a run takes 3. A hang is a failure, not a long test.
 def run(command, **environ):
     """Run a command without this process's launch variables, with one thread a process."""
     env = {k: v for k, v in os.environ.items() if k not in LAUNCH_VARIABLES}
-    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environ}
+    env |= {**ENVIRONMENT, **environ}
     return subprocess.run(
         [str(part) for part in command],
         env=env,
@@ -43,26 +38,11 @@ def run(command, **environ):
 
 
 def run_mpiexec(size, script):
-    """Run a script on `size` MPI ranks, with the mpiexec of this environment."""
-    pytest.importorskip("mpi4py")
-    mpiexec = Path(sys.executable).with_name("mpiexec")
-    mpiexec = str(mpiexec) if mpiexec.exists() else shutil.which("mpiexec")
-    if mpiexec is None:
-        pytest.skip("no mpiexec: pip install mpich")  # `make test` installs it
-    open_mpi = {
-        **{"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # more ranks than cores
-    }
-    return run([mpiexec, "-n", size, sys.executable, script], **open_mpi)
+    return run([*mpiexec(size), script])
 
 
 def run_torchrun(size, script):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    where = ["--master-addr", "127.0.0.1", "--master-port", port]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", size, *where]
-    return run([*command, script])
+    return run([*torchrun(size), script])
 
 
 LAUNCHERS = {"mpi": run_mpiexec, "torch": run_torchrun}

@@ -6,6 +6,7 @@ import math
 import random
 import statistics
 from math import log as natural_logarithm
+from statistics import mean as average
 
 import numpy as np
 import pytest
@@ -102,6 +103,8 @@ DEFINED = {
         + 2 * math.modf(v)[0]
         + math.modf(v)[1]
         + statistics.fmean(x[0].tolist())
+        + average(x[1].tolist())
+        + statistics.fmean([1.0, 2.0], weights=[1.0, 3.0])
     ),
     "functions": lambda x: (
         math.erfc(v := abs(x.sum().item()) + 2) + math.acosh(v) + math.atanh(1 / v) + math.lgamma(v) + math.fmod(v, 0.5)

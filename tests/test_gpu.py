@@ -106,6 +106,9 @@ def on_cpu(trainer: ORTTrainer) -> list[str]:
 
 def record_placement(trainer: ORTTrainer) -> None:
     """Let the sessions that the trainer will open remember where their nodes run."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    if not hasattr(onnxruntime.InferenceSession, "get_provider_graph_assignment_info"):
+        pytest.skip(f"ONNX Runtime {onnxruntime.__version__} does not tell where its nodes run")  # an older one
     engine = trainer._engine
     configure = engine.settings.session_options
 
@@ -119,9 +122,6 @@ def record_placement(trainer: ORTTrainer) -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "lamb"])
 @pytest.mark.parametrize("name", models.SETUPS)
 def test_no_node_falls_back_to_the_cpu(name, optimizer):
-    onnxruntime = pytest.importorskip("onnxruntime")
-    if not hasattr(onnxruntime.InferenceSession, "get_provider_graph_assignment_info"):
-        pytest.skip(f"ONNX Runtime {onnxruntime.__version__} does not tell where its nodes run")  # an older one
     setup, _, trainer = make_trainer(name, optimizer)
     record_placement(trainer)
     trainer.train_step(*setup.batch(0), 0.1)
@@ -297,9 +297,6 @@ def test_mixed_precision_trains_like_float32_within_rounding(name, dtype):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", models.SETUPS)
 def test_no_node_of_a_step_in_mixed_precision_falls_back_to_the_cpu(name, dtype):
-    onnxruntime = pytest.importorskip("onnxruntime")
-    if not hasattr(onnxruntime.InferenceSession, "get_provider_graph_assignment_info"):
-        pytest.skip(f"ONNX Runtime {onnxruntime.__version__} does not tell where its nodes run")  # an older one
     setup, trainer = mixed(name, dtype)
     record_placement(trainer)
     trainer.train_step(*setup.batch(0), 0.001)

@@ -121,6 +121,10 @@ FORMS = {  # what is done, and how many graphs the sizes need
     "places modulo the size": (lambda y: (y.take_along_dim(y.argsort(0), 0) * y).cumsum(0).square().mean(), 1),
     "a table that grows": (repeated, 2),
     "each row": (lambda y: sum(row.square().sum() * (i + 1) for i, row in enumerate(y)), 5),
+    "chosen rows, beside a reshape": (
+        lambda y: sum([row.sum() for row in y if row.sum() > 0], y.mean()) * y[:, :4].T.reshape(2, -1).square().mean(),
+        6,  # of the second batch of six, a row's sum has another sign by then
+    ),
     "each row, sliced": (lambda y: sum(y[i : i + 1].square().sum() * (i + 1) for i in range(len(y))), 5),
     "squeezed": (lambda y: y.squeeze().mean(0).square().sum(), 2),
     "squeezed along the batch": (lambda y: y.squeeze(0).mean(0).square().sum(), 2),
@@ -165,6 +169,7 @@ FORMS |= {  # by sizes gradients alone depend on
     "a hook of each row": (hooked, 5),
 }
 LONG = (
+    "chosen rows, beside a reshape",
     "of all elements", "squeezed along the batch", "a window of all but one", "each row, sliced", "each row", "a rounded size",
     "parts", "halves", "a share of the rows", "an einsum of no rows", "moved by one", "a quotient of sizes", "even", "more than",
 )  # fmt: skip

@@ -15,6 +15,7 @@ from onnxscript.function_libs.torch_lib.ops import core
 __all__ = ["TRANSLATIONS"]
 
 aten = torch.ops.aten
+_WITH_NONZERO = {ir.DataType.BOOL, ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.UINT8}
 
 
 def _index(self, indices):
@@ -78,7 +79,7 @@ def _in_one_shape(places):
 
 def _nonzero(self):
     """aten.nonzero, of types that ONNX Runtime has no kernel for, such as float64, too."""
-    return core.aten_nonzero(op.Cast(self, to=ir.DataType.BOOL))
+    return core.aten_nonzero(self if self.dtype in _WITH_NONZERO else op.Cast(self, to=ir.DataType.BOOL))
 
 
 def _in_int64(index):

@@ -12,10 +12,9 @@ import functools
 import math
 import operator
 import random
-import statistics
 import sys
 from collections.abc import Callable, Iterator
-from types import BuiltinFunctionType, SimpleNamespace
+from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from unittest import mock
 
 import torch
@@ -68,12 +67,17 @@ def symbolic(wrapper: torch.nn.Module) -> Iterator[None]:
             for kind in (torch.SymInt, torch.SymFloat):  # for NumPy, whose functions raise nothing
                 computed = _of_values(getattr(math, name), _MATH[name], domains, checked=False)
                 stack.enter_context(mock.patch.object(kind, name, computed, create=True))
-        for name in ("fmean", "mean"):
-            stack.enter_context(mock.patch.object(statistics, name, _mean(getattr(statistics, name))))
+        if (statistics := sys.modules.get("statistics")) is not None:  # else nobody calls it
+            for name in ("fmean", "mean"):
+                theirs = getattr(statistics, name)
+                stand_ins[theirs] = _mean(theirs)
+                stack.enter_context(mock.patch.object(statistics, name, stand_ins[theirs]))
         stack.enter_context(mock.patch.object(random.Random, "seed", _seed(random.Random.seed)))
         for scope in scopes(wrapper):
             imported = {
-                name: stand_ins[x] for name, x in scope.items() if isinstance(x, BuiltinFunctionType) and x in stand_ins
+                name: stand_ins[x]
+                for name, x in scope.items()
+                if isinstance(x, (BuiltinFunctionType, FunctionType)) and x in stand_ins
             }
             own = {name: function for name, function in builtins.items() if name not in scope}
             stack.enter_context(mock.patch.dict(scope, imported | own))
@@ -148,9 +152,10 @@ def _sum(function: Callable) -> Callable:
 
 
 def _mean(function: Callable) -> Callable:
-    def call(data, *weights):
+    def call(data, *weights, **named):
         data = list(data)
-        return sum(data) / len(data) if data and not weights and any(map(is_value, data)) else function(data, *weights)
+        plain = weights or named or not any(map(is_value, data))
+        return function(data, *weights, **named) if plain else sum(data) / len(data)
 
     return call
 

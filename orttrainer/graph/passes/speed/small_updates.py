@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from orttrainer.graph.builder import Builder, static_dims
-from orttrainer.graph.passes.speed.tiles import View, collect, common_dims
+from orttrainer.graph.passes.speed.tiles import View, collect, common_dims, remove_unread
 
 MOST_ELEMENTS = 2**14  # of a parameter: with more, a pass over it takes longer than what runs a node
 LEAST_TOGETHER = 4  # fewer have as many nodes as what joins and parts them
@@ -49,38 +49,38 @@ class JoinSmallUpdatesPass(ir.passes.InPlacePass):
             if (update := _SmallUpdate.of(states)) is not None:
                 alike.setdefault(update.form, []).append(update)
         joined = [updates for updates in alike.values() if len(updates) >= LEAST_TOGETHER]
-        op = Builder(graph, "joined")
+        op, parts = Builder(graph, "joined"), {}
         for updates in joined:
             with op.scope(_name_of_all(updates[0])):
-                self._join(op, updates)
+                parts |= self._join(op, updates)
         if joined:
+            graph.outputs[:] = [parts.get(value, value) for value in graph.outputs]
             common.RemoveUnusedNodesPass()(model)
-            for x in {x for updates in joined for update in updates for x in update.states}:
-                if not x.uses() and not x.is_graph_output():
-                    graph.inputs.remove(x)
+            remove_unread(graph, {inputs[name] for name, _ in self.inputs.values()})
             graph.sort()
         return ir.passes.PassResult(model, bool(joined))
 
-    def _join(self, op: Builder, updates: list[_SmallUpdate]) -> None:
-        """One update instead of several of the same form."""
+    def _join(self, op: Builder, updates: list[_SmallUpdate]) -> dict[ir.Value, ir.Value]:
+        """One update instead of several of the same form; of each new value what is in its place."""
         sizes, first = [math.prod(update.dims) for update in updates], updates[0]
         inside: dict[ir.Value, ir.Value] = {}
-        for k, x in enumerate(first.states):
-            inside[x] = op.Concat(*(self._flat_input(op, list(update.states)[k]) for update in updates), axis=0)
-        for k, x in enumerate(first.given):
-            inside[x] = op.Concat(*(_flat(op, update.given[k]) for update in updates), axis=0)
+        parts: dict[ir.Value, ir.Value] = {}
+        for alike in zip(*(update.states for update in updates)):
+            inside[alike[0]] = op.Concat(*(self._flat_input(op, x) for x in alike), axis=0)
+        for alike in zip(*(update.given for update in updates)):
+            inside[alike[0]] = op.Concat(*(_flat(op, x) for x in alike), axis=0)
         for node in first.nodes:
             for x in node.inputs:
                 if x not in inside:  # a scalar
                     inside[x] = x if len(x.shape) <= 1 else op.Reshape(x, [1])
             inside[node.outputs[0]] = op.node(node.op_type, *(inside[x] for x in node.inputs))
-        for k, new in enumerate(first.states.values()):
-            parts = op.Split(inside[new], sizes, axis=0, outputs=len(updates))
-            for update, part in zip(updates, parts):
-                old, whole = list(update.states.items())[k]
+        for alike in zip(*(update.states.items() for update in updates)):
+            _, new = alike[0]
+            split = op.Split(inside[new], sizes, axis=0, outputs=len(updates))
+            for (old, whole), size, part in zip(alike, sizes, split):
                 part.name = f"{whole.name}/flat"
-                self.outputs[part.name] = old.name, (math.prod(update.dims),)
-                op.graph.outputs[list(op.graph.outputs).index(whole)] = part
+                self.outputs[part.name], parts[whole] = (old.name, (size,)), part
+        return parts
 
     def _flat_input(self, op: Builder, x: ir.Value) -> ir.Value:
         """The memory of a state as a vector."""

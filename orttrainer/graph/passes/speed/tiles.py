@@ -92,9 +92,7 @@ class TileUpdatesPass(ir.passes.InPlacePass):
             graph.outputs.clear()
             graph.outputs.extend(kept)
             common.RemoveUnusedNodesPass()(model)
-            for value in {inputs[name] for name, _ in self.inputs.values()}:
-                if not value.uses() and not value.is_graph_output():
-                    graph.inputs.remove(value)
+            remove_unread(graph, {inputs[name] for name, _ in self.inputs.values()})
             graph.sort()
         return ir.passes.PassResult(model, modified)
 
@@ -300,6 +298,13 @@ def _is_apart(node: ir.Node, others: Iterable[ir.Node]) -> bool:
                     seen.add(reader)
                     stack.append(reader)
     return not any(y.is_graph_output() for y in node.outputs)
+
+
+def remove_unread(graph: ir.Graph, inputs: Iterable[ir.Value]) -> None:
+    """Remove those of the graph's `inputs` that nobody reads any more."""
+    for value in inputs:
+        if not value.uses() and not value.is_graph_output():
+            graph.inputs.remove(value)
 
 
 def common_dims(states: Mapping[ir.Value, ir.Value]) -> tuple[int, ...] | None:
