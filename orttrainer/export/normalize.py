@@ -25,6 +25,7 @@ from orttrainer.export.forms.double_erf import DoubleErfPass
 from orttrainer.export.forms.double_recurrent import DoubleRecurrentPass
 from orttrainer.export.initializers import add_initializer, free_name
 from orttrainer.export.quiet import silence
+from orttrainer.graph.builder import infer_rank
 from orttrainer.graph.passes.bools import BoolOperatorsPass
 from orttrainer.graph.passes.empty_means import EmptyMeansPass
 from orttrainer.graph.passes.empty_tensors import EmptyTensorsPass
@@ -231,6 +232,8 @@ def _infer_missing_shapes(model):
     known = {id(v): (v.shape, v.dtype) for v in _values(model.graph)}
     with stops_as_identities(model):
         common.ShapeInferencePass(check_type=False, strict_mode=False)(model)
+        while any([infer_rank(node) for node in model.graph.all_nodes()]):
+            common.ShapeInferencePass(check_type=False, strict_mode=False)(model)
     for value in _values(model.graph):
         shape, dtype = known[id(value)]
         if shape is not None and all(isinstance(d, int) or d.value for d in shape):

@@ -205,6 +205,7 @@ class Builder:
             node.outputs[0].type, node.outputs[0].shape = like.type, like.shape
         elif schema is not None:
             infer_outputs(node, schema, self.graph.opset_imports)
+            infer_rank(node)
             if node.op_type in ("Reshape", "Expand", "ConstantOfShape") and not node.domain:
                 _name_written_sizes(node)
             for value in node.outputs:
@@ -300,6 +301,18 @@ def _inferred_from(node: ir.Node, opset_imports: dict[str, int]) -> tuple | None
             )
             key += [value.dtype, dims, value.const_value.tobytes() if _may_decide(value) else None]
     return tuple(key)
+
+
+def infer_rank(node: ir.Node) -> bool:
+    """Give the result of a DFT the rank of what it transforms, which ONNX's inference leaves open where its length is computed.
+
+    Returns:
+        Whether it did.
+    """
+    if node.domain or node.op_type != "DFT" or node.outputs[0].shape is not None or node.inputs[0].shape is None:
+        return False
+    node.outputs[0].shape = ir.Shape([None] * len(node.inputs[0].shape))
+    return True
 
 
 def _name_written_sizes(node: ir.Node) -> None:
