@@ -80,7 +80,7 @@ def compile_training_graph(
         layouts: hold some parameters in the state as the step uses them, not as the model declares them:
             `StateEntry.transposed` says which.
         as_declared: parameters that these may not be.
-        disabled_passes: names of classes in `SPEED_PASSES` to leave out.
+        disabled_passes: names of classes in `pipeline.SPEED_PASSES` to leave out.
 
     Raises:
         InvalidArgumentError: `recompute` asks for what the graph does not have, or there is no such pass.

@@ -28,6 +28,7 @@ from orttrainer.export.memory.holdings import (
     has_objects,
     is_container,
 )
+from orttrainer.export.memory.masked import masked_in
 from orttrainer.export.memory.outside import Noticed
 
 __all__ = ["OF_GRADIENTS", "Attributes"]
@@ -68,7 +69,8 @@ class Attributes:
         for root in self._roots[:1]:
             with export.in_train_mode(root):
                 self._flags = self._read_flags()
-        self._ignored, self._known = {*touched}, read is not None
+        masked = (f"{path}.{name}".strip(".") for path, layer in self._layers.items() for name in masked_in(layer))
+        self._ignored, self._known = {*touched, *masked}, read is not None
         self._names: set[str] = set()  # of attributes that are read
         self._names_of_torch: set[str] = set()  # and where torch's own code reads, too
         self._stored: set[tuple[str, str]] = set()

@@ -389,5 +389,6 @@ class InUse(NotCopied):
             if (forward := self._ways.other(batch, self._last_batch, self._state.live, trains, make, told)) is not None:
                 with runtime.garbage_kept():
                     self._recompile(forward)
+        self._state.masked.make_anew()
         if trains:  # an evaluation may be of what trains nothing: adapters that are merged for it
             check_trains(self.training_graph)

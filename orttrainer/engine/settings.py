@@ -50,7 +50,7 @@ class Settings:
         recompute: which forward values the backward makes again instead of keeping them.
         session_options: called as `f(options, part)` on the SessionOptions of each session; `part` is "train",
             "backward", "check", "update" or "evaluate".
-        disabled_passes: names of passes to leave out, of those in `compile.SPEED_PASSES`: to measure what each buys.
+        disabled_passes: names of passes to leave out, of those in `pipeline.SPEED_PASSES`: to measure what each buys.
         native_kernels: compile kernels in C for what works element by element; needs a C compiler and device "cpu".
             None: as the environment variable ORTTRAINER_NATIVE_KERNELS says, "1" or "0", which is the default.
     """

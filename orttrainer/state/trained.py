@@ -15,6 +15,7 @@ from orttrainer import export
 from orttrainer.distributed import Collective, check_ranks_agree
 from orttrainer.errors import StateError
 from orttrainer.export.memory.holdings import same_elements
+from orttrainer.export.memory.masked import Masked
 from orttrainer.seed import seed_of_rank, seed_of_run
 from orttrainer.state.kept import KeptState
 from orttrainer.state.seen import Seen, form
@@ -51,6 +52,7 @@ class TrainedState:
         tensors: name -> tensor, each parameter as the model declares it.
         stored: name in the graph -> tensor, what a `Runner` works on; of a transposed one `tensors` has views, as of the
             real and imaginary parts of a complex one.
+        masked: weights that are made of the state and masks.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class TrainedState:
             for key, parameter in module._parameters.items()
             if parameter is None
         ]
+        self.masked = Masked(self._modules)
         kept = {id(own[name]): name for name in decided}
         self._decided = [
             (layer._buffers, key, kept[id(buffer)], buffer.detach().clone())

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from orttrainer.export.memory.masked import masked_in
 from orttrainer.export.memory.run_code import Read, is_installed
 
 __all__ = ["Counters"]
@@ -50,7 +51,7 @@ class Counters:
         self._met: set[int] = set()
         for path, layer in module.named_modules():
             path = path.removeprefix("module").removeprefix(".")
-            for key in vars(layer).keys() - set(_OF_TORCH):
+            for key in vars(layer).keys() - {*_OF_TORCH, *masked_in(layer)}:
                 self._gather(f"{path}.{key}".removeprefix("."), vars(layer), key, _DEPTH)
         for scope, name in read.variables if read else ():
             self._gather(f"{scope.get('__name__', '')}.{name}", scope, name, _DEPTH)
