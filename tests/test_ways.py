@@ -56,6 +56,11 @@ def by_a_buffer(m, x, h):
     return m.one(h) + m.other(h) if x.mean() > m.limit else m.one(h) * m.other(h)
 
 
+def by_a_transposed_product(m, x, h):
+    """ONNX Runtime's optimizations multiply with x itself, which often tells otherwise."""
+    return m.one(h) + m.other(h) if (x[:4].T @ x[4])[0] > 4 else m.one(h) * m.other(h)
+
+
 @torch.jit.script
 def signed(x: torch.Tensor, h: torch.Tensor):
     if torch.all(x.mean() > 0):
@@ -79,6 +84,7 @@ def scripted(m, x, h):
         slow(halved, "AdamOptimizer", 2),
         (by_a_weight, "SGDOptimizer", 2),
         (by_a_buffer, "AdamOptimizer", 2),
+        (by_a_transposed_product, "SGDOptimizer", 2),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

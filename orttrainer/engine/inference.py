@@ -14,9 +14,10 @@ from orttrainer import runtime
 from orttrainer.differentiate.double import DoubleKernelsPass
 from orttrainer.errors import ExecutionError, ExportMismatchError, StateError
 from orttrainer.graph.light import without_weights
+from orttrainer.graph.passes.axes import AllAxesPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.inference import ExactDoublePass, InferenceBatchNormalizationPass
-from orttrainer.graph.passes.matmul import MultiplesPass
+from orttrainer.graph.passes.matmul import MultiplesPass, VectorMatMulPass
 from orttrainer.graph.passes.order import TopologicalOrderPass
 from orttrainer.graph.passes.padded_pools import PaddedPoolsPass
 from orttrainer.graph.passes.random import MutePass
@@ -40,6 +41,7 @@ def inference_model(forward: ir.Model, outputs: Sequence[str]) -> ir.Model:
     graph.outputs[:] = [by_name[name] for name in outputs]
     for rewrite in (
         RemoveGradientMarksPass(),
+        VectorMatMulPass(),
         WidePass(),
         DoubleKernelsPass(),
         ExactDoublePass(),
@@ -49,6 +51,7 @@ def inference_model(forward: ir.Model, outputs: Sequence[str]) -> ir.Model:
         common.RemoveUnusedNodesPass(),
         eliminate_identities,
         common.OutputFixPass(),
+        AllAxesPass(),
         PaddedPoolsPass(),
         common.LiftConstantsToInitializersPass(lift_all_constants=False),
         TopologicalOrderPass(),

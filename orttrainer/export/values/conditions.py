@@ -88,6 +88,9 @@ class Asked:
         self._inputs, self._made = [value.name for value in model.graph.inputs], tuple(made)
         options = runtime.session_options()
         options.intra_op_num_threads = torch.get_num_threads()
+        # As they are: some optimizations are wrong without the passes of a training graph (VectorMatMulPass, AllAxesPass), which
+        # need ranks. It takes as long.
+        options.graph_optimization_level = runtime.load().GraphOptimizationLevel.ORT_DISABLE_ALL
         proto = ir.to_proto(model).SerializeToString()
         self._session = runtime.load().InferenceSession(proto, options, providers=["CPUExecutionProvider"])
 
