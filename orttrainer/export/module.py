@@ -215,6 +215,10 @@ class _Job:
         """Whether an exporter that failed has another way: told what only a batch tells, or of this batch's sizes."""
         if exporter == "torchscript":
             return isinstance(error, _OtherSizes) and self.example is not self.inputs
+        if exporter == "dynamo_of_one_size" and isinstance(error, _OtherSizes):  # whose error forward would have caught
+            errors = self.wrapper.followed.errors
+            again, errors.static = not errors.static, True
+            return again
         return not decides_by_size(error) and self.wrapper.followed.more_hints(lacks_numbers(error))
 
     def dynamo(self, forget_cached=False):
