@@ -32,8 +32,9 @@ class Sum(nn.Module):
 def _check(monkeypatch, module, error: float) -> None:
     monkeypatch.setattr(verify, "gradient_errors", lambda *arguments: {"weight": error})
     batch = [torch.ones(4)]
+    forward = export_module(module, None, DESCRIPTION, batch)
     expected = observe_gradients(module, None, DESCRIPTION, batch)
-    verify.check_gradients(None, module, None, DESCRIPTION, batch, expected)
+    verify.check_gradients(forward, module, None, DESCRIPTION, batch, expected)
 
 
 def times_a_constant(x):
@@ -72,6 +73,14 @@ def test_a_gradient_that_is_0_but_for_rounding_is_not_refused_for_what_it_is():
         x, label
     )
     torch.testing.assert_close(loss, nn.functional.cross_entropy(reference(x), label).detach())
+
+
+def test_gradients_that_are_0_but_for_rounding_tell_nothing(monkeypatch):
+    """PyTorch's may be 0 to the bit, of which any error is too large a part: here one in the last place of what is taken from itself."""
+    vanishing = Sum(lambda x: x - x + 1, [0.5, 0.9, 1.5, 2.0])
+    _check(monkeypatch, vanishing, 1e-7 / 1e-18)
+    with pytest.raises(ExportMismatchError, match="gradient of parameter 'weight' differs from PyTorch's"):
+        _check(monkeypatch, vanishing, 1e-3 / 1e-18)
 
 
 def test_errors_are_numbers_where_pytorch_has_no_gradient_at_all():
