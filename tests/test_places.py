@@ -151,3 +151,19 @@ def batch(step: int):
 )  # fmt: skip
 def test_what_is_read_and_written_at_a_place_trains_as_in_pytorch(name):
     assert_trains_as_in_pytorch(lambda: Places(FUNCTIONS[name]), batch, evaluates=True)
+
+
+class Beside(nn.Linear):
+    """What a slice at t adds; at no place, behind the end or before the beginning, it is empty."""
+
+    def forward(self, x, t):
+        y, k = super().forward(x), t.max().item()
+        return torch.cat([y, y[k : k + 1]]).amax(0) + y + y[k : k + 1].sum(0)
+
+
+@pytest.mark.parametrize("first", [2, 7])
+def test_a_slice_of_one_is_empty_where_there_is_no_such_place(first):
+    places = first, -1, 9 - first
+    assert_trains_as_in_pytorch(
+        lambda: Beside(5, 5), lambda step: [batch(step)[0], torch.full((3,), places[step % 3])], evaluates=True
+    )

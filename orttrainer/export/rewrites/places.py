@@ -138,11 +138,10 @@ def _select(select):
 
 def _slice(input, dim=0, start=None, end=None, step=1):
     """`x[:t]`, which torch makes this of; noted for `x[:t] += v`, too."""
+    shown = torch.ops.aten.slice(input, dim, start, end, step)
     index = slice(start, end)
     if torch.compiler.is_exporting() and step == 1 and _is_one(index):
-        shown = input.narrow(dim, start, 1)
-    else:
-        shown = torch.ops.aten.slice(input, dim, start, end, step)
+        torch._check(shown.shape[dim] == 1)
     if torch.compiler.is_exporting() and step == 1 and (_is_told_range(index) or hasattr(input, "_shown_at")):
         shown._shown_at = input, dim, index
     return shown
