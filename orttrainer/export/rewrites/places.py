@@ -1,4 +1,4 @@
-"""Reads and writes at a place that a tensor of one number tells: `x[t] = v`, `x[t] += v`, `x[mask, t]`, `x[:t] = v`, `x[t : t + 1]`.
+"""Reads and writes at a place that a tensor of one number tells: `x[t] = v`, `x[t] += v`, `x[mask, t]`, `x[:t] = v`.
 
 torch makes a Python number of it, which an export has not; here it stays a tensor.
 """
@@ -140,22 +140,9 @@ def _slice(input, dim=0, start=None, end=None, step=1):
     """`x[:t]`, which torch makes this of; noted for `x[:t] += v`, too."""
     shown = torch.ops.aten.slice(input, dim, start, end, step)
     index = slice(start, end)
-    if torch.compiler.is_exporting() and step == 1 and _is_one(index):
-        torch._check(shown.shape[dim] == 1)
     if torch.compiler.is_exporting() and step == 1 and (_is_told_range(index) or hasattr(input, "_shown_at")):
         shown._shown_at = input, dim, index
     return shown
-
-
-def _is_one(index: slice) -> bool:
-    """Whether it is `t : t + 1`: beside others torch would take its size, which it does not know, for theirs, and not for 1.
-
-    Where there is no place t it shows nothing, in torch and, whatever is known, in ONNX.
-    """
-    if not _is_told_range(index) or not isinstance(index.start, torch.SymInt):
-        return False
-    length = index.stop - index.start if isinstance(index.stop, (int, torch.SymInt)) else None
-    return length == 1 if isinstance(length, int) else length is not None and length.node.expr == 1
 
 
 def _is_told(index) -> bool:
