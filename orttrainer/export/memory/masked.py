@@ -23,9 +23,9 @@ class Masked:
 
     def make_anew(self) -> None:
         """As forward would, which a step does not run."""
-        with torch.no_grad():
-            for layer, hook in self._found:
-                hook(layer, ())
+        for layer, hook in self._found:  # not under `no_grad`: a handler of a signal that raises as it begins would leave it so
+            hook(layer, ())
+            setattr(layer, hook._tensor_name, getattr(layer, hook._tensor_name).detach())
 
 
 def masked_in(layer: torch.nn.Module) -> dict[str, BasePruningMethod]:
