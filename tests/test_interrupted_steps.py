@@ -16,6 +16,7 @@ import torch
 from marks import in_turn
 from small import LR, make
 from torch import nn
+from torch.nn.utils import prune
 
 import orttrainer
 from orttrainer import signals
@@ -303,3 +304,18 @@ def is_equal(state, other) -> bool:
     return (
         bool(torch.equal(torch.as_tensor(state), torch.as_tensor(other))) if hasattr(other, "shape") else state == other
     )
+
+
+def test_a_step_changes_no_setting_of_the_process(monkeypatch):
+    """A handler that raises as `no_grad` begins leaves gradients off for good: `with` does not know yet that it has begun."""
+
+    def begin(context):
+        raise AssertionError("no_grad in a step")
+
+    module = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    prune.l1_unstructured(module[0], "weight", 0.5)
+    trainer = make(module)
+    trainer.train_step(*small.batch(0), LR)
+    monkeypatch.setattr(torch.no_grad, "__enter__", begin)
+    trainer.train_step(*small.batch(1), LR)
+    trainer.eval_step(*small.batch(2))

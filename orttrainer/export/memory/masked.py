@@ -23,7 +23,8 @@ class Masked:
 
     def make_anew(self) -> None:
         """As forward would, which a step does not run."""
-        for layer, hook in self._found:  # not under `no_grad`: a handler of a signal that raises as it begins would leave it so
+        # Not under `no_grad`: a handler of a signal that raises as that begins would leave it so.
+        for layer, hook in self._found:
             hook(layer, ())
             setattr(layer, hook._tensor_name, getattr(layer, hook._tensor_name).detach())
 
