@@ -83,6 +83,12 @@ def test_gradients_that_are_0_but_for_rounding_tell_nothing(monkeypatch):
         _check(monkeypatch, vanishing, 1e-3 / 1e-18)
 
 
+def test_gradients_that_are_small_beside_the_loss_are_no_rounding(monkeypatch):
+    """As where a constant is added to it: float64 has them."""
+    with pytest.raises(ExportMismatchError, match="gradient of parameter 'weight' differs from PyTorch's"):
+        _check(monkeypatch, Sum(lambda x: torch.tanh(x) + 1e8, [0.5, 0.9, 1.5, 2.0]), 1e-2)
+
+
 def test_errors_are_numbers_where_pytorch_has_no_gradient_at_all():
     """As of a student that equals its teacher: what the graph has then is of rounding."""
     forward = export_module(Sum(torch.square, [1.0] * 4), None, DESCRIPTION, [torch.full([4], 1 + 1e-6)])

@@ -27,6 +27,7 @@ _HOME = {
     "names_in": "memory.run_code",
     "observe_gradients": "checks.observed_gradients",
     "refuse_synchronized": "call",
+    "runner_of": "checks.check",
     "with_more_rows": "module",
 }
 
@@ -52,6 +53,7 @@ __all__ = [
     "names_in",
     "observe_gradients",
     "refuse_synchronized",
+    "runner_of",
     "with_more_rows",
 ]
 
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
         named_state,
         refuse_synchronized,
     )
+    from orttrainer.export.checks.check import runner_of
     from orttrainer.export.checks.observed_gradients import observe_gradients
     from orttrainer.export.checks.widened import WidenedOperands
     from orttrainer.export.forward_graph import ForwardGraph

@@ -44,7 +44,7 @@ from orttrainer.graph.passes.speed.einsum import EinsumProductPass
 from orttrainer.graph.passes.speed.fourier import FourierProductPass
 from orttrainer.graph.passes.wide import WidePass
 
-__all__ = ["check_dropouts", "check_values", "compare_evaluation", "warn_of_evaluation"]
+__all__ = ["check_dropouts", "check_values", "compare_evaluation", "runner_of", "warn_of_evaluation"]
 
 log = logging.getLogger("orttrainer")
 
@@ -108,7 +108,7 @@ def check_values(forward, wrapper, inputs, observed: Observation, public, symbol
         )
         return forward.granted
     try:
-        run = _runner(forward)
+        run = runner_of(forward)
     except RuntimeNotFoundError:
         raise
     except Exception as error:
@@ -186,7 +186,7 @@ def _check_sizes(forward, wrapper, inputs, symbols, names, run, rounding, other_
 
 def _told_of_training(forward, wrapper, inputs, symbols) -> tuple[Granted, ...]:
     """What is granted, told whether it is by a module that does not train on such batches, and evaluates them as the graph does."""
-    run = functools.cache(lambda: _runner(forward, InferenceBatchNormalizationPass()))
+    run = functools.cache(lambda: runner_of(forward, InferenceBatchNormalizationPass()))
 
     def compare(other, where):
         with contextlib.suppress(Exception):  # whatever the module raises that does not train on it
@@ -406,7 +406,7 @@ class _GraphEvaluation(MutedDropout):
 # ---------------------------------------------------------------- running the graph
 
 
-def _runner(forward, *more):
+def runner_of(forward, *more):
     """A function that runs the graph on the CPU, its dropouts taken out; after these passes more."""
     state = [*forward.parameters, *forward.buffers]
     initializers = forward.model.graph.initializers

@@ -25,8 +25,7 @@ class Masked:
         """As forward would, which a step does not run."""
         # Not under `no_grad`: a handler of a signal that raises as that begins would leave it so.
         for layer, hook in self._found:
-            hook(layer, ())
-            setattr(layer, hook._tensor_name, getattr(layer, hook._tensor_name).detach())
+            setattr(layer, hook._tensor_name, hook.apply_mask(layer).detach())
 
 
 def masked_in(layer: torch.nn.Module) -> dict[str, BasePruningMethod]:
