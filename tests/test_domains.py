@@ -142,6 +142,7 @@ MATRICES = {
     "Cholesky, as torch reports it": safe_factor,
     "inverse": tried(lambda x: torch.linalg.inv(matrix(x.clamp(min=0))).sum()),
     "solution": tried(lambda x: torch.linalg.solve(matrix(x.clamp(min=0)), torch.ones(2)).sum()),
+    "LU": tried(lambda x: torch.linalg.lu_factor(matrix(x.clamp(min=0)))[0].sum()),
     "inverse, as torch reports it": lambda x: (
         (torch.linalg.inv_ex(matrix(x.clamp(min=0)))[1] > 0).float() + torch.linalg.cholesky_ex(matrix(x))[1] + 1
     ),

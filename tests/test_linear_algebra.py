@@ -9,7 +9,7 @@ from torch import distributions, linalg, nn
 from torch.nn.utils import parametrizations
 
 from orttrainer import IODescription, ModelDescription, ORTTrainer
-from orttrainer.export.rewrites import factorizations, spectra
+from orttrainer.export.rewrites import elimination, factorizations, spectra, triangles
 
 
 def positive(w):
@@ -67,10 +67,26 @@ FORMS = {
     "cholesky-ex": lambda w, x: linalg.cholesky_ex(positive(w), upper=True).L.sin().sum(),
     "cholesky-solve": lambda w, x: torch.cholesky_solve(x.T, linalg.cholesky(positive(w))).sin().sum(),
     "cholesky-inverse": lambda w, x: torch.cholesky_inverse(torch.cholesky(positive(w))).sin().sum(),
+    "cholesky-solve-free": lambda w, x: torch.cholesky_solve(x.T, w).sin().sum() + w.tril(-1).sum(),
+    "cholesky-solve-upper": lambda w, x: torch.cholesky_solve(x.T, torch.stack([w, w.T + 1]), upper=True).sin().sum(),
+    "cholesky-inverse-free": lambda w, x: sum(torch.cholesky_inverse(w, upper).sin().sum() for upper in (False, True)),
     "cholesky-large": lambda w, x: linalg.cholesky(positive(w.repeat(16, 16) / 8)).sin().mean(),
     "slogdet-large": lambda w, x: sum(p.sin().sum() for p in linalg.slogdet(w.repeat(13, 13) + 9 * torch.eye(52))),
     "lu-large": lambda w, x: sum(p.sin().mean() for p in linalg.lu(w.repeat(13, 13).triu(-3) - 2 * torch.eye(52))),
     "lu": lambda w, x: sum(p.sin().sum() for p in linalg.lu(w)),
+    "lu-wide": lambda w, x: sum(p.sin().sum() for p in linalg.lu(torch.cat([w, w.sin()], 1)[:3])),
+    "lu-tall": lambda w, x: sum(p.sin().sum() for p in linalg.lu(torch.stack([w, w.flip(0), w.cos()])[..., :2])),
+    "lu-of-rows": lambda w, x: sum(p.sin().sum() for p in linalg.lu(torch.cat([x @ w, x.exp()]))),
+    "lu-factor": lambda w, x: (linalg.lu_factor(w).LU.sin() * (linalg.lu_factor(w).pivots + w.sum())).sum(),
+    "lu-factor-ex": lambda w, x: sum(p.sin().sum() for p in linalg.lu_factor_ex(w.repeat(2, 1)[:7])),
+    "lu-solve": lambda w, x: linalg.lu_solve(*linalg.lu_factor(w.flip(0)), x.T).sin().sum(),
+    "lu-solve-right": lambda w, x: linalg.lu_solve(*linalg.lu_factor(w.flip(0)), x, left=False, adjoint=True).sum(),
+    "lu-solve-old": lambda w, x: torch.lu_solve(x.T, *linalg.lu_factor(torch.stack([w, w.roll(1, 0)]))).sin().sum(),
+    "lu-unpack": lambda w, x: sum(p.sin().sum() for p in torch.lu_unpack(*linalg.lu_factor(w.flip(0)[:, :3]))),
+    "lu-parts": lambda w, x: torch.lu_unpack(*linalg.lu_factor(w), unpack_pivots=False).U.sin().sum(),
+    "lu-twice": lambda w, x: gradient_norm(linalg.lu(w).U.sin().sum(), w),
+    "ormqr": lambda w, x: torch.ormqr(w[:, :2].sin(), w[0, :2].sigmoid(), x.T).sin().sum(),
+    "ormqr-right": lambda w, x: torch.ormqr(w.sin(), w[0].sigmoid(), x, left=False, transpose=True).sin().sum(),
     "qr": lambda w, x: sum(p.sin().sum() for p in linalg.qr(w)),
     "qr-several": lambda w, x: sum(p.sin().sum() for p in linalg.qr(torch.stack([w, w.cos(), w.exp()]))),
     "qr-large": lambda w, x: sum(p.sin().mean() for p in linalg.qr(w.repeat(25, 13)[:, :50] + 9 * torch.eye(100, 50))),
@@ -277,7 +293,7 @@ MATRICES = {
 def test_factorizations_by_halves_are_lapack_s():
     torch.manual_seed(0)
     A = torch.randn(2, 101, 101, dtype=torch.float64)
-    P, factors, U, free = factorizations._eliminated(A)
+    P, factors, U, free = elimination._eliminated(A)
     for found, expected in zip((P, P.mT @ factors, U), linalg.lu(A)):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     assert not free.any()
@@ -289,7 +305,7 @@ def test_factorizations_by_halves_are_lapack_s():
     torch.testing.assert_close(factorizations._lower_factor(positive(A)), L, rtol=1e-11, atol=1e-11)
     for upper in (False, True):
         T = L.mT if upper else L
-        found = factorizations._inverse_of_triangle(T + (A.tril(-1) if upper else A.triu(1)), upper)
+        found = triangles.inverse_of_triangle(T + (A.tril(-1) if upper else A.triu(1)), upper)
         torch.testing.assert_close(found @ T, torch.eye(101).to(T).expand_as(T), rtol=0, atol=1e-10)
 
 

@@ -29,6 +29,12 @@ FUNCTIONS = {  # of [batch, 64]
     "of any length": lambda x: spectrogram(8)(x.t().contiguous()).abs().mean(2),
     "rows": lambda x: torch.view_as_real(torch.fft.rfft(x)),
     "columns, cut off": lambda x: torch.view_as_real(torch.fft.rfft(x.reshape(-1, 8, 8), n=6, dim=1, norm="ortho")),
+    "cut off and with zeros behind": lambda x: torch.fft.fft2(x.reshape(-1, 8, 8), s=(6, 11), norm="ortho").abs(),
+    "of the last axes": lambda x: torch.view_as_real(torch.fft.ifftn(x.reshape(-1, 8, 8), s=(9,))),
+    "half, of two axes": lambda x: torch.fft.rfft2(x.reshape(-1, 8, 8), s=(-1, 9), dim=(2, 1)).abs(),
+    "half of the inverse": lambda x: torch.fft.ihfft2(x.reshape(-1, 8, 8), s=(7, 10)).abs(),
+    "half of the inverse, of one axis": lambda x: torch.fft.ihfftn(x.reshape(-1, 8, 8), dim=1).abs(),
+    "frequencies": lambda x: x * torch.fft.fftfreq(64, 0.5) + x[:, :33].mean() * torch.fft.rfftfreq(len(x)).sum(),
     "with zeros behind": lambda x: torch.view_as_real(torch.fft.rfft(x, n=1100)),
 }  # fmt: skip
 
@@ -47,7 +53,10 @@ def signals(step: int):
 
 
 @pytest.mark.parametrize(
-    "name", usual(FUNCTIONS, "spectrogram", "a short window, normalized", "of any length", "with zeros behind")
+    "name",
+    usual(
+        FUNCTIONS, "spectrogram", "a short window, normalized", "of any length", "half of the inverse", "frequencies"
+    ),
 )
 def test_spectra_train_as_in_pytorch(name):
     assert_trains_as_in_pytorch(lambda: Transformed(FUNCTIONS[name]), signals, evaluates=True)

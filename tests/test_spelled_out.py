@@ -175,6 +175,7 @@ FUNCTIONS = {
         f"a quantile of the numbers, {form}": (lambda x, form=form: x.nanquantile(0.4, interpolation=form, keepdim=True), [[math.nan, 3.0], [1.0, 7.0]])
         for form in ("linear", "lower", "higher", "nearest", "midpoint")
     },
+    "a quantile of one number": (lambda x: x.nanquantile(torch.tensor([0.3, 0.9]).to(x), 0, True), 2.5),
     "a mode": (lambda x: torch.mode(x, 1, keepdim=True).values, [[2.0, 3.0, 2.0, 1.0, 3.0], [5.0, -4.0, 1.0, 0.0, 7.0]]),
     "modes along the first axis": (lambda x: x.mode(0).values, TIES),
     "frexp": (lambda x: torch.frexp(x)[0], [1.0, 0.99999994, 8.0, -3.5, 1e-20, -6e30, 0.0]),
@@ -240,6 +241,8 @@ FUNCTIONS = {
     "hstack": (lambda x, y: torch.hstack([x, y]), [1.0, 2.0], [3.0]),
     "vstack": (lambda x, y: torch.vstack([x, y]), [1.0, 2.0], [3.0, 4.0]),
     "dstack": (lambda x, y: torch.dstack([x, y]), TIES, OTHER),
+    "atleast_2d, several": (lambda *x: torch.cat(torch.atleast_2d(*x), 1), [1.0, 2.0], [[3.0]]),
+    "atleast_3d, a list": (lambda *x: torch.cat(torch.atleast_3d(list(x)), 1), [1.0, 2.0], [[3.0]]),
     "column_stack": (lambda x, y: torch.column_stack([x, y]), [1.0, 2.0], [[3.0], [4.0]]),
     "lgamma": (torch.lgamma, [-7.3, -2.5, -0.001, 1e-5, 0.3, 1.0, 2.0, 7.9, 8.0, 30.0, 1e6]),
     "digamma": (torch.special.digamma, [-7.3, -2.5, -0.25, 0.3, 1.0, 1.4616321, 7.9, 8.0, 30.0, 1e6]),
@@ -310,7 +313,7 @@ DYNAMO_ALONE = {
     "places in a padded plane", "pdist", "einsum of broadcast axes",
     "einsum of a list", "index_reduce to a amax", "index_reduce to a prod", "combinations",
     "combinations with replacement", "cdist of nothing", "pdist by the largest difference", "vecdot of nothing",
-    "squeeze of a scalar", "squeeze of several axes", "hypot in place, of a part", "lgamma in place, of a part",  # it drops what is written to parts
+    "medians of infinities", "squeeze of a scalar", "squeeze of several axes", "hypot in place, of a part", "lgamma in place, of a part",  # it drops what is written to parts
 }  # fmt: skip
 
 

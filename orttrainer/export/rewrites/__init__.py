@@ -14,6 +14,7 @@ from orttrainer.export.rewrites import (
     derivatives,
     dynamic_convolutions,
     einsum,
+    elimination,
     embedding,
     extrema,
     factorizations,
@@ -37,6 +38,7 @@ from orttrainer.export.rewrites import (
     spectra,
     spelled_out,
     strided,
+    triangles,
     value_arguments,
 )
 
@@ -50,6 +52,7 @@ _FAMILIES = (
     derivatives,
     dynamic_convolutions,
     einsum,
+    elimination,
     embedding,
     extrema,
     factorizations,
@@ -73,6 +76,7 @@ _FAMILIES = (
     spectra,
     spelled_out,
     strided,
+    triangles,
     value_arguments,
 )
 REWRITES = {function: rewrite for family in _FAMILIES for function, rewrite in family.REWRITES.items()}

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from orttrainer.errors import UnsupportedFeatureError
 from orttrainer.export.rewrites import linear_algebra
 from orttrainer.export.rewrites.complex_parts import by_parts, is_complex, parts
+from orttrainer.export.rewrites.real_transforms import resized, several, sizes_of
 from orttrainer.export.rewrites.spelled_out import atan2
 
 __all__ = ["FUNCTIONS", "METHODS", "rewrites_of_others"]
@@ -281,16 +282,7 @@ def _einsum_of_parts(einsum: Callable, equation, *operands):
 # ---------------------------------------------------------------- Fourier transforms
 
 
-def _resized(input, sizes: Mapping[int, int]):
-    """`input` with these sizes: cut off, or with zeros behind, which exporters add to real tensors only."""
-    for dim, size in sizes.items():
-        missing = size - input.shape[dim]
-        if isinstance(missing, int) and missing <= 0:
-            input = by_parts(torch.narrow)(input, dim, 0, size)
-        else:
-            zeros = [0, 0] * (input.dim() - 1 - dim % input.dim()) + [0, missing]
-            input = by_parts(torch._C._nn.pad)(input, zeros)
-    return input
+_resized = by_parts(resized)
 
 
 def _transform(transform: Callable, real: bool) -> Callable:
@@ -308,13 +300,14 @@ def _transforms(transform: Callable, real: bool, dims: tuple[int, ...] | None) -
     """A transform along several axes, of which the last one is halved where its result is `real`."""
 
     def applied(input, s=None, dim=dims, norm=None):
+        s, dim = several(s), several(dim)
         if s is None:
             return transform(input, s, dim, norm)
-        dim = tuple(range(-len(s), 0)) if dim is None else tuple(dim)
-        sizes = dict(zip(dim, s, strict=True))
-        if real:
+        dim = tuple(range(-len(s), 0)) if dim is None else dim
+        sizes = sizes_of(s, dim)
+        if real and dim[-1] in sizes:
             sizes[dim[-1]] = s[-1] // 2 + 1
-        input = _resized(input, {axis: size for axis, size in sizes.items() if size != -1})
+        input = _resized(input, sizes)
         return transform(input, s if real else None, dim, norm)
 
     return applied

@@ -5,11 +5,13 @@ Whether they do is a decision of forward's, which may catch the error.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from orttrainer.export.rewrites.complex_parts import parts
 from orttrainer.export.values.conditions import Condition, Followed
 from orttrainer.export.values.told import place
 
@@ -23,12 +25,24 @@ def _not_positive(A, factor):
 
 def _singular(A, result):
     """Whether a matrix has no inverse; of one that is not finite torch raises nothing."""
-    return ~result.isfinite().all() & A.isfinite().all()
+    return ~_finite(result) & _finite(A)
+
+
+def _finite(x):
+    return functools.reduce(
+        torch.logical_and, (part.isfinite().all() for part in (parts(x) if x.is_complex() else [x]))
+    )
+
+
+def _no_divisor(A, factors):
+    """Whether a pivot of LU is 0."""
+    return (factors[0].diagonal(dim1=-2, dim2=-1) == 0).any()
 
 
 _FAILED = {
     **dict.fromkeys([torch.linalg.cholesky, torch.cholesky, torch.Tensor.cholesky], _not_positive),
     **dict.fromkeys([torch.linalg.inv, torch.inverse, torch.Tensor.inverse, torch.linalg.solve], _singular),
+    torch.linalg.lu_factor: _no_divisor,
 }
 
 
@@ -43,7 +57,11 @@ def observed(func: Callable, args: Sequence, kwargs: Mapping[str, Any], decision
         return func(*args, **kwargs)
     try:
         result = func(*args, **kwargs)
-    except torch.linalg.LinAlgError:
+    except RuntimeError as error:
+        if not isinstance(error, torch.linalg.LinAlgError) and "is zero" not in str(
+            error
+        ):  # lu_factor has no class for it
+            raise
         decisions.append(Condition(*place(), True, raises=True))
         raise
     decisions.append(Condition(*place(), False, raises=True))

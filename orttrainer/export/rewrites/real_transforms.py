@@ -1,16 +1,19 @@
 """Fourier transforms of real signals.
 
-Their first and middle frequencies are real: exactly, for their phase is 0 or pi.
+Their first and middle frequencies are real: exactly, for their phase is 0 or pi. Zeros go behind the signal, where torch has
+them behind the complex one that it makes of it, which no exporter does.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 
 from orttrainer.graph.passes.speed.fourier import is_product
 
-__all__ = ["REWRITES"]
+__all__ = ["REWRITES", "resized", "several", "sizes_of"]
 
 
 def _rfft(input, n=None, dim=-1, norm=None):
@@ -53,4 +56,73 @@ def _stft(
     return spectrum if return_complex else torch.view_as_real(spectrum)
 
 
-REWRITES = {torch.fft.rfft: _rfft, torch.stft: _stft}
+def resized(input, sizes: Mapping[int, int]):
+    """`input` with these sizes, cut off or with zeros behind."""
+    for dim, size in sizes.items():
+        missing = size - input.shape[dim]
+        if isinstance(missing, int) and missing <= 0:
+            input = input.narrow(dim, 0, size)
+        else:
+            input = torch._C._nn.pad(input, [0, 0] * (input.dim() - 1 - dim % input.dim()) + [0, missing])
+    return input
+
+
+def several(value: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    """Axes or sizes, of which torch takes a single one, too."""
+    return (value,) if isinstance(value, (int, torch.SymInt)) else value if value is None else tuple(value)
+
+
+def sizes_of(s: Sequence[int], dim: Sequence[int]) -> dict[int, int]:
+    """The axes that a transform along several gives a size; -1 is no size."""
+    return {axis: size for axis, size in zip(dim, s, strict=True) if size != -1}
+
+
+def _of_sizes(transform: Callable, default: tuple[int, ...] | None) -> Callable:
+    """A transform along several axes, by default along these."""
+
+    def applied(input, s=None, dim=default, norm=None, *, out=None):
+        s, dim = several(s), several(dim)
+        if s is None or input.is_complex():
+            return transform(input, s, dim, norm)
+        dim = tuple(range(-len(s), 0)) if dim is None else dim
+        return transform(resized(input, sizes_of(s, dim)), None, dim, norm)
+
+    return applied
+
+
+def _half_of_inverse(default: tuple[int, ...] | None) -> Callable:
+    """torch.fft.ihfft2, ihfftn: of the last axis half, and of the others all."""
+
+    def transform(input, s, dim, norm):
+        *others, last = range(input.dim()) if dim is None else dim
+        half = torch.fft.ihfft(input, None, last, norm)
+        return torch.fft.ifftn(half, None, others, norm) if others else half
+
+    return _of_sizes(transform, default)
+
+
+def _fftfreq(n, d=1.0, *, dtype=None, **options):
+    places = torch.arange(n, dtype=dtype or torch.get_default_dtype(), **_where(options))
+    return torch.where(places < (n + 1) // 2, places, places - n) * (1.0 / (n * d))
+
+
+def _rfftfreq(n, d=1.0, *, dtype=None, **options):
+    return torch.arange(n // 2 + 1, dtype=dtype or torch.get_default_dtype(), **_where(options)) * (1.0 / (n * d))
+
+
+def _where(options: Mapping) -> dict:
+    """What a new tensor is told, without `out`."""
+    return {name: value for name, value in options.items() if name != "out"}
+
+
+_TWO = (-2, -1)
+REWRITES = {
+    torch.fft.fftfreq: _fftfreq,
+    torch.fft.rfftfreq: _rfftfreq,
+    torch.fft.rfft: _rfft,
+    torch.stft: _stft,
+    **{transform: _of_sizes(transform, _TWO) for transform in (torch.fft.fft2, torch.fft.ifft2, torch.fft.rfft2)},
+    **{transform: _of_sizes(transform, None) for transform in (torch.fft.fftn, torch.fft.ifftn, torch.fft.rfftn)},
+    torch.fft.ihfft2: _half_of_inverse(_TWO),
+    torch.fft.ihfftn: _half_of_inverse(None),
+}

@@ -10,8 +10,9 @@ import torch
 from torch._higher_order_ops.scan import scan
 from torch.autograd import Function
 
-from orttrainer.export.rewrites.factorizations import complete_basis, eye, orthonormal, symmetric
+from orttrainer.export.rewrites.factorizations import complete_basis, orthonormal, symmetric
 from orttrainer.export.rewrites.linear_algebra import applied, inverse, is_vector, only_exporting
+from orttrainer.export.rewrites.triangles import eye
 
 __all__ = ["REWRITES", "spectral_norm"]
 

@@ -175,15 +175,17 @@ def _nanmedian(input, dim=None, keepdim=False):
 def _nanquantile(input, q, dim=None, keepdim=False, *, interpolation="linear"):
     """Quantiles of the numbers; NaN if there are none."""
     q = q if isinstance(q, torch.Tensor) else torch.full((), q, dtype=input.dtype, device=input.device)
-    x = input.reshape(-1) if dim is None or not input.dim() else input.movedim(dim, -1)
+    x = input.reshape(-1) if dim is None or input.dim() < 2 else input.movedim(dim % input.dim(), input.dim() - 1)
     last = (~x.isnan()).sum(-1, keepdim=True) - 1
     rank, order = (q.reshape(-1) * last).clamp(min=0), _numbers_in_order(x, -1)  # [..., quantiles]
     if interpolation in ("lower", "higher", "nearest"):
         rank = {"lower": torch.floor, "higher": torch.ceil, "nearest": torch.round}[interpolation](rank)
     low, high = (x.gather(-1, order.gather(-1, end.long())) for end in (rank.floor(), rank.ceil()))
     found = torch.lerp(low, high, torch.full_like(rank, 0.5) if interpolation == "midpoint" else rank - rank.floor())
-    found = found.movedim(-1, 0)
-    if keepdim:
+    found = (
+        found.movedim(found.dim() - 1, 0) if found.dim() > 1 else found
+    )  # TorchScript's exporter knows no axis -1 here
+    if keepdim and input.dim():
         found = found.reshape(-1, *[1] * input.dim()) if dim is None else found.unsqueeze(dim % input.dim() + 1)
     return found if q.dim() else found.squeeze(0)
 
@@ -290,6 +292,16 @@ def _column_stack(tensors):
     return torch.cat([x.reshape(-1, 1) if x.dim() <= 1 else x for x in tensors], 1)
 
 
+def _of_each(function):
+    """`function` of several tensors, of which torch calls one of a list."""
+
+    def applied(*tensors):
+        several = tensors[0] if len(tensors) == 1 else tensors
+        return tuple(map(function, several)) if isinstance(several, (tuple, list)) else function(several)
+
+    return applied
+
+
 def functions(**rewrites):
     """{torch.f: rewrite, torch.Tensor.f: rewrite} for each name."""
     found = {}
@@ -361,6 +373,7 @@ REWRITES = {
     torch.linalg.vander: _vander,
     torch.linalg.vecdot: _vecdot,
     torch._C._nn.log_sigmoid: log_sigmoid,
+    **{function: _of_each(function) for function in (torch.atleast_1d, torch.atleast_2d, torch.atleast_3d)},
     F.hardtanh: _hardtanh,
     F.relu6: _relu6,
     torch.special.xlogy: _xlogy,
