@@ -33,6 +33,14 @@ class Returns(nn.Module):
         return self.outputs(self.linear(x), x, label)
 
 
+class Eigenvalues(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 2)
+
+    def forward(self, x):
+        return super().forward(x) * torch.linalg.eigvals(self.weight[:, :2]).abs()
+
+
 class ComputesInPython(nn.Sequential):
     def forward(self, x):
         return super().forward(x) * math.gamma(x.abs().mean().item())
@@ -78,6 +86,10 @@ FIRST_STEP = {
     "an opset of the future": (dict(_opset_version=99), InvalidArgumentError, "opset 99 is too new; use 18 to 21"),
     "an opset as text": (dict(_opset_version="17"), InvalidArgumentError, "the opset must be an int from 18 to 21, got '17'"),
     "a value in Python": (dict(model=ComputesInPython(nn.Linear(4, 2))), UnsupportedModelError, "forward makes a number of a tensor's value...torch.where"),
+    "an operator that ONNX has no form of": (
+        dict(model=nn.Sequential(nn.Linear(4, 4), Eigenvalues())),
+        UnsupportedModelError, "Sequential could not be exported to ONNX as it trains: forward calls aten.linalg_eig in '1', which...Compute it with other functions",
+    ),
     "wrong declarations, strictly": (
         dict(desc=describe([IODescription("x", ["batch", 5], torch.int64), IODescription("label", ["batch"])]), strict=True), SchemaError,
         "input 'x': expected dtype torch.int64, got torch.float32...input 'x', axis 1: expected size 5, got 4...input 'label': expected 1 axes",

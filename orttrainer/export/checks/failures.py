@@ -27,6 +27,7 @@ __all__ = [
 # What NumPy and torch say.
 _ARRAYS_OF_OBJECTS = "loop of ufunc does not support argument", "np.ndarray of type numpy.object_"
 
+_LACKS_FORM = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)'")
 _CALLED = re.compile(r"target=torch\.ops\.aten\.(\w+)")
 _LOST_WRITES = {
     "internal overlap": "windows of `unfold` that overlap",
@@ -51,6 +52,13 @@ def failure(wrapper, inputs, failures):
         error = type(reason)(f"{name} could not be exported to ONNX as it trains: {reason}")
         error.__cause__ = reason
         return error
+    if (lacking := _lacks_form(failures["dynamo"])) is not None:
+        error = UnsupportedModelError(
+            f"{name} could not be exported to ONNX as it trains: {lacking}, which neither torch's exporters nor orttrainer "
+            "can write in ONNX.\nCompute it with other functions of torch's, or before the step, and give the model the result as an input."
+        )
+        error.__cause__ = failures["dynamo"]
+        return error
     classes = [type(error) for error in failures.values() if isinstance(error, ExportError)]
     reasons = "".join(f"\n  {exporter}: {condensed(error)}" for exporter, error in failures.items())
     error = (classes or [ExportError])[0](
@@ -60,6 +68,25 @@ def failure(wrapper, inputs, failures):
     )
     error.__cause__ = failures["dynamo"]
     return error
+
+
+def _lacks_form(error) -> str | None:
+    """Which operator of forward's an exporter does not know, and in which layer; None if something else is wrong."""
+    node = None
+    while error is not None:
+        if (lacking := _LACKS_FORM.search(str(error))) and type(error).__name__ == "DispatchError":
+            complex_valued = " of complex numbers" if "complex-valued" in str(error) else ""
+            return f"forward calls {lacking[1]}{complex_valued}{_layer(node)}"
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            node = frame.f_locals.get("node", node)
+        error = error.__cause__
+    return None
+
+
+def _layer(node) -> str:
+    """Which layer of the model a node of torch's graph is of, if it is of one within."""
+    stack = [*getattr(node, "meta", {}).get("nn_module_stack", {}).values()][2:]  # behind our wrapper and the model
+    return f" in {str(stack[-1][0]).removeprefix('module.')!r}" if stack else ""
 
 
 def refuse_frozen_decision(module, error):
