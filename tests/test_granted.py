@@ -170,7 +170,7 @@ FORMS |= {  # by sizes gradients alone depend on
 }
 LONG = (
     "chosen rows, beside a reshape",
-    "of all elements", "squeezed along the batch", "a window of all but one", "each row, sliced", "each row", "a rounded size",
+    "of all elements", "squeezed along the batch", "a window of all but one", "each row, sliced", "each row",
     "parts", "halves", "a share of the rows", "an einsum of no rows", "moved by one", "a quotient of sizes", "even", "more than",
 )  # fmt: skip
 

@@ -45,14 +45,25 @@ def conv_transpose(op, node, dy):
     """Y = X *^T W + B  ->  dX = dY * W,  dW as in Conv, with X in the place of dY and dY of X,  dB = sum dY."""
     x, w = node.inputs[:2]
     dy, group = ranked(node, dy, x), attribute(node, "group", 1)
-    window = transposed_window(op, node, x, w)
+    window, read = transposed_window(op, node, x, w), dy
+    extra = attribute(node, "output_padding", None) or []
+    if any(more >= stride for more, stride in zip(extra, window.strides)):  # there would be windows beyond those of x
+        window, read = _without_padding(op, window, dy, extra)
     dx = op.Conv(
-        dy, w, group=group, strides=list(window.strides), dilations=list(window.dilations),
+        read, w, group=group, strides=list(window.strides), dilations=list(window.dilations),
         pads=[*window.begin, *window.end],
     )  # fmt: skip
-    dx = cropped(op, dx, [0] * len(window.strides), x)  # an output_padding of a stride or more makes it longer
-    dw = weight_gradient(op, dy, x, w, window, group)
+    beyond = attribute(node, "output_shape", None)  # which may have more windows, too
+    dx = cropped(op, dx, [0] * len(window.strides), x) if beyond else shaped(dx, x)
+    dw = weight_gradient(op, read, x, w, window, group)
     return (dx, dw, channel_sum(op, dy))[: len(node.inputs)]
+
+
+def _without_padding(op, window: Window, dy: ir.Value, extra: Sequence[int]) -> tuple[Window, ir.Value]:
+    """The window without what an output_padding adds behind the pixels that x has reached, and the gradient of these."""
+    ends = [min(q - more, 0) or TO_THE_END for q, more in zip(window.end, extra)]
+    window = replace(window, end=tuple(max(q - more, 0) for q, more in zip(window.end, extra)))
+    return window, op.Slice(dy, ints([0] * len(ends)), ints(ends), spatial_axes(dy))
 
 
 # -- the window -----------------------------------------------------------------------------
