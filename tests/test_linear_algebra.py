@@ -8,7 +8,9 @@ import torch
 from torch import distributions, linalg, nn
 from torch.nn.utils import parametrizations
 
+import orttrainer
 from orttrainer import IODescription, ModelDescription, ORTTrainer
+from orttrainer.errors import OrtTrainerError
 from orttrainer.export.rewrites import elimination, factorizations, spectra, triangles
 
 
@@ -77,6 +79,7 @@ FORMS = {
     "lu-wide": lambda w, x: sum(p.sin().sum() for p in linalg.lu(torch.cat([w, w.sin()], 1)[:3])),
     "lu-tall": lambda w, x: sum(p.sin().sum() for p in linalg.lu(torch.stack([w, w.flip(0), w.cos()])[..., :2])),
     "lu-of-rows": lambda w, x: sum(p.sin().sum() for p in linalg.lu(torch.cat([x @ w, x.exp()]))),
+    "lu-of-columns": lambda w, x: sum(p.sin().sum() for p in linalg.lu((x @ w).T)),
     "lu-factor": lambda w, x: (linalg.lu_factor(w).LU.sin() * (linalg.lu_factor(w).pivots + w.sum())).sum(),
     "lu-factor-ex": lambda w, x: sum(p.sin().sum() for p in linalg.lu_factor_ex(w.repeat(2, 1)[:7])),
     "lu-solve": lambda w, x: linalg.lu_solve(*linalg.lu_factor(w.flip(0)), x.T).sin().sum(),
@@ -247,7 +250,15 @@ USUAL = [
         "qr-several",
     ),
     *("qr-tall", "householder", "eigh-batch", "eigvalsh-equal", "svd-tall", "cholesky-twice", "eigenvalues-twice"),
-    *("sqrth-of-a-triangle", "sqrth-equal", "polar-of-rows", "polar-equal"),
+    *(
+        "lu-of-columns",
+        "lu-solve",
+        "cholesky-solve-upper",
+        "sqrth-of-a-triangle",
+        "sqrth-equal",
+        "polar-of-rows",
+        "polar-equal",
+    ),
 ]
 
 
@@ -255,6 +266,25 @@ USUAL = [
 def test_linear_algebra_trains_like_pytorch(name):
     torch.manual_seed(0)
     assert_trains_alike(Model(FORMS[name]))
+
+
+class Correlations(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.1, dtype=torch.float64))
+
+    def forward(self, x):
+        found = torch.corrcoef(x * self.scale)
+        return (found * (1 + found.detach().sigmoid())).mean()
+
+
+def test_a_graph_that_computes_in_float32_what_is_float64_is_refused():
+    model = Correlations()  # of one row, which TorchScript's exporter alone takes where there may be several
+    trainer = orttrainer.trainer(model, lambda y, label: (y - label).sin(), torch.optim.SGD(model.parameters(), lr=0.1))
+    for rows in (1, 2):
+        trainer.step(torch.randn(rows, 2, dtype=torch.float64), torch.tensor(0.1, dtype=torch.float64))
+    with pytest.raises(OrtTrainerError, match=r"torch\.float32 on the first batch, the module gives torch\.float64"):
+        trainer.step(torch.randn(1, 3, dtype=torch.float64), torch.tensor(0.1, dtype=torch.float64))
 
 
 MODELS = [Orthogonal, GaussianProcess, GaussianProcessOfDistribution, MixtureDensity, LowRank]
