@@ -26,6 +26,7 @@ FUNCTIONS = {  # of [batch, 64]
     "not centered, both sides": spectrogram(12, hop_length=3, center=False, onesided=False),
     "no window, real parts": lambda x: torch.stft(x, 16, win_length=8, return_complex=False),
     "of one signal": lambda x: torch.view_as_real(x[0].stft(16, hop_length=8, window=torch.hann_window(16), return_complex=True)),
+    "of one signal, odd": lambda x: torch.view_as_real(torch.stft(x[0], 7, return_complex=True, window=torch.ones(7))),
     "of any length": lambda x: spectrogram(8)(x.t().contiguous()).abs().mean(2),
     "rows": lambda x: torch.view_as_real(torch.fft.rfft(x)),
     "columns, cut off": lambda x: torch.view_as_real(torch.fft.rfft(x.reshape(-1, 8, 8), n=6, dim=1, norm="ortho")),

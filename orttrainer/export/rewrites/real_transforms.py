@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.nn.functional as F
 
+from orttrainer.export.rewrites.complex_parts import by_parts
 from orttrainer.graph.passes.speed.fourier import is_product
 
 __all__ = ["REWRITES", "resized", "several", "sizes_of"]
@@ -42,7 +43,8 @@ def _stft(
     if not torch.compiler.is_exporting() or complex_valued or align_to_window is not None or input.dim() not in (1, 2):
         return torch.stft(*given)
     if input.dim() == 1:
-        return _stft(input[None], *given[1:])[0]
+        spectrum = _stft(input[None], *given[1:])
+        return by_parts(torch.select)(spectrum, 0, 0) if spectrum.is_complex() else spectrum[0]
     if center:
         input = F.pad(input[:, None], (n_fft // 2, n_fft // 2), mode=pad_mode)[:, 0]
     frames = input.unfold(-1, n_fft, n_fft // 4 if hop_length is None else hop_length)  # [batch, frames, n_fft]
