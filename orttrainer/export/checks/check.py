@@ -275,9 +275,8 @@ def _compare(expected, got, where, rounding=Rounding):
                 f"module gives {list(want.shape)}."
             )
         floats = have.is_floating_point() and want.is_floating_point()
-        if (
-            floats and torch.finfo(have.dtype).eps > torch.finfo(want.dtype).eps
-        ):  # TorchScript's float32 for a lost dtype
+        # TorchScript's exporter computes in float32 what it has lost the dtype of.
+        if floats and torch.finfo(have.dtype).eps > torch.finfo(want.dtype).eps:
             raise ExportMismatchError(
                 f"output {name!r} of the exported graph has {have.dtype} {where}, the module gives {want.dtype}."
             )

@@ -103,18 +103,13 @@ def _half_of_inverse(default: tuple[int, ...] | None) -> Callable:
     return _of_sizes(transform, default)
 
 
-def _fftfreq(n, d=1.0, *, dtype=None, **options):
-    places = torch.arange(n, dtype=dtype or torch.get_default_dtype(), **_where(options))
+def _fftfreq(n, d=1.0, *, out=None, dtype=None, **options):
+    places = torch.arange(n, dtype=dtype or torch.get_default_dtype(), **options)
     return torch.where(places < (n + 1) // 2, places, places - n) * (1.0 / (n * d))
 
 
-def _rfftfreq(n, d=1.0, *, dtype=None, **options):
-    return torch.arange(n // 2 + 1, dtype=dtype or torch.get_default_dtype(), **_where(options)) * (1.0 / (n * d))
-
-
-def _where(options: Mapping) -> dict:
-    """What a new tensor is told, without `out`."""
-    return {name: value for name, value in options.items() if name != "out"}
+def _rfftfreq(n, d=1.0, *, out=None, dtype=None, **options):
+    return torch.arange(n // 2 + 1, dtype=dtype or torch.get_default_dtype(), **options) * (1.0 / (n * d))
 
 
 _TWO = (-2, -1)

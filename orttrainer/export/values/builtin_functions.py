@@ -134,8 +134,8 @@ def _divmod(domains: Domains) -> Callable:
 def _round(domains: Domains) -> Callable:
     def call(number, ndigits=None):
         if not is_value(number) or (isinstance(number, torch.SymInt) and (ndigits or 0) >= 0):
-            known = float(number) if isinstance(number, torch.SymFloat) else number  # of sizes: one batch's then
-            return round(known) if ndigits is None else round(known, ndigits)
+            # Of sizes a float is one batch's then.
+            return round(float(number) if isinstance(number, torch.SymFloat) else number, ndigits)
         domains.check_finite(round, number)
         power, known = 10.0 ** (ndigits or 0), lambda x: float(round(x, ndigits or 0))
         rounded = domains.number(torch.round(value_of(number) * power) / power, known, [number])
