@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 
 import pytest
 import torch
@@ -33,6 +34,36 @@ BY_SIZE = {
 def test_what_is_looked_up_by_a_size_is_each_batchs(name):
     """Batches of 6 and 7 rows, which are the same as the first, tell nothing of one of 4."""
     train(BY_SIZE[name], [batch(0, rows) for rows in (5, 4, 6)])
+
+
+LIBRARY = """
+import functools
+
+
+@functools.lru_cache
+def remembered(rows):
+    return rows * 2
+
+
+def twice(x):
+    try:
+        rows = remembered(x.shape[0])
+    except TypeError:  # einops catches it, as the sizes of a trace have no hash
+        rows = x.shape[0] * 2
+    return x.new_ones(rows).sum()
+"""
+
+
+@pytest.mark.parametrize("recorded, graphs", [(True, 1), (False, 2)], ids=["installed", "of-the-program"])
+def test_what_a_library_catches_is_its_own_wherever_it_is_installed(recorded, graphs, tmp_path, monkeypatch):
+    """As by `pip install --target`: a folder that is no site-packages has it, with the record that pip makes."""
+    name = f"twice_{recorded}"
+    (tmp_path / f"{name}.py").write_text(LIBRARY)
+    record = tmp_path / "some_library-1.0.dist-info" / "RECORD"
+    record.parent.mkdir()
+    record.write_text(f"{name if recorded else 'another'}.py,sha256=,\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert train(importlib.import_module(name).twice, [batch(0, rows) for rows in (5, 4)]) == graphs
 
 
 def tried(call, error=RuntimeError, otherwise=3.0):

@@ -6,6 +6,7 @@ import contextlib
 import dis
 import functools
 import os
+import pathlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FrameType
@@ -135,4 +136,10 @@ def is_installed(module: str) -> bool:
     places = getattr(sys.modules.get(root), "__path__", None) or [
         getattr(sys.modules.get(root), "__file__", None) or ""
     ]
-    return any("site-packages" in place or "dist-packages" in place for place in places)
+    return any("site-packages" in place or "dist-packages" in place or _is_recorded(place, root) for place in places)
+
+
+def _is_recorded(place: str, root: str) -> bool:
+    """Whether what is at this place was put there by an installer (`pip install --target`), and not by hand."""
+    records = pathlib.Path(place).parent.glob("*.dist-info/RECORD") if place else ()
+    return any(line.startswith((f"{root}/", f"{root}.py,")) for record in records for line in record.open())
