@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import pathlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -374,6 +377,12 @@ def test_the_way_that_was_not_gone_for_longest_makes_place_for_another(monkeypat
     first, again, anew = runners[1]
     assert first is again is not anew and runners[2][0] is runners[2][1] is runners[2][2]
     assert len([record for record in said.records if "there were 2 graphs" in record.message]) == 1
+
+
+def test_numbers_are_told_without_the_assertions_of_python():
+    """`python -O`: torch looks how Python compiles one, wherever it has to know a number, and does not find it."""
+    code = "import said; said.train(lambda x: sum(range(1, int(x.square().sum()))), [said.batch(0)])"
+    subprocess.run([sys.executable, "-O", "-c", code], cwd=pathlib.Path(__file__).parent, check=True)
 
 
 class Pairs(nn.Module):

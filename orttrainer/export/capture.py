@@ -70,7 +70,10 @@ def capture_dynamo(
     decomposing = contextlib.nullcontext() if by_nodes is None else node_by_node(by_nodes)
     hints = wrapper.followed.hints
     by_hints = contextlib.nullcontext() if hints is None else hints.followed()
-    with silence(), _sources_forgotten(), _no_stack_traces(), _sizes_known_later(), _losses_of_any_number(), by_hints:
+    with (
+        silence(), _sources_forgotten(), _no_stack_traces(), _sizes_known_later(), _losses_of_any_number(),
+        _without_assertions(), by_hints,
+    ):  # fmt: skip
         load_exporter()
         trace = functools.partial(_exported_program, wrapper, inputs, symbols, fixed, decided)
         with _nothing_remembered(wrapper):
@@ -196,6 +199,21 @@ def _sizes_known_later():
                         raise
 
             stack.enter_context(mock.patch.object(environment, "_set_replacement", set_replacement))
+        yield
+
+
+@contextlib.contextmanager
+def _without_assertions():
+    """Let torch take no decision by values for an assertion under `python -O`, where there are none.
+
+    It looks how Python compiles one, and ends in a StopIteration.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError, AttributeError):  # a private name: other torch versions may lack it
+            if not __debug__:
+                from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+                stack.enter_context(mock.patch.object(ShapeEnv, "_is_python_assert", lambda env: False))
         yield
 
 
