@@ -164,6 +164,18 @@ def test_a_child_leaves_no_process_and_no_open_pipe():
 
 
 @linux
+def test_a_child_leaves_no_semaphore():
+    """Those of processes that start by spawn have names (tqdm's lock): Python's tracker complains of them at the end."""
+    program = (
+        "import multiprocessing\nfrom orttrainer.export import child\nkept = []\n"
+        "def work(receive):\n    kept.append(multiprocessing.get_context('spawn').Lock())\n"
+        "with child.Child(work) as made:\n    made.result()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert not ended.stderr
+
+
+@linux
 def test_torch_has_its_threads_again_when_the_child_has_ended():
     before = torch.get_num_threads()
     try:

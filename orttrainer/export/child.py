@@ -11,6 +11,7 @@ import ctypes
 import gc
 import logging
 import mmap
+import multiprocessing.util
 import os
 import pickle
 import select
@@ -285,7 +286,17 @@ def _work_and_leave(work: Callable, orders: int, answers: int, parent: int) -> N
     except BaseException as error:  # whatever it is, the parent meets it too, when it does the same
         log.debug("the export in a child failed: %r", error)
     finally:
+        _release_semaphores()
         os._exit(status)
+
+
+def _release_semaphores() -> None:
+    """Release those that imports have made here (tqdm's lock), which have names in a program that starts processes by spawn.
+
+    Python's tracker would complain of them when the program ends.
+    """
+    with contextlib.suppress(Exception):  # a private name: other Python versions may lack it
+        multiprocessing.util._run_finalizers()
 
 
 def _leave_signals_to(parent: int) -> None:
