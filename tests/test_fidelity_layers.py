@@ -16,7 +16,7 @@ from test_fidelity import Loss, described
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription
-from orttrainer.errors import ExportError
+from orttrainer.errors import ExecutionError, ExportError
 
 RATE = 0.1
 
@@ -174,6 +174,33 @@ def test_connectionist_temporal_classification_takes_batches_of_any_size():
         loss.backward()
         optimizer.step()
         torch.testing.assert_close(trainer.train_step(x, targets, RATE), loss.detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("which", ["scores", "targets"])
+def test_lengths_past_what_a_later_batch_has_fail_as_in_pytorch(which):
+    class Speech(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 5)
+
+        def forward(self, x, targets, lengths, target_lengths):
+            return F.ctc_loss(self.linear(x).log_softmax(-1), targets, lengths, target_lengths)
+
+    inputs = {"x": random(12, 3, 6), "targets": TARGETS, "lengths": LENGTHS, "target_lengths": TARGET_LENGTHS}
+    description = ModelDescription(
+        [IODescription(name, list(x.shape), x.dtype) for name, x in inputs.items()], [IODescription("loss", [])]
+    )
+    module = Speech()
+    trainer = make(module, loss_fn=None, desc=description)
+    trainer.train_step(*inputs.values(), RATE)
+    name = {"scores": "lengths", "targets": "target_lengths"}[which]
+    longer = {**inputs, name: inputs[name] + torch.tensor([1, 0, 0])}
+    with pytest.raises(RuntimeError, match="Expected"):
+        module(*longer.values())
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(ExecutionError, match="out of"):
+        trainer.train_step(*longer.values(), RATE)
+    assert all(torch.equal(before[name], x) for name, x in module.state_dict().items())
 
 
 LOSSES_OF_EACH = {

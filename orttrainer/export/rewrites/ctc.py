@@ -31,6 +31,9 @@ def _ctc_loss(log_probs, targets, input_lengths, target_lengths, blank=0, reduct
     if whole is not steps:  # a scan takes no sizes that only values tell; what is past its end is not read
         index = torch.minimum(torch.arange(whole, device=log_probs.device), input_lengths.max() - 1)
         log_probs, steps = log_probs[index], whole
+    input_lengths = _within(input_lengths, steps)
+    if targets.dim() == 2:
+        target_lengths = _within(target_lengths, targets.shape[1])
     if longest is None and targets.dim() == 1 and not isinstance(targets.shape[0], int):
         longest = steps  # nor here, and no path is longer
     targets = _padded(targets.long(), target_lengths, longest, blank)
@@ -79,6 +82,11 @@ def _lengths(lengths, device):
     if isinstance(lengths, torch.Tensor):
         return lengths.reshape(-1).long().to(device)
     return torch.tensor([lengths] if isinstance(lengths, int) else list(lengths), device=device)
+
+
+def _within(lengths, most):
+    """The same; a longer one is an index that is out of range, which fails."""
+    return torch.arange(most + 1, device=lengths.device)[lengths]
 
 
 def _padded(targets, lengths, longest, blank):
