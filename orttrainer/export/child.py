@@ -295,7 +295,7 @@ def _release_semaphores() -> None:
 
     Python's tracker would complain of them when the program ends.
     """
-    with contextlib.suppress(Exception):  # a private name: other Python versions may lack it
+    with contextlib.suppress(Exception):  # a private name, and nothing may keep this process from leaving
         multiprocessing.util._run_finalizers()
 
 

@@ -140,6 +140,10 @@ def is_installed(module: str) -> bool:
 
 
 def _is_recorded(place: str, root: str) -> bool:
-    """Whether what is at this place was put there by an installer (`pip install --target`), and not by hand."""
+    """Whether an installer has put there what is at this place (`pip install --target`), by its record.
+
+    importlib.metadata has records, too, but also takes a program for installed that only declares itself (`pip install -e`).
+    """
     records = pathlib.Path(place).parent.glob("*.dist-info/RECORD") if place else ()
-    return any(line.startswith((f"{root}/", f"{root}.py,")) for record in records for line in record.open())
+    lines = (line for record in records for line in record.read_text(encoding="utf-8", errors="replace").splitlines())
+    return any(line.startswith((f"{root}/", f"{root}.py,")) for line in lines)

@@ -11,6 +11,7 @@ from orttrainer.export.rewrites.packed import uncut
 __all__ = ["REWRITES"]
 
 _NEVER = -1e30  # the logarithm of probability 0, finite, for -inf - -inf is not a number
+_NO_LENGTH = 2**40  # longer than any tensor
 
 
 def _ctc_loss(log_probs, targets, input_lengths, target_lengths, blank=0, reduction=1, zero_infinity=False):
@@ -85,8 +86,9 @@ def _lengths(lengths, device):
 
 
 def _within(lengths, most):
-    """The same; a longer one is an index that is out of range, which fails."""
-    return torch.arange(most + 1, device=lengths.device)[lengths]
+    """The same; a longer or a negative one is an index that is out of range, which fails."""
+    index = lengths.masked_fill(lengths < 0, _NO_LENGTH)  # else it would count from the end
+    return torch.arange(most + 1, device=lengths.device)[index]
 
 
 def _padded(targets, lengths, longest, blank):
