@@ -176,10 +176,25 @@ def test_connectionist_temporal_classification_takes_batches_of_any_size():
         torch.testing.assert_close(trainer.train_step(x, targets, RATE), loss.detach(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "name, length", [("lengths", 13), ("lengths", -1), ("target_lengths", 5), ("target_lengths", -1)]
-)
-def test_lengths_that_a_later_batch_cannot_have_fail_as_in_pytorch(name, length):
+WRONG_LENGTHS = {
+    "padded": (
+        TARGETS,
+        [
+            ("lengths", [13, 9, 12]),
+            ("lengths", [-1, 9, 12]),
+            ("target_lengths", [5, 2, 0]),
+            ("target_lengths", [-1, 2, 0]),
+        ],
+    ),
+    "in a row": (
+        torch.tensor([1, 2, 2, 4, 3, 1]),
+        [("target_lengths", [4, 1, 0]), ("target_lengths", [4, 2, 1]), ("target_lengths", [5, 2, -1])],
+    ),
+}
+
+
+@pytest.mark.parametrize("targets, wrong", WRONG_LENGTHS.values(), ids=WRONG_LENGTHS)
+def test_lengths_that_a_later_batch_cannot_have_fail_as_in_pytorch(targets, wrong):
     class Speech(nn.Module):
         def __init__(self):
             super().__init__()
@@ -188,20 +203,21 @@ def test_lengths_that_a_later_batch_cannot_have_fail_as_in_pytorch(name, length)
         def forward(self, x, targets, lengths, target_lengths):
             return F.ctc_loss(self.linear(x).log_softmax(-1), targets, lengths, target_lengths)
 
-    inputs = {"x": random(12, 3, 6), "targets": TARGETS, "lengths": LENGTHS, "target_lengths": TARGET_LENGTHS}
+    inputs = {"x": random(12, 3, 6), "targets": targets, "lengths": LENGTHS, "target_lengths": TARGET_LENGTHS}
     description = ModelDescription(
         [IODescription(name, list(x.shape), x.dtype) for name, x in inputs.items()], [IODescription("loss", [])]
     )
     module = Speech()
     trainer = make(module, loss_fn=None, desc=description)
     trainer.train_step(*inputs.values(), RATE)
-    wrong = {**inputs, name: torch.tensor([length, 2, 2])}
-    with pytest.raises(RuntimeError, match="Expected"):
-        module(*wrong.values())
     before = copy.deepcopy(module.state_dict())
-    with pytest.raises(ExecutionError, match="out of"):
-        trainer.train_step(*wrong.values(), RATE)
-    assert all(torch.equal(before[name], x) for name, x in module.state_dict().items())
+    for name, lengths in wrong:
+        batch = {**inputs, name: torch.tensor(lengths)}
+        with pytest.raises(RuntimeError, match="Expected"):
+            module(*batch.values())
+        with pytest.raises(ExecutionError, match="out of"):
+            trainer.train_step(*batch.values(), RATE)
+        assert all(torch.equal(before[name], x) for name, x in module.state_dict().items())
 
 
 LOSSES_OF_EACH = {

@@ -35,6 +35,8 @@ def _ctc_loss(log_probs, targets, input_lengths, target_lengths, blank=0, reduct
     input_lengths = _within(input_lengths, steps)
     if targets.dim() == 2:
         target_lengths = _within(target_lengths, targets.shape[1])
+    else:
+        target_lengths = _adding_up(target_lengths, targets.shape[0])
     if longest is None and targets.dim() == 1 and not isinstance(targets.shape[0], int):
         longest = steps  # nor here, and no path is longer
     targets = _padded(targets.long(), target_lengths, longest, blank)
@@ -87,8 +89,17 @@ def _lengths(lengths, device):
 
 def _within(lengths, most):
     """The same; a longer or a negative one is an index that is out of range, which fails."""
-    index = lengths.masked_fill(lengths < 0, _NO_LENGTH)  # else it would count from the end
-    return torch.arange(most + 1, device=lengths.device)[index]
+    return torch.arange(most + 1, device=lengths.device)[_counted(lengths)]
+
+
+def _adding_up(lengths, whole):
+    """The same; where they do not add up to `whole`, an index is out of range."""
+    missing = (_counted(lengths).sum(0, keepdim=True) - whole).abs()
+    return lengths + torch.zeros_like(lengths[:1])[missing]
+
+
+def _counted(lengths):
+    return lengths.masked_fill(lengths < 0, _NO_LENGTH)  # else an index would count from the end
 
 
 def _padded(targets, lengths, longest, blank):
