@@ -9,6 +9,7 @@ from onnx_ir.passes import common
 
 from orttrainer.differentiate.double import DoubleKernelsPass
 from orttrainer.errors import InvalidArgumentError
+from orttrainer.graph.names import values_apart
 from orttrainer.graph.passes.axes import AllAxesPass
 from orttrainer.graph.passes.batch_norm import SplitBatchNormalizationPass, SwitchBatchNormalizationPass
 from orttrainer.graph.passes.divisors import CheckedDivisorsPass
@@ -204,6 +205,7 @@ def rewritten(model: ir.Model, passes: Iterable[ir.passes.PassBase], disabled: C
         raise_noted()
         if type(rewrite).__name__ not in disabled:
             model = rewrite(model).model
+    values_apart(model)
     return model
 
 

@@ -106,6 +106,42 @@ def test_if_that_nothing_depends_on_is_left_alone():
     check(body, {"c": np.array(True), "k": np.array([1, 2, 3]), **randoms(x=3)})
 
 
+@pytest.mark.parametrize("op_type, gates, states", [("LSTM", 4, "h, k"), ("GRU", 3, "h"), ("RNN", 1, "h")])
+@pytest.mark.parametrize("axes", [2, 3])
+def test_recurrent_operators_in_a_branch_with_states_of_an_unknown_rank(op_type, gates, states, axes):
+    """As TorchScript exports cells, which take batches and single samples."""
+    whole = {name: f"u{name}" for name in states.split(", ")}
+    raised = "\n".join(
+        f"""{to} = If (flat) <then_branch = t{name} () => (real[] a{name}) {{ a{name} = Unsqueeze({name}, zero) }},
+                            else_branch = e{name} () => (real[] b{name}) {{ b{name} = Identity({name}) }}>"""
+        for name, to in whole.items()
+    )
+    body = f"""g (bool c, real[...] x, {", ".join(f"real[...] {name}" for name in whole)},
+               real[1,{gates * 4},3] W, real[1,{gates * 4},4] R) => (real y) {{
+      zero = Constant <value = int64[1] {{0}}> ()
+      found = If (c) <
+        then_branch = t () => (real[] z) {{
+          shape = Shape(x)
+          rank = Size(shape)
+          two = Constant <value = int64 {{2}}> ()
+          flat = Equal(rank, two)
+          ux = If (flat) <then_branch = tx () => (real[] ax) {{ ax = Unsqueeze(x, zero) }},
+                          else_branch = ex () => (real[] bx) {{ bx = Identity(x) }}>
+          {raised}
+          v, last = {op_type} <hidden_size = 4> (ux, W, R, "", "", {", ".join(whole.values())})
+          z = Squeeze(last, zero) }},
+        else_branch = e () => (real[] b) {{ b = Identity(x) }}>
+      y = ReduceSumSquare <keepdims = 0> (found) }}"""
+    shape = (1, 2)[3 - axes :]
+    check(
+        body.replace("[...]", "[" + ",".join("NMK"[:axes]) + "]"),
+        {
+            "c": np.array(True),
+            **randoms(x=(*shape, 3), **dict.fromkeys(whole, (*shape, 4)), W=(1, gates * 4, 3), R=(1, gates * 4, 4)),
+        },
+    )
+
+
 # -- Scan --------------------------------------------------------------------------------------
 
 CELL = "p = MatMul(w, h) q = Add(p, xi) hn = Tanh(q) yi = Mul(hn, xi)"

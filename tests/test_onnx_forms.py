@@ -192,6 +192,14 @@ def test_constant_nodes_that_may_be_meant_as_weights_are_named_in_a_warning(capl
     assert "the numbers of the Constant nodes 'V' are not trained; make initializers of those that are" in caplog.text
 
 
+def test_of_many_constants_some_are_named(caplog):
+    body = " ".join(
+        f"V{k} = Constant <value = float[4] {{1, 2, 3, {k}}}> () h{k + 1} = Add (h{k}, V{k})" for k in range(9)
+    )
+    make(model(f"h0 = MatMul (x, W) {body} r = Identity (h9)", "3", 18, W=W), 3).train_step(BATCHES[0], LR)
+    assert "of the Constant nodes 'V0', 'V1', 'V2', 'V3', 'V4' and 4 more are not trained" in caplog.text
+
+
 def test_weights_that_an_exporter_made_one_are_named_in_a_warning(caplog):
     """As torch.onnx.export writes equal ones in evaluation."""
     body = "h = MatMul (x, W) k = Add (h, b) t = Tanh (k) c = Identity (b) r = Add (t, c)"
@@ -383,3 +391,48 @@ def test_a_spectrogram_that_does_not_say_how_many_sides_it_has_trains(opset):
 
     batches = [torch.randn(n, 13, 1, generator=torch.Generator().manual_seed(n)) for n in (2, 3, 6)]
     assert_trains_like(model(body, "13, 1", opset, W=weight), twin, batches, W=weight)
+
+
+@pytest.mark.parametrize("opset", [17, 20])
+def test_a_spectrogram_of_signals_without_a_last_axis_of_one_trains(opset):
+    """ONNX asks for that axis; ONNX Runtime does not, and front ends of speech models leave it out."""
+    body = "step = Constant <value_int = 3> () r = STFT <onesided = 1> (x, step, W)"
+    weight = RNG.uniform(0.5, 1, 4).astype(np.float32)
+
+    def twin(x, W):
+        return torch.view_as_real(torch.stft(x, 4, 3, window=W, center=False, return_complex=True))
+
+    batches = [torch.randn(n, 13, generator=torch.Generator().manual_seed(n)) for n in (2, 3, 6)]
+    assert_trains_like(model(body, "13", opset, W=weight), twin, batches, W=weight)
+
+
+# -- Names ----------------------------------------------------------------------------------------
+
+
+def test_nodes_may_have_no_names():
+    """As where they are added to an exporter's, which counts them like this; ONNX Runtime wants a name of its own for each."""
+    body = "[Mul_1] a = Mul (x, W) b = Mul (a, V) r = Sub (b, W)"
+    weights = {name: RNG.uniform(0.5, 1, 3).astype(np.float32) for name in "WV"}
+    batches = [torch.randn(n, 3, generator=torch.Generator().manual_seed(n)) for n in (2, 3)]
+    assert_trains_like(model(body, "3", 18, **weights), lambda x, W, V: x * W * V - W, batches, **weights)
+
+
+def test_what_is_made_in_a_branch_has_none_of_the_names_around_it():
+    """PyTorch's exporter calls values as onnx-ir calls the results of new nodes, which looks at those of one graph alone."""
+    names = [f"val_{k}" for k in range(6)]
+    scaled = " ".join(f"[n{k}] s{k} = Mul ({f's{k - 1}' if k else 'x'}, {name})" for k, name in enumerate(names))
+    body = f"""zero = Constant <value_float = 0.0> () sum = ReduceSumSquare <keepdims = 0> (x) there = Greater (sum, zero)
+      many = Constant <value_ints = [7]> () rows = Shape <start = 0, end = 1> (x)
+      r = If (there) <then_branch = t () => (float[1, 3] a) {{
+                        {scaled} share = Div (many, rows) times = Cast <to = 1> (share)
+                        mean = ReduceMean <axes = [0]> (s5) a = Mul (mean, times) }},
+                      else_branch = e () => (float[1, 3] b) {{ b = Identity (val_0) }}>"""
+    weights = {name: RNG.uniform(0.5, 1, (1, 3)).astype(np.float32) for name in names}
+    batches = [torch.randn(n, 3, generator=torch.Generator().manual_seed(n)) for n in (2, 3)]
+
+    def twin(x, **weights):
+        for weight in weights.values():
+            x = x * weight
+        return x.mean(0, keepdim=True) * (7 // len(x))
+
+    assert_trains_like(model(body, "3", 17, **weights), twin, batches, **weights)

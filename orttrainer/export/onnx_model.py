@@ -37,6 +37,7 @@ _FLOATS = (
     ir.DataType.BFLOAT16,
 )
 _OLDEST_OPSET, _CONVERTED_TO = 17, 18
+_NAMED = 5  # so many of a list are named in a warning
 _WEIGHTS = {  # which inputs are weights and nothing else
     **dict.fromkeys(
         ("BatchNormalization", "GroupNormalization", "InstanceNormalization", "LayerNormalization"), (1, 2)
@@ -90,15 +91,22 @@ def _warn_of_constants(model: ir.Model, scalars: Sequence[str], added: str | Non
     if scalars:
         log.warning(
             "the 0-d initializers %s are taken for constants of the model and not trained; give one the shape [1] if it is a weight",
-            ", ".join(map(repr, scalars)),
+            _some(scalars),
         )
     constants = [y for node in model.graph.all_nodes() if node.op_type == "Constant" for y in node.outputs]
     tables = [y.name for y in constants if _may_be_a_weight(y)]
     if tables := [name for name in tables if added is None or not name.startswith(added)]:
         log.warning(
-            "the numbers of the Constant nodes %s are not trained; make initializers of those that are weights",
-            ", ".join(map(repr, tables)),
+            "the numbers of the Constant nodes %s are not trained; make initializers of those that are weights, as "
+            "onnx_ir.passes.common.LiftConstantsToInitializersPass does of all",
+            _some(tables),
         )
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first of the names, and how many there are more."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(map(repr, names[:_NAMED])) + more
 
 
 def _warn_of_shared(weights: Sequence[ir.Value]) -> None:
@@ -123,7 +131,7 @@ def open_model(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[
     if sparse := [tensor.values.name for tensor in model.graph.sparse_initializer]:
         log.warning(
             "the sparse initializers %s are made dense, and train where they are zero as well",
-            ", ".join(map(repr, sparse)),
+            _some(sparse),
         )
     model = read_model(model)
     common.InlinePass()(model)

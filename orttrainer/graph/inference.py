@@ -7,6 +7,8 @@ import logging
 import onnx_ir as ir
 from onnx_ir.passes import common
 
+from orttrainer.graph.names import values_apart
+
 _SEQUENCES = {"SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert", "SplitToSequence"}
 
 
@@ -15,6 +17,7 @@ def infer_shapes(model: ir.Model) -> None:
 
     Where an operator makes all of ONNX's inference fail, it is done again without values, then without its checks.
     """
+    values_apart(model)  # it goes by names
     for options in ({}, {"data_prop": False}, {"data_prop": False, "strict_mode": False, "check_type": False}):
         if _succeeds(common.ShapeInferencePass(**options), model):
             break

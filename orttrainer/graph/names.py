@@ -8,6 +8,8 @@ from itertools import count
 
 import onnx_ir as ir
 
+from orttrainer.graph.subgraphs import subgraphs
+
 # ONNX Runtime's fusions give these to the initializers that they make, and look among the names of nodes alone for who has
 # them: in a model that it optimized once, it takes its older ones for those of today.
 _OF_FUSIONS = re.compile(r"(gemm_(in|out)put_shape|squeeze_axes|SqueezeAxesInitializer|fused_Split)(_token_\d+)?")
@@ -27,6 +29,32 @@ def name_apart(model: ir.Model) -> None:
                 taken.add(node.name)
             seen.add(node.name)
     _rename_initializers(model.graph)
+
+
+def values_apart(model: ir.Model) -> None:
+    """Give values of bodies that are called like one around them new names; in the IR who reads which is clear without.
+
+    onnx-ir gives the results of new nodes names that nobody has in the same graph (val_0, as PyTorch's exporter has them).
+    """
+    if not list(model.graph.subgraphs()):
+        return
+    everywhere = {value.name for graph in model.graphs() for value in _values(graph)}
+
+    def rename(graph: ir.Graph, around: set[str]) -> None:
+        for value in _values(graph):
+            if value.name in around:
+                value.name = _free(value.name, everywhere)
+                everywhere.add(value.name)
+        around = around | {value.name for value in _values(graph)}
+        for node in graph:
+            for body in subgraphs(node):
+                rename(body, around)
+
+    rename(model.graph, set())
+
+
+def _values(graph: ir.Graph) -> list[ir.Value]:
+    return [*graph.inputs, *graph.initializers.values(), *(y for node in graph for y in node.outputs if y.name)]
 
 
 def _rename_initializers(graph: ir.Graph) -> None:

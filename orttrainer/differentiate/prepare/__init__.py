@@ -96,9 +96,15 @@ def _complete_types(graph: ir.Graph) -> None:
 
 
 def _name_nodes(graph: ir.Graph) -> None:
-    for index, node in enumerate(graph.all_nodes()):
+    nodes = list(graph.all_nodes())
+    taken = {node.name for node in nodes}
+    for index, node in enumerate(nodes):
         if not node.name:
-            node.name = f"{node.op_type}_{index}"
+            name = f"{node.op_type}_{index}"
+            while name in taken:  # exporters count nodes like this, too
+                name += "_"
+            node.name = name
+            taken.add(name)
         for position, value in enumerate(node.outputs):
             if not value.name:
                 value.name = f"{node.name}:{position}"

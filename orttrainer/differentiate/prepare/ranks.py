@@ -42,15 +42,17 @@ SAME_RANK = frozenset(
 
 def infer_ranks(model: ir.Model) -> None:
     """Give a rank to float values that have none, where a reader demands one, and infer anew what follows from them."""
-    while any(value.shape is None for value in _tensors(model.graph)):
+    while any(value.shape is None for graph in model.graphs() for value in _tensors(graph)):
         modified = False
-        for node in reversed(model.graph):
+        for node in reversed([*model.graph.all_nodes()]):
             demands = dict(_DEMANDS[node.op_type](node)) if node.op_type in _DEMANDS else {}
             if node.op_type in SAME_RANK and node.outputs[0].shape is not None:
                 demands[0] = len(node.outputs[0].shape)
             for index, rank in demands.items():
                 x = node.inputs[index] if index < len(node.inputs) else None
-                if x is not None and x.shape is None and isinstance(x.type, ir.TensorType) and rank is not None:
+                if x is None or x.shape is not None or rank is None or not isinstance(x.type, ir.TensorType):
+                    continue
+                if x.graph is node.graph:  # a branch says nothing of what is made before it: it may not run
                     x.shape, modified = ir.Shape([None] * rank), True
             if node.op_type == "Split" and node.inputs[0].shape is not None:  # sizes that are computed
                 for y in node.outputs:
@@ -100,7 +102,7 @@ _DEMANDS: dict[str, Callable[[ir.Node], Mapping[int, int | None]]] = {
     **dict.fromkeys(("AveragePool", "LpPool", "MaxPool", "MaxUnpool"), _window),
     **dict.fromkeys(("Conv", "ConvTranspose"), _convolution),
     **dict.fromkeys(("DepthToSpace", "SpaceToDepth", "RoiAlign", "MaxRoiPool"), _all(4, 0)),
-    **dict.fromkeys(("GRU", "LSTM", "RNN"), _all(3, 0, 1, 2)),
+    **dict.fromkeys(("GRU", "LSTM", "RNN"), _all(3, 0, 1, 2, 5, 6)),
     "Einsum": _einsum,
     "Gemm": _all(2, 0, 1),
     "GridSample": lambda node: {0: _rank(node.inputs[1]), 1: _rank(node.inputs[0])},

@@ -120,6 +120,8 @@ def _computed(op, now, later, *values: ir.Value) -> ir.Value:
 def stft(op, node):
     """Y[t] = the DFT of window * X[t step : t step + length]."""
     x, step, window, length = (operand(node, index) for index in range(4))
+    if rank(node, x) == 2:  # ONNX Runtime takes it for the [batch, length, 1] that ONNX asks for
+        x = op.Unsqueeze(x, [2])
     size = op.dim(x, 1)
     if length is not None:
         length = op.Reshape(op.cast_as(length, size), [1])
