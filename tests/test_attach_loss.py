@@ -9,12 +9,12 @@ import onnx.parser
 import pytest
 import torch
 from marks import slow
-from small import LR, batch, description, make, net
+from small import LR, RATE, batch, description, make, net
 from torch import nn
 from torch.nn import functional as F
 
 from orttrainer import IODescription, ModelDescription
-from orttrainer.errors import ModelError, SchemaError
+from orttrainer.errors import ExecutionError, ModelError, SchemaError
 
 
 def inference_file(tmp_path, module=None) -> onnx.ModelProto:
@@ -225,3 +225,137 @@ def test_loss_and_label_may_not_be_called_what_a_weight_is(names):
         ModelError, match=r"the (loss|label) is described as 'W', which an initializer of the ONNX model is called"
     ):
         trainer.train_step(torch.randn(5, 3), torch.randn(5, 4), LR)
+
+
+# -- What the loss reads, writes and decides by ----------------------------------------------------
+
+
+class Centred(nn.Module):
+    """A loss with a number, a buffer that others write to, one that it writes to, and a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.share = 1.0
+        self.register_buffer("weight", torch.ones(3))
+        self.register_buffer("centre", torch.zeros(3))
+        self.temperature = nn.Parameter(torch.ones(1))
+
+    def forward(self, output, label):
+        with torch.no_grad():
+            self.centre.mul_(0.9).add_(0.1 * output.mean(0))
+        return self.share * F.cross_entropy((output - self.centre) * self.temperature, label, self.weight)
+
+
+def steps_with_torch(loss_fn, batches):
+    """The losses of SGD in PyTorch, one by one."""
+    module = net()
+    own = loss_fn.parameters() if isinstance(loss_fn, nn.Module) else ()
+    optimizer = torch.optim.SGD([*module.parameters(), *own], RATE)
+    for x, label in batches:
+        loss = loss_fn(module(x), label)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss.detach()
+
+
+def test_a_loss_is_as_live_as_beside_a_module(tmp_path):
+    """The graph had its buffers and its number as they were at the first step, for ever and without a word."""
+    loss_fn, twin = Centred(), Centred()
+    trainer = make(inference_file(tmp_path), loss_fn=loss_fn)
+    for step, expected in enumerate(steps_with_torch(twin, map(batch, range(6)))):
+        torch.testing.assert_close(trainer.train_step(*batch(step), LR)[0], expected)
+        state = trainer.state_dict()
+        for name, tensor in twin.state_dict().items():
+            torch.testing.assert_close(loss_fn.state_dict()[name], tensor)
+            torch.testing.assert_close(state[f"loss_fn.{name}"], tensor)
+        for each in (loss_fn, twin):
+            each.share = 1.0 + step % 2
+            each.weight[step % 3] += 0.5
+            if step == 3:
+                each.temperature.requires_grad_(False)
+
+
+def test_variables_around_a_loss_are_those_of_each_step(tmp_path):
+    share = [1.0]
+
+    def loss_fn(output, label):
+        return share[0] * F.cross_entropy(output, label)
+
+    trainer = make(inference_file(tmp_path), loss_fn=loss_fn)
+    for step, expected in enumerate(steps_with_torch(loss_fn, map(batch, range(4)))):
+        torch.testing.assert_close(trainer.train_step(*batch(step), LR)[0], expected)
+        share[0] += 0.5
+
+
+def test_training_goes_on_from_the_state_of_a_model_and_its_loss(tmp_path):
+    trainer, expected = make(inference_file(tmp_path), "AdamOptimizer", loss_fn=Centred()), None
+    for step in range(3):
+        trainer.train_step(*batch(step), LR)
+    again = make(inference_file(tmp_path), "AdamOptimizer", loss_fn=Centred())
+    again.load_state_dict(trainer.state_dict())
+    for step in range(3, 5):
+        expected = trainer.train_step(*batch(step), LR)[0]
+        torch.testing.assert_close(again.train_step(*batch(step), LR)[0], expected)
+
+
+def test_a_parameter_of_the_loss_may_be_frozen(tmp_path):
+    loss_fn = Centred()
+    trainer = make(inference_file(tmp_path), loss_fn=loss_fn, frozen_weights=["loss_fn.temperature"])
+    twin = Centred()
+    twin.temperature.requires_grad_(False)
+    for step, expected in enumerate(steps_with_torch(twin, map(batch, range(3)))):
+        torch.testing.assert_close(trainer.train_step(*batch(step), LR)[0], expected)
+    assert loss_fn.temperature.item() == 1.0
+
+
+BY_SIZE = {
+    "a decision": lambda output, label: F.cross_entropy(output, label) * (2.0 if len(output) > 4 else 1.0),
+    "one by the label": lambda output, label: F.cross_entropy(output, label) * (2.0 if len(label) > 4 else 1.0),
+    "a range": lambda output, label: (F.cross_entropy(output, label, reduction="none") * torch.linspace(0, 1, len(label))).sum(),
+    "a loop": lambda output, label: sum(row.logsumexp(0) * (k + 1) for k, row in enumerate(output)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("loss_fn", BY_SIZE.values(), ids=BY_SIZE)
+def test_a_loss_decides_by_the_sizes_of_each_batch(tmp_path, loss_fn):
+    """The first batch's decided for all, where the model was in ONNX."""
+    batches = [batch(step, rows) for step, rows in enumerate((4, 6, 3, 6, 5))]
+    trainer = make(inference_file(tmp_path), loss_fn=loss_fn)
+    for given, expected in zip(batches, steps_with_torch(loss_fn, batches)):
+        torch.testing.assert_close(trainer.train_step(*given, LR)[0], expected)
+
+
+PICKED = """k = Mul (x, W) last = Constant <value_ints = [-1]> () flat = Reshape (k, last)
+    none = Constant <value_floats = [0.0]> () positive = Greater (flat, none) output = Compress (flat, positive)"""
+BY_COUNT = {
+    "at least": lambda output, label: output.sum() * (2.0 if len(output) > 4 else 1.0),
+    "not": lambda output, label: output.sum() * (2.0 if len(output) == 3 else 1.0),
+    "even": lambda output, label: output.sum() * (2.0 if len(output) % 2 == 0 and len(output) // 2 < 5 else 1.0),
+}
+
+
+@pytest.mark.parametrize("name", BY_COUNT)
+def test_a_step_fails_where_a_loss_decides_otherwise_by_a_size_that_no_input_has(name):
+    """How many elements are positive; the first batch's decision held for all."""
+    loss_fn = BY_COUNT[name]
+    proto = onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["" : 18]> g (float[rows, 3] x) => (float[n] output) {{ {PICKED} }}'
+    )
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(3, np.float32), "W"))
+    desc = ModelDescription([X, IODescription("label", ["rows"])], [IODescription("loss", [])])
+    trainer = make(proto, loss_fn=loss_fn, desc=desc)
+    decided, others = loss_fn(torch.ones(8), None) / 8, []
+    for count in (8, 6, 5, 3, 4, 12, 8):
+        x = torch.full((count + 2, 3), -1.0)
+        x.view(-1)[:count] = torch.rand(count)
+        expected = loss_fn(x[x > 0], None)
+        if loss_fn(torch.ones(count), None) / count != decided:
+            others.append(count)
+            before = trainer.state_dict()["W"]
+            with pytest.raises(ExecutionError, match=r"its graph is right where .*prediction\.shape\[0\]"):
+                trainer.train_step(x, torch.randn(count + 2), LR)
+            assert torch.equal(trainer.state_dict()["W"], before)
+        else:
+            torch.testing.assert_close(trainer.eval_step(x, torch.randn(count + 2)), expected)
+    assert others

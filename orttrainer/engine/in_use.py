@@ -291,9 +291,9 @@ class InUse(NotCopied):
         check_ranks_agree(self.collective, "the optimizer's state that they loaded", sums, advice)
 
     def _trained_state(self, graph: TrainingGraph, forward: ForwardGraph, share: bool) -> TrainedState:
-        source = self.source
+        parts = self.source.parts
         return TrainedState(
-            graph, source.module, source.loss_fn, self.device, self.collective, forward.decided, self._kept,
+            graph, parts.get(""), parts.get("loss_fn"), self.device, self.collective, forward.decided, self._kept,
             forward.outside, share,
         )  # fmt: skip
 

@@ -54,6 +54,7 @@ class Source:
 
     def __init__(self, model, loss_fn: Callable | None, device: torch.device, settings: Settings, ranks: int = 1):
         self.model, self.loss_fn, self._device, self.settings, self._ranks = model, loss_fn, device, settings, ranks
+        self._attached = False  # the loss, on an ONNX model
         self._bring_modules()
 
     def _bring_modules(self) -> None:
@@ -67,10 +68,13 @@ class Source:
 
     @property
     def parts(self) -> dict[str, Callable]:
-        """The module under "" and its loss, a module or another callable, under "loss_fn"; none for an ONNX model."""
-        if self.module is None:
-            return {}
-        return {"": self.module} | ({} if self.loss_fn is None else {"loss_fn": self.loss_fn})
+        """What is in torch: the module under "", and the loss, a module or another callable, under "loss_fn"."""
+        module, uses_loss = self.module, self.loss_fn is not None and (self.module is not None or self._attached)
+        return ({} if module is None else {"": module}) | ({"loss_fn": self.loss_fn} if uses_loss else {})
+
+    @property
+    def _state(self) -> dict[str, torch.Tensor]:
+        return export.named_state(self.parts.get(""), self.parts.get("loss_fn"))
 
     @property
     def module_names(self) -> set[str] | None:
@@ -92,8 +96,7 @@ class Source:
         `save_pretrained` looks at tied tensors by `view(-1)`.
         """
         models = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
-        state = {} if self.module is None else export.named_state(self.module, self.loss_fn)
-        kept = {name for name, tensor in state.items() if tensor.is_complex()}
+        kept = {name for name, tensor in self._state.items() if tensor.is_complex()}
         for path, module in self.module.named_modules() if self.module is not None else ():
             if isinstance(module, models):
                 names = collections.defaultdict(list)
@@ -164,6 +167,7 @@ class Source:
                 self._postprocessed(self.model), self.loss_fn, description, batch,
                 opset=settings.opset, check=settings.check_export,
             )  # fmt: skip
+            self._attached = True
             return then(forward)
         given, rest = (self.model, self.loss_fn, description, batch), lambda forward: then(self._changed(forward))
         check = GradientCheck(*given, rest) if settings.check_export else None
@@ -230,8 +234,7 @@ class Source:
 
     def frozen(self, forward: ForwardGraph) -> ForwardGraph:
         """`forward` without the parameters that the user froze."""
-        state = () if self.module is None else export.named_state(self.module, self.loss_fn)
-        return _freeze(forward, self.settings.frozen, state)
+        return _freeze(forward, self.settings.frozen, self._state)
 
     def _attaches_loss(self, description: ModelDescription) -> bool:
         """Whether the model is in ONNX, without a loss, and the loss in torch."""

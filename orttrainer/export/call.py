@@ -137,7 +137,7 @@ def state_names(wrapper: LossModule) -> dict[str, str]:
     Parameters keep their `named_parameters()` name; a tied tensor has one name, the first.
     State of a loss module gets the prefix `loss_fn.`, that of modules which are no part of either `outside.`.
     """
-    taken = {name.split(".")[0] for name in _state(wrapper.module)}
+    taken = {name.split(".")[0] for name in _state(wrapper.module)} if wrapper.module is not None else set()
     prefixes = {"loss_fn": "loss_fn", OUTSIDE: OUTSIDE}
     for root in prefixes:
         while prefixes[root] in taken:  # the module has a child of that name
@@ -151,8 +151,11 @@ def state_names(wrapper: LossModule) -> dict[str, str]:
     return public
 
 
-def named_state(module: nn.Module, loss_fn, outside: Sequence[nn.Module] = ()) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer of a module and of its loss, by the public name, tied ones once; and of modules outside both."""
+def named_state(module: nn.Module | None, loss_fn, outside: Sequence[nn.Module] = ()) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer of a module and of its loss, by the public name, tied ones once; and of modules outside both.
+
+    Of a loss alone where the model is in ONNX.
+    """
     holder = nn.Module()
     holder.module = module
     if isinstance(loss_fn, nn.Module):

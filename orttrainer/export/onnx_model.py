@@ -26,7 +26,7 @@ from orttrainer.graph.passes.unique import UniqueTypesPass
 from orttrainer.graph.read import read_model
 from orttrainer.graph.subgraphs import lift_initializers
 
-__all__ = ["from_onnx", "open_model"]
+__all__ = ["as_forward_graph", "check_loss", "from_onnx", "open_model"]
 
 log = logging.getLogger("orttrainer")
 
@@ -48,24 +48,29 @@ _COORDINATES_UNNAMED = 10  # the last opset whose Resize does not say where pixe
 _INITIALIZERS_APART = 4  # the first IR version whose initializers need not be inputs too
 
 
-def from_onnx(model: onnx.ModelProto, description, added: str | None = None) -> ForwardGraph:
-    """Wrap an ONNX model whose first described output is the scalar loss.
-
-    Every float initializer becomes a parameter, except the running statistics of a
-    BatchNormalization (buffers; its training form updates them, as ONNX says), scalars
-    (constants, with a warning), what has no elements and what is only scales or roi of a Resize,
-    or positions and lengths in sequences (constants). The others are buffers. The given model is not changed.
+def from_onnx(model: onnx.ModelProto, description) -> ForwardGraph:
+    """Wrap an ONNX model whose first described output is the scalar loss. The given model is not changed.
 
     Args:
         model, description: as an `Engine` takes them.
-        added: what the names of values begin with that are not the user's; there is no warning of these.
 
     Raises:
         ModelError: a described name is not in the model, an input has neither description nor
             initializer, an input or output is no tensor, or the first output is no scalar float.
     """
-    model = open_model(model, [d.name_ for d in description.inputs_], [d.name_ for d in description.outputs_])
-    _check_loss(model.graph.outputs[0])
+    opened = open_model(model, [d.name_ for d in description.inputs_], [d.name_ for d in description.outputs_])
+    check_loss(opened.graph.outputs[0])
+    return as_forward_graph(opened)
+
+
+def as_forward_graph(model: ir.Model) -> ForwardGraph:
+    """What `open_model` gives, as it trains; changed in place.
+
+    Every float initializer becomes a parameter, except the running statistics of a
+    BatchNormalization (buffers; its training form updates them, as ONNX says), scalars
+    (constants, with a warning), what has no elements and what is only scales or roi of a Resize,
+    or positions and lengths in sequences (constants). The others are buffers.
+    """
     OutputPaddingPass()(model)
     UniqueTypesPass()(model)
     SmallSigmoidPass()(model)
@@ -79,14 +84,14 @@ def from_onnx(model: onnx.ModelProto, description, added: str | None = None) -> 
     constant = {n for n, v in initializers.items() if only_instructs(v) or 0 in v.shape.numpy()}
     floats = [n for n, v in initializers.items() if v.dtype in _FLOATS and n not in statistics | constant]
     scalars = [n for n in floats if tuple(initializers[n].shape) == ()]
-    _warn_of_constants(model, scalars, added)
+    _warn_of_constants(model, scalars)
     parameters = tuple(n for n in floats if n not in scalars)
     buffers = tuple(n for n in initializers if n not in {*parameters, *scalars, *constant})
     _warn_of_shared([initializers[n] for n in parameters])
     return ForwardGraph(model=model, parameters=parameters, buffers=buffers, updates=updates)
 
 
-def _warn_of_constants(model: ir.Model, scalars: Sequence[str], added: str | None) -> None:
+def _warn_of_constants(model: ir.Model, scalars: Sequence[str]) -> None:
     """Name what may be meant as a weight and is none here."""
     if scalars:
         log.warning(
@@ -94,8 +99,7 @@ def _warn_of_constants(model: ir.Model, scalars: Sequence[str], added: str | Non
             _some(scalars),
         )
     constants = [y for node in model.graph.all_nodes() if node.op_type == "Constant" for y in node.outputs]
-    tables = [y.name for y in constants if _may_be_a_weight(y)]
-    if tables := [name for name in tables if added is None or not name.startswith(added)]:
+    if tables := [y.name for y in constants if _may_be_a_weight(y)]:
         log.warning(
             "the numbers of the Constant nodes %s are not trained; make initializers of those that are weights, as "
             "onnx_ir.passes.common.LiftConstantsToInitializersPass does of all",
@@ -309,7 +313,8 @@ def _check_known(role, names, available):
         )
 
 
-def _check_loss(loss):
+def check_loss(loss: ir.Value) -> None:
+    """Raise a ModelError unless this output is a scalar float."""
     shape = None if loss.shape is None else [str(dim) for dim in loss.shape]
     if loss.dtype not in _FLOATS or shape != []:
         kind = "unknown" if shape is None else f"[{', '.join(shape)}]"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import onnx
@@ -16,10 +18,13 @@ from orttrainer.describe import InputSchema, IODescription, ModelDescription, fi
 from orttrainer.differentiate.double import DoubleKernelsPass
 from orttrainer.differentiate.prepare.opsets import with_known_opset
 from orttrainer.errors import ExportError, ModelError, SchemaError, UnsupportedModelError
+from orttrainer.export.forms.held_sizes import hold_sizes
 from orttrainer.export.forward_graph import MAX_OPSET, ForwardGraph
 from orttrainer.export.initializers import free_name
 from orttrainer.export.module import export_module
-from orttrainer.export.onnx_model import from_onnx, open_model
+from orttrainer.export.onnx_model import as_forward_graph, check_loss, open_model
+from orttrainer.export.values.granted import Granted
+from orttrainer.graph.inference import infer_shapes
 from orttrainer.graph.light import without_weights
 from orttrainer.graph.passes.constants import InitializersToConstantsPass
 
@@ -28,6 +33,8 @@ __all__ = ["attach_loss", "lacks_loss"]
 log = logging.getLogger("orttrainer")
 
 PREFIX = "loss_fn/"
+_PREDICTION = f"{PREFIX}prediction"
+_EQUAL = re.compile(r"size\d+ == size\d+")
 
 
 def lacks_loss(model: onnx.ModelProto, description: ModelDescription) -> bool:
@@ -69,12 +76,11 @@ def attach_loss(
         )
     names = [output.name_ for output in outputs] or [model.graph.output[0].name]
     body = open_model(model, [*given], names)
-    _give_way(body.graph, {**dict.fromkeys(labels, "label"), description.outputs_[0].name_: "loss"})
     body.opset_imports.setdefault("", opset)
     body = with_known_opset(body)  # one that a loss is exported in: joined, the two have one opset
     found = _prediction(body, [tensor for _, tensor in given.values()])
     shape = _shape(body.graph, [described for described, _ in given.values()], outputs, [*labels.values()], found)
-    prediction = IODescription(f"{PREFIX}prediction", shape, found.dtype)
+    prediction = IODescription(_PREDICTION, shape, found.dtype)
     described = ModelDescription([prediction, *(label for label, _ in labels.values())], [description.outputs_[0]])
     samples = [found, *(tensor for _, tensor in labels.values())]
     loss = export_module(
@@ -88,17 +94,12 @@ def attach_loss(
             f"loss_fn decides by the value of a tensor at {made.file}:{made.line}, which it may not on an ONNX model. Use "
             "torch.where or masks instead."
         )
+    granted = _granted(loss, shape, description.inputs_)
     InitializersToConstantsPass({*loss.parameters, *loss.buffers})(loss.model)
-    joined = _joined(body, loss.model, [*labels])
-    forward = from_onnx(joined, description, added=PREFIX)
-    trained = {f"{PREFIX}{name}" for name in loss.parameters}
-    constant = {name for name in forward.parameters if name.startswith(PREFIX)} - trained
-    return ForwardGraph(
-        model=forward.model,
-        parameters=tuple(name for name in forward.parameters if name not in constant),
-        buffers=(*forward.buffers, *sorted(constant)),
-        updates=forward.updates,
-    )
+    state = dict.fromkeys(loss.model.graph.initializers, "a tensor of the loss is called")
+    labelled = dict.fromkeys(labels, "the label is described as")
+    _give_way(body.graph, {**state, **labelled, description.outputs_[0].name_: "the loss is described as"})
+    return replace(_joined(as_forward_graph(body), loss, [*labels], bool(outputs)), granted=granted)
 
 
 class _Loss(nn.Module):
@@ -124,16 +125,14 @@ def _prediction(body: ir.Model, batch: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _give_way(graph: ir.Graph, roles: Mapping[str, str]) -> None:
-    """Rename inner values that have one of the names which the loss and its label get; each is given with what gets it.
+    """Rename inner values that have one of the names which the loss and its label bring; each is given with what brings it.
 
     Raises:
         ModelError: an initializer has it.
     """
     for name, role in roles.items():
         if name in graph.initializers:
-            raise ModelError(
-                f"the {role} is described as {name!r}, which an initializer of the ONNX model is called; give it another name"
-            )
+            raise ModelError(f"{role} {name!r}, which an initializer of the ONNX model is called; give it another name")
     values = [value for node in graph.all_nodes() for value in node.outputs]
     values += [value for body in graph.subgraphs() for value in body.inputs]
     for value in values:
@@ -170,14 +169,49 @@ def _shape(
     return [name if isinstance(name, str) else size for name, size in zip(shape, prediction.shape)]
 
 
-def _joined(body: ir.Model, loss: ir.Model, labels: Sequence[str]) -> onnx.ModelProto:
-    """One model: the loss reads the first output of the body, and is the first output itself."""
-    graph, tail = body.graph, loss.graph
+def _granted(loss: ForwardGraph, shape: Sequence[int | str], inputs: Sequence[IODescription]) -> tuple[Granted, ...]:
+    """What the loss takes for granted, of the sizes of the model's inputs and of the label; of others its graph asks itself.
+
+    Args:
+        shape: of the prediction; a name is that of an axis of an input.
+
+    Raises:
+        UnsupportedModelError: it decides by a size of the prediction that no input has, in a way that ONNX has no form of.
+    """
+    places = {
+        name: (x.name_, axis) for x in reversed(inputs) for axis, name in enumerate(x.shape_) if isinstance(name, str)
+    }
+    found, within = [], []
+    for statement in loss.granted:
+        sizes = [places.get(shape[axis]) if name == _PREDICTION else (name, axis) for name, axis in statement.sizes]
+        if None not in sizes:
+            found.append(statement._replace(sizes=tuple(sizes)))
+        elif not _EQUAL.fullmatch(statement.text):  # of which the operators find out themselves
+            within.append(
+                statement._replace(sizes=tuple((name.removeprefix(PREFIX), axis) for name, axis in statement.sizes))
+            )
+    values = {value.name.removeprefix(PREFIX): value for value in loss.model.graph.inputs}
+    if left := hold_sizes(loss.model.graph, within, lambda op, name, axis: op.dim(values[name], axis)):
+        raise UnsupportedModelError(
+            f"loss_fn decides by a size of the prediction ({left[0]}) that is none of an input's, so that a batch cannot be asked "
+            "for it. If it is the size of an input, give both axes one name in the description; else use torch.where or masks."
+        )
+    return tuple(found)
+
+
+def _joined(body: ForwardGraph, loss: ForwardGraph, labels: Sequence[str], gives: bool) -> ForwardGraph:
+    """One graph: the loss reads the first output of the body, and is the first output itself.
+
+    Args:
+        labels: what the inputs of the loss behind the prediction are called.
+        gives: the outputs of the body are outputs of the whole.
+    """
+    graph, tail = body.model.graph, loss.model.graph
+    result, *rest = tail.outputs
     for value in [*tail.initializers.values(), *(v for node in tail.all_nodes() for v in node.outputs)]:
-        if value.name and not value.is_graph_output():
+        if value.name and value is not result and not value.is_initializer():
             value.name = f"{PREFIX}{value.name}"
     prediction, *given = tail.inputs
-    (result, *_) = tail.outputs
     prediction.replace_all_uses_with(graph.outputs[0], replace_graph_outputs=True)
     tail.inputs.clear()
     tail.outputs.clear()
@@ -191,7 +225,15 @@ def _joined(body: ir.Model, loss: ir.Model, labels: Sequence[str]) -> onnx.Model
     for value, name in zip(given, labels, strict=True):
         value.name = name
         graph.inputs.append(value)
-    graph.outputs.insert(0, result)
-    for domain, version in loss.opset_imports.items():
-        body.opset_imports.setdefault(domain, version)
-    return ir.to_proto(body)
+    graph.outputs[:] = [result, *graph.outputs[0 if gives else 1 :], *rest]
+    for domain, version in loss.model.opset_imports.items():
+        body.model.opset_imports.setdefault(domain, version)
+    check_loss(result)
+    infer_shapes(body.model)
+    return replace(
+        body,
+        parameters=(*body.parameters, *loss.parameters),
+        buffers=(*body.buffers, *loss.buffers),
+        updates=body.updates | {name: f"{PREFIX}{output}" for name, output in loss.updates.items()},
+        unread=loss.unread, decided=loss.decided, touched=loss.touched, read=loss.read, outside=loss.outside,
+    )  # fmt: skip

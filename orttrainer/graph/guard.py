@@ -11,6 +11,8 @@ CHECK_FAILED = "/forward_checks_hold"  # what the name of a node ends with that 
 
 ENDS_DECREASE = "/ends_do_not_decrease"  # likewise, where groups of rows are split at their ends
 
+OTHER_SIZES = "/sizes_hold"  # likewise, where a loss decides by sizes within the graph; before it stands what holds
+
 
 def guard(op: Builder, holds: ir.Value, asked: ir.Value) -> ir.Value:
     """Gather([0], asked and not holds): [1], whatever waits for which never runs where a check that is asked for fails.

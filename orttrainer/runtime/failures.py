@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from orttrainer.errors import ExecutionError
-from orttrainer.graph.guard import CHECK_FAILED, ENDS_DECREASE
+from orttrainer.graph.guard import CHECK_FAILED, ENDS_DECREASE, OTHER_SIZES
 from orttrainer.graph.passes.divisors import DIVISION_BY_ZERO
 
 _NODE_FAILED = re.compile(r"running (\w+) node\. Name:'([^']*)' Status Message: (.*)")
@@ -27,6 +27,13 @@ def restated(error: Exception) -> ExecutionError:
     if node.endswith(CHECK_FAILED):
         return CheckFailed(
             "what forward checks of its layers goes otherwise on this batch than on the first; the state is as it was before"
+        )
+    if node.endswith(OTHER_SIZES):
+        statement = node.removesuffix(OTHER_SIZES).rpartition(" | ")[2]
+        return ExecutionError(
+            f"loss_fn decides by a size of the prediction that none of the inputs has: its graph is right where {statement}, as on "
+            "the first batch, and this batch is another. The state is as it was before. If it is the size of an input, give "
+            "both axes one name in the description, so that each batch is asked for it; else use torch.where or masks."
         )
     if node:
         text = f"{operator} (node {node!r}): {text}"

@@ -40,7 +40,7 @@ class TrainedState:
 
     Args:
         graph: the compiled graph; its `tensors` show this state from now on.
-        module, loss_fn: the torch modules that the graph was made from; None for an ONNX model.
+        module, loss_fn: what in torch the graph was made from.
         device: where new tensors are made.
         collective: the ranks of the run; rank 0's values are taken by all.
         decided: names of buffers of the module that have to keep their values.
@@ -68,12 +68,12 @@ class TrainedState:
         share: bool = True,
     ):
         self._collective, self._kept = collective, kept or KeptState(())
-        self._modules = [m for m in (module, loss_fn) if isinstance(m, torch.nn.Module)] if module is not None else []
-        own = export.named_state(module, loss_fn) if module is not None else {}
+        self._modules = [m for m in (module, loss_fn) if isinstance(m, torch.nn.Module)]
+        own = export.named_state(module, loss_fn)
         self._own_names, self._named = {*own}, (module, loss_fn, outside)
         real = {n: export.as_real(x.detach()) for n, x in own.items() if isinstance(x, torch.nn.Parameter)}
         self._parameters = {name: torch.empty(x.shape, device="meta") for name, x in real.items()}
-        if outside and module is not None:
+        if outside:
             self._modules += outside
             own = export.named_state(*self._named)
         self._shared = {*own}
@@ -378,12 +378,9 @@ class TrainedState:
     def _live(self, include_optimizer_state: bool) -> dict[str, torch.Tensor]:
         """The tensors behind `state_dict`, under its names."""
         entries = {entry.name: entry for entry in self.signature.plain_state}
-        if self._modules:
-            found = {
-                n: t.detach()
-                for n, t in self._modules[0].state_dict(keep_vars=True).items()
-                if isinstance(t, torch.Tensor)
-            }
+        if (module := self._named[0]) is not None:
+            state = module.state_dict(keep_vars=True).items()
+            found = {n: t.detach() for n, t in state if isinstance(t, torch.Tensor)}
             found |= {n: t for n, t in self.tensors.items() if n in self._own_names and n not in found}  # a loss's own
         else:
             found = {name: t for name, t in self.tensors.items() if entries[name].role in ("parameter", "buffer")}
