@@ -147,6 +147,15 @@ def test_a_model_without_an_opset_of_the_standard_domain_trains():
     assert_trains_like_its_twin(proto, F.huber_loss)
 
 
+def test_a_model_with_lists_of_tensors_trains():
+    """As PyTorch's exporter writes chunks, where it is not to optimize."""
+    body = """h = MatMul (x, W) two = Constant <value_int = 2> () zero = Constant <value_int = 0> () one = Constant <value_int = 1> ()
+        parts = SplitToSequence <axis = 1> (h, two) a = SequenceAt (parts, zero) b = SequenceAt (parts, one)
+        c = Sigmoid (a) output = Concat <axis = 1> (c, b)"""
+    twin = lambda x, weight: torch.cat([torch.sigmoid((x @ weight)[:, :2]), (x @ weight)[:, 2:]], 1)  # noqa: E731
+    assert_trains_like_its_twin(product(18, body=body), F.huber_loss, twin)
+
+
 @pytest.mark.parametrize("opset", [7, 8])
 def test_a_model_of_the_time_when_initializers_were_inputs_too_trains(opset):
     assert_trains_like_its_twin(product(opset, ir_version=3, listed=True), F.huber_loss)

@@ -17,6 +17,7 @@ from orttrainer.export.forms.double_erf import DoubleErfPass
 from orttrainer.export.forms.double_recurrent import DoubleRecurrentPass
 from orttrainer.export.forward_graph import MAX_OPSET, ForwardGraph
 from orttrainer.export.initializers import constant_of, free_name
+from orttrainer.graph.inference import infer_shapes
 from orttrainer.graph.passes.batch_first import BatchFirstPass
 from orttrainer.graph.passes.ceil_mode import CeilModePass
 from orttrainer.graph.passes.one_sided import OneSidedPass
@@ -149,7 +150,7 @@ def open_model(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[
     common.RemoveUnusedNodesPass()(model)
     BatchFirstPass()(model)
     CeilModePass()(model)
-    common.ShapeInferencePass(check_type=False, strict_mode=False)(model)
+    infer_shapes(model)
     for role, values in (("input", model.graph.inputs), ("output", model.graph.outputs)):
         for value in values:
             _check_is_tensor(role, value)
