@@ -180,6 +180,13 @@ def test_an_initializer_has_its_own_shape_whatever_the_input_of_its_name_declare
     assert_trains_like(proto, lambda x, W: x @ W, BATCHES, W=W)
 
 
+def test_initializers_of_an_old_model_need_not_be_inputs():
+    """ONNX's converter to newer opsets leaves such models, and ONNX Runtime runs them."""
+    proto = model("r = MatMul (x, W)", "3", 13, W=W)
+    proto.ir_version = 3
+    assert_trains_like(proto, lambda x, W: x @ W, BATCHES, W=W)
+
+
 # -- What is a weight -----------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ from orttrainer.graph.passes.output_padding import OutputPaddingPass
 from orttrainer.graph.passes.sigmoid import SmallSigmoidPass
 from orttrainer.graph.passes.unique import UniqueTypesPass
 from orttrainer.graph.read import read_model
+from orttrainer.graph.spelling import INITIALIZERS_APART
 from orttrainer.graph.subgraphs import lift_initializers
 
 __all__ = ["as_forward_graph", "check_loss", "from_onnx", "open_model"]
@@ -46,7 +47,6 @@ _WEIGHTS = {  # which inputs are weights and nothing else
     **dict.fromkeys(("Conv", "ConvTranspose", "Gemm"), (1, 2)),
 }
 _COORDINATES_UNNAMED = 10  # the last opset whose Resize does not say where pixels are
-_INITIALIZERS_APART = 4  # the first IR version whose initializers need not be inputs too
 
 
 def from_onnx(model: onnx.ModelProto, description) -> ForwardGraph:
@@ -145,7 +145,7 @@ def open_model(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[
     if not _OLDEST_OPSET <= model.opset_imports.get("", 0) <= MAX_OPSET:
         _convert_opset(model)
     _select_inputs(model.graph, inputs)
-    model.ir_version = max(model.ir_version, _INITIALIZERS_APART)
+    model.ir_version = max(model.ir_version, INITIALIZERS_APART)
     _select_outputs(model.graph, outputs)
     common.RemoveUnusedNodesPass()(model)
     BatchFirstPass()(model)

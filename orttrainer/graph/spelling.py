@@ -10,6 +10,7 @@ from onnx import numpy_helper
 
 _DEFAULT_DOMAIN = "ai.onnx"  # in full; as a rule it is ""
 _CONTRIBUTED = "com.microsoft"
+INITIALIZERS_APART = 4  # the first IR version whose initializers need not be inputs, too
 
 
 def in_usual_spelling(proto: onnx.ModelProto) -> onnx.ModelProto:
@@ -18,13 +19,14 @@ def in_usual_spelling(proto: onnx.ModelProto) -> onnx.ModelProto:
     Where operators of "com.microsoft" are there without a version of theirs, as the optimizer of ONNX Runtime's tools for
     transformers leaves them, it is 1, the only one.
     Sizes below 0, which some tools write for those that vary, become unknown ones, as they are to ONNX Runtime.
+    Initializers that are no inputs, as ONNX's converter leaves them in models of before IR version 4, make it one of that version.
     Outputs that are maps, as scikit-learn's classifiers have one beside their probabilities, are left out.
     A model that has none of these is returned as it is.
 
     Raises:
         ValidationError: the indices of a sparse tensor do not fit its shape.
     """
-    ways = (_has_sparse, _names_default_domain, _lacks_version, _has_maps)
+    ways = (_has_sparse, _names_default_domain, _lacks_version, _has_maps, _has_initializers_apart)
     if not any(way(proto) for way in ways) and not any(_negative_sizes(proto)):
         return proto
     changed = onnx.ModelProto()
@@ -35,6 +37,8 @@ def in_usual_spelling(proto: onnx.ModelProto) -> onnx.ModelProto:
     for attribute in _sparse_constants(changed):
         attribute.CopyFrom(onnx.helper.make_attribute("value", _dense(attribute.sparse_tensor)))
     _drop_maps(changed.graph)
+    if _has_initializers_apart(changed):
+        changed.ir_version = INITIALIZERS_APART
     for size in _negative_sizes(changed):
         size.Clear()
     for node in _nodes(changed):
@@ -46,6 +50,11 @@ def in_usual_spelling(proto: onnx.ModelProto) -> onnx.ModelProto:
         del owner.opset_import[:]
         owner.opset_import.extend(onnx.helper.make_opsetid(*opset) for opset in opsets.items())
     return changed
+
+
+def _has_initializers_apart(proto: onnx.ModelProto) -> bool:
+    inputs = {x.name for x in proto.graph.input}
+    return 0 < proto.ir_version < INITIALIZERS_APART and any(x.name not in inputs for x in proto.graph.initializer)
 
 
 def _has_sparse(proto: onnx.ModelProto) -> bool:

@@ -121,8 +121,9 @@ def _listed(names: list[str], most: int = 8) -> str:
 
 
 def _short(detail: str) -> str:
-    """The first part of an error, without what differs between samples, so that equal reasons meet in one line."""
-    text = re.sub(r"\d+(\.\d+)?(e[-+]?\d+)?", "#", " ".join(detail.split()))
+    """The first part of an error, without what differs between samples and machines, so that equal reasons meet in one line."""
+    text = re.sub(r"(?<!\S)/\S*/", "", " ".join(detail.split()))
+    text = re.sub(r"\d+(\.\d+)?(e[-+]?\d+)?", "#", text)
     return text.replace("|", "\\|").replace("<", "&lt;")[:160] or "no reason given"
 
 
