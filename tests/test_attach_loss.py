@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from orttrainer import IODescription, ModelDescription
-from orttrainer.errors import ExecutionError, ModelError, SchemaError
+from orttrainer.errors import ExecutionError, ModelError, SchemaError, UnsupportedModelError
 
 
 def inference_file(tmp_path, module=None) -> onnx.ModelProto:
@@ -333,6 +333,34 @@ def test_a_loss_decides_by_the_sizes_of_each_batch(tmp_path, loss_fn):
     trainer = make(inference_file(tmp_path), loss_fn=loss_fn)
     for given, expected in zip(batches, steps_with_torch(loss_fn, batches)):
         torch.testing.assert_close(trainer.train_step(*given, LR)[0], expected)
+
+
+def by_label(output, label):
+    assert (label < 3).all(), "no such class"
+    loss = F.cross_entropy(output, label)
+    return 2 * loss if (label == 0).sum() > 2 else loss
+
+
+def test_a_loss_decides_by_the_values_of_each_label(tmp_path):
+    batches = [batch(step, rows) for step, rows in enumerate((6, 6, 5, 8, 6))]
+    trainer = make(inference_file(tmp_path), loss_fn=by_label)
+    for given, expected in zip(batches, steps_with_torch(by_label, batches)):
+        torch.testing.assert_close(trainer.train_step(*given, LR)[0], expected)
+    assert len({bool((label == 0).sum() > 2) for _, label in batches}) == 2
+    before = trainer.state_dict()
+    with pytest.raises(AssertionError, match="no such class"):
+        trainer.train_step(batches[0][0], batches[0][1] + 1, LR)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.state_dict().items())
+
+
+def test_a_loss_that_decides_by_values_of_the_prediction_is_refused(tmp_path):
+    def loss_fn(output, label):
+        return F.cross_entropy(output, label) if output.max() > 0.1 else output.sum()
+
+    with pytest.raises(
+        UnsupportedModelError, match=r"decides by values of the prediction, at .*: by those of the label it may"
+    ):
+        make(inference_file(tmp_path), loss_fn=loss_fn).train_step(*batch(), LR)
 
 
 PICKED = """k = Mul (x, W) last = Constant <value_ints = [-1]> () flat = Reshape (k, last)

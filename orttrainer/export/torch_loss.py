@@ -23,6 +23,7 @@ from orttrainer.export.forward_graph import MAX_OPSET, ForwardGraph
 from orttrainer.export.initializers import free_name
 from orttrainer.export.module import export_module
 from orttrainer.export.onnx_model import as_forward_graph, check_loss, open_model
+from orttrainer.export.values.conditions import CHECKS, Conditions
 from orttrainer.export.values.granted import Granted
 from orttrainer.graph.inference import infer_shapes
 from orttrainer.graph.light import without_weights
@@ -88,11 +89,11 @@ def attach_loss(
         schema=InputSchema.settle(described.inputs_, samples),
         opset=min(body.opset_imports[""], MAX_OPSET), check=check,
     )  # fmt: skip
-    if loss.conditions is not None:
+    if loss.conditions is not None and _PREDICTION in _inputs_of(loss.conditions):
         made = loss.conditions.made[0]
         raise UnsupportedModelError(
-            f"loss_fn decides by the value of a tensor at {made.file}:{made.line}, which it may not on an ONNX model. Use "
-            "torch.where or masks instead."
+            f"loss_fn decides by values of the prediction, at {made.file}:{made.line} or behind it, which it may not on an ONNX "
+            "model: by those of the label it may. Use torch.where or masks instead."
         )
     granted = _granted(loss, shape, description.inputs_)
     InitializersToConstantsPass({*loss.parameters, *loss.buffers})(loss.model)
@@ -100,6 +101,10 @@ def attach_loss(
     labelled = dict.fromkeys(labels, "the label is described as")
     _give_way(body.graph, {**state, **labelled, description.outputs_[0].name_: "the loss is described as"})
     return replace(_joined(as_forward_graph(body), loss, [*labels], bool(outputs)), granted=granted)
+
+
+def _inputs_of(conditions: Conditions) -> set[str]:
+    return {value.name for value in onnx.ModelProto.FromString(conditions.model).graph.input}
 
 
 class _Loss(nn.Module):
@@ -181,17 +186,14 @@ def _granted(loss: ForwardGraph, shape: Sequence[int | str], inputs: Sequence[IO
     places = {
         name: (x.name_, axis) for x in reversed(inputs) for axis, name in enumerate(x.shape_) if isinstance(name, str)
     }
-    found, within = [], []
+    found, within = [], {}
     for statement in loss.granted:
         sizes = [places.get(shape[axis]) if name == _PREDICTION else (name, axis) for name, axis in statement.sizes]
         if None not in sizes:
             found.append(statement._replace(sizes=tuple(sizes)))
         elif not _EQUAL.fullmatch(statement.text):  # of which the operators find out themselves
-            within.append(
-                statement._replace(sizes=tuple((name.removeprefix(PREFIX), axis) for name, axis in statement.sizes))
-            )
-    values = {value.name.removeprefix(PREFIX): value for value in loss.model.graph.inputs}
-    if left := hold_sizes(loss.model.graph, within, lambda op, name, axis: op.dim(values[name], axis)):
+            within[str(statement).replace(PREFIX, "")] = statement
+    if left := hold_sizes(loss.model.graph, within):
         raise UnsupportedModelError(
             f"loss_fn decides by a size of the prediction ({left[0]}) that is none of an input's, so that a batch cannot be asked "
             "for it. If it is the size of an input, give both axes one name in the description; else use torch.where or masks."
@@ -209,7 +211,7 @@ def _joined(body: ForwardGraph, loss: ForwardGraph, labels: Sequence[str], gives
     graph, tail = body.model.graph, loss.model.graph
     result, *rest = tail.outputs
     for value in [*tail.initializers.values(), *(v for node in tail.all_nodes() for v in node.outputs)]:
-        if value.name and value is not result and not value.is_initializer():
+        if value.name and value.name != CHECKS and value is not result and not value.is_initializer():
             value.name = f"{PREFIX}{value.name}"
     prediction, *given = tail.inputs
     prediction.replace_all_uses_with(graph.outputs[0], replace_graph_outputs=True)
@@ -235,5 +237,6 @@ def _joined(body: ForwardGraph, loss: ForwardGraph, labels: Sequence[str], gives
         parameters=(*body.parameters, *loss.parameters),
         buffers=(*body.buffers, *loss.buffers),
         updates=body.updates | {name: f"{PREFIX}{output}" for name, output in loss.updates.items()},
-        unread=loss.unread, decided=loss.decided, touched=loss.touched, read=loss.read, outside=loss.outside,
+        unread=loss.unread, decided=loss.decided, conditions=loss.conditions,
+        touched=loss.touched, read=loss.read, outside=loss.outside,
     )  # fmt: skip

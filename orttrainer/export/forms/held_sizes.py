@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
@@ -28,27 +28,27 @@ _OPERATORS = {
 }
 
 
-def hold_sizes(
-    graph: ir.Graph, statements: Sequence[Granted], size: Callable[[Builder, str, int], ir.Value]
-) -> list[Granted]:
+def hold_sizes(graph: ir.Graph, statements: Mapping[str, Granted]) -> list[str]:
     """Have the first output of a graph, and its gradients, wait for statements, and fail where one is not true.
 
     Args:
-        size: gives a size, int64 [1], of an input and its axis.
+        statements: by what a failure says of them; of inputs of the graph.
 
     Returns:
         Those that have no form in ONNX.
     """
     op, left = Builder(graph, "sizes"), []
+    inputs = {value.name: value for value in graph.inputs}
     result = given = graph.outputs[0]
-    for statement in statements:
+    for text, statement in statements.items():
+        sizes = [op.dim(inputs[name], axis) for name, axis in statement.sizes]
         try:
-            holds = _nodes(op, ast.parse(statement.text, mode="eval").body, lambda k: size(op, *statement.sizes[k]))  # noqa: B023
+            holds = _nodes(op, ast.parse(statement.text, mode="eval").body, sizes)
         except KeyError:
-            left.append(statement)
+            left.append(text)
             continue
         one = op.Gather(op.const([1.0], given.dtype), op.Cast(op.Not(holds), to=ir.DataType.INT64))
-        one.producer().name += f" | {statement}{OTHER_SIZES}"
+        one.producer().name += f" | {text}{OTHER_SIZES}"
         result = op.Mul(result, op.Squeeze(one))
     if result is not given:
         graph.outputs[0] = result
@@ -56,15 +56,15 @@ def hold_sizes(
     return left
 
 
-def _nodes(op: Builder, expression: ast.expr, size: Callable[[int], ir.Value]) -> ir.Value:
+def _nodes(op: Builder, expression: ast.expr, sizes: Sequence[ir.Value]) -> ir.Value:
     """An expression of Python's of `size0`, `size1` and so on, int64 or bool [1]; KeyError: there are no nodes for it."""
 
     def nodes(part: ast.expr) -> ir.Value:
-        return _nodes(op, part, size)
+        return _nodes(op, part, sizes)
 
     match expression:
         case ast.Name(id=name):
-            return size(int(name.removeprefix("size")))
+            return sizes[int(name.removeprefix("size"))]
         case ast.Constant(value=int(number)):
             return op.const([number])
         case ast.UnaryOp(op=ast.USub(), operand=operand):
