@@ -180,11 +180,16 @@ def test_an_initializer_has_its_own_shape_whatever_the_input_of_its_name_declare
     assert_trains_like(proto, lambda x, W: x @ W, BATCHES, W=W)
 
 
-def test_initializers_of_an_old_model_need_not_be_inputs():
-    """ONNX's converter to newer opsets leaves such models, and ONNX Runtime runs them."""
+def test_initializers_of_an_old_model_that_onnx_converted_need_not_be_inputs():
     proto = model("r = MatMul (x, W)", "3", 13, W=W)
     proto.ir_version = 3
     assert_trains_like(proto, lambda x, W: x @ W, BATCHES, W=W)
+
+
+def test_nodes_may_stand_before_those_that_they_read():
+    """As a converter to float16 appends its casts; ONNX Runtime sorts them."""
+    body = "r = Tanh (k) k = MatMul (h, W) h = Exp (x)"
+    assert_trains_like(model(body, "3", 18, W=W), lambda x, W: torch.tanh(x.exp() @ W), BATCHES, W=W)
 
 
 # -- What is a weight -----------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 from onnx import numpy_helper
 
 _DEFAULT_DOMAIN = "ai.onnx"  # in full; as a rule it is ""
@@ -21,12 +22,14 @@ def in_usual_spelling(proto: onnx.ModelProto) -> onnx.ModelProto:
     Sizes below 0, which some tools write for those that vary, become unknown ones, as they are to ONNX Runtime.
     Initializers that are no inputs, as ONNX's converter leaves them in models of before IR version 4, make it one of that version.
     Outputs that are maps, as scikit-learn's classifiers have one beside their probabilities, are left out.
+    Nodes stand behind those that they read, as ONNX Runtime sorts them: converters to float16 append theirs.
     A model that has none of these is returned as it is.
 
     Raises:
         ValidationError: the indices of a sparse tensor do not fit its shape.
+        ValueError: nodes read each other.
     """
-    ways = (_has_sparse, _names_default_domain, _lacks_version, _has_maps, _has_initializers_apart)
+    ways = (_has_sparse, _names_default_domain, _lacks_version, _has_maps, _has_initializers_apart, _is_unsorted)
     if not any(way(proto) for way in ways) and not any(_negative_sizes(proto)):
         return proto
     changed = onnx.ModelProto()
@@ -49,12 +52,28 @@ def in_usual_spelling(proto: onnx.ModelProto) -> onnx.ModelProto:
             opsets[_CONTRIBUTED] = 1
         del owner.opset_import[:]
         owner.opset_import.extend(onnx.helper.make_opsetid(*opset) for opset in opsets.items())
-    return changed
+    return _sorted(changed) if _is_unsorted(changed) else changed
 
 
 def _has_initializers_apart(proto: onnx.ModelProto) -> bool:
     inputs = {x.name for x in proto.graph.input}
     return 0 < proto.ir_version < INITIALIZERS_APART and any(x.name not in inputs for x in proto.graph.initializer)
+
+
+def _is_unsorted(proto: onnx.ModelProto) -> bool:
+    for graph in _graphs(proto):
+        later = {name for node in graph.node for name in node.output if name}
+        for node in graph.node:
+            if not later.isdisjoint(node.input):
+                return True
+            later.difference_update(node.output)
+    return False
+
+
+def _sorted(proto: onnx.ModelProto) -> onnx.ModelProto:
+    model = ir.from_proto(proto)
+    model.graph.sort()
+    return ir.to_proto(model)
 
 
 def _has_sparse(proto: onnx.ModelProto) -> bool:
