@@ -142,7 +142,7 @@ class Source:
         Args:
             then: is given it, maybe while the last check is still being made. What is raised after that refuses the graph.
         """
-        for part in self.parts.values() if self._ranks > 1 else ():
+        for part in (self.model, self.loss_fn) if self._ranks > 1 else ():
             if isinstance(part, torch.nn.Module):
                 export.refuse_synchronized(part)
         # In inference mode there are no gradients to compare with, and nothing can be traced.
