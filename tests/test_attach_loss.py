@@ -298,7 +298,7 @@ def test_variables_around_a_loss_are_those_of_each_step(tmp_path):
 
 
 def test_training_goes_on_from_the_state_of_a_model_and_its_loss(tmp_path):
-    trainer, expected = make(inference_file(tmp_path), "AdamOptimizer", loss_fn=Centred()), None
+    trainer = make(inference_file(tmp_path), "AdamOptimizer", loss_fn=Centred())
     for step in range(3):
         trainer.train_step(*batch(step), LR)
     again = make(inference_file(tmp_path), "AdamOptimizer", loss_fn=Centred())

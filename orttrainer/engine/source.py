@@ -69,8 +69,8 @@ class Source:
     @property
     def parts(self) -> dict[str, Callable]:
         """What is in torch: the module under "", and the loss, a module or another callable, under "loss_fn"."""
-        module, uses_loss = self.module, self.loss_fn is not None and (self.module is not None or self._attached)
-        return ({} if module is None else {"": module}) | ({"loss_fn": self.loss_fn} if uses_loss else {})
+        parts = {"": self.module, "loss_fn": self.loss_fn if self.module is not None or self._attached else None}
+        return {root: part for root, part in parts.items() if part is not None}
 
     @property
     def _state(self) -> dict[str, torch.Tensor]:
