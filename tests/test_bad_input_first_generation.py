@@ -303,8 +303,8 @@ def misspell_a_node(model):
     model.graph.node.append(onnx.helper.make_node("Normalise", ["x"], ["normal"]))
 
 
-def unsort(model):
-    model.graph.node.insert(0, onnx.helper.make_node("Neg", ["output"], ["negative"]))
+def read_from_nowhere(model):
+    model.graph.node.insert(0, onnx.helper.make_node("Neg", ["nowhere"], ["negative"]))
 
 
 STAY = "It may change nodes and constants; inputs, outputs and weights have to stay."
@@ -317,7 +317,7 @@ POSTPROCESSING = {
     "drops the outputs": (drop_outputs, "the outputs [], but exported were ['loss', 'output']"),
     "adds an input": (add_an_input, "the inputs ['x', 'label', 'mask'], but exported were ['x', 'label']"),
     "misspells an operator": (misspell_a_node, "what the postprocess function left cannot be used: ...No Op registered for Normalise"),
-    "puts a node too early": (unsort, "what the postprocess function left cannot be used: ...topologically sorted"),
+    "reads from nowhere": (read_from_nowhere, "what the postprocess function left cannot be used: ...topologically sorted"),
 }  # fmt: skip
 
 
