@@ -353,6 +353,18 @@ def test_a_loss_decides_by_the_values_of_each_label(tmp_path):
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.state_dict().items())
 
 
+def test_a_tensor_of_the_loss_may_not_be_called_what_a_weight_is():
+    proto = product(18, body="h = MatMul (x, W) output = Add (h, b)")
+    proto.graph.node[1].input[1] = "loss_fn.bias"  # which the text form has no way to write
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(4, np.float32), "loss_fn.bias"))
+    desc = ModelDescription([X, LABEL], [IODescription("loss", []), OUTPUT])
+    loss_fn = nn.L1Loss()
+    loss_fn.bias = nn.Parameter(torch.ones(4))
+    loss_fn.forward = lambda output, label: F.l1_loss(output + loss_fn.bias, label)
+    with pytest.raises(ModelError, match=r"a tensor of the loss is called 'loss_fn\.bias', which an initializer"):
+        make(proto, loss_fn=loss_fn, desc=desc).train_step(torch.randn(5, 3), torch.randn(5, 4), LR)
+
+
 def test_a_loss_that_decides_by_values_of_the_prediction_is_refused(tmp_path):
     def loss_fn(output, label):
         return F.cross_entropy(output, label) if output.max() > 0.1 else output.sum()
@@ -372,16 +384,23 @@ BY_COUNT = {
 }
 
 
-@pytest.mark.parametrize("name", BY_COUNT)
-def test_a_step_fails_where_a_loss_decides_otherwise_by_a_size_that_no_input_has(name):
-    """How many elements are positive; the first batch's decision held for all."""
-    loss_fn = BY_COUNT[name]
+def picking(loss_fn):
+    """A trainer of the elements that are positive, however many there are."""
     proto = onnx.parser.parse_model(
         f'<ir_version: 8, opset_import: ["" : 18]> g (float[rows, 3] x) => (float[n] output) {{ {PICKED} }}'
     )
     proto.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(3, np.float32), "W"))
-    desc = ModelDescription([X, IODescription("label", ["rows"])], [IODescription("loss", [])])
-    trainer = make(proto, loss_fn=loss_fn, desc=desc)
+    return make(
+        proto,
+        loss_fn=loss_fn,
+        desc=ModelDescription([X, IODescription("label", ["rows"])], [IODescription("loss", [])]),
+    )
+
+
+@pytest.mark.parametrize("loss_fn", BY_COUNT.values(), ids=BY_COUNT)
+def test_a_step_fails_where_a_loss_decides_otherwise_by_a_size_that_no_input_has(loss_fn):
+    """The first batch's decision held for all."""
+    trainer = picking(loss_fn)
     decided, others = loss_fn(torch.ones(8), None) / 8, []
     for count in (8, 6, 5, 3, 4, 12, 8):
         x = torch.full((count + 2, 3), -1.0)
@@ -396,3 +415,9 @@ def test_a_step_fails_where_a_loss_decides_otherwise_by_a_size_that_no_input_has
         else:
             torch.testing.assert_close(trainer.eval_step(x, torch.randn(count + 2)), expected)
     assert others
+
+
+def test_a_decision_by_a_size_that_no_input_has_is_refused_where_onnx_has_no_form_of_it():
+    trainer = picking(lambda output, label: output.sum() * (2.0 if round(len(output) * 0.7) > 7 else 1.0))
+    with pytest.raises(UnsupportedModelError, match=r"decides by a size of the prediction \(.*prediction\.shape\[0\]"):
+        trainer.train_step(torch.rand(4, 3), torch.randn(4), LR)

@@ -15,6 +15,7 @@ from orttrainer.differentiate.limits import only_instructs
 from orttrainer.differentiate.prepare import prepare
 from orttrainer.errors import InvalidArgumentError, ModelError
 from orttrainer.graph.builder import Builder, static_dims
+from orttrainer.graph.names import free_name
 from orttrainer.graph.passes.axes import AllAxesPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.padded_pools import PaddedPoolsPass
@@ -166,8 +167,4 @@ def _cotangent(op: Builder, output: ir.Value) -> ir.Value:
 def _unused_name(graph: ir.Graph, name: str) -> str:
     """`name`, or the first of name_2, name_3, ... that the graph has not got."""
     taken = {v.name for node in graph for v in node.outputs} | {v.name for v in graph.inputs} | set(graph.initializers)
-    unique, count = name, 1
-    while unique in taken:
-        count += 1
-        unique = f"{name}_{count}"
-    return unique
+    return free_name(name, taken)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container
 from itertools import count
 
 import onnx_ir as ir
@@ -25,7 +25,7 @@ def name_apart(model: ir.Model) -> None:
         seen: set[str] = set()
         for node in graph:
             if node.name and node.name in seen:
-                node.name = _free(node.name, taken)
+                node.name = free_name(node.name, taken)
                 taken.add(node.name)
             seen.add(node.name)
     _rename_initializers(model.graph)
@@ -43,7 +43,7 @@ def values_apart(model: ir.Model) -> None:
     def rename(graph: ir.Graph, around: set[str]) -> None:
         for value in _values(graph):
             if value.name in around:
-                value.name = _free(value.name, everywhere)
+                value.name = free_name(value.name, everywhere)
                 everywhere.add(value.name)
         around = around | {value.name for value in _values(graph)}
         for node in graph:
@@ -61,9 +61,9 @@ def _rename_initializers(graph: ir.Graph) -> None:
     for name, value in list(graph.initializers.items()):
         if _OF_FUSIONS.fullmatch(name) and not (value.is_graph_input() or value.is_graph_output()):
             inner = (y.name for node in graph.all_nodes() for y in node.outputs)
-            value.name = _free(name, {*graph.initializers, *inner, *(x.name for x in graph.inputs)})
+            value.name = free_name(name, {*graph.initializers, *inner, *(x.name for x in graph.inputs)})
 
 
-def _free(name: str, taken: Iterable[str]) -> str:
-    """`name_2`, or the first of `name_3`, ... that nobody has."""
-    return next(free for n in count(2) if (free := f"{name}_{n}") not in taken)
+def free_name(name: str, taken: Container[str]) -> str:
+    """`name`, or the first of `name_2`, `name_3`, ... that nobody has."""
+    return next(free for n in count(1) if (free := f"{name}_{n}" if n > 1 else name) not in taken)

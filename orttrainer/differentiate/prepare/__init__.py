@@ -18,6 +18,7 @@ from orttrainer.differentiate.prepare.opsets import with_known_opset
 from orttrainer.differentiate.prepare.ranks import infer_ranks
 from orttrainer.graph.builder import Builder, infer_outputs
 from orttrainer.graph.inference import infer_shapes
+from orttrainer.graph.names import free_name
 from orttrainer.graph.passes.ceil_mode import CeilModePass
 from orttrainer.graph.passes.gradient_marks import COTANGENT, CUSTOM_GRADIENT, STOP_GRADIENT
 from orttrainer.graph.passes.gradient_marks import DOMAIN as MARKS
@@ -100,11 +101,8 @@ def _name_nodes(graph: ir.Graph) -> None:
     taken = {node.name for node in nodes}
     for index, node in enumerate(nodes):
         if not node.name:
-            name = f"{node.op_type}_{index}"
-            while name in taken:  # exporters count nodes like this, too
-                name += "_"
-            node.name = name
-            taken.add(name)
+            node.name = free_name(f"{node.op_type}_{index}", taken)  # exporters count nodes like this, too
+            taken.add(node.name)
         for position, value in enumerate(node.outputs):
             if not value.name:
                 value.name = f"{node.name}:{position}"
