@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 
+import onnx_ir as ir
 import pytest
 import torch
 import torch.nn.functional as F
@@ -33,6 +34,7 @@ from marks import slow
 from torch import nn
 
 from orttrainer.export import export_module
+from orttrainer.export.normalize import name_interface
 
 
 @pytest.fixture(autouse=True)
@@ -381,3 +383,18 @@ def test_bounds_of_a_clamp_may_be_whole_numbers_and_others(bounds):
     forward = export_module(model, None, describe([("x", ("n", 3)), ("t", ("n", 4))]), batch)
     assert forward.exporter == "dynamo"
     assert_same(forward, batch, {"loss": model(*batch).detach()})
+
+
+def test_a_value_that_gives_way_to_a_described_name_takes_none_that_another_has():
+    model = ir.from_onnx_text(
+        """<ir_version: 10, opset_import: ["" : 18]>
+        torch (float[2, 4] x) => (float[2, 1] out) {
+            linear = Tanh(x)
+            linear_1 = ReduceSum<keepdims = 1>(linear)
+            linear_2 = Exp(linear_1)
+            out = Mul(linear_2, linear_1)
+        }"""
+    )
+    name_interface(model, ["linear"], ["linear_1"], [{}])
+    names = [value.name for value in (*model.graph.inputs, *(y for node in model.graph for y in node.outputs))]
+    assert names[0] == "linear" and names[-1] == "linear_1" and len(names) == len(set(names))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
 
 import onnx_ir as ir
 import torch
@@ -14,7 +13,6 @@ __all__ = [
     "as_real",
     "constant_of",
     "copy_constants",
-    "free_name",
     "inputs_as_state",
     "state_as_inputs",
     "state_tensor",
@@ -59,11 +57,6 @@ def add_initializer(graph, tensor) -> ir.Value:
     )
     graph.register_initializer(value)
     return value
-
-
-def free_name(name: str, taken: Collection[str]) -> str:
-    """The first of name_1, name_2, ... that is not taken."""
-    return next(f"{name}_{i}" for i in range(1, len(taken) + 2) if f"{name}_{i}" not in taken)
 
 
 @contextlib.contextmanager

@@ -23,9 +23,10 @@ from orttrainer.export.forms.batch_norm import copy_of, unbiased_running_var
 from orttrainer.export.forms.double_attributes import DoubleAttributesPass
 from orttrainer.export.forms.double_erf import DoubleErfPass
 from orttrainer.export.forms.double_recurrent import DoubleRecurrentPass
-from orttrainer.export.initializers import add_initializer, free_name
+from orttrainer.export.initializers import add_initializer
 from orttrainer.export.quiet import silence
 from orttrainer.graph.builder import infer_rank
+from orttrainer.graph.names import free_name
 from orttrainer.graph.passes.bools import BoolOperatorsPass
 from orttrainer.graph.passes.empty_means import EmptyMeansPass
 from orttrainer.graph.passes.empty_tensors import EmptyTensorsPass
@@ -67,7 +68,7 @@ def name_state(model, public: dict[str, str], tensors) -> None:
         del graph.initializers[name]
     for value in list(graph.initializers.values()):  # constants give way
         if value.name in by_name:
-            _rename_initializer(graph, value, free_name(value.name, {*graph.initializers, *by_name}))
+            _rename_initializer(graph, value, free_name(value.name, {*by_name, *(v.name for v in _values(graph))}))
     for name, value in by_name.items():
         value.name = name
         value.const_value = tensors[name]
@@ -90,9 +91,11 @@ def name_interface(model, input_names, output_names, symbols) -> None:
     _copy_initializer_outputs(graph)
     common.OutputFixPass()(model)  # one value may be two outputs, or an input
     reserved = {*input_names, *output_names}
+    taken = reserved | {value.name for value in _values(graph)}
     for value in _values(graph):
         if value.name in reserved:
-            _set_name(graph, value, free_name(value.name, reserved))
+            _set_name(graph, value, free_name(value.name, taken))
+            taken.add(value.name)
     for value, name in zip(graph.inputs, input_names, strict=True):
         value.name = name
     for value, name in zip(graph.outputs, output_names, strict=True):

@@ -16,8 +16,9 @@ from orttrainer.errors import ModelError, UnknownNameError
 from orttrainer.export.forms.double_erf import DoubleErfPass
 from orttrainer.export.forms.double_recurrent import DoubleRecurrentPass
 from orttrainer.export.forward_graph import MAX_OPSET, ForwardGraph
-from orttrainer.export.initializers import constant_of, free_name
+from orttrainer.export.initializers import constant_of
 from orttrainer.graph.inference import infer_shapes
+from orttrainer.graph.names import free_name
 from orttrainer.graph.passes.batch_first import BatchFirstPass
 from orttrainer.graph.passes.ceil_mode import CeilModePass
 from orttrainer.graph.passes.one_sided import OneSidedPass
@@ -241,7 +242,7 @@ def _separate_statistics(graph):
             if given is not source:
                 given.name, name = f"{given.name}/shared", given.name
             taken = {*graph.initializers, *(y.name for n in graph.all_nodes() for y in n.outputs)}
-            name = free_name(name, taken) if name in taken else name
+            name = free_name(name, taken)
             own = ir.Value(
                 name=name, type=source.type, shape=source.shape, const_value=_copied(source.const_value, name)
             )

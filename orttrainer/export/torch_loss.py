@@ -20,13 +20,13 @@ from orttrainer.differentiate.prepare.opsets import with_known_opset
 from orttrainer.errors import ExportError, ModelError, SchemaError, UnsupportedModelError
 from orttrainer.export.forms.held_sizes import hold_sizes
 from orttrainer.export.forward_graph import MAX_OPSET, ForwardGraph
-from orttrainer.export.initializers import free_name
 from orttrainer.export.module import export_module
 from orttrainer.export.onnx_model import as_forward_graph, check_loss, open_model
 from orttrainer.export.values.conditions import CHECKS, Conditions
 from orttrainer.export.values.granted import Granted
 from orttrainer.graph.inference import infer_shapes
 from orttrainer.graph.light import without_weights
+from orttrainer.graph.names import free_name
 from orttrainer.graph.passes.constants import InitializersToConstantsPass
 
 __all__ = ["attach_loss", "lacks_loss"]
@@ -142,7 +142,9 @@ def _give_way(graph: ir.Graph, roles: Mapping[str, str]) -> None:
     values += [value for body in graph.subgraphs() for value in body.inputs]
     for value in values:
         if value.name in roles and value not in graph.outputs:
-            value.name = free_name(value.name, {*graph.initializers, *(v.name for v in (*values, *graph.inputs))})
+            value.name = free_name(
+                value.name, {*roles, *graph.initializers, *(v.name for v in (*values, *graph.inputs))}
+            )
 
 
 def _shape(
