@@ -8,6 +8,7 @@ out of the one graph when it is first asked for. All of them share the state's m
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -42,13 +43,15 @@ class Runner:
         disabled_passes: names of passes over the sessions' graphs to leave out, see `compile_training_graph`.
         native_kernels: compile kernels in C for what works element by element.
         number: of the trainer, among those that the ranks step together.
+        put_back: as the attribute; by default it knows what is in `state`.
 
     Attributes:
         gradient_norm: of the last update, before clipping: a 0-d tensor.
         accumulated: number of batches in the accumulators.
         accumulators: for each parameter the sum of the gradients of these batches.
         buffers: that hold the gradients, one for each dtype, in a step of several parts.
-        before: statistics and counters as they were before the block of batches, for the next step that is made in its midst.
+        before: statistics and counters as they were before the block of batches, by name.
+        put_back: gives statistics and counters the values of `before` again, where the block is dropped.
         collective, accept: as given.
     """
 
@@ -65,6 +68,7 @@ class Runner:
         disabled_passes: Sequence[str] = (),
         native_kernels: bool = False,
         number: int = 0,
+        put_back: Callable[[Mapping[str, torch.Tensor]], None] | None = None,
     ):
         self.graph, self.state, self.number = graph, state, number
         self.in_parts = False  # whether a step has several, between which the state is that of no step
@@ -78,7 +82,8 @@ class Runner:
         self.accept = accept
         self._disabled_passes, self._native = disabled_passes, native_kernels
         self._step: FusedStep | SplitStep | None = None
-        self.before: list[torch.Tensor] = []
+        self.before: dict[str, torch.Tensor] = {}
+        self.put_back = put_back or functools.partial(_put_back, state)
         self._evaluate: dict[tuple[str, ...], Phase] = {}
         self._needed: dict[tuple[str, ...], set[str]] = {}
         self._on, self._off = (torch.tensor(value) for value in (True, False))
@@ -174,16 +179,17 @@ class Runner:
             self._step = self._make_step()
         self._step.average(self.accumulated + 1, error)
 
-    def drop_accumulated(self, loaded: int = 0, scale: float = 1.0) -> None:
+    def drop_accumulated(
+        self, loaded: int = 0, scale: float = 1.0, before: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
         """Forget the gradients of the batches since the last update.
 
         Args:
             loaded: the number of other batches whose gradients the accumulators have been given instead.
             scale: the loss scale that these are multiplied with.
+            before: statistics and counters as they were before these, by name; those that lack go back to where they are now.
         """
-        self.accumulated, self.before, self.scale_of_sums = loaded, [], scale
-        if isinstance(self._step, SplitStep):
-            self._step.before = []
+        self.accumulated, self.before, self.scale_of_sums = loaded, dict(before or {}), scale
         for buffer in self.buffers if self.accumulators and not loaded else ():
             buffer.zero_()
 
@@ -204,8 +210,6 @@ class Runner:
                 own(options, part)
             configure(options, part)
 
-        if isinstance(step, SplitStep):
-            self.before = step.before
         self._step, self._configure = None, both
         try:
             yield sessions
@@ -213,10 +217,8 @@ class Runner:
             opened, self._step, self._configure = self._step, step, own
             if opened is not None:
                 sessions.extend(phase.session for phase in opened.phases)
-            if isinstance(opened, SplitStep):  # the block of batches that it began goes on in the other
-                self.before = opened.before
-            if isinstance(step, SplitStep):
-                step.before, self.before, self.buffers = self.before, [], buffers
+            if step is not None:
+                self.buffers = buffers
 
     def rebind(self, moved: Mapping[int, torch.Tensor]) -> None:
         """Go on with state that is elsewhere now, as `state` has it already: by the address that it had, the tensor."""
@@ -342,3 +344,8 @@ class Runner:
         self._opened.add(phase)
         phase.interruptions = self._interruptions
         return phase
+
+
+def _put_back(state: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> None:
+    for name, value in before.items():
+        state[name].copy_(value)

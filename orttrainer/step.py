@@ -35,7 +35,6 @@ class SplitStep:
         self._runner, self._backward, self._check, self._update = runner, backward, check, update
         self.phases = [phase for phase in (backward, check, update) if phase is not None]
         self._early = early
-        self.before = runner.before  # statistics and counters as they were before this block
         self._batches = torch.zeros(1, dtype=torch.float32)
 
     def __call__(self, feeds: dict[str, torch.Tensor], update: bool) -> tuple[list[torch.Tensor], bool]:
@@ -44,8 +43,8 @@ class SplitStep:
         assert update or accumulates, "this graph has no accumulators"
         if accumulates:
             feeds[name] = self._batches.fill_(runner.accumulated + 1)
-            if not self.before:
-                self.before = [runner.state[name].clone() for name in self._early]
+            known = runner.before if runner.accumulated else {}
+            runner.before = known | {name: runner.state[name].clone() for name in self._early if name not in known}
         try:
             outputs = self._backward.run(feeds)
         except Exception as error:
@@ -124,6 +123,5 @@ class SplitStep:
 
     def _drop(self) -> None:
         """As before the block: the gradients of its batches are lost, its statistics undone."""
-        for name, before in zip(self._early, self.before):
-            self._runner.state[name].copy_(before)
+        self._runner.put_back(self._runner.before)
         self._runner.drop_accumulated()

@@ -23,7 +23,7 @@ from torch import nn
 
 import orttrainer
 from orttrainer import load_checkpoint
-from orttrainer.errors import NonFiniteLossError, SchemaError, UnsupportedFeatureError
+from orttrainer.errors import SchemaError, UnsupportedFeatureError
 
 sys.path.insert(0, str(WORKERS))
 
@@ -86,30 +86,6 @@ def test_the_newest_checkpoint_of_a_killed_process_loads_and_goes_on_exactly(see
 def test_the_newest_checkpoint_of_a_process_that_is_killed_at_any_moment_loads_and_goes_on_exactly(seed, tmp_path):
     killed_after(random.Random(seed).uniform(0.0, 0.5), tmp_path)
     check_resumes(tmp_path)
-
-
-# -- states ------------------------------------------------------------------------------------
-
-
-def test_a_block_that_is_dropped_after_loading_a_state_goes_back_to_that_state():
-    """And not to what the running statistics were before it was loaded."""
-
-    def normalized():
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
-        return make(module, gradient_accumulation_steps=2, nonfinite_loss="error", check_export=False)
-
-    source, trainer = normalized(), normalized()
-    for step in range(5):
-        source.train_step(*batch(step), RATE)
-    trainer.train_step(*batch(9), RATE)
-    state = source.state_dict()
-    trainer.load_state_dict(state, strict=True)
-    x, y = batch(5)
-    with pytest.raises(NonFiniteLossError, match="Batches accumulated before it are dropped: 1"):
-        trainer.train_step(x * torch.nan, y, RATE)
-    for name, tensor in trainer.state_dict(include_optimizer_state=False).items():
-        assert torch.equal(tensor, state[name]), name
 
 
 # -- threads -----------------------------------------------------------------------------------

@@ -39,8 +39,17 @@ from orttrainer.pipeline import check_disabled_passes
 from orttrainer.run import Runner
 from orttrainer.seed import seed_of_rank
 from orttrainer.state.kept import KeptState
-from orttrainer.state.state_dict import ACCUMULATED, ACCUMULATED_BY, ACCUMULATED_SCALE, SUM, accumulated_scale
-from orttrainer.state.trained import TrainedState, cpu_copy
+from orttrainer.state.state_dict import (
+    ACCUMULATED,
+    ACCUMULATED_BY,
+    ACCUMULATED_SCALE,
+    BEFORE,
+    SUM,
+    accumulated_scale,
+    cpu_copy,
+    of_a_block,
+)
+from orttrainer.state.trained import TrainedState
 from orttrainer.state.update_counts import SHARED_COUNT, counters_fit, counts_in, numbered
 from orttrainer.training_graph import SEED, STEP, TrainingGraph
 
@@ -150,7 +159,8 @@ class InUse(NotCopied):
     def state_dict(self, include_optimizer_state: bool = True) -> dict[str, torch.Tensor]:
         """Name -> CPU tensor (a copy); before the model is compiled what `load_state_dict` was given, if anything.
 
-        In the midst of a block of batches with the sums of their gradients, so that training goes on from there.
+        In the midst of a block of batches with the sums of their gradients, and what their update undoes where it is dropped, so
+        that training goes on from there.
         """
         if self._runner is None:
             own = self.source.weights()
@@ -160,8 +170,12 @@ class InUse(NotCopied):
                 if include_optimizer_state or name in own
             }
         runner = self._runner
+        state = self._state.copies(include_optimizer_state)
+        if not include_optimizer_state or not runner.accumulated:
+            return state
+        before = {name: tensor for name, tensor in runner.before.items() if name in state}
         sums = runner.named_accumulators()
-        return self._state.copies(include_optimizer_state, sums, runner.accumulated, runner.scale_of_sums)
+        return state | of_a_block(runner.accumulated, runner.scale_of_sums, sums, before, self.collective)
 
     @outside_of_steps
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = False) -> None:
@@ -182,8 +196,8 @@ class InUse(NotCopied):
         counts = self._state.counts_in(state_dict)
         if not counters_fit(self.training_graph.signature.counters, self._state.counts() | counts):
             self._recompile(self._forward, counts)
-        loaded = self._state.load(state_dict, self._runner.named_accumulators())
-        self._runner.drop_accumulated(loaded, accumulated_scale(state_dict))
+        loaded, before = self._state.load(state_dict, self._runner.named_accumulators())
+        self._runner.drop_accumulated(loaded, accumulated_scale(state_dict), before)
 
     @property
     def _pending_state(self) -> dict[str, torch.Tensor]:
@@ -198,7 +212,7 @@ class InUse(NotCopied):
         }  # fmt: skip
         rest = given.keys() - own.keys()
         return own.keys() <= given.keys() and all(
-            isinstance(name, str) and (name in known[1] or name.startswith(known[0]) or name.endswith(SUM))
+            isinstance(name, str) and (name in known[1] or name.startswith(known[0]) or name.endswith((SUM, BEFORE)))
             for name in rest
         )
 
@@ -302,7 +316,7 @@ class InUse(NotCopied):
         return Runner(
             graph, state.stored, self.device, self.settings.providers, self.collective, self.settings.session_options,
             accept=accept, disabled_passes=self.settings.disabled_passes, native_kernels=self._native,
-            number=self._number,
+            number=self._number, put_back=state.put_back,
         )  # fmt: skip
 
     def _go_on(self, forward: ForwardGraph, graph: TrainingGraph, state: TrainedState, runner: Runner) -> None:

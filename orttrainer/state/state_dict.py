@@ -14,7 +14,33 @@ from orttrainer.errors import StateError
 ACCUMULATED = "Accumulated_Batches"
 SUM = "_grad_accumulator"  # behind a parameter's name: that of the gradients of these batches
 ACCUMULATED_SCALE = "Accumulated_Scale"  # the loss scale that these are multiplied with, where that is not 1
+BEFORE = "_before_block"  # behind the name of a statistic or counter: as it was before these batches
 ACCUMULATED_BY = "Accumulated_By"  # rank and world size, where there are several ranks: each has sums of its own
+
+
+def of_a_block(
+    batches: int,
+    scale: float,
+    sums: Mapping[str, torch.Tensor],
+    before: Mapping[str, torch.Tensor],
+    collective: Collective,
+) -> dict[str, torch.Tensor]:
+    """What a state dict from the midst of a block of batches has beside the state: copies.
+
+    Args:
+        batches: that are accumulated.
+        scale: the loss scale that the sums are multiplied with.
+        sums: of their gradients, by name.
+        before: statistics and counters as they were before them, by their own names.
+    """
+    named = {**sums, **{f"{name}{BEFORE}": tensor for name, tensor in before.items()}}
+    found = {name: cpu_copy(tensor) for name, tensor in named.items()}
+    found[ACCUMULATED] = torch.tensor([batches])
+    if scale != 1.0:
+        found[ACCUMULATED_SCALE] = torch.tensor([scale], dtype=torch.float64)
+    if collective.size > 1:
+        found[ACCUMULATED_BY] = torch.tensor([collective.rank, collective.size])
+    return found
 
 
 def checked_accumulated(state_dict: Mapping[str, torch.Tensor], sums: Iterable[str], collective: Collective) -> int:
@@ -54,6 +80,11 @@ def checked_count(name: str, value: Any) -> int:
     except (TypeError, ValueError, RuntimeError, OverflowError):
         pass
     raise StateError(f"{name!r} must be a whole number >= 0, got {value!r}. Nothing was loaded")
+
+
+def cpu_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy on the CPU."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
 
 
 def _listed(value) -> object:

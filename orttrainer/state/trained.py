@@ -23,11 +23,13 @@ from orttrainer.state.state_dict import (
     ACCUMULATED,
     ACCUMULATED_BY,
     ACCUMULATED_SCALE,
+    BEFORE,
     check_fits,
     checked_accumulated,
+    cpu_copy,
 )
 from orttrainer.state.update_counts import SHARED_COUNT, counts_in, counts_to_load
-from orttrainer.training_graph import SEED, StateEntry, TrainingGraph
+from orttrainer.training_graph import SEED, STEP, StateEntry, TrainingGraph
 
 log = logging.getLogger("orttrainer")
 
@@ -268,36 +270,18 @@ class TrainedState:
                 "for a changed module, or restore it."
             )
 
-    def copies(
-        self,
-        include_optimizer_state: bool,
-        sums: Mapping[str, torch.Tensor] | None = None,
-        accumulated: int = 0,
-        scale: float = 1.0,
-    ) -> dict[str, torch.Tensor]:
-        """What `state_dict` returns: CPU copies; the seed is that of the run, which any rank can load.
-
-        Args:
-            sums: of gradients, by name, which belong to the optimizer's state where there are any.
-            accumulated: the number of batches in them.
-            scale: the loss scale that they are multiplied with.
-        """
+    def copies(self, include_optimizer_state: bool) -> dict[str, torch.Tensor]:
+        """What `state_dict` returns between blocks: CPU copies; the seed is that of the run, which any rank can load."""
         copied = {name: cpu_copy(tensor) for name, tensor in self._live(include_optimizer_state).items()}
         if include_optimizer_state:
             copied |= {name: cpu_copy(tensor) for name, tensor in self._of_others().items()}
-        rank, size = self._collective.rank, self._collective.size
         if SEED in copied:
-            copied[SEED].fill_(seed_of_run(rank, copied[SEED].item()))
-        if include_optimizer_state and accumulated:
-            copied |= {name: cpu_copy(tensor) for name, tensor in sums.items()}
-            copied[ACCUMULATED] = torch.tensor([accumulated])
-            if scale != 1.0:
-                copied[ACCUMULATED_SCALE] = torch.tensor([scale], dtype=torch.float64)
-            if size > 1:
-                copied[ACCUMULATED_BY] = torch.tensor([rank, size])
+            copied[SEED].fill_(seed_of_run(self._collective.rank, copied[SEED].item()))
         return copied
 
-    def load(self, given: Mapping[str, torch.Tensor], sums: Mapping[str, torch.Tensor]) -> int:
+    def load(
+        self, given: Mapping[str, torch.Tensor], sums: Mapping[str, torch.Tensor]
+    ) -> tuple[int, dict[str, torch.Tensor]]:
         """Overwrite the state in place with the entries of `given` that it has, which `check` has seen.
 
         Of parameters that are not trained now, the optimizer's is kept until they are.
@@ -306,7 +290,8 @@ class TrainedState:
             sums: of gradients, by name; overwritten too where `given` is from the midst of a block of batches.
 
         Returns:
-            The number of batches in the sums that were loaded; 0 where none were.
+            The number of batches in the sums that were loaded, 0 where none were; and what statistics and counters were before
+            them, as far as `given` says so.
         """
         accumulates = bool(sums) and ACCUMULATED in given
         own = self._live(True) | (sums if accumulates else {})
@@ -320,7 +305,17 @@ class TrainedState:
         self._kept.counts |= counts_in(given, self._kept.count, untrained)
         others = self._kept.of(untrained, counts=False).keys() - own.keys()
         self._kept.latest |= {n: cpu_copy(torch.as_tensor(given[n])) for n in others if n in given}
-        return checked_accumulated(given, sums, self._collective) if accumulates else 0
+        if not accumulates:
+            return 0, {}
+        before = {name: given[key] for name in self._moving() if (key := f"{name}{BEFORE}") in given}
+        copied = {name: cpu_copy(torch.as_tensor(value)) for name, value in before.items()}
+        return checked_accumulated(given, sums, self._collective), copied
+
+    def put_back(self, before: Mapping[str, torch.Tensor]) -> None:
+        """Give statistics and counters these values again: also those that only another graph has, which began the block."""
+        own = {**self._kept.latest, **self._live(False), **self.stored} if before else {}
+        for name in before.keys() & own.keys():
+            export.as_real(own[name]).copy_(before[name])
 
     def check(self, given: Mapping[str, torch.Tensor], strict: bool, sums: Mapping[str, torch.Tensor]) -> None:
         """Raise a StateError where `load` cannot load this.
@@ -329,12 +324,12 @@ class TrainedState:
             given, sums: as `load` takes them.
             strict: other names are an error, but those of what another graph of this trainer has for state.
         """
-        own = self._live(True)
+        own, free = self._live(True), self._kept.of(self._untrained())
         if sums and ACCUMULATED in given:
             checked_accumulated(given, sums, self._collective)
             own |= sums
             given = {name: value for name, value in given.items() if name not in _OF_A_BLOCK}
-        free = self._kept.of(self._untrained())
+            free |= {f"{name}{BEFORE}": like for name, like in self._moving().items()}
         if self._kept.count == SHARED_COUNT:  # there is one, or one for each parameter
             counts = {SHARED_COUNT, *self.signature.counted}
             free |= dict.fromkeys(counts, torch.zeros(1, dtype=torch.float32))
@@ -368,6 +363,12 @@ class TrainedState:
         """Tensors of the shapes of those parameters of the module that are not trained."""
         trained = {*self.signature.parameters}
         return {name: like for name, like in self._parameters.items() if name not in trained}
+
+    def _moving(self) -> dict[str, torch.Tensor]:
+        """Tensors of the shapes of what may change with each batch: what is not trained, and the counter of dropout's steps."""
+        trained = {*self.signature.parameters}
+        others = {name: export.as_real(x) for name, x in self._live(False).items() if name not in trained}
+        return {**others, STEP: self._kept.of({})[STEP]}
 
     def _of_others(self) -> dict[str, torch.Tensor]:
         """The optimizer's state that this graph has not, as far as there is any."""
@@ -427,11 +428,6 @@ def _initial(graph: TrainingGraph, entry: StateEntry, device: torch.device) -> t
     if entry.role in ("parameter", "buffer"):  # the caller's, whose model is not to be trained in place
         array = array.copy()
     return export.as_real(torch.from_numpy(array).to(device))
-
-
-def cpu_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy on the CPU."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
 
 
 def ir_view(name: str, tensor: torch.Tensor) -> ir.TensorProtocol:

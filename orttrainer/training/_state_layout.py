@@ -6,8 +6,9 @@
     trainer_options, train_step_info: plain numbers and strings
     random:          {Training_Step, Random_Seed}                    beyond legacy: what dropout masks are made of
     accumulated:     {batches, gradients: {weight: array},           beyond legacy: in the midst of a block of batches;
-                      scale, by}                                     scale: the loss scale that these are multiplied with, if
-                                                                     not 1; by: rank and world size, where there are several
+                      before: {buffer or counter: array},            before: as these were before them; scale: the loss scale
+                      scale, by}                                     that the gradients are multiplied with, if not 1; by: rank
+                                                                     and world size, where there are several
     loss_scaler:     {loss_scale, stable_steps}                      beyond legacy: in mixed precision
 
 Legacy readers pass over the sections that they do not know.
@@ -22,7 +23,7 @@ import numpy as np
 import torch
 
 from orttrainer.errors import StateError
-from orttrainer.state.state_dict import ACCUMULATED, ACCUMULATED_BY, ACCUMULATED_SCALE, SUM
+from orttrainer.state.state_dict import ACCUMULATED, ACCUMULATED_BY, ACCUMULATED_SCALE, BEFORE, SUM
 from orttrainer.state.update_counts import SHARED_COUNT
 from orttrainer.training_graph import SEED, STEP
 
@@ -52,6 +53,8 @@ def nested(flat: Mapping[str, torch.Tensor], weights: Mapping[str, Any], slot_na
     if ACCUMULATED in flat:
         gradients = {weight: as_array(flat[f"{weight}{SUM}"]) for weight in weights if f"{weight}{SUM}" in flat}
         state["accumulated"] = {"batches": int(flat[ACCUMULATED]), "gradients": gradients}
+        if before := {n: as_array(flat[f"{n}{BEFORE}"]) for n in (*weights, STEP) if f"{n}{BEFORE}" in flat}:
+            state["accumulated"]["before"] = before
         for name, key in _OF_A_BLOCK.items():
             if name in flat:
                 state["accumulated"][key] = as_array(flat[name])
@@ -71,6 +74,7 @@ def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
     accumulated = section(state, "accumulated")
     if accumulated:
         flat |= {f"{name}{SUM}": value for name, value in section(accumulated, "gradients").items()}
+        flat |= {f"{name}{BEFORE}": value for name, value in section(accumulated, "before").items()}
         flat[ACCUMULATED] = np.asarray([count(accumulated, "batches", "accumulated")])
         flat |= {name: accumulated[key] for name, key in _OF_A_BLOCK.items() if key in accumulated}
     return tensors(flat)
