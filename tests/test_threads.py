@@ -6,10 +6,11 @@ import threading
 import time
 
 import torch
-from small import batch, make
+from small import batch, description, make
 from torch import nn
 
 import orttrainer
+from orttrainer.export import observe_gradients
 from orttrainer.export.memory.outside import noticed
 
 THREADS = 4
@@ -69,6 +70,29 @@ def test_a_module_that_another_thread_calls_meanwhile_is_no_part_of_what_is_expo
         at_once([lambda: other(batch()[0])])
         teacher(batch()[0])
     assert found.modules == (teacher,)
+
+
+class Beside(nn.Module):
+    """While it computes, another thread draws random numbers, as who makes the next batch or the next model."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        at_once([lambda: torch.rand(3)])
+        return self.layer(x)
+
+
+def test_what_another_thread_draws_meanwhile_is_not_taken_for_a_draw_of_forward(caplog):
+    module = Beside()
+    make(module).train_step(*batch(), 0.1)
+    assert "random numbers" not in caplog.text
+    x, label = batch()
+    found = observe_gradients(module, nn.functional.cross_entropy, description(), [x, label])
+    loss = nn.functional.cross_entropy(module.layer(x), label)
+    expected = torch.autograd.grad(loss, [*module.layer.parameters()])
+    torch.testing.assert_close([found["layer.weight"], found["layer.bias"]], [*expected])
 
 
 def test_a_step_that_another_thread_asks_for_during_the_first_one_waits_for_it(monkeypatch):

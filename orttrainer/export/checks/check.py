@@ -28,7 +28,7 @@ from orttrainer.export.checks.rounding import MOST_ROUNDING, Rounding, largest, 
 from orttrainer.export.evaluated import by_running_statistics
 from orttrainer.export.faithful import MutedDropout
 from orttrainer.export.initializers import as_real, constant_of, state_as_inputs
-from orttrainer.export.memory.hidden_state import Generators
+from orttrainer.export.memory.hidden_state import Generators, draws
 from orttrainer.export.untouched import unchanged
 from orttrainer.export.values.conditions import Asked
 from orttrainer.export.values.granted import Granted
@@ -406,7 +406,8 @@ def _outputs_in_mode(wrapper, inputs, mode, training, before=lambda wrapper: Non
                 outputs = own(outputs_of(wrapper, inputs), wrapper, inputs)
             except Exception:  # whatever the module raises in a mode that nobody asked for
                 return None
-        return None if generators.used() else outputs
+            drawn = generators.used() and draws(lambda: outputs_of(wrapper, inputs), inputs)
+        return None if drawn else outputs
 
 
 class _GraphEvaluation(MutedDropout):

@@ -62,9 +62,10 @@ def _observed(wrapper, inputs, hidden_state: bool) -> Observation:
         later = LaterCalls(first) if hidden_state else None
         if hidden_state:
             first.check_seeds()
+        random = first.draws()
     if later is not None:
         later.check()
     first.check_versions()
     mute, rates = first.mute, tuple(sorted(first.mute.rates))
     seen = mute.differentiates, tuple(mute.decisions), tuple(mute.told), first.touched_attributes, mute.read
-    return Observation(first.outputs, rates, first.random, first.updated, first.before, *seen)
+    return Observation(first.outputs, rates, random, first.updated, first.before, *seen)

@@ -14,7 +14,7 @@ from orttrainer.export.checkpoints import without_checkpoints
 from orttrainer.export.checks.forwards import rewind, values_of_buffers
 from orttrainer.export.faithful import MutedDropout
 from orttrainer.export.initializers import as_real
-from orttrainer.export.memory.hidden_state import Generators, HiddenState, alike
+from orttrainer.export.memory.hidden_state import Generators, HiddenState, alike, draws
 from orttrainer.export.memory.holdings import same_elements
 from orttrainer.export.quiet import unheard
 from orttrainer.export.untouched import unchanged
@@ -50,10 +50,12 @@ def _gradients_of_autograd(wrapper, inputs):
     parameters = {public[n]: p for n, p in own_ones if p.requires_grad}
     with unchanged(wrapper, inputs) as moved, in_train_mode(wrapper.module), torch.enable_grad():
         generators, before = Generators(inputs), values_of_buffers(wrapper)
-        with _ContiguousGradients(), without_checkpoints(), unheard():
-            loss = wrapper.described_outputs(inputs)[0]
+        loss = _loss(wrapper, inputs)
         if generators.used():
-            return None
+            if draws(lambda: _loss(wrapper, inputs), inputs):
+                return None
+            rewind(wrapper, before, moved, inputs)
+            loss = _loss(wrapper, inputs)
         if not loss.requires_grad:
             return {}
         hidden, buffers = HiddenState(wrapper), values_of_buffers(wrapper)
@@ -63,12 +65,16 @@ def _gradients_of_autograd(wrapper, inputs):
         ]
         if kept := [*(name.split(".", 1)[1] for name in written), *hidden.touched()]:
             rewind(wrapper, {name: x for name, x in before.items() if name not in written}, moved, inputs)
-            with _ContiguousGradients(), without_checkpoints(), unheard():
-                again = wrapper.described_outputs(inputs)[0]
+            again = _loss(wrapper, inputs)
             _check_backward(kept, (loss, found), (again, _backward(again, parameters)))
     return {
         name: as_real(gradient.to_dense().resolve_conj()) for name, gradient in found.items() if gradient is not None
     }
+
+
+def _loss(wrapper, inputs) -> torch.Tensor:
+    with _ContiguousGradients(), without_checkpoints(), unheard():
+        return wrapper.described_outputs(inputs)[0]
 
 
 def _backward(loss, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:

@@ -11,7 +11,7 @@ import torch
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.checks.forwards import outputs_of, own, rewind, values_of_buffers
 from orttrainer.export.faithful import MutedDropout
-from orttrainer.export.memory.hidden_state import Generators, HiddenState, alike, sampled
+from orttrainer.export.memory.hidden_state import Generators, HiddenState, alike, draws, sampled
 from orttrainer.export.memory.holdings import same_elements
 from orttrainer.export.memory.outside import noticed
 from orttrainer.export.untouched import Moved, memory_of
@@ -38,7 +38,6 @@ class FirstCall:
     Attributes:
         outputs: what it gives.
         mute: what it asked torch for.
-        random: whether it draws random numbers that are not muted.
         before, after: the values of buffers, and of the parameters that it writes to, by qualified name.
         touched: the names of those that it writes to, also where the value is the same, as a moving average of zeros.
 
@@ -55,7 +54,7 @@ class FirstCall:
         self._places, self.before = _places(wrapper), values_of_buffers(wrapper)
         self.hidden = HiddenState(wrapper)
         self.outputs = self._made()
-        self.random, self.touched_attributes = self._generators.used(), self.hidden.touched()
+        self._draws, self.touched_attributes = self._generators.used(), self.hidden.touched()
         self._frozen = {name: p for name, p in self._parameters.items() if moved.before(p) is not None}
         _check_own_memory(self._frozen, {**self._parameters, **buffers})
         self.before |= {name: moved.before(p) for name, p in self._frozen.items()}
@@ -86,6 +85,10 @@ class FirstCall:
         rewind(self.wrapper, self.before, self._moved, [*self._frozen.values(), *self.inputs])
         with MutedDropout():
             return sampled(own(outputs_of(self.wrapper, batch), self.wrapper, batch))
+
+    def draws(self) -> bool:
+        """Whether it draws random numbers that are not muted."""
+        return self._draws and draws(lambda: self.again(self.inputs), self.inputs)
 
     def check_seeds(self) -> None:
         """Refuse random numbers that it has again, as it seeds their generator: a graph would draw others."""

@@ -13,13 +13,14 @@ from unittest import mock
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.memory.counters import Counters
 from orttrainer.export.memory.holdings import same_elements
 from orttrainer.export.values.told import place, shown
 
-__all__ = ["Generators", "HiddenState", "alike", "anew", "changes", "sampled"]
+__all__ = ["Generators", "HiddenState", "alike", "anew", "changes", "draws", "sampled"]
 
 log = logging.getLogger("orttrainer")
 
@@ -268,6 +269,35 @@ class Generators:
         """Let them draw the same numbers again."""
         for device, state in self._states.items():
             torch.set_rng_state(state) if device is None else torch.cuda.set_rng_state(state, device)
+
+
+def draws(call: Callable[[], Any], inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether `call`, during which `Generators` were used, does it: other threads have the same, as one that makes batches."""
+    seen = _Draws(inputs)
+    try:
+        with seen:
+            call()
+    except Exception:  # what cannot be called again, or not so
+        return True
+    return seen.drawn
+
+
+class _Draws(TorchDispatchMode):
+    """Sees whether operators that this thread runs draw."""
+
+    drawn = False
+
+    def __init__(self, inputs: Sequence[torch.Tensor]):
+        super().__init__()
+        self._inputs = inputs
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "aten" and torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs or {})
+        generators = Generators(self._inputs)
+        result = func(*args, **kwargs or {})
+        self.drawn |= generators.used()
+        return result
 
 
 def _state_of(device: torch.device | None) -> torch.Tensor:
