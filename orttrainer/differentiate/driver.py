@@ -135,7 +135,9 @@ def sum_to_shape_of(op: Builder, cotangent: ir.Value, x: ir.Value) -> ir.Value:
             return _sum_to_runtime_shape(op, cotangent, x)
     if not axes:
         # Inference may know less than that, and ONNX Runtime reuses memory only where shapes are known to be equal.
-        return cotangent if cotangent.producer() is None else _with_shape(cotangent, x)
+        # What comes from around a branch is the other's as well, whose sizes may differ.
+        made_here = cotangent.producer() is not None and cotangent.producer().graph is op.graph
+        return _with_shape(cotangent, x) if made_here else cotangent
     if axes == list(range(extra)):
         return _with_shape(op.ReduceSum(cotangent, axes, keepdims=0), x)
     summed = op.ReduceSum(cotangent, axes, keepdims=1)

@@ -16,7 +16,7 @@ from onnx_ir.passes import common
 
 from orttrainer.differentiate.driver import FLOATS, differentiate, values_that_depend_on
 from orttrainer.differentiate.registry import vjp
-from orttrainer.differentiate.rules.tools import attribute, constant
+from orttrainer.differentiate.rules.tools import attribute, constant, shaped
 from orttrainer.errors import GradientError
 from orttrainer.graph.builder import Builder, same_shape
 from orttrainer.graph.passes.random import RANDOM_OPS
@@ -33,7 +33,8 @@ def if_(op, node, *cotangents):
     branches = []
     for name in ("then_branch", "else_branch"):
         inner = _copy(op, node, node.attributes[name].as_graph(), name)
-        found = _differentiate(op, inner, node, zip(inner.graph.outputs, cotangents), wanted)
+        seeds = [(y, dy and _within(inner, dy, y)) for y, dy in zip(inner.graph.outputs, cotangents)]
+        found = _differentiate(op, inner, node, seeds, wanted)
         _complete(inner, inner.graph.inputs, [_or_zeros(inner, found[z], z) for z in wanted])
         branches.append(ir.AttrGraph(name, inner.graph))
     cotangent_of = dict(zip(wanted, _append(op, "If", node.inputs, branches, [(z.type, z.shape) for z in wanted])))
@@ -317,6 +318,11 @@ def _differentiate(op: Builder, inner: Builder, node: ir.Node, pairs, wrt: Seque
         raise type(error)(f"inside {node.op_type} {node.name!r}: {error}") from error
     op.graph.opset_imports.update(inner.graph.opset_imports)
     return found
+
+
+def _within(inner: Builder, dy: ir.Value, y: ir.Value) -> ir.Value:
+    """The cotangent of what a branch returns; one of its own where the other branch, which shares `dy`, may have other sizes."""
+    return dy if same_shape(dy, y) else shaped(inner.Identity(dy), y)
 
 
 def _or_zeros(inner: Builder, value: ir.Value | None, like: ir.Value) -> ir.Value:
