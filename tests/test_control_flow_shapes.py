@@ -23,3 +23,37 @@ def test_branches_of_other_sizes_share_a_cotangent(taken, other):
         return torch.sin(x @ w + b if taken else there)
 
     check(body, {"c": np.array(taken), **randoms(x=(3, 4), w=(4, 2), b=(1, 2), v=(1, 4))}, twin)
+
+
+WITH_AXES = {
+    "If": """v = If (c) <then_branch = t () => (a) { INSIDE a = Unsqueeze(x, k) },
+                        else_branch = e () => (b) { INSIDE d = Sin(x) b = Unsqueeze(d, k) }>
+             y = Gather <axis = 1> (v, i)""",
+    "Loop": """f, y = Loop (n, c, x) <body = b (int64 t, bool ci, s) => (co, so, o) {
+                 INSIDE co = Identity(ci) v = Unsqueeze(s, k) o = Gather <axis = 1> (v, i) so = Sin(s) }>""",
+    "Scan": """xs = Unsqueeze(x, zero)
+               f, y = Scan <num_scan_inputs = 1, body = b (s, xi) => (so, o) {
+                 INSIDE v = Unsqueeze(s, k) o = Gather <axis = 1> (v, i) so = Mul(s, xi) }> (x, xs)""",
+}
+
+
+@pytest.mark.parametrize("where", ["in the body", "of the body", "around it", "of the graph"])
+@pytest.mark.parametrize("op_type", WITH_AXES)
+def test_the_rank_inside_comes_from_axes_wherever_they_are(op_type, where):
+    node, initializer = "k = Constant <value_ints = [0]> ()", "int64[1] k = {0}"
+    text = WITH_AXES[op_type].replace("INSIDE", node if where == "in the body" else "")
+    if where == "of the body":
+        text = text.replace(") {", f") <{initializer}> {{")
+    outside = node if where == "around it" else ""
+    given = f", {initializer}" if where == "of the graph" else ""
+    sizes = "1,2,6" if op_type == "If" else "T,1,2,6"
+    body = f"""g (bool c, real[B,6] x) => (real[{sizes}] y)
+      <int64[2] i = {{0, 2}}, int64[1] zero = {{0}}, int64 n = {{2}}{given}> {{ {outside} {text} }}"""
+
+    def twin(x):
+        if op_type == "If":
+            return x[None, [0, 2]]
+        states = [x, torch.sin(x)] if op_type == "Loop" else [x]
+        return torch.stack([s[None, [0, 2]] for s in states])
+
+    check(body, {"c": np.array(True), **randoms(x=(3, 6))}, twin)

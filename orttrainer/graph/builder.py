@@ -255,7 +255,7 @@ def _ask_onnx(node: ir.Node, schema: onnx.defs.OpSchema, opset_imports: dict[str
         types[value.name] = ir.serde.serialize_type(value.type)
         if value.shape is not None:
             ir.serde.serialize_shape_into(types[value.name], value.shape)
-        if _may_decide(value):
+        if may_decide(value):
             data[value.name] = ir.serde.serialize_tensor(value.const_value)
     try:
         inferred = shape_inference.infer_node_outputs(
@@ -273,7 +273,7 @@ def _ask_onnx(node: ir.Node, schema: onnx.defs.OpSchema, opset_imports: dict[str
     return found
 
 
-def _may_decide(value: ir.Value) -> bool:
+def may_decide(value: ir.Value) -> bool:
     """Whether the numbers of a constant may be sizes of what is made with it."""
     return value.const_value is not None and value.const_value.size <= _FEW
 
@@ -299,7 +299,7 @@ def _inferred_from(node: ir.Node, opset_imports: dict[str, int]) -> tuple | None
             dims = (
                 None if value.shape is None else tuple(d if isinstance(d, int) else d.value for d in value.shape.dims)
             )
-            key += [value.dtype, dims, value.const_value.tobytes() if _may_decide(value) else None]
+            key += [value.dtype, dims, value.const_value.tobytes() if may_decide(value) else None]
     return tuple(key)
 
 

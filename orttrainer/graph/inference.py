@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 
 import onnx_ir as ir
 from onnx_ir.passes import common
 
+from orttrainer.graph.builder import may_decide
 from orttrainer.graph.names import values_apart
 
 _SEQUENCES = {"SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert", "SplitToSequence"}
@@ -18,10 +21,28 @@ def infer_shapes(model: ir.Model) -> None:
     Where an operator makes all of ONNX's inference fail, it is done again without values, then without its checks.
     """
     values_apart(model)  # it goes by names
-    for options in ({}, {"data_prop": False}, {"data_prop": False, "strict_mode": False, "check_type": False}):
-        if _succeeds(common.ShapeInferencePass(**options), model):
-            break
+    with _constants_inside(model):
+        for options in ({}, {"data_prop": False}, {"data_prop": False, "strict_mode": False, "check_type": False}):
+            if _succeeds(common.ShapeInferencePass(**options), model):
+                break
     _restore_sequences(model.graph)
+
+
+@contextlib.contextmanager
+def _constants_inside(model: ir.Model) -> Iterator[None]:
+    """Let each body have the axes and sizes that it reads from around it: there ONNX sees of a constant the type alone."""
+    copies = []
+    for body in model.graph.subgraphs():
+        for x in dict.fromkeys(x for node in body for x in node.inputs):
+            if x is not None and x.graph is not body and not x.is_graph_input() and may_decide(x):
+                copy = ir.Value(name=x.name, type=x.type, shape=x.shape, const_value=x.const_value)
+                body.register_initializer(copy)
+                copies.append((body, copy))
+    try:
+        yield
+    finally:
+        for body, copy in copies:
+            del body.initializers[copy.name]
 
 
 def _succeeds(inference: common.ShapeInferencePass, model: ir.Model) -> bool:
