@@ -57,3 +57,24 @@ def test_the_rank_inside_comes_from_axes_wherever_they_are(op_type, where):
         return torch.stack([s[None, [0, 2]] for s in states])
 
     check(body, {"c": np.array(True), **randoms(x=(3, 6))}, twin)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "in a branch"])
+def test_a_state_of_a_scan_has_the_rank_that_the_body_gives_it(inside):
+    """ONNX Runtime's Scan writes out no state of an unknown rank."""
+    steps = """s = Reshape(s0, sizes)
+               f, y = Scan <num_scan_inputs = 1, body = b (h, xi) => (real[2,3] hn, real[2,3] yi) {
+                 p = Mul(h, xi) hn = Tanh(p) yi = Mul(hn, xi) }> (s, x)"""
+    if inside:
+        steps = f"""y = If (c) <then_branch = t () => (y1) {{ {steps.replace("f, y =", "f, y1 =")} }},
+                                else_branch = e () => (y2) {{ y2 = Sin(x) }}>"""
+    body = f"g (bool c, real[6] s0, int64[K] sizes, real[T,2,3] x) => (real[T,2,3] y) {{ {steps} }}"
+
+    def twin(s0, x):
+        h, ys = s0.reshape(2, 3), []
+        for xi in x:
+            h = torch.tanh(h * xi)
+            ys.append(h * xi)
+        return torch.stack(ys)
+
+    check(body, {"c": np.array(True), **randoms(s0=6), "sizes": np.array([2, 3]), **randoms(x=(4, 2, 3))}, twin)

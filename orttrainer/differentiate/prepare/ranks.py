@@ -1,4 +1,4 @@
-"""Ranks that ONNX's inference does not find: from the operators that read a value and take one rank only, and of Split."""
+"""Ranks that ONNX's inference does not find: from operators that take one rank only, of Split, of a Scan's states."""
 
 from __future__ import annotations
 
@@ -58,6 +58,11 @@ def infer_ranks(model: ir.Model) -> None:
                 for y in node.outputs:
                     if y.shape is None:
                         y.shape, modified = _any_size(node.inputs[0].shape, node.attributes.get_int("axis", 0)), True
+            if node.op_type == "Scan":  # a state has one shape in all steps
+                body = node.attributes["body"].as_graph()
+                for before, after in zip(body.inputs[: -node.attributes.get_int("num_scan_inputs")], body.outputs):
+                    if before.shape is None and after.shape is not None:
+                        before.shape, modified = after.shape.copy(), True
         if not modified:
             return
         infer_shapes(model)
