@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from test_control_flow import check, randoms
+from test_control_flow import check, parsed, randoms
+
+from orttrainer import build_gradient
+from orttrainer.testing.check import _run_onnxruntime
 
 
 @pytest.mark.parametrize("taken", [True, False])
@@ -78,3 +81,44 @@ def test_a_state_of_a_scan_has_the_rank_that_the_body_gives_it(inside):
         return torch.stack(ys)
 
     check(body, {"c": np.array(True), **randoms(s0=6), "sizes": np.array([2, 3]), **randoms(x=(4, 2, 3))}, twin)
+
+
+RETURNS = {
+    "Loop": """g (int64 n, real[3] w, real[T,3] x) => (real loss) <bool c = {1}, int64[1] k = {0}> {
+      v = ReduceMean <keepdims = 0> (x, k)
+      s_out = Sin(v)
+      f, h, y0, y1, y2 = Loop (n, c, w, s_out) <body = b (int64 i, bool go, VEC s, VEC r) =>
+        (BOOL go, VEC r, VEC s, VEC s, VEC m, VEC m) { m = Mul(s, r) }>
+      LOSS }""",
+    "Scan": """g (int64 n, real[3] w, real[T,3] x) => (real loss) {
+      f, y0, y1, y2 = Scan <num_scan_inputs = 1, body = b (VEC s, VEC r) => (VEC r, VEC s, VEC m, VEC m) { m = Mul(s, r) }> (w, x)
+      LOSS }""",
+}
+
+
+def states_and_products(op_type, w, x):
+    if op_type == "Scan":
+        before = torch.cat([w[None], x[:-1]])
+        return x[-1], before, before * x
+    v = torch.sin(x.mean(0))
+    return v, torch.stack([w, v, w]), torch.stack([w * v] * 3)
+
+
+@pytest.mark.parametrize("typed", [True, False])
+@pytest.mark.parametrize("op_type", RETURNS)
+def test_a_body_may_return_what_it_was_given_and_one_value_twice(op_type, typed):
+    """Of which ONNX's inference finds no type, and of which ONNX Runtime's Scan gives whatever is in the memory."""
+    loss = """p = Mul(y1, y2) q = Sin(y0) a = Mul(p, q) b = Add(a, f) d = Sin(b)
+              loss = ReduceSum <keepdims = 0> (d)"""
+    body = RETURNS[op_type].replace("LOSS", loss)
+    body = body.replace("VEC", "real[3]" if typed else "").replace("BOOL", "bool" if typed else "")
+    feeds = {"n": np.array(3), **randoms(w=3, x=(4, 3))}
+    gradient = build_gradient(parsed(body), of="loss", wrt=["w", "x"])
+    found = _run_onnxruntime(gradient, {x.name: feeds[x.name] for x in gradient.graph.input})
+
+    w, x = (torch.tensor(feeds[name], requires_grad=True) for name in ("w", "x"))
+    last, states, products = states_and_products(op_type, w, x)
+    total = torch.sin(products**2 * torch.sin(states) + last).sum()
+    np.testing.assert_allclose(found["loss"], total.item(), rtol=1e-12)
+    for name, expected in zip(("w", "x"), torch.autograd.grad(total, (w, x))):
+        np.testing.assert_allclose(found[f"{name}_grad"], expected, rtol=1e-10)

@@ -9,6 +9,8 @@ import onnx
 import onnx_ir as ir
 from onnx import numpy_helper
 
+from orttrainer.graph.names import free_name
+
 _DEFAULT_DOMAIN = "ai.onnx"  # in full; as a rule it is ""
 _CONTRIBUTED = "com.microsoft"
 INITIALIZERS_APART = 4  # the first IR version whose initializers need not be inputs, too
@@ -23,6 +25,8 @@ def in_usual_spelling(proto: onnx.ModelProto) -> onnx.ModelProto:
     Initializers that are no inputs, as ONNX's converter leaves them in models of before IR version 4, make it one of that version.
     Outputs that are maps, as scikit-learn's classifiers have one beside their probabilities, are left out.
     Nodes stand behind those that they read, as ONNX Runtime sorts them: converters to float16 append theirs.
+    What a body returns as it was given, or once more, comes from an Identity: ONNX's inference finds no type of it, and ONNX
+    Runtime's Scan gives whatever is in the memory.
     A model that has none of these is returned as it is.
 
     Raises:
@@ -30,7 +34,7 @@ def in_usual_spelling(proto: onnx.ModelProto) -> onnx.ModelProto:
         ValueError: nodes read each other.
     """
     ways = (_has_sparse, _names_default_domain, _lacks_version, _has_maps, _has_initializers_apart, _is_unsorted)
-    if not any(way(proto) for way in ways) and not any(_negative_sizes(proto)):
+    if not any(way(proto) for way in ways) and not any(_negative_sizes(proto)) and not any(_returned_again(proto)):
         return proto
     changed = onnx.ModelProto()
     changed.CopyFrom(proto)
@@ -44,6 +48,7 @@ def in_usual_spelling(proto: onnx.ModelProto) -> onnx.ModelProto:
         changed.ir_version = INITIALIZERS_APART
     for size in _negative_sizes(changed):
         size.Clear()
+    _return_identities(changed)
     for node in _nodes(changed):
         node.domain = _short(node.domain)
     for owner in (changed, *changed.functions):
@@ -108,6 +113,27 @@ def _has_maps(proto: onnx.ModelProto) -> bool:
 def _negative_sizes(proto: onnx.ModelProto) -> Iterator[onnx.TensorShapeProto.Dimension]:
     for value in (*proto.graph.input, *proto.graph.output, *proto.graph.value_info):
         yield from (size for size in value.type.tensor_type.shape.dim if size.dim_value < 0)
+
+
+def _returned_again(proto: onnx.ModelProto) -> Iterator[tuple[onnx.GraphProto, onnx.ValueInfoProto]]:
+    """Bodies, and each of their outputs that is an input or an output before it as well."""
+    for owner in (proto.graph, *proto.functions):
+        for body in _bodies(owner.node):
+            given = {x.name for x in body.input}
+            for y in body.output:
+                if y.name in given:
+                    yield body, y
+                given.add(y.name)
+
+
+def _return_identities(proto: onnx.ModelProto) -> None:
+    taken = {value.name for graph in _graphs(proto) for value in (*graph.input, *graph.initializer)}
+    taken |= {name for node in _nodes(proto) for name in node.output}
+    for body, y in list(_returned_again(proto)):
+        name = free_name(f"{y.name}_out", taken)
+        taken.add(name)
+        body.node.append(onnx.helper.make_node("Identity", [y.name], [name]))
+        y.name = name
 
 
 def _is_map(of: onnx.TypeProto) -> bool:
