@@ -83,6 +83,26 @@ def test_a_state_of_a_scan_has_the_rank_that_the_body_gives_it(inside):
     check(body, {"c": np.array(True), **randoms(s0=6), "sizes": np.array([2, 3]), **randoms(x=(4, 2, 3))}, twin)
 
 
+@pytest.mark.parametrize("op_type", ["Scan", "Loop"])
+def test_a_body_may_read_a_value_of_an_unknown_rank(op_type):
+    steps = {
+        "Scan": "Scan <num_scan_inputs = 1, body = b (real[2,3] h, real[2,3] xi) => (real[2,3] hn, real[2,3] yi) { STEP }> (s, x)",
+        "Loop": """Loop <body = b (int64 t, bool ci, real[2,3] h) => (bool co, real[2,3] hn, real[2,3] yi) {
+                     co = Identity(ci) xi = Gather(x, t) STEP }> (n, c, s)""",
+    }[op_type].replace("STEP", "p = Mul(h, u) q = Mul(p, xi) hn = Tanh(q) yi = Mul(hn, u)")
+    body = f"""g (real[2,3] s, real[6] v, int64[K] sizes, real[T,2,3] x) => (real[T,2,3] y) <int64 n = {{4}}, bool c = {{1}}> {{
+      u = Reshape(v, sizes) f, y = {steps} }}"""
+
+    def twin(h, v, x):
+        u, ys = v.reshape(2, 3), []
+        for xi in x:
+            h = torch.tanh(h * u * xi)
+            ys.append(h * u)
+        return torch.stack(ys)
+
+    check(body, {**randoms(s=(2, 3), v=6), "sizes": np.array([2, 3]), **randoms(x=(4, 2, 3))}, twin)
+
+
 RETURNS = {
     "Loop": """g (int64 n, real[3] w, real[T,3] x) => (real loss) <bool c = {1}, int64[1] k = {0}> {
       v = ReduceMean <keepdims = 0> (x, k)

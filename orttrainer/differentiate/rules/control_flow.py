@@ -115,13 +115,15 @@ def _backwards(
     inner = _copy(op, node, body, "body")
     inputs, outputs = list(inner.graph.inputs), list(inner.graph.outputs)
     d_after = [_input(inner, body.inputs[s.before]) for s in carried]
-    sums = [_input(inner, z) for z in wanted]
+    sums = [_input(inner, z, flat=z.shape is None) for z in wanted]
     dys = [_input(inner, body.outputs[s.inside]) for s in written]
     seeds = zip([*(outputs[s.after] for s in carried), *(outputs[s.inside] for s in written)], [*d_after, *dys])
     before, slices = [inputs[s.before] for s in carried], [inputs[s.inside] for s in sliced]
     found = _differentiate(op, inner, node, seeds, [*before, *slices, *wanted])
     results = [_or_zeros(inner, found[x], x) for x in before]
-    results += [total if found[z] is None else inner.Add(total, found[z]) for total, z in zip(sums, wanted)]
+    results += [
+        total if found[z] is None else inner.Add(total, _flat(inner, found[z], z)) for total, z in zip(sums, wanted)
+    ]
     results += [_or_zeros(inner, found[x], x) for x in slices]
     _complete(inner, [], results)
 
@@ -133,8 +135,8 @@ def _backwards(
     if not (stored or again or written):  # the number of steps has to come from somewhere
         again, stored = read[:1], [] if read else states[:1]
     first = [op.zeros_like(s.last) if s.dlast is None else s.dlast for s in carried]
-    first += [op.zeros_like(z) for z in wanted]
-    types = [(v.type, v.shape) for v in (*(s.first for s in carried), *wanted, *(s.outside for s in sliced))]
+    first += [_flat(op, op.zeros_like(z), z) for z in wanted]
+    types = [(v.type, v.shape) for v in (*(s.first for s in carried), *sums, *(s.outside for s in sliced))]
     inner.graph.inputs.extend([*d_after, *sums])
     if node.op_type == "Scan" or all(_keeps_shape(body, s) for s in (*stored, *carried)):
         scanned = [(_stored(op, node, body, s.before), 0, 0, inputs[s.before]) for s in stored]
@@ -146,7 +148,8 @@ def _backwards(
         values = _by_loop(op, node, inner, first, read_again, [(s.outside, dy) for s, dy in zip(written, dys)], types)
 
     of_first = {s.before: value for s, value in zip(carried, values)}
-    of_captured = dict(zip(wanted, values[len(carried) :]))
+    totals = zip(wanted, values[len(carried) :])
+    of_captured = {z: total if z.shape is not None else op.reshape_as(total, z) for z, total in totals}
     of_slices = {s.inside: value for s, value in zip(sliced, values[len(carried) + len(wanted) :])}
     return [
         *(of_first.get(s.before) for s in states),
@@ -329,8 +332,13 @@ def _or_zeros(inner: Builder, value: ir.Value | None, like: ir.Value) -> ir.Valu
     return inner.zeros_like(like) if value is None else value
 
 
-def _input(inner: Builder, like: ir.Value) -> ir.Value:
-    return ir.Value(name=inner.new_name("input"), type=like.type, shape=like.shape)
+def _input(inner: Builder, like: ir.Value, flat: bool = False) -> ir.Value:
+    return ir.Value(name=inner.new_name("input"), type=like.type, shape=ir.Shape([None]) if flat else like.shape)
+
+
+def _flat(op: Builder, value: ir.Value, z: ir.Value) -> ir.Value:
+    """What is summed up for `z`: along one axis if its rank is unknown, as ONNX Runtime's Scan has no such states."""
+    return value if z.shape is not None else op.Reshape(value, [-1])
 
 
 def _complete(inner: Builder, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> None:
