@@ -60,3 +60,28 @@ def test_the_converter_says_nothing(caplog):
     opsets = [onnx.helper.make_opsetid("", 13)]
     build_gradient(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8), "y", ["x"])
     assert not [record for record in caplog.records if record.name.startswith("onnxscript")]
+
+
+@pytest.mark.parametrize("wrt", [None, ["u"], ["w", "u"]], ids=["default", "u", "w-u"])
+@pytest.mark.parametrize("dead", ["", "d = Mul(x, u)"], ids=["not-read", "read-by-dead-code"])
+@pytest.mark.parametrize("opset", [13, 17])
+def test_what_nothing_depends_on_has_zeros_for_a_gradient(opset, dead, wrt):
+    """The conversion drops it."""
+    body = f"g (float[B,3] x) => (float[B,3] y) <float[3] w = {{1,2,3}}, float[3] u = {{1,2,3}}> {{ y = Mul(x, w) {dead} }}"
+    proto = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : {opset}]> ' + body)
+    x, dy = np.random.default_rng(0).standard_normal((2, 2, 3)).astype(np.float32)
+    gradient = build_gradient(proto, of="y", wrt=wrt)
+    found = _run_onnxruntime(gradient, {"x": x, "y_cotangent": dy})
+    expected = {"w": (x * dy).sum(0), "u": np.zeros(3)}
+    assert [v.name for v in gradient.graph.output[1:]] == [f"{name}_grad" for name in wrt or expected]
+    for name in wrt or expected:
+        np.testing.assert_allclose(found[f"{name}_grad"], expected[name], rtol=1e-6)
+
+
+def test_what_only_dead_code_of_a_branch_reads_has_zeros_for_a_gradient():
+    body = """g (float[B,3] x, bool q) => (float[B,3] y) <float[3] w = {1,2,3}, float[3] u = {1,2,3}> {
+      y = If (q) <then_branch = t () => (a) { a = Mul(x, w) d = Mul(x, u) }, else_branch = e () => (c) { c = Sin(x) }> }"""
+    proto = onnx.parser.parse_model('<ir_version: 8, opset_import: ["" : 13]> ' + body)
+    x = np.ones((2, 3), np.float32)
+    found = _run_onnxruntime(build_gradient(proto, of="y"), {"x": x, "q": np.array(True), "y_cotangent": x})
+    assert found["w_grad"].tolist() == [2, 2, 2] and found["u_grad"].tolist() == [0, 0, 0]

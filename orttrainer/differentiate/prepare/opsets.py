@@ -38,6 +38,7 @@ def with_known_opset(model: ir.Model) -> ir.Model:
         return model
     from onnxscript import version_converter  # here: slow to import, seldom needed
 
+    given = {name: value.const_value for name, value in model.graph.initializers.items()}
     try:
         # It says that it has ONNX's own convert, as it was asked to.
         with without_warnings("onnxscript.version_converter"), unconvertible_aside(model):
@@ -48,6 +49,11 @@ def with_known_opset(model: ir.Model) -> ir.Model:
         ) from error
     if model.opset_imports[""] < OLDEST_OPSET:
         raise ModelError(f"the model has opset {opset} and ONNX cannot convert it to {OLDEST_OPSET}; export it again")
+    for name, tensor in given.items():
+        if name not in model.graph.initializers:  # the converter drops what nothing reads, but that may be asked for
+            model.graph.register_initializer(
+                ir.Value(name=name, shape=ir.Shape(tensor.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+            )
     return model
 
 
