@@ -123,3 +123,34 @@ def test_vjp_with_runtime_operands_matches_central_differences_and_onnxruntime(n
     results = run(gradient, {name: value for name, value in given.items() if name in wanted})
     for source, expected in gradients.items():
         np.testing.assert_allclose(results[f"{source}_grad"] * scale, expected, rtol=1e-5, atol=1e-5)
+
+
+OF_NONE = {
+    "Reshape": ("int64[2] s", "y = Reshape(x, s)", (2, 0, 4), {"s": ints(-1, 4)}),
+    "Reshape to a row": ("int64[1] s", "y = Reshape(x, s)", (3, 2, 0), {"s": ints(-1)}),
+    "Flatten": ("int64 s", "y = Flatten <axis = 1> (x)", (2, 3, 0), {}),
+    "Flatten of the last": ("int64 s", "y = Flatten <axis = 2> (x)", (2, 3, 0), {}),
+    "Squeeze": ("int64 s", "y = Squeeze(x)", (2, 1, 0), {}),
+    "Compress": ("bool[N] s", "y = Compress(x, s)", (2, 3, 0), {"s": np.zeros(0, bool)}),
+    "Gather": ("int64[N,M] s", "y = Gather <axis = 1> (x, s)", (2, 3, 0), {"s": ints([0, 2], [2, 1])}),
+    "Gather at none": ("int64[N,M] s", "y = Gather <axis = 1> (x, s)", (2, 3, 4), {"s": np.empty((2, 0), np.int64)}),
+    "Loop of no trips": (
+        "int64[1] s, int64 n",
+        """c = Constant <value = bool {1}> () a = Loop (n, c) <body = b (int64 i, bool go) => (bool on, float[A,B,C] o) {
+           on = Identity(go) o = Sin(x) }> y = Reshape(a, s)""",
+        (2, 3, 4), {"s": ints(-1), "n": np.array(0)},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_NONE)
+def test_a_size_that_turns_out_to_be_zero_is_a_size(name):
+    inputs, body, shape, others = OF_NONE[name]
+    text = f'<ir_version: 8, opset_import: ["" : 18]> g (float[A,B,C] x, {inputs}) => (float[] y) {{ {body} }}'
+    model = onnx.parser.parse_model(text)
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    feeds = {"s": np.array(0)} | others | {"x": np.ones(shape, np.float32)}
+    y = run(model, feeds)["y"]
+    gradient = run(build_gradient(model, of="y", wrt="x"), feeds | {"y_cotangent": y})["x_grad"]
+    assert y.size == 0
+    assert gradient.tolist() == np.zeros(shape).tolist()

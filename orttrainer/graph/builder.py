@@ -159,7 +159,10 @@ class Builder:
         """`a` in the shape of `x`."""
         if same_shape(a, x):
             return a
-        return self._shaped_like(self.Reshape(a, self._reshape_target(x), allowzero=self._has_zero(x)), x)
+        target = self._reshape_target(x)
+        sizes = constant_array(target)
+        of_none = 1 if sizes is None or 0 in sizes else None  # where 0 is a size, not one to take from `a`
+        return self._shaped_like(self.Reshape(a, target, allowzero=of_none), x)
 
     def expand_as(self, a: ir.Value, x: ir.Value) -> ir.Value:
         """`a` broadcast to the shape of `x`."""
@@ -218,15 +221,11 @@ class Builder:
 
     def _reshape_target(self, x: ir.Value) -> ir.Value:
         """The shape of `x` with at most one unknown axis as -1: a constant without a Shape node."""
-        if x.shape is not None and not self._has_zero(x):
+        if x.shape is not None and 0 not in x.shape.dims:
             dims = [d if isinstance(d, int) else -1 for d in x.shape.dims]
             if dims.count(-1) <= 1:
                 return self.const(np.array(dims, np.int64))
         return self.shape(x)
-
-    @staticmethod
-    def _has_zero(x: ir.Value) -> int | None:
-        return 1 if x.shape is not None and 0 in x.shape.dims else None
 
 
 def infer_outputs(node: ir.Node, schema: onnx.defs.OpSchema, opset_imports: dict[str, int]) -> None:

@@ -54,9 +54,9 @@ def _slab(op, node: ir.Node, dy: ir.Value, axis: int, index_rank: int) -> ir.Val
     count = op.Reshape(op.size(indices), [1])
     sizes = [op.dim(x, k) if k != axis else count for k in range(rank(node, x))]
     unknown = [k for k, size in enumerate(sizes) if constant(size) is None]
-    if len(unknown) == 1:  # then no Shape node is needed
+    if len(unknown) == 1 and 0 not in indices.shape.dims:  # then no Shape node is needed
         sizes[unknown[0]] = -1
-    return op.Reshape(dy, join(op, *sizes))
+    return op.Reshape(dy, join(op, *sizes), allowzero=1)
 
 
 @vjp("GatherElements")
