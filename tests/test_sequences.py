@@ -47,6 +47,28 @@ def test_optional_and_back():
     assert _run_onnxruntime(gradient, {"x": x, "y_cotangent": dy})["x_grad"].tolist() == [2, 40, 600]
 
 
+HOLDING = {
+    "both": "o = Optional(a) h = OptionalHasElement(o) e = OptionalGetElement(o) f = Cast <to = 1> (h) y = Mul(e, f)",
+    "asked only": "o = Optional(a) h = OptionalHasElement(o) f = Cast <to = 1> (h) y = Mul(a, f)",
+    "not there": "o = Optional <type = float> () h = OptionalHasElement(o) n = Not(h) f = Cast <to = 1> (n) y = Mul(a, f)",
+    "a list": """s = SequenceConstruct(a, x) o = Optional(s) h = OptionalHasElement(o) l = OptionalGetElement(o)
+        z = Constant <value_int = 0> () e = SequenceAt(l, z) f = Cast <to = 1> (h) y = Mul(e, f)""",
+    "in a branch": """o = Optional(a) c = Constant <value = bool {1}> () i = Identity(c)
+        h = If (i) <then_branch = t () => (u) { u = OptionalHasElement(o) }, else_branch = e () => (v) { v = Identity(c) }>
+        f = Cast <to = 1> (h) y = Mul(a, f)""",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOLDING)
+def test_whether_an_optional_holds_something_is_a_number(name):
+    body = f"g (float[3] x) => (float[3] y) {{ a = Sin(x) {HOLDING[name]} }}"
+    proto = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 18]> {body}')
+    x, dy = np.array([1, 2, 3], np.float32), np.array([1, 10, 100], np.float32)
+    found = _run_onnxruntime(build_gradient(proto, wrt="x", of="y"), {"x": x, "y_cotangent": dy})
+    np.testing.assert_allclose(found["y"], np.sin(x), rtol=1e-6)
+    np.testing.assert_allclose(found["x_grad"], np.cos(x) * dy, rtol=1e-6)
+
+
 def test_length_is_a_number():
     body = """g (real[3] x) => (real[3] y) {
       s = SequenceEmpty() a = SequenceInsert(s, x) b = SequenceInsert(a, x)

@@ -1,4 +1,4 @@
-"""ONNX's shape inference over a whole model, with the types of sequences kept."""
+"""ONNX's shape inference over a whole model, with the types of sequences and optionals kept."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def infer_shapes(model: ir.Model) -> None:
         for options in ({}, {"data_prop": False}, {"data_prop": False, "strict_mode": False, "check_type": False}):
             if _succeeds(common.ShapeInferencePass(**options), model):
                 break
-    _restore_sequences(model.graph)
+    _restore_types(model.graph)
 
 
 @contextlib.contextmanager
@@ -57,26 +57,28 @@ def _succeeds(inference: common.ShapeInferencePass, model: ir.Model) -> bool:
     return not failures
 
 
-def _restore_sequences(graph: ir.Graph) -> None:
-    """onnx-ir takes the dtype of a sequence's elements for that of a tensor, and the next inference then fails."""
+def _restore_types(graph: ir.Graph) -> None:
+    """onnx-ir takes the dtype of what a sequence or an optional holds for that of a tensor, and the next inference then fails."""
     for node in graph:
         if node.op_type in _SEQUENCES and node.outputs[0].dtype is not None:
-            _set_sequence(node.outputs[0], node.outputs[0])
+            _set_type(node.outputs[0], ir.SequenceType(ir.TensorType(node.outputs[0].dtype)))
+        elif node.op_type == "Optional":
+            held = node.inputs[0].type if node.inputs else node.attributes["type"].value.type
+            _set_type(node.outputs[0], held and ir.OptionalType(held))
         elif node.op_type == "Identity":
-            _set_sequence(node.outputs[0], node.inputs[0])
+            _set_type(node.outputs[0], node.inputs[0].type)
         elif node.op_type in ("If", "Loop", "Scan"):
             bodies = [a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH]
             if node.op_type == "Loop":
                 for inside, first in zip(bodies[0].inputs[2:], node.inputs[2:]):
-                    _set_sequence(inside, first)
+                    _set_type(inside, first.type)
             for body in bodies:
-                _restore_sequences(body)
+                _restore_types(body)
                 for y, inside in zip(node.outputs, body.outputs[1:] if node.op_type == "Loop" else body.outputs):
-                    _set_sequence(y, inside)
+                    _set_type(y, inside.type)
 
 
-def _set_sequence(value: ir.Value, like: ir.Value) -> None:
-    if isinstance(like.type, ir.SequenceType):
-        value.type = like.type
-    elif value is like:
-        value.type, value.shape = ir.SequenceType(ir.TensorType(value.dtype)), None
+def _set_type(value: ir.Value, kind: ir.TypeProtocol | None) -> None:
+    """Give `value` this type, unless it is that of a tensor."""
+    if isinstance(kind, (ir.SequenceType, ir.OptionalType)):
+        value.type, value.shape = kind, None

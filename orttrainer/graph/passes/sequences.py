@@ -114,11 +114,19 @@ def _same(op: Builder, node: ir.Node, known: _Known):
     return known.get(x, x if is_tensor and node.op_type != "Identity" else None)
 
 
+def _has_element(op: Builder, node: ir.Node, known: _Known):
+    """Whether there is something in an optional: not in one that was made of nothing."""
+    maker = node.inputs[0].producer() if node.inputs else None
+    empty = not node.inputs or (maker is not None and maker.op_type == "Optional" and not maker.inputs)
+    return op.const(np.array(not empty)) if empty or _same(op, node, known) is not None else None
+
+
 _RULES: dict[str, Callable] = {
     "ConcatFromSequence": _concat,
     "Identity": _same,
     "Optional": _same,
     "OptionalGetElement": _same,
+    "OptionalHasElement": _has_element,
     "SequenceAt": _at,
     "SequenceConstruct": _construct,
     "SequenceEmpty": lambda op, node, known: [],
