@@ -154,3 +154,28 @@ def test_a_weight_that_is_itself_what_a_branch_gives_is_trained():
 def test_a_gradient_is_also_by_a_weight_of_a_branch():
     proto = in_body({"V": V}, BRANCHES)
     assert [value.name for value in build_gradient(proto).graph.output] == ["loss", "W_grad", "V_grad"]
+
+
+# -- Constants that are made on the way, where ONNX Runtime computes an operator otherwise ------------
+
+
+WRITTEN_OUT = {
+    "sigmoid": ("h = Mul (x, W) k = Sigmoid (h) r = Sqrt (k)", lambda x, W: torch.sigmoid(x * W).sqrt()),
+    "Erf of float64": (
+        "h = Mul (x, W) d = Cast <to = 11> (h) e = Erf (d) r = Cast <to = 1> (e)",
+        lambda x, W: torch.erf((x * W).double()).float(),
+    ),
+    "ConvTranspose": (
+        "r = ConvTranspose <dilations = [3], output_padding = [2]> (x, W)",
+        lambda x, W: F.conv_transpose1d(x, W, dilation=3, output_padding=2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+def test_constants_that_no_model_has_are_neither_named_nor_state(name, caplog):
+    body, predict = WRITTEN_OUT[name]
+    batches = [torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(step)) for step in range(2)]
+    weight = WEIGHT if name == "ConvTranspose" else WEIGHT[0, :2]
+    assert_trains_like(model(body, "2, 4", 18, W=weight), predict, batches, W=weight)
+    assert not caplog.text

@@ -71,19 +71,22 @@ def as_forward_graph(model: ir.Model) -> ForwardGraph:
     Every float initializer becomes a parameter, except the running statistics of a
     BatchNormalization (buffers; its training form updates them, as ONNX says), scalars
     (constants, with a warning), what has no elements and what is only scales or roi of a Resize,
-    or positions and lengths in sequences (constants). The others are buffers.
+    or positions and lengths in sequences (constants). The others are buffers, but for constants
+    that are made here.
     """
+    given = set(model.graph.initializers)
     OutputPaddingPass()(model)
     UniqueTypesPass()(model)
     SmallSigmoidPass()(model)
     DoubleRecurrentPass()(model)
     DoubleErfPass()(model)
+    made = model.graph.initializers.keys() - given
     model.ir_version = min(model.ir_version, 10)
     _separate_statistics(model.graph)
     updates = _batch_norm_updates(model.graph)
     statistics = {_original(v).name for n in model.graph if _is_batch_norm(n) for v in n.inputs[3:5]}
     initializers = model.graph.initializers
-    constant = {n for n, v in initializers.items() if only_instructs(v) or 0 in v.shape.numpy()}
+    constant = made | {n for n, v in initializers.items() if only_instructs(v) or 0 in v.shape.numpy()}
     floats = [n for n, v in initializers.items() if v.dtype in _FLOATS and n not in statistics | constant]
     scalars = [n for n in floats if tuple(initializers[n].shape) == ()]
     _warn_of_constants(model, scalars)
