@@ -168,6 +168,52 @@ def test_a_wrong_declaration_of_an_onnx_model_is_one_warning_and_the_model_holds
         trainer.train_step(*batch(5), 0.1)
 
 
+def declaring(body: str = LINEAR, shape=(None, 4), output=(None, 2), **options) -> onnx.ModelProto:
+    """With the shapes of the inner value d, and of the output."""
+    proto = onnx_model(body, **options)
+    value = onnx.helper.make_tensor_value_info
+    proto.graph.value_info.append(value("d", onnx.TensorProto.FLOAT, shape))
+    proto.graph.output[1].CopyFrom(value("output", onnx.TensorProto.FLOAT, output))
+    return proto
+
+
+GELU = "output = MatMul (x, W) d = Sub (output, label) q = com.microsoft.QuickGelu (d) loss = ReduceMean <keepdims = 0> (q)"
+WRONG_SHAPES = {
+    "of an inner value": (declaring(), "[None,4] of 'd', which is [batch,2]."),
+    "of an output": (declaring(shape=("batch", 2), output=("batch", 1)), "[batch,1] of 'output', which is [batch,2]."),
+    "of another rank": (declaring(shape=(2,), output=("a", 1)), "[a,1] of 'output', which is [batch,2], [2] of 'd', which is [batch,2]."),
+    "beside an operator that ONNX does not know": (declaring(GELU), "[None,4] of 'd', which is [batch,2]."),
+}  # fmt: skip
+
+
+@cases(WRONG_SHAPES)
+def test_a_shape_that_operators_do_not_make_is_one_warning_and_the_operators_hold(case, caplog):
+    proto, told = case
+    trainer = make(proto, None)
+    assert [record.getMessage() for record in caplog.records if "declares shapes" in record.message] == [
+        f"the ONNX model declares shapes that its operators do not make: {told} What the operators make is taken, as ONNX "
+        "Runtime takes it"
+    ]
+    right = make(onnx_model(GELU if "QuickGelu" in str(proto) else LINEAR), None)
+    for step in range(2):
+        torch.testing.assert_close(trainer.train_step(*batch(3 + step), 0.1), right.train_step(*batch(3 + step), 0.1))
+    torch.testing.assert_close(trainer.state_dict(), right.state_dict())
+
+
+def test_operators_that_contradict_each_other_are_refused_whatever_shapes_are_declared():
+    with raises(ModelError, "the ONNX model is broken: ...MatMul...Incompatible dimensions"):
+        make(declaring(weight=W[:3]), None)
+
+
+def test_a_last_window_that_no_runtime_has_is_not_missed_in_a_declared_shape(caplog):
+    proto = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["" : 18]> g (float[1,1,5] x) => (float[1,1,2] y) {
+        y = MaxPool <kernel_shape = [2], strides = [3], pads = [0, 1], ceil_mode = 1> (x) }"""
+    )
+    build_gradient(proto)
+    assert not caplog.text
+
+
 # -- build_gradient ---------------------------------------------------------------------------------
 
 INTEGERS = onnx.parser.parse_model(

@@ -13,6 +13,7 @@ from orttrainer.graph.builder import may_decide
 from orttrainer.graph.names import values_apart
 
 _SEQUENCES = {"SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert", "SplitToSequence"}
+_WITHOUT_VALUES = {"data_prop": False}
 
 
 def infer_shapes(model: ir.Model) -> None:
@@ -22,10 +23,18 @@ def infer_shapes(model: ir.Model) -> None:
     """
     values_apart(model)  # it goes by names
     with _constants_inside(model):
-        for options in ({}, {"data_prop": False}, {"data_prop": False, "strict_mode": False, "check_type": False}):
+        for options in ({}, _WITHOUT_VALUES, {**_WITHOUT_VALUES, "strict_mode": False, "check_type": False}):
             if _succeeds(common.ShapeInferencePass(**options), model):
                 break
     _restore_types(model.graph)
+
+
+def fits_together(model: ir.Model) -> bool:
+    """Whether dtypes and shapes are those that operators take and make, as ONNX's full check asks; unknown ones become known."""
+    with _constants_inside(model):
+        fits = _succeeds(common.ShapeInferencePass(**_WITHOUT_VALUES), model)
+    _restore_types(model.graph)
+    return fits
 
 
 @contextlib.contextmanager

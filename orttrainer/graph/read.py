@@ -11,6 +11,8 @@ from google.protobuf.message import EncodeError
 from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
 from orttrainer.errors import ModelError
+from orttrainer.graph.declared import forget_wrong_shapes
+from orttrainer.graph.inference import fits_together
 from orttrainer.graph.names import name_apart
 from orttrainer.graph.spelling import in_usual_spelling
 
@@ -25,7 +27,7 @@ _BROKEN = (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ir
 
 
 def read_model(proto: onnx.ModelProto) -> ir.Model:
-    """The model in the IR.
+    """The model in the IR, without the shapes that it declares and its operators contradict.
 
     Raises:
         ModelError: ONNX's checker refuses the model, or data that it keeps in another file is missing.
@@ -38,19 +40,31 @@ def read_model(proto: onnx.ModelProto) -> ir.Model:
             )
     try:
         proto = in_usual_spelling(proto)
-        if _is_small(proto):
-            # Full: shapes and types as well, which ONNX infers only through operators that it knows.
-            known = all(node.domain in STANDARD_DOMAINS for node in proto.graph.node)
-            checkable = _checkable(proto)
-            onnx.checker.check_model(checkable, full_check=known and checkable is proto)
+        checkable = _checkable(proto) if _is_small(proto) else None
+        # Full: shapes and types as well, which ONNX infers only through operators that it knows.
+        full = checkable is proto and all(node.domain in STANDARD_DOMAINS for node in proto.graph.node)
+        mismatch = None if checkable is None else _mismatch(checkable, full)
         model = ir.from_proto(proto)
     except (*_BROKEN, ValueError) as error:  # the last of a dtype that there is not
         raise ModelError(f"the ONNX model is broken: {_reason(error)}") from error
     _check_tensors(model)
     _detach(model)
     name_apart(model)
+    if mismatch is not None or not full:
+        forget_wrong_shapes(model)
+        if mismatch is not None and not fits_together(model):
+            raise ModelError(f"the ONNX model is broken: {_reason(mismatch)}") from mismatch
     _complete_calls(model)
     return model
+
+
+def _mismatch(proto: onnx.ModelProto, full: bool) -> onnx.shape_inference.InferenceError | None:
+    """What the checker says of dtypes and shapes; of all else it raises."""
+    try:
+        onnx.checker.check_model(proto, full_check=full)
+    except onnx.shape_inference.InferenceError as error:
+        return error
+    return None
 
 
 def _check_tensors(model: ir.Model) -> None:
