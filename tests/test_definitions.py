@@ -13,6 +13,7 @@ from onnx import TensorProto, helper
 from orttrainer import build_gradient
 from orttrainer.differentiate.build import gradient_of
 from orttrainer.errors import GradientError
+from orttrainer.export.onnx_model import open_model
 from orttrainer.graph.read import read_model
 from orttrainer.testing import check_gradient, evaluate
 from orttrainer.testing.check import _model, _run_onnxruntime
@@ -373,3 +374,46 @@ def test_attention_of_an_export_at_opset_23_with_sizes_that_only_the_run_knows()
     )
     for name, value in (("x", x), ("q.bias", module.q.bias), ("k.bias", module.k.bias)):
         np.testing.assert_allclose(results[f"{name}_grad"], value.grad, atol=1e-5, err_msg=name)
+
+
+SHADOWED = {  # by operators; each is called by a function of another name as well
+    "Softplus": torch.nn.functional.softplus,
+    "com.microsoft.Gelu": torch.nn.functional.gelu,
+    "Relu": torch.relu,
+}
+
+
+def calling(operator: str) -> onnx.ModelProto:
+    """y = operator(twice(x)), where twice(x) = operator(x) + operator(x); the body of the operator's name is a sine."""
+    domain, _, name = operator.rpartition(".")
+    opsets = '"" : 20, "com.microsoft" : 1, "mine" : 1'
+    return onnx.parser.parse_model(
+        f"""<ir_version: 8, opset_import: [{opsets}]> g (float[3] x) => (float[3] y) {{ t = mine.twice (x) y = {operator} (t) }}
+        <domain: "{domain}", opset_import: ["" : 20]> {name} (a) => (b) {{ b = Sin (a) }}
+        <domain: "mine", opset_import: [{opsets}]> twice (a) => (b) {{ c = {operator} (a) b = Add (c, c) }}"""
+    )
+
+
+@pytest.mark.parametrize("operator", SHADOWED)
+def test_a_function_with_the_name_of_an_operator_is_the_operator_as_in_onnxruntime(operator, caplog):
+    x, dy = np.array([-1, 0.3, 2], np.float32), np.array([1, 10, 100], np.float32)
+    model = calling(operator)
+    given = model.SerializeToString()
+    found = _run_onnxruntime(build_gradient(model, of="y", wrt="x"), {"x": x, "y_cotangent": dy})
+    np.testing.assert_allclose(found["y"], _run_onnxruntime(model, {"x": x})["y"], rtol=1e-6)
+    variable = torch.tensor(x, requires_grad=True)
+    y = SHADOWED[operator](2 * SHADOWED[operator](variable))
+    np.testing.assert_allclose(found["x_grad"], torch.autograd.grad(y, variable, torch.tensor(dy))[0], rtol=1e-5)
+    assert operator.rpartition(".")[2] in {made.op_type for made in open_model(model, ["x"], ["y"]).graph}  # to train
+    assert model.SerializeToString() == given
+    assert not caplog.text
+
+
+def test_a_function_that_may_have_the_name_of_an_operator_is_named_in_a_warning(caplog):
+    x = np.array([-1, 0.3, 2], np.float32)
+    gradient = build_gradient(calling("com.microsoft.Unheard"), of="y", wrt="x")
+    found = _run_onnxruntime(gradient, {"x": x, "y_cotangent": np.ones(3, np.float32)})["x_grad"]
+    np.testing.assert_allclose(found, np.cos(2 * np.sin(x)) * 2 * np.cos(x), rtol=1e-5)
+    assert (
+        "the model's functions com.microsoft.Unheard are taken by their bodies; where ONNX Runtime has" in caplog.text
+    )

@@ -13,6 +13,7 @@ from onnx_ir.passes import common
 from orttrainer.differentiate.driver import FLOATS, differentiate
 from orttrainer.differentiate.limits import only_instructs
 from orttrainer.differentiate.prepare import prepare
+from orttrainer.differentiate.prepare.bodies import without_shadowed_functions
 from orttrainer.errors import InvalidArgumentError, ModelError
 from orttrainer.graph.builder import Builder, static_dims
 from orttrainer.graph.names import free_name
@@ -52,7 +53,8 @@ def build_gradient(
 
     Example: `onnx.save(build_gradient("model.onnx", of="loss"), "gradient.onnx")`
     """
-    return gradient_of(read_model(model if isinstance(model, onnx.ModelProto) else load_model(model)), of, wrt)
+    proto = model if isinstance(model, onnx.ModelProto) else load_model(model)
+    return gradient_of(read_model(without_shadowed_functions(proto)), of, wrt)
 
 
 def gradient_of(

@@ -11,6 +11,7 @@ import onnx_ir.passes.common as common
 from onnx_ir import tensor_adapters
 
 from orttrainer.differentiate.limits import only_instructs
+from orttrainer.differentiate.prepare.bodies import without_shadowed_functions
 from orttrainer.differentiate.prepare.opsets import unconvertible_aside
 from orttrainer.errors import ModelError, UnknownNameError
 from orttrainer.export.forms.double_erf import DoubleErfPass
@@ -142,7 +143,7 @@ def open_model(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[
             "the sparse initializers %s are made dense, and train where they are zero as well",
             _some(sparse),
         )
-    model = read_model(model)
+    model = read_model(without_shadowed_functions(model))
     common.InlinePass()(model)
     OneSidedPass()(model)
     lift_initializers(model)  # those of bodies are weights as well

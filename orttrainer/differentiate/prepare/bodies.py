@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
+import logging
+
 import onnx
 import onnx.inliner
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from orttrainer.differentiate.registry import find_rule, is_non_differentiable
+from orttrainer.differentiate.registry import canonical, find_rule, is_non_differentiable
 from orttrainer.errors import ModelError
 from orttrainer.graph.inference import infer_shapes
+
+log = logging.getLogger("orttrainer")
+
+
+def without_shadowed_functions(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """The model without those of its functions that have the name of an operator.
+
+    What such a name means is up to runtimes, as ONNX says: ONNX Runtime takes the operator, whatever the body is. Of those
+    that it may have, and that are unknown here, a warning says that the body is taken.
+    """
+    opset = max((entry.version for entry in proto.opset_import if canonical(entry.domain) == ""), default=1)
+    called = [function for function in proto.functions if not _is_operator(function, opset)]
+    if unknown := [f"{f.domain}.{f.name}" for f in called if f.domain == "com.microsoft"]:
+        log.warning(
+            "the model's functions %s are taken by their bodies; where ONNX Runtime has an operator of that name, it runs "
+            "the operator", ", ".join(unknown),
+        )  # fmt: skip
+    if len(called) == len(proto.functions):
+        return proto
+    changed = onnx.ModelProto()
+    changed.CopyFrom(proto)
+    del changed.functions[:]
+    changed.functions.extend(called)
+    return changed
+
+
+def _is_operator(function: onnx.FunctionProto, opset: int) -> bool:
+    if canonical(function.domain) == "":
+        return onnx.defs.has(function.name, opset)
+    return find_rule(function.domain, function.name) is not None or is_non_differentiable(
+        function.domain, function.name
+    )
 
 
 def with_function_bodies(model: ir.Model) -> ir.Model:
