@@ -44,6 +44,11 @@ def test_no_current_operator_is_left_out():
     assert all(row.note for row in ROWS)
 
 
+def test_what_is_told_to_have_no_rule_has_none():
+    registered = {op_type for domain, op_type in differentiable_ops() | non_differentiable_ops() if domain}
+    assert not registered & set(coverage.WITHOUT_RULE)
+
+
 def test_reasons_name_operators_of_the_table():
     assert set(coverage.REASONS) <= set(STATE)
 

@@ -28,8 +28,15 @@ STATES = (RULE, FUNCTION_BODY, NO_GRADIENT, NOT_YET)
 SEQUENCE = "resolved where the length and the positions are known, or a Loop makes a list to be stacked or joined; a cotangent is a tensor"
 REASONS = {
     **dict.fromkeys(("ConcatFromSequence", "Optional", "OptionalGetElement", "SequenceAt", "SequenceConstruct"), SEQUENCE),
-    **dict.fromkeys(("SequenceErase", "SequenceInsert", "SequenceMap", "SplitToSequence"), SEQUENCE),
+    **dict.fromkeys(("SequenceErase", "SequenceInsert", "SplitToSequence"), SEQUENCE),
+    "SequenceMap": "its function body is a Loop that reads one sequence and makes another, also where the length is known",
 }  # fmt: skip
+# Operators of com.microsoft that ONNX Runtime has on the CPU, for floats; beside those of generation and of quantised models.
+WITHOUT_RULE = (
+    "AttnLSTM", "BranchwiseRMSNorm", "ConvTransposeWithDynamicPads", "CropAndResize", "DynamicTimeWarping", "EngramGate",
+    "HyperConnectionPostMix", "HyperConnectionPreMix", "MatMulNBits", "MaxpoolWithMask", "MoE", "MRotaryEmbedding",
+    "NhwcMaxPool", "SampleOp", "SparseAttention", "SparseToDenseMatMul", "UnfoldTensor", "WordConvEmbedding",
+)  # fmt: skip
 
 _TAGGED_CONSTANT = defs.OpSchema.DifferentiationCategory.NonDifferentiable
 _FLOAT = re.compile(r"\btensor\((float|double|float16|bfloat16)\)")
@@ -74,6 +81,8 @@ def markdown() -> str:
         f"other domains that have a rule. A model of opset 27 or {READABLE_OPSET} is brought down to {NEWEST_OPSET}: what is new "
         "there is replaced by its function body (CausalConvWithState, LinearAttention, SwiGLU).",
         "",
+        "A function of a model that has the name of one of these is the operator, whatever its body is, as to ONNX Runtime.",
+        "",
         "| state | operators | meaning |",
         "|---|---|---|",
         *(f"| {state} | {count} | {_MEANING[state]} |" for state, count in counts(rows).items()),
@@ -92,6 +101,9 @@ def markdown() -> str:
         "| operators | use | refused | why |",
         "|---|---|---|---|",
         *(f"| {x.operators} | {x.use} | {'yes' if x.refusals else 'no'} | {x.why} |" for x in LIMITS),
+        "",
+        "Operators of `com.microsoft` that are not in the table above are refused as those that have no rule yet: those that generate "
+        f"text, most of those for quantised models, and {', '.join(WITHOUT_RULE)}.",
     ]
     return "\n".join(lines) + "\n"
 
