@@ -192,6 +192,8 @@ TRANSFORMS = {
     "vmap of jvp": (lambda u, x: func.vmap(lambda z: func.jvp(u, (z,), (z.cos(),))[1])(x), {"outputs": 3}),
     "vmap of jacrev": (lambda u, x: func.vmap(func.jacrev(u))(x), {"outputs": 3}),
     "vmap of jacfwd": (lambda u, x: func.vmap(func.jacfwd(u))(x), {"outputs": 3}),
+    "vmap of jacrev, behind": (lambda u, x: func.vmap(func.jacrev(u), out_dims=1)(x).mT, {"outputs": 3}),
+    "vmap of grad, behind": (lambda u, x: func.vmap(func.grad(scalar(u)), out_dims=1)(x).mT, {}),
     "vmap of an inverse": (
         lambda u, x: func.vmap(lambda z: torch.linalg.inv(z.outer(z) + torch.eye(6)) @ u(z).expand(6))(x),
         {"outputs": 6},
@@ -397,8 +399,9 @@ def test_what_is_stopped_for_each_sample_has_no_gradient(stopped):
         ),
         (lambda u, x: func.linearize(u, x)[1](x), r"trains: forward calls torch\.func\.linearize.*torch\.func\.jvp\(function.*\]\.$"),
         (with_duals, r"forward calls torch\.autograd\.forward_ad"),
+        (lambda u, x: (u[:2](x).grad_fn or abs)(u[0](x)), r"tanh_backward.* of a tensor that its trace has not seen made, .*torch\.func\.vjp"),
     ],
-    ids=["backward", "is_grads_batched by the batch", "factors for each sample", "pushed to what samples share", "linearize", "duals"],
+    ids=["backward", "is_grads_batched by the batch", "factors for each sample", "pushed to what samples share", "linearize", "duals", "what autograd keeps"],
 )  # fmt: skip
 def test_what_has_no_form_in_a_graph_is_refused(compute, message):
     with pytest.raises(UnsupportedModelError, match=message):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fidelity import assert_trains_as_in_pytorch, vectors
-from marks import in_turn
+from marks import in_turn, slow
 from torch import nn
 
 
@@ -65,3 +65,50 @@ WRITES = {
 @pytest.mark.parametrize("write", in_turn(WRITES))
 def test_what_is_written_into_a_slice_trains_as_in_pytorch(write):
     assert_trains_as_in_pytorch(lambda: Written(write), vectors, evaluates=True)
+
+
+class Louder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return 3 * dy
+
+
+def with_hook(y):
+    if y.grad_fn is not None:  # PyTorch crashes where nothing has asked for the history of such a view
+        y.register_hook(lambda g: g * g.abs())
+    return y
+
+
+class Given(nn.Linear):
+    """given(a view that was written to), of a view of [2, 3] numbers each that the layer gives, or of products of these."""
+
+    def __init__(self, view, given):
+        super().__init__(3, 3)
+        self.view, self.given = view, given
+
+    def forward(self, x):
+        y = self.view(super().forward(x.view(-1, 2, 3)))
+        y.diagonal(dim1=-2, dim2=-1).add_(1.0)
+        y[:, 1] += 0.5
+        y.select(-1, 1).mul_(1.5)
+        return self.given(y)
+
+
+SHOWN = {  # to autograd each is a view, whose history it finds anew once it was written to
+    "outputs of a layer": lambda y: y,
+    "transposed": lambda y: y.mT,
+    "products": lambda y: y @ y.mT,
+    "products of einsum": lambda y: torch.einsum("bij,bkj->bik", y, y),
+    "parts": lambda y: y.view(-1, 6)[:, 1:5].view(-1, 2, 2),
+}
+GIVEN = {"a Function": Louder.apply, "a hook": with_hook}
+FACTORED = SHOWN["products"], lambda y: torch.linalg.qr(y)[1].abs()
+
+
+@pytest.mark.parametrize("view, given", [*in_turn(SHOWN, GIVEN), slow(*FACTORED)])
+def test_a_view_that_was_written_to_trains_as_in_pytorch_where_its_history_is_asked_for(view, given):
+    assert_trains_as_in_pytorch(lambda: Given(view, given), vectors, evaluates=given is not with_hook)

@@ -31,6 +31,7 @@ from orttrainer.export.forms import (
     quotients,
     scalars,
     stop_gradient,
+    untraced,
     written_slices,
 )
 from orttrainer.export.forms.assignment import define_assignments
@@ -356,7 +357,7 @@ def _exported_program(wrapper, inputs, symbols, fixed, decided):
     dynamic = [dict.fromkeys(axes, kind) for axes in symbols]
     with (
         unchanged(wrapper, inputs), faithful(wrapper, decided), texts.of_symbols(), errors.of_symbols(),
-        _sizes_0_and_1_may_vary(), _without_grad_modes(), modules_left(),
+        _sizes_0_and_1_may_vary(), _without_grad_modes(), untraced.left_out(), modules_left(),
     ):  # fmt: skip
         program = torch.export.export(
             wrapper,
