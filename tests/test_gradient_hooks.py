@@ -93,10 +93,36 @@ def test_a_hook_on_a_recurrent_layer_and_on_a_tied_weight():
     assert_trains_as_in_pytorch(make_layer, vectors, evaluates=True)
 
 
-def test_what_forward_computes_may_have_a_hook():
+def of_an_equilibrium(m, h):
+    """One step towards the gradient of h = tanh(linear(h)) (Bai et al. 2019)."""
+    z = h.detach().requires_grad_()
+    f = m.linear(z).tanh()
+    return lambda g: g + torch.autograd.grad(f, z, g, retain_graph=True)[0]
+
+
+def of_an_equilibrium_found_there(m, h):
+    def hook(g):
+        with torch.enable_grad():
+            z = h.detach().requires_grad_()
+            f = m.linear(z).tanh()
+        return g + torch.autograd.grad(f, z, g)[0]
+
+    return hook
+
+
+OF_COMPUTED = {
+    "by its length": lambda m, h: lambda g: g / (g.norm() + 1e-3),
+    "by a derivative": of_an_equilibrium,
+    "by a derivative of what it computes": of_an_equilibrium_found_there,
+    "by a system of equations": lambda m, h: lambda g: torch.linalg.solve(torch.eye(6) + h.mT @ h, g.mT).mT,
+}
+
+
+@pytest.mark.parametrize("name", OF_COMPUTED)
+def test_what_forward_computes_may_have_a_hook(name):
     def call(m, x):
         h = m.linear(x)
-        h.register_hook(lambda g: g / (g.norm() + 1e-3))
+        h.register_hook(OF_COMPUTED[name](m, h))
         return h.tanh()
 
     assert_trains_as_in_pytorch(lambda: layer(call), vectors, evaluates=False)

@@ -110,7 +110,7 @@ class _Rewrites(TorchFunctionMode):
     def __init__(self, wrapper, decided):
         super().__init__()
         known = {**_REWRITES, **deformable.rewrites(), **grouped.rewrites()}
-        known[torch.Tensor.register_hook] = gradient_hooks.register_hook(wrapper)
+        self._seen = {**_SEEN, **by_value.SEEN, torch.Tensor.register_hook: gradient_hooks.register_hook(wrapper)}
         self._forms, self._rewrites = known, {**known, **complex_numbers.rewrites(known)}
         self._wrapper, self.numbers = wrapper, Numbers(wrapper, decided)
         self._rewrites |= {func: self.numbers.array(func) for func in told.ARRAYS - {torch.Tensor.tolist}}
@@ -142,7 +142,7 @@ class _Rewrites(TorchFunctionMode):
         args, kwargs = told.with_numbers(func, args, kwargs, self)
         args, kwargs = embedding.shortened(func, args, kwargs, self)
         if func not in self._rewrites and (
-            inner := _SEEN.get(func) or by_value.SEEN.get(func) or opened(func) or custom_functions.of_operator(func)
+            inner := self._seen.get(func) or opened(func) or custom_functions.of_operator(func)
         ):
             with self:
                 return (inner.apply if isinstance(inner, type) else inner)(*args, **kwargs)
