@@ -91,3 +91,21 @@ def test_a_sparse_tensor_around_a_loss_is_refused(layout):
 
     with pytest.raises(UnsupportedModelError, match=r"the loss computes with is a sparse tensor .*to_dense.*index_add"):
         make(nn.Linear(4, 3), loss_fn=loss).train_step(*batch(), 0.1)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused_as_one(layout):
+    rows = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=layout)
+
+    def loss(scores, label):
+        return nn.functional.cross_entropy(scores, label) + rows.to_padded_tensor(0.0).mean()
+
+    for name, how in (
+        ("'adjacency'", {"module": Keeps(rows, "attribute")}),
+        ("the loss computes with", {"loss_fn": loss}),
+    ):
+        with pytest.raises(
+            UnsupportedModelError, match=rf"{name} is a nested tensor .* no operator.*to_padded_tensor.*mask"
+        ):
+            make(**{"module": nn.Linear(4, 3), **how}).train_step(*batch(), 0.1)

@@ -29,9 +29,10 @@ __all__ = [
     "check_layers",
     "count_outputs",
     "in_train_mode",
+    "is_dense",
+    "layout_refused",
     "named_state",
     "refuse_synchronized",
-    "sparse_refused",
     "state_names",
 ]
 
@@ -217,14 +218,27 @@ def refuse_synchronized(module: nn.Module) -> None:
 def _check_dense(path: str, layer: nn.Module) -> None:
     for name, held in {**layer._parameters, **layer._buffers, **vars(layer)}.items():
         tensors = held.values() if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else [held]
-        for tensor in (x for x in tensors if isinstance(x, torch.Tensor) and x.layout != torch.strided):
-            raise sparse_refused(repr(f"{path}.{name}".lstrip(".")), tensor)
+        for tensor in (x for x in tensors if isinstance(x, torch.Tensor) and not is_dense(x)):
+            raise layout_refused(repr(f"{path}.{name}".lstrip(".")), tensor)
 
 
-def sparse_refused(what: str, tensor: torch.Tensor) -> UnsupportedModelError:
+def is_dense(x: torch.Tensor) -> bool:
+    """Whether it is one array of numbers, as all tensors of ONNX are."""
+    return x.layout == torch.strided and not x.is_nested
+
+
+def layout_refused(what: str, tensor: torch.Tensor) -> UnsupportedModelError:
+    """Of a tensor that is not dense."""
+    if tensor.is_nested:
+        kind, advice = "nested", "Keep it padded (to_padded_tensor(0.0)), with a mask."
+    else:
+        kind = "sparse"
+        advice = (
+            "Make it dense (to_dense()); or keep indices and values, and sum what rows they name: "
+            "out.index_add(0, rows, values[:, None] * x[columns])."
+        )
     return UnsupportedModelError(
-        f"{what} is a sparse tensor ({tensor.layout}), and no operator of ONNX takes one. Make it dense (to_dense()); or keep "
-        "indices and values, and sum what rows they name: out.index_add(0, rows, values[:, None] * x[columns])."
+        f"{what} is a {kind} tensor ({tensor.layout}), and no operator of ONNX takes one. {advice}"
     )
 
 

@@ -21,7 +21,7 @@ from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from orttrainer.errors import UnsupportedModelError
-from orttrainer.export.call import sparse_refused
+from orttrainer.export.call import is_dense, layout_refused
 from orttrainer.export.checkpoints import without_checkpoints
 from orttrainer.export.forms import stop_gradient, unseen
 from orttrainer.export.forms.changed_parameters import ChangedParameters
@@ -171,8 +171,8 @@ class _Rewrites(TorchFunctionMode):
 
     def _registered(self, argument):
         """`argument`, with what the exporter has in the place of state that forward finds elsewhere, such as in a list."""
-        if isinstance(argument, torch.Tensor) and argument.layout != torch.strided:  # not made by forward: see `sparse`
-            raise sparse_refused("A tensor that forward or the loss computes with", argument)
+        if isinstance(argument, torch.Tensor) and not is_dense(argument):  # not made by forward: see `sparse`
+            raise layout_refused("A tensor that forward or the loss computes with", argument)
         if type(argument) in (tuple, list):
             return type(argument)(map(self._registered, argument))
         name = self._names.get(id(argument))
