@@ -112,6 +112,10 @@ FORMS = {  # what is done, and how many graphs the sizes need
     "a rounded size": (lambda y: y[: round(len(y) * 0.7)].square().mean(), 5),
     "a window of all": (lambda y: pooled(F.max_pool1d, y, len(y)) + pooled(F.avg_pool1d, y, y.shape[0]), 1),
     "a quotient of sizes": (lambda y: (y * (100 // (len(y) // 3))).square().mean() if len(y) >= 3 else y.sum(), 2),
+    "groups of three": (  # of fewer rows a remainder by no groups is asked for, which there is not
+        lambda y: y[: len(y) // 3 * 3].view(len(y) // 3, -1).cumsum(0).square().mean() if len(y) >= 3 else y.sum(),
+        2,
+    ),
     "a spectrum of all rows": (
         lambda y: spectrum(torch.einsum("bk,bc,bkc->bc", y.tanh(), y.tanh(), y[:, :, None].tanh() * y[:, None].tanh())),
         1,

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import copy
+import itertools
 
 import pytest
 import torch
@@ -61,6 +62,32 @@ class Blurred(nn.Module):
         return self.head(images + torch.fft.irfft2(0.4 * spectrum, s=images.shape[-2:], norm="ortho"))
 
 
+class Windows(nn.Module):
+    """Attention within windows, masked by the parts of the picture that they are of, as a shift would mix them."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches, self.out = nn.Conv2d(3, 8, 2, stride=2), nn.Linear(8, 3)
+
+    def forward(self, images):
+        x = self.patches(images).permute(0, 2, 3, 1)
+        x = F.pad(x, (0, 0, 0, -x.shape[2] % 4, 0, -x.shape[1] % 4))
+        part, parts = torch.zeros(1, *x.shape[1:3], 1), (slice(0, -4), slice(-4, -2), slice(-2, None))
+        for number, (rows, columns) in enumerate(itertools.product(parts, parts)):
+            part[:, rows, columns] = number
+        x, part = windows(x), windows(part)
+        other = (part != part.mT).float() * -100
+        scores = (x @ x.mT).view(len(images), len(part), 16, 16) + other
+        return self.out(scores.view(-1, 16, 16).softmax(-1) @ x).view(len(images), -1, 3).mean(1)
+
+
+def windows(x):
+    """Of four by four places, [windows, places, channels]."""
+    rows, height, width, channels = x.shape
+    x = x.view(rows, height // 4, 4, width // 4, 4, -1)
+    return x.transpose(2, 3).reshape(-1, 16, channels)
+
+
 def words(rows, length, step):
     return torch.randint(0, 20, (rows, length), generator=torch.Generator().manual_seed(step))
 
@@ -95,6 +122,7 @@ BATCHES = {
     "two lengths, one by one": (Translation, [of_two(4, 5), of_two(6, 5), of_two(6, 3), of_two(2, 7)], 3),
     "two lengths that are equal at first": (Translation, [of_two(4, 4), of_two(6, 6), of_two(3, 5), of_two(5, 2)], 3),
     "squares, then others": (images, [of_images(4, 8, 8), of_images(4, 12, 12), of_images(2, 9, 10), of_images(3, 7, 7)], 3),
+    "windows": (Windows, [of_images(2, 16, 16), of_images(2, 18, 20), of_images(3, 16, 12)], 2),
     "spectra": (Blurred, [of_images(4, 8, 7), of_images(4, 6, 6), of_images(2, 9, 10)], 2),
 }  # fmt: skip
 

@@ -21,6 +21,7 @@ __all__ = ["Granted", "granted_by", "takes_for_equal", "unmet"]
 
 _FUNCTIONS = {"__builtins__": {}, "math": math, "max": max, "min": min, "abs": abs, "int": int, "round": round}
 _FUNCTIONS["torch"] = SimpleNamespace(sym_float=float)
+_UNDEFINED = ArithmeticError, ValueError  # of some sizes: a remainder by 0, the root of a negative number
 
 
 class Granted(NamedTuple):
@@ -42,11 +43,17 @@ class Granted(NamedTuple):
         return re.sub(r"\bsize(\d+)\b", lambda m: "{}.shape[{}]".format(*self.sizes[int(m[1])]), self.text)
 
     def holds(self, batch: Mapping[str, torch.Tensor]) -> bool:
-        """Whether it is true of these inputs, by name; of inputs that are not there it is not asked."""
+        """Whether it is true of these inputs, by name; of inputs that are not there it is not asked.
+
+        It is not where it has no meaning: forward, of such sizes, cannot go the way that it is about.
+        """
         if any(name not in batch for name, _ in self.sizes):
             return True
         numbers = {f"size{i}": batch[name].shape[axis] for i, (name, axis) in enumerate(self.sizes)}
-        return bool(eval(_code(self.text), _FUNCTIONS, numbers))
+        try:
+            return bool(eval(_code(self.text), _FUNCTIONS, numbers))
+        except _UNDEFINED:
+            return False
 
 
 @functools.cache
@@ -101,7 +108,7 @@ def _is_python(text: str) -> bool:
     sizes = dict.fromkeys(re.findall(r"\bsize\d+\b", text), 2)
     try:
         eval(_code(text), _FUNCTIONS, sizes)
-    except ArithmeticError:  # of sizes such as these
+    except _UNDEFINED:  # of sizes such as these
         return True
     except Exception:
         return False
