@@ -1,9 +1,8 @@
 """Descriptions of a model's inputs and outputs, and the check of a batch against them.
 
-A description is what the user *declares*; an `InputSchema` is what holds: the declaration,
-corrected once by the first batch. Published scripts declare wrong shapes and dtypes (they never
-mattered), so a wrong declaration is one warning unless `strict` is asked for; a later batch
-that breaks the schema is always an error.
+A description is what the user *declares*; an `InputSchema` is what holds: the declaration, corrected once by the first
+batch. Published scripts declare wrong shapes and dtypes (they never mattered), so a wrong declaration is one warning unless
+`strict` is asked for; a later batch that breaks the schema is always an error.
 """
 
 from __future__ import annotations
@@ -57,12 +56,9 @@ class IODescription:
         self.num_classes_ = num_classes
 
     def __repr__(self):
-        extras = "".join(
-            f", {key}={value}"
-            for key, value in (("dtype", self.dtype_), ("num_classes", self.num_classes_))
-            if value is not None
-        )
-        return f"IODescription({self.name_!r}, {self.shape_!r}{extras})"
+        extras = {"dtype": self.dtype_, "num_classes": self.num_classes_}.items()
+        given = "".join(f", {key}={value}" for key, value in extras if value is not None)
+        return f"IODescription({self.name_!r}, {self.shape_!r}{given})"
 
 
 class ModelDescription:
@@ -173,6 +169,7 @@ class InputSchema:
     Args:
         specs: one `InputSpec` per input, in order.
         differences: what the first batch contradicted in the declaration, a line each.
+        partly_empty: a batch may have no elements along a symbolic axis, as long as some input has elements.
 
     Example: `schema = InputSchema.settle(description.inputs_, batch); schema.check(next_batch)`
     """
@@ -180,9 +177,9 @@ class InputSchema:
     # A script with ever-new sizes must not make the cache grow without end.
     _REMEMBERED = 256
 
-    def __init__(self, specs: Sequence[InputSpec], differences: Sequence[str] = ()):
-        self.specs = tuple(specs)
-        self.differences = tuple(differences)
+    def __init__(self, specs: Sequence[InputSpec], differences: Sequence[str] = (), partly_empty: bool = True):
+        self.specs, self.differences = tuple(specs), tuple(differences)
+        self.partly_empty = partly_empty
         self._passed: set[tuple] = set()
 
     def __repr__(self):
@@ -190,22 +187,20 @@ class InputSchema:
         return f"InputSchema({inputs})"
 
     @classmethod
-    def settle(cls, descriptions, batch, *, strict=False) -> InputSchema:
+    def settle(cls, descriptions, batch, *, strict=False, partly_empty=True) -> InputSchema:
         """Make the schema from the declaration and the first batch.
 
         Raises:
-            SchemaError: the batch has another number of inputs, or something that is no
-                tensor; with `strict`, any difference.
+            SchemaError: the batch has another number of inputs, or something that is no tensor; with `strict`, any difference.
 
         Warns:
-            DescriptionMismatchWarning: once, listing every difference; what the batch has
-                then holds.
+            DescriptionMismatchWarning: once, listing every difference; what the batch has then holds.
         """
         check_tensors([d.name_ for d in descriptions], batch)
         differences: list[str] = []
         specs = _settled_specs(descriptions, batch, differences)
         _report(differences, "first batch", "the batch", strict)
-        schema = cls(specs, differences)
+        schema = cls(specs, differences, partly_empty)
         schema.check(batch)
         return schema
 
@@ -214,15 +209,18 @@ class InputSchema:
         """Make the schema of a model that says itself what it takes; the declaration fills what it leaves open.
 
         Args:
-            inputs: one `InputSpec` per input; an axis without size and name is None, as is the
-                shape of unknown rank.
+            inputs: one `InputSpec` per input; an axis without size and name is None, as is the shape of unknown rank.
 
         Raises, warns: as `settle`; what the model has holds.
         """
         differences: list[str] = []
         specs = [_spec_of_model(spec, description, differences) for spec, description in zip(inputs, descriptions)]
         _report(differences, "model", "the model", strict)
-        return cls(specs, differences)
+        return cls(specs, differences, partly_empty=False)
+
+    def of(self, names) -> InputSchema:
+        """The schema of those inputs alone."""
+        return InputSchema([spec for spec in self.specs if spec.name in names], partly_empty=self.partly_empty)
 
     def check(self, batch: Sequence[torch.Tensor]) -> None:
         """Raise SchemaError unless `batch` fits; a few hundred nanoseconds for known sizes."""
@@ -247,13 +245,14 @@ class InputSchema:
 
     def _check_in_full(self, batch):
         check_tensors([spec.name for spec in self.specs], batch)
+        if not (self.partly_empty and any(tensor.numel() for tensor in batch)):
+            _check_not_empty(self.specs, batch)
         bound: dict[str, tuple[int, str, int]] = {}  # symbol -> size, input and axis that set it
         for spec, tensor in zip(self.specs, batch):
             _check_dtype_and_rank(spec, tensor)
             for axis, (dim, size) in enumerate(zip(spec.shape, tensor.shape)):
                 if isinstance(dim, str):
                     _check_symbol(spec, axis, dim, size, bound)
-                    _check_not_empty(spec, axis, dim, size)
                 elif dim != size:
                     raise SchemaError(
                         f"input {spec.name!r}, axis {axis}: expected size {dim}, got {size}. Declare "
@@ -304,12 +303,14 @@ def _check_dtype_and_rank(spec, tensor):
         )
 
 
-def _check_not_empty(spec, axis, symbol, size):
-    if size == 0:
-        raise SchemaError(
-            f"input {spec.name!r}, axis {axis} ({symbol!r}): expected at least 1 element, got 0. Leave empty "
-            f"batches out; an axis that is always empty is declared with the size 0."
-        )
+def _check_not_empty(specs, batch):
+    for spec, tensor in zip(specs, batch):
+        for axis, (dim, size) in enumerate(zip(spec.shape, tensor.shape)):
+            if size == 0 and dim != 0:
+                raise SchemaError(
+                    f"input {spec.name!r}, axis {axis} ({dim!r}): expected at least 1 element, got 0. Leave empty batches out; an "
+                    "axis that is always empty is declared with the size 0."
+                )
 
 
 def _check_symbol(spec, axis, symbol, size, bound):

@@ -364,16 +364,12 @@ class Trainer(FrontEnd):
         )
 
     def _is_like_the_first(self, given: Mapping[str, torch.Tensor]) -> bool:
-        """Whether a batch has the dtypes and the numbers of axes of the first one, and is not empty."""
+        """Whether a batch has the dtypes and the numbers of axes of the first one, and is not all empty."""
         pairs = [(given[like.name_], like) for like in self._first.inputs_]
         return all(
-            isinstance(x, torch.Tensor)
-            and not x.is_nested
-            and x.dtype == like.dtype_
-            and x.dim() == len(like.shape_)
-            and x.numel()
+            isinstance(x, torch.Tensor) and not x.is_nested and x.dtype == like.dtype_ and x.dim() == len(like.shape_)
             for x, like in pairs
-        )
+        ) and any(x.numel() for x, _ in pairs)
 
     def _describe_anew(self, given: Mapping[str, torch.Tensor], error: SchemaError, trains: bool) -> None:
         """Have the engine export again for a batch that it refused with `error`: its sizes, too, are to vary from now on.

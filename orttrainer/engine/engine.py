@@ -20,7 +20,6 @@ from orttrainer.arguments import (
     listed_batch,
     to_device,
 )
-from orttrainer.describe import InputSchema
 from orttrainer.distributed import fail_on_others, failing_together
 from orttrainer.engine.in_use import InUse
 from orttrainer.engine.inference import export_inference
@@ -346,15 +345,19 @@ class Engine(InUse):
         """The batch on the engine's device, checked; the first whole one compiles."""
         batch, whole = list(given.values()), len(given) == len(self.input_names)
         if self._schema is not None:
-            schema = self._schema if whole else InputSchema([s for s in self._schema.specs if s.name in given])
+            schema = self._schema if whole else self._schema.of(given)
             schema.check(batch)
         else:
             with failing_together(self.collective, "describing the first batch"):
-                schema = InputSchema.settle(self.description.inputs_, batch, strict=self.settings.strict)
+                schema = self.source.schema(self.description, batch)
             self._sizes = schema.sizes(batch)
             self._compile(lambda then: self.source.first_graph(self.description, batch, schema, then))
             self._schema = schema  # last: whatever fails before, the next step begins anew
         checked = {name: to_device(tensor, self.device) for name, tensor in given.items()}
-        if whole or self._last_batch is None or len(self._last_batch) < len(self.input_names):
-            self._last_batch = checked  # a whole one is good for everything, and stays
+        if self._last_batch is None or self._tells(checked) >= self._tells(self._last_batch):
+            self._last_batch = checked
         return checked
+
+    def _tells(self, batch: Mapping[str, torch.Tensor]) -> tuple[bool, bool]:
+        """How much a batch is good for: a whole one for everything, of which one without any of something is a special case."""
+        return len(batch) == len(self.input_names), all(x.numel() for x in batch.values())

@@ -245,7 +245,7 @@ class InUse(NotCopied):
             SchemaError: the batch does not fit. Whatever else an export raises. Nothing is changed.
         """
         batch = {name: to_device(tensor, self.device) for name, tensor in given.items()}
-        schema = InputSchema.settle(description.inputs_, [*batch.values()], strict=self.settings.strict)
+        schema = self.source.schema(description, [*batch.values()])
         sizes, self._sizes = self._sizes, schema.sizes([*batch.values()])
         try:
             self._follow_module()
@@ -397,10 +397,12 @@ class InUse(NotCopied):
             asks: also for what forward checks of its layers, which else a step that trains tells itself.
         """
         self._follow_module()
-        if not self._ways.right_for_all(trains):
+        if not (self._ways.right_for_all(trains) and all(x.numel() for x in batch.values())):
             make = signals.none_lost()(functools.partial(self.source.later_graph, self.description, self._schema))
             told = trains and not asks and self.training_graph.signature.checks is not None
             if (forward := self._ways.other(batch, self._last_batch, self._state.live, trains, make, told)) is not None:
+                sizes = self._schema.of(batch).sizes([batch[name] for name in self.input_names if name in batch])
+                self._sizes |= {dim: size for dim, size in sizes.items() if not self._sizes.get(dim)}  # there were none
                 with runtime.garbage_kept():
                     self._recompile(forward)
         self._state.masked.make_anew()

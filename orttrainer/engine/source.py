@@ -113,6 +113,11 @@ class Source:
         """Whether the graph can be made with a first batch only."""
         return self.onnx_model is None or self._attaches_loss(description)
 
+    def schema(self, description: ModelDescription, batch: Sequence[torch.Tensor]) -> InputSchema:
+        """What holds of batches, settled on this one; of an ONNX model there is one graph, and none for parts that are empty."""
+        strict, partly_empty = self.settings.strict, self.module is not None
+        return InputSchema.settle(description.inputs_, batch, strict=strict, partly_empty=partly_empty)
+
     def onnx_graph(self, description: ModelDescription) -> tuple[ForwardGraph, InputSchema]:
         """The forward graph of an ONNX model with its loss, and what it takes."""
         forward = export.from_onnx(self._postprocessed(self.model), description)

@@ -69,7 +69,7 @@ class Ways:
         self._attributes.look_at_parameters()
 
     def right_for_all(self, trains: bool) -> bool:
-        """Whether the graph in use is right for every batch."""
+        """Whether the graph in use is right for every batch of which nothing is empty."""
         return not self.known[-1].depends and self._attributes.hold(trains)
 
     def other(

@@ -9,7 +9,7 @@ from torch import nn
 
 from orttrainer.export.memory.run_code import Read
 from orttrainer.export.values.conditions import CHECKS, Conditions
-from orttrainer.export.values.granted import Granted
+from orttrainer.export.values.granted import NOT_EMPTY, Granted
 from orttrainer.graph.activations import ancestors
 
 __all__ = ["MAX_OPSET", "MIN_OPSET", "ForwardGraph"]
@@ -71,5 +71,5 @@ class ForwardGraph:
 
     @property
     def depends(self) -> bool:
-        """Whether there are batches that it is not right for."""
-        return self.conditions is not None or bool(self.granted)
+        """Whether there are batches that it is not right for, beside those of which something is empty."""
+        return self.conditions is not None or any(statement.text != NOT_EMPTY for statement in self.granted)

@@ -33,7 +33,7 @@ from orttrainer.export.forward_graph import MAX_OPSET, MIN_OPSET, ForwardGraph
 from orttrainer.export.initializers import copy_constants
 from orttrainer.export.memory.outside import modules_of
 from orttrainer.export.parcel import packed, unpacked
-from orttrainer.export.values.granted import unmet
+from orttrainer.export.values.granted import of_emptiness, unmet
 from orttrainer.export.values.sizes import without_ones
 
 __all__ = ["Beside", "export_module", "with_more_rows"]
@@ -86,7 +86,7 @@ def export_module(
         job.look()
         exported = (child and job.exported_by(child, beside)) or job.exported()
         seen = {"touched": job.observed.touched, "read": job.observed.read, "outside": job.wrapper.taken_in}
-        forward = replace(exported, **seen)
+        forward = replace(exported, granted=(*exported.granted, *job.emptiness), **seen)
         if job.compares:
             beside.then(forward)
             try:
@@ -135,9 +135,10 @@ class _Job:
         self.wrapper, self.inputs, self.opset, self.check = wrapper, inputs, opset, check
         self.input_names = [d.name_ for d in description.inputs_]
         self.output_names = [d.name_ for d in description.outputs_]
-        self.symbols = [
-            {axis: dim for axis, dim in enumerate(spec.shape) if isinstance(dim, str)} for spec in schema.specs
-        ]
+        symbols = [{axis: dim for axis, dim in enumerate(spec.shape) if isinstance(dim, str)} for spec in schema.specs]
+        self.emptiness = of_emptiness(self.input_names, symbols, inputs)
+        # An axis that is empty stays so in this graph: no other size could be made of it, to compare.
+        self.symbols = [{axis: dim for axis, dim in axes.items() if x.shape[axis]} for axes, x in zip(symbols, inputs)]
         self._take_state()
         self.by_nodes = []  # True for each graph that was decomposed so
         self.compares = False  # a child that has exported the graph goes on with it

@@ -7,6 +7,7 @@ weight for a constant and fold it away.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from types import SimpleNamespace
 from unittest import mock
@@ -15,6 +16,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 import onnxscript.optimizer
 from onnxscript import version_converter
+from onnxscript.optimizer import _constant_folding
 from onnxscript.rewriter import _matcher
 from onnxscript.rewriter.rules import common as rules
 
@@ -208,14 +210,31 @@ def _shape_losses(model):
 def _left_out():
     """Without rules whose result has another slope at bounds: of Clip it is 1, of Relu 0, and Max and Min share it.
 
-    And without one that for every node goes through the whole graph, to join halves that torch's exporter never writes.
+    And without one that for every node goes through the whole graph, to join halves that torch's exporter never writes. Of a
+    Concat floats stay of which there are none: parameters that they depend on have a gradient, of zeros.
     """
     bounds = rules.min_max_rule, rules.max_min_rule, rules.min_min_rule, rules.max_max_rule
     rectified = rules.successive_clip_relu_rule, rules.successive_relu_clip_rule
     with contextlib.ExitStack() as stack:
         for rule in (*bounds, *rectified, rules.slice_split_rule):
             stack.enter_context(mock.patch.object(rule, "try_rewrite", lambda *_, **__: None))
+        evaluators = _constant_folding.registry
+        lookup = functools.partial(_found, evaluators.lookup_evaluators)
+        stack.enter_context(mock.patch.object(evaluators, "lookup_evaluators", lookup))
         yield
+
+
+def _found(lookup, domain, op_type, version):
+    """What `lookup` finds to evaluate a node with; see `_left_out`."""
+    found = lookup(domain, op_type, version)
+    if op_type != "Concat":
+        return found
+    return [lambda node, *rest, f=f: None if any(map(_is_empty, node.inputs)) else f(node, *rest) for f in found]
+
+
+def _is_empty(x) -> bool:
+    """Whether there are no numbers in `x`, which are floats."""
+    return x.dtype is not None and x.dtype.is_floating_point() and x.shape is not None and 0 in x.shape.dims
 
 
 def _may_fold(node):

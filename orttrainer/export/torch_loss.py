@@ -23,7 +23,7 @@ from orttrainer.export.forward_graph import MAX_OPSET, ForwardGraph
 from orttrainer.export.module import export_module
 from orttrainer.export.onnx_model import as_forward_graph, check_loss, open_model
 from orttrainer.export.values.conditions import CHECKS, Conditions
-from orttrainer.export.values.granted import Granted
+from orttrainer.export.values.granted import NOT_EMPTY, Granted
 from orttrainer.graph.inference import infer_shapes
 from orttrainer.graph.light import without_weights
 from orttrainer.graph.names import free_name
@@ -189,7 +189,7 @@ def _granted(loss: ForwardGraph, shape: Sequence[int | str], inputs: Sequence[IO
         name: (x.name_, axis) for x in reversed(inputs) for axis, name in enumerate(x.shape_) if isinstance(name, str)
     }
     found, within = [], {}
-    for statement in loss.granted:
+    for statement in (statement for statement in loss.granted if statement.text != NOT_EMPTY):
         sizes = [places.get(shape[axis]) if name == _PREDICTION else (name, axis) for name, axis in statement.sizes]
         if None not in sizes:
             found.append(statement._replace(sizes=tuple(sizes)))

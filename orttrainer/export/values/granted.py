@@ -17,7 +17,9 @@ import torch
 
 from orttrainer.export.values.sizes import of_trace
 
-__all__ = ["Granted", "granted_by", "takes_for_equal", "unmet"]
+__all__ = ["NOT_EMPTY", "Granted", "granted_by", "of_emptiness", "takes_for_equal", "unmet"]
+
+NOT_EMPTY = "size0 > 0"
 
 _FUNCTIONS = {"__builtins__": {}, "math": math, "max": max, "min": min, "abs": abs, "int": int, "round": round}
 _FUNCTIONS["torch"] = SimpleNamespace(sym_float=float)
@@ -65,6 +67,22 @@ def unmet(granted: Sequence[Granted], batch: Mapping[str, torch.Tensor], trains:
     """The first statement that is not true of this batch, of those that matter where it `trains`, or does not."""
     asked = (statement for statement in granted if trains or not statement.of_training)
     return next((statement for statement in asked if not statement.holds(batch)), None)
+
+
+def of_emptiness(names: Sequence[str], symbols: Sequence[Mapping[int, str]], batch) -> list[Granted]:
+    """That of the axes that may vary those are empty which are so in this batch, and no others.
+
+    With no rows torch computes on other ways than with some, so that a trace of some tells nothing of none, nor the other
+    way round.
+
+    Args:
+        symbols: as for `granted_by`.
+    """
+    return [
+        Granted("size0 == 0" if x.shape[axis] == 0 else NOT_EMPTY, ((name, axis),))
+        for name, axes, x in zip(names, symbols, batch, strict=True)
+        for axis in axes  # of one symbol all: a batch may lack inputs
+    ]
 
 
 def granted_by(program, names: Sequence[str], symbols: Sequence[Mapping[int, str]], shown: bool) -> list[Granted]:
