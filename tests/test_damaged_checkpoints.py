@@ -49,9 +49,12 @@ def first():
     save_checkpoint(Holder(), sys.argv[1], "first")
 def second():
     _checkpoint_storage.save({"model": Holder().state_dict()}, os.path.join(sys.argv[1], "second.h5"))
-for size in (10, 3_000, 200_000, 480_500):
+def many():
+    values = {"model": {str(i): torch.ones(50) for i in range(1500)}, "name": "text", "mixed": True}
+    _checkpoint_storage.save(values, os.path.join(sys.argv[1], "many.h5"))
+for size in (10, 600, 3_000, 200_000, 480_500):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-    for save in (first, second):
+    for save in (first, second, many):
         try:
             save()
         except OSError as error:
@@ -63,7 +66,7 @@ for size in (10, 3_000, 200_000, 480_500):
 def test_a_full_disk_is_an_error_of_the_system_that_names_the_file(tmp_path):
     (tmp_path / "first.ort.pt").write_bytes(b"what was there before")
     result = subprocess.run([sys.executable, "-W", "ignore", "-c", FULL, str(tmp_path)], capture_output=True, text=True)
-    lines = ["File too large first.ort.pt", "File too large second.h5"] * 4
+    lines = [f"File too large {name}" for name in ("first.ort.pt", "second.h5", "many.h5")] * 5
     assert (result.returncode, result.stdout.splitlines()) == (0, lines), result.stderr
     assert f"[Errno 27] File too large: '{tmp_path / 'second.h5'}'\n" in result.stderr
     assert (tmp_path / "first.ort.pt").read_bytes() == b"what was there before"

@@ -9,10 +9,9 @@ from __future__ import annotations
 import errno
 import io
 import os
-import re
 import urllib.parse
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
 from orttrainer.errors import CheckpointError, InvalidArgumentError, OrtTrainerError
@@ -24,7 +23,6 @@ __all__ = ["from_serialized_hex", "load", "save", "to_serialized_hex"]
 _FRONT = 512  # bytes before those of HDF5, which it leaves alone; legacy reads such files too
 _SEAL = b"orttrainer crc32 "  # and the check sum of all behind the front, in hexadecimal
 _ESCAPED = "orttrainer:"
-_ERRNO = re.compile(r"errno = (\d+)")  # how HDF5 quotes the system
 _DEEPEST = 32  # a group may contain itself
 
 
@@ -130,28 +128,49 @@ def _sum_behind_the_front(file: BinaryIO) -> int:
     return found
 
 
+class _Lasting(io.FileIO):
+    """A new file that keeps what the system raised, and from then on seems to be written.
+
+    HDF5 ends the process when it cannot close a file: what it holds in memory has no place to go.
+    """
+
+    def __init__(self, path: str):
+        super().__init__(path, "w+")
+        self.error: OSError | None = None
+
+    def write(self, data) -> int:
+        rest = memoryview(data).cast("B")
+        size = len(rest)
+        try:
+            while self.error is None and rest:
+                rest = rest[super().write(rest) :]
+        except OSError as error:
+            self.error = error
+        return size
+
+    def truncate(self, size: int | None = None) -> int:
+        try:
+            return super().truncate(size)
+        except OSError as error:
+            self.error = self.error or error
+        return size
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
 def _write(values: Mapping, path: str) -> None:
     import h5py
 
-    try:
-        with h5py.File(path, "w", userblock_size=_FRONT) as file:
-            _fill(file, values, "")
-            file.flush()
-    except (OSError, RuntimeError) as error:
-        raise _of_system(error) or error from None
+    with _Lasting(path) as written:
+        with h5py.File(written, "w", userblock_size=_FRONT) as file:
+            _fill(file, values, "", written.check)
+        written.check()
     with open(path, "rb+") as file:
         _seal(file)
         file.flush()
         os.fsync(file.fileno())  # or a power cut could leave an empty file of the final name
-
-
-def _of_system(error: BaseException | None) -> OSError | None:
-    """What the system said, of which HDF5 makes a text of its own, and when the file is closed another one."""
-    while error is not None:
-        if found := _ERRNO.search(str(error)):
-            return OSError(int(found[1]), os.strerror(int(found[1])))
-        error = error.__context__
-    return None
 
 
 def _as_bytes(values: Mapping) -> bytes:
@@ -159,18 +178,19 @@ def _as_bytes(values: Mapping) -> bytes:
 
     buffer = io.BytesIO()
     with h5py.File(buffer, "w", userblock_size=_FRONT) as file:
-        _fill(file, values, "")
+        _fill(file, values, "", lambda: None)
     _seal(buffer)
     return buffer.getvalue()
 
 
-def _fill(group, values: Mapping, place: str) -> None:
+def _fill(group, values: Mapping, place: str, check: Callable[[], None]) -> None:
+    """Put the values into a group; `check` raises where no more can be written."""
     for key, value in values.items():
         if not isinstance(key, str):
             raise InvalidArgumentError(f"the keys of a checkpoint are strings; {place or 'it'} has {key!r}")
         here = f"{place}[{key!r}]"
         if isinstance(value, Mapping):
-            _fill(group.create_group(_escaped(key)), value, here)
+            _fill(group.create_group(_escaped(key)), value, here, check)
             continue
         try:
             group[_escaped(key)] = value
@@ -179,6 +199,7 @@ def _fill(group, values: Mapping, place: str) -> None:
                 f"{here} is a {type(value).__name__}, which a checkpoint cannot hold ({error}); "
                 "put what is not an array, a number or a string into user_dict"
             ) from error
+        check()
 
 
 def _publish(partial: str, path: str) -> None:
