@@ -11,8 +11,9 @@ import torch
 
 from orttrainer import export
 from orttrainer.arguments import inputs_by_name
-from orttrainer.describe import IODescription, ModelDescription, check_tensors, leaves, mapped
+from orttrainer.describe import IODescription, ModelDescription, leaves, mapped
 from orttrainer.errors import SchemaError
+from orttrainer.tensors import check_tensors
 
 __all__ = ["batch_by_name", "described", "for_sizes_of", "in_form_of", "inputs_and_label"]
 

@@ -22,7 +22,8 @@ MAY_IMPORT = {
     "seed": set(),
     "runtime": {"graph"},
     "signals": set(),
-    "describe": set(),
+    "tensors": set(),
+    "describe": {"tensors"},
     "export": {"describe", "differentiate", "graph", "runtime", "signals"},
     "training_graph": {"graph"},
     "pipeline": {"differentiate", "graph", "signals"},
@@ -75,7 +76,7 @@ MAY_IMPORT = {
         "training_graph",
     },
     "torch_optimizer": {"arguments", "optim"},
-    "batches": {"arguments", "describe", "export"},
+    "batches": {"arguments", "describe", "export", "tensors"},
     "sketch": {
         "arguments",
         "batches",

@@ -20,6 +20,7 @@ from launched import ROOT, WORKERS
 from marks import in_turn, slow, usual
 from small import OPTIMIZERS, RATE, batch, make, net, torch_step
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import orttrainer
 from orttrainer import load_checkpoint
@@ -252,6 +253,12 @@ def test_training_goes_on_behind_a_first_call_in_inference_mode(call, batches):
     assert all(torch.equal(value, twin.state_dict()[name]) for name, value in trainer.state_dict().items())
 
 
+def freed(tensor):
+    tensor = tensor.clone()
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 @pytest.mark.parametrize("first", [True, False], ids=["first step", "later"])
 @pytest.mark.parametrize(
     "change, text",
@@ -274,8 +281,11 @@ def test_training_goes_on_behind_a_first_call_in_inference_mode(call, batches):
             lambda x: torch.nested.nested_tensor([x, x], layout=torch.jagged),
             "input 'x': expected one tensor, got a nested one",
         ),
+        (freed, "input 'x': a Tensor without memory has no values. Either its storage was freed"),
+        (lambda x: FakeTensorMode().from_tensor(x), "input 'x': a FakeTensor without memory has no values"),
+        (torch._to_functional_tensor, "input 'x': a Tensor without memory has no values"),
     ],
-    ids=["meta", "sparse", "complex", "float8", "nested", "jagged"],
+    ids=["meta", "sparse", "complex", "float8", "nested", "jagged", "freed", "fake", "functional"],
 )
 def test_a_tensor_without_values_in_place_is_refused(change, text, first):
     trainer = make(check_export=False)
@@ -291,6 +301,25 @@ def test_a_tensor_without_values_in_place_is_refused(change, text, first):
         sketch.step(x, y)
     with pytest.raises(SchemaError, match=text.replace("'x'", "'input'").replace("(x", "(input")):
         sketch.step(change(x), y)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first step", "later"])
+@pytest.mark.parametrize("around", [torch.vmap, torch.func.grad], ids=["vmap", "grad"])
+def test_a_step_in_a_transform_of_torch_is_refused(around, first):
+    trainer, (x, y) = make(check_export=False), batch()
+    if not first:
+        trainer.train_step(x, y, RATE)
+    with pytest.raises(SchemaError, match=r"input 'x': a Tensor without memory.*call the step outside of these"):
+        around(lambda x: trainer.train_step(x, y, RATE)[0])(x)
+    trainer.train_step(x, y, RATE)
+
+
+@pytest.mark.parametrize("call", ["train_step", "eval_step"])
+def test_a_label_whose_storage_was_freed_is_refused(call):
+    trainer, (x, y) = make(check_export=False), batch()
+    trainer.train_step(x, y, RATE)
+    with pytest.raises(SchemaError, match="input 'label': a Tensor without memory has no values"):
+        getattr(trainer, call)(x, freed(y), *([RATE] if call == "train_step" else []))
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}, {"max_grad_norm": 0.1}], ids=[*"abc"])
