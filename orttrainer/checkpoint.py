@@ -265,9 +265,9 @@ def _read(path: str, weights_only: bool) -> dict[str, Any]:
     _check_sums(path)
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=weights_only)
-    except OSError:
-        raise
     except Exception as error:  # torch raises RuntimeError, EOFError, UnpicklingError and more for a broken file
+        if _is_of_system(error):
+            raise
         foreign = _FOREIGN.search(str(error)) if isinstance(error, pickle.UnpicklingError) else None
         if foreign and weights_only:
             raise CheckpointError(
@@ -285,6 +285,11 @@ def _read(path: str, weights_only: bool) -> dict[str, Any]:
     return dict(checkpoint)
 
 
+def _is_of_system(error: Exception) -> bool:
+    """Whether the file could not be read at all, and not as a checkpoint: a damaged one names places before its begin."""
+    return isinstance(error, OSError) and error.errno != errno.EINVAL
+
+
 def _check_sums(path: str) -> None:
     """Raise if a record is not what was written: torch stores the check sum of each, and does not look at it."""
     try:
@@ -296,7 +301,7 @@ def _check_sums(path: str) -> None:
             folders = [record.filename for record in records if record.external_attr & _FOLDER]
             damaged = (file.testzip() if has_sums else None) or next(iter(folders), None)
     except Exception as error:  # of zipfile, zlib, and what else reads a damaged file
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which is a place before the file's begin
+        if _is_of_system(error):
             raise
         raise CheckpointError(
             f"{path!r} cannot be read ({type(error).__name__}: {error}): it is damaged. Nothing was loaded."

@@ -141,6 +141,16 @@ def test_a_bit_that_turned_in_a_first_generation_file_is_noticed(tmp_path, step)
     check_that_no_turned_bit_changes_a_value(functools.partial(first_generation, tmp_path), path, step)
 
 
+def test_a_first_generation_file_that_is_cut_off_anywhere_is_named(tmp_path):
+    save_checkpoint(Holder(**{f"w{index}": torch.arange(30.0) for index in range(20)}), tmp_path)
+    path = tmp_path / "ORT_checkpoint.ort.pt"
+    whole = path.read_bytes()
+    for size in range(0, len(whole), 47):
+        path.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError, match=r"ORT_checkpoint\.ort\.pt.*(cannot be read|is damaged)"):
+            load_checkpoint(Holder(), tmp_path)
+
+
 def test_a_damaged_record_is_named(tmp_path):
     first_generation(tmp_path)
     at = (tmp_path / "ORT_checkpoint.ort.pt").read_bytes().index(torch.arange(300.0).numpy().tobytes())
