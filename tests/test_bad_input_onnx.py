@@ -47,6 +47,13 @@ def changed(change) -> onnx.ModelProto:
     return proto
 
 
+def damaged() -> onnx.ModelProto:
+    """With a bit turned in a text that no runtime reads."""
+    proto = onnx_model()
+    proto.graph.output[1].metadata_props.add(key="origin", value="somewhere")
+    return onnx.load_from_string(proto.SerializeToString().replace(b"origin", b"ori\xe7in"))
+
+
 def move_data_away(proto):
     tensor = proto.graph.initializer[0]
     tensor.ClearField("raw_data")
@@ -72,6 +79,7 @@ def with_input(change, body: str = LINEAR) -> onnx.ModelProto:
 
 ONNX_MODELS = {
     "the output first": (onnx_model(), dict(desc=describe(outputs=[OUTPUT, LOSS])), ModelError, "the first output, 'output', is trained as the loss and must be a float scalar; it has shape [batch, 2]"),
+    "a text that is not UTF-8": (damaged(), {}, ModelError, r"the ONNX model is broken: b'ori\xe7in' (onnx.StringStringEntryProto.key) is no text in UTF-8"),
     "a loss that is not reduced": (
         onnx_model(LINEAR.replace("ReduceMean <keepdims = 0>", "Identity"), "float[batch, 2] loss, float[batch, 2] output"), {}, ModelError, "must be a float scalar; it has shape [batch, 2]",
     ),

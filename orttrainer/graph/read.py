@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import onnx
 import onnx_ir as ir
-from google.protobuf.message import EncodeError
+from google.protobuf.message import EncodeError, Message
 from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
 from orttrainer.errors import ModelError
@@ -30,8 +30,9 @@ def read_model(proto: onnx.ModelProto) -> ir.Model:
     """The model in the IR, without the shapes that it declares and its operators contradict.
 
     Raises:
-        ModelError: ONNX's checker refuses the model, or data that it keeps in another file is missing.
+        ModelError: ONNX's checker refuses the model, a text in it is not UTF-8, or data that it keeps in another file is missing.
     """
+    _check_texts(proto)
     for tensor in proto.graph.initializer:
         if uses_external_data(tensor) and not os.path.exists(location := ExternalDataInfo(tensor).location):
             raise ModelError(
@@ -65,6 +66,19 @@ def _mismatch(proto: onnx.ModelProto, full: bool) -> onnx.shape_inference.Infere
     except onnx.shape_inference.InferenceError as error:
         return error
     return None
+
+
+def _check_texts(message: Message) -> None:
+    """That names and what else is text are UTF-8: the checker lets others pass, which no graph can be written with."""
+    for field, value in message.ListFields():
+        values = [value] if isinstance(value, (str, bytes, Message)) else value
+        if field.type == field.TYPE_MESSAGE:
+            for part in values:
+                _check_texts(part)
+        elif field.type == field.TYPE_STRING:
+            for text in values:
+                if isinstance(text, bytes):  # as protobuf gives what it cannot decode
+                    raise ModelError(f"the ONNX model is broken: {text!r} ({field.full_name}) is no text in UTF-8")
 
 
 def _check_tensors(model: ir.Model) -> None:
