@@ -27,7 +27,7 @@ from orttrainer.arguments import (
 from orttrainer.describe import IODescription, ModelDescription
 from orttrainer.engine.engine import Engine
 from orttrainer.engine.settings import OptimizerChoice, Settings
-from orttrainer.engine.turns import one_at_a_time
+from orttrainer.engine.turns import made_whole, one_at_a_time
 from orttrainer.errors import OptimizerError, SchemaError
 from orttrainer.front_end import FrontEnd
 from orttrainer.graph.write import write_model
@@ -181,7 +181,7 @@ class ORTTrainer(FrontEnd):
 
     # -- the step -------------------------------------------------------------------------
 
-    @one_at_a_time
+    @made_whole
     def train_step(self, *args, fetches: Sequence[str] | None = None, **kwargs):
         """Run forward, loss and backward once, and the update with the last batch of each block.
 
@@ -212,19 +212,20 @@ class ORTTrainer(FrontEnd):
         with engine.preparing_a_step(reading=True):
             given, rate, scale = self._arguments(args, kwargs)
             wanted = engine.checked_fetches(fetches)
-        results, finite = engine.train_step(given, rate, scale)
-        self.current_step += 1
-        if finite is not None:
-            self.global_step_ += finite
-            if self._loss_scaler is not None:
-                self._loss_scaler.update_loss_scale(finite)
-        engine.raise_interruption()
+        results, finite = engine.train_step(given, rate, scale, count=self._count)
         if wanted is not None:
             by_name = dict(zip(engine.output_names, results))
             results = [by_name[name] for name in wanted]
         elif self._takes_scale and finite is not None:
             results.append(torch.tensor([finite], device=self.device))
         return results[0] if len(results) == 1 else results
+
+    def _count(self, finite: bool | None) -> None:
+        self.current_step += 1
+        if finite is not None:
+            self.global_step_ += finite
+            if self._loss_scaler is not None:
+                self._loss_scaler.update_loss_scale(finite)
 
     @one_at_a_time
     def eval_step(self, *args, fetches: Sequence[str] | None = None, **kwargs):

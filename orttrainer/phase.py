@@ -275,8 +275,6 @@ class Phase:
         self.session, self._device, self._free, self._fetches = session, device, tuple(free), tuple(fetches)
         self._kept = (bound_in, bound_out)  # the bindings hold bare pointers
         self._set_copies(copies)
-        # Of runs that are done: what a handler of a signal raised behind them.
-        self.interruptions: list[BaseException] = []
         self._addresses = [{name: x.data_ptr() for name, x in bound.items()} for bound in self._kept]
         # Other providers may copy an input to their device as it is bound.
         self._binds_once = session.get_providers() == ["CPUExecutionProvider"]
@@ -298,8 +296,6 @@ class Phase:
             feeds: by name.
             keep: whether state that is not in place takes its new values, too, before any handler of a signal is called; else it
                 is as before until `keep`.
-
-        An interruption (Ctrl-C) is put into `interruptions` where the session has run: what belongs to that is to be done first.
         """
         binding, device = self._binding, self._device
         batch = [feeds[name].contiguous() for name in self._free]
@@ -312,17 +308,13 @@ class Phase:
             make_room()
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # ONNX Runtime computes on a stream of its own
-        done: list[None] = []
         try:
-            # Python calls handlers of signals between calls of C. This is one: it ran, and is in the list, or it did not.
-            done.extend(map(operator.call, (self._call, *self._keep) if keep else (self._call,)))
-        except BaseException as error:
-            if done:
-                self.interruptions.append(error)
-            elif _is_of_onnxruntime(error):
+            # Python calls handlers of signals, which may look at the state, between calls of C. This is one.
+            list(map(operator.call, (self._call, *self._keep) if keep else (self._call,)))
+        except Exception as error:
+            if _is_of_onnxruntime(error):
                 raise failures.restated(error) from error
-            else:  # interrupted before the run
-                raise
+            raise
         results = binding.get_outputs_as_ortvaluevector()
         return [_to_torch(results[index], device) for index in range(len(self._fetches))]
 

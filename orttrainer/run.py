@@ -72,7 +72,6 @@ class Runner:
     ):
         self.graph, self.state, self.number = graph, state, number
         self.in_parts = False  # whether a step has several, between which the state is that of no step
-        self._interruptions: list[BaseException] = []
         self._opened: weakref.WeakSet[Phase] = weakref.WeakSet()
         self.device = device
         self._providers = runtime.choose_providers(device, providers)
@@ -159,13 +158,6 @@ class Runner:
         signature = self.graph.signature
         feeds = {signature.learning_rate: learning_rate, signature.ordered_learning_rate: learning_rate}
         return feeds if loss_scale is None else feeds | {signature.loss_scale: loss_scale}
-
-    def raise_interruption(self) -> None:
-        """Raise what a handler of a signal, such as that of Ctrl-C, raised in a step or an evaluation, which was done first."""
-        if self._interruptions:
-            error = self._interruptions[0]
-            self._interruptions.clear()
-            raise error
 
     def give_up(self, error: Exception) -> None:
         """Fail on every rank, because this one has failed before an update that the others are waiting to make.
@@ -342,7 +334,6 @@ class Runner:
         )  # fmt: skip
         phase = open_phase(place, part, cut, fetches, **bound)
         self._opened.add(phase)
-        phase.interruptions = self._interruptions
         return phase
 
 

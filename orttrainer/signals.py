@@ -1,4 +1,4 @@
-"""What handlers of signals raise while a model is compiled, which would leave torch and ONNX Runtime in the midst of something."""
+"""What handlers of signals raise (Ctrl-C, a time limit) where it would leave torch, ONNX Runtime or a step half done: it waits."""
 
 from __future__ import annotations
 
@@ -7,11 +7,76 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 
-__all__ = ["at_once", "none_lost", "raise_noted"]
+try:  # without the public functions around them, which make enumerations: 64 us of a step
+    from _signal import getsignal
+    from _signal import signal as set_handler
+except ImportError:
+    from signal import getsignal
+    from signal import signal as set_handler
 
-_noted: list[BaseException] = []  # what handlers raised in the block that the main thread is in
-_in_block = False
-_may_raise = False
+__all__ = ["StepInOne", "at_once", "hold", "let_go", "none_lost", "raise_noted"]
+
+# Without those of real time, of which there are as many again: each that a step asks for costs it 40 ns.
+_NUMBERS = [*range(1, getattr(signal, "SIGRTMIN", signal.NSIG))]
+
+_RAISES, _WAITS, _WAITS_ONCE = range(3)
+_mode = _RAISES  # what comes of what a handler raises, in the block that the main thread is in
+_watches = False  # whether it is in one
+_noted: list[BaseException] = []  # what handlers raised in it, since somebody may take it for the failure of something
+
+
+class _Watching:
+    """A block whose handlers of signals do as `_mode` says; in other threads, and within another such block, nothing.
+
+    A class: a generator as context manager costs each step another microsecond.
+    """
+
+    def __enter__(self) -> None:
+        global _watches
+        self._is_outermost = not _watches and _in_main_thread()
+        if self._is_outermost:
+            self._replaced = _watched_handlers()
+            _noted.clear()
+            try:
+                for number, _, watched in self._replaced:
+                    set_handler(number, watched)
+                _watches = True
+            except BaseException:  # raised by a handler
+                _restore(self._replaced)
+                raise
+
+    def __exit__(self, kind, error, traceback) -> None:
+        global _mode, _watches
+        if not self._is_outermost:
+            return
+        try:
+            _mode, _watches = _RAISES, False
+            _restore(self._replaced)
+        except BaseException:  # as above; all that waited is lost for it
+            _restore(self._replaced)
+            raise
+        # An Exception that came of it, as a failure of the exporter, is no news; SystemExit is.
+        if _noted and (error is None or isinstance(error, Exception)):
+            raise _noted.pop(0)
+
+
+class StepInOne(_Watching):
+    """A block with a step, which is made whole, or not at all: from `hold` on what handlers raise waits until its end."""
+
+
+def hold() -> None:
+    """Let what handlers of signals raise wait from here on until the end of the `StepInOne`; without one nothing."""
+    global _mode
+    if _watches and _in_main_thread():
+        _mode = _WAITS
+
+
+def let_go() -> None:
+    """Behind `hold`, where nothing was made: raise what waits, and let handlers raise at once again."""
+    global _mode
+    if _watches and _in_main_thread():
+        _mode = _RAISES
+        raise_noted()
 
 
 @contextlib.contextmanager
@@ -24,72 +89,75 @@ def none_lost() -> Iterator[None]:
     raised where it is, as is all that is no Exception (KeyboardInterrupt, SystemExit) and not the first. Handlers run in the
     main thread only; in others the block is as any.
     """
-    global _in_block
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    if _in_block:
-        yield
+    with _Watching():
+        with _in_mode(_WAITS_ONCE):
+            yield
         raise_noted()
-        return
-    replaced: dict[int, tuple[Callable, Callable]] = {}
-    try:
-        _in_block = True
-        _replace_handlers(replaced)
-        yield
-    except Exception:
-        if not _noted:
-            raise
-    finally:
-        _restore_handlers(replaced)
-        _in_block = False
-        raised = _noted[:1]
-        _noted.clear()
-    if raised:
-        raise raised[0]
 
 
 def raise_noted() -> None:
     """Raise what handlers raised since `none_lost` began, here, where nothing is left half done."""
-    if _noted and threading.current_thread() is threading.main_thread():
+    if _noted and _mode != _WAITS and _in_main_thread():
         raise _noted[0]
 
 
 @contextlib.contextmanager
 def at_once() -> Iterator[None]:
     """A part of such a block, a wait, that may be left anywhere: handlers raise where they are."""
-    global _may_raise
-    raise_noted()
-    before, _may_raise = _may_raise, threading.current_thread() is threading.main_thread()
+    with _in_mode(_RAISES):
+        yield
+
+
+@contextlib.contextmanager
+def _in_mode(mode: int) -> Iterator[None]:
+    global _mode
+    if not (_watches and _in_main_thread()):
+        yield
+        return
+    before = _mode
     try:
+        _mode = mode
         yield
     finally:
-        _may_raise = before
+        _mode = before
 
 
-def _replace_handlers(replaced: dict[int, tuple[Callable, Callable]]) -> None:
-    for number in signal.valid_signals():
-        if callable(handler := signal.getsignal(number)):
-            replaced[number] = handler, _watched(handler)
-            signal.signal(number, replaced[number][1])
+def _in_main_thread() -> bool:
+    """Where handlers run."""
+    return threading.get_ident() == threading.main_thread().ident
 
 
-def _restore_handlers(replaced: dict[int, tuple[Callable, Callable]]) -> None:
-    for number, (handler, watched) in replaced.items():
-        if signal.getsignal(number) is watched:  # a handler may have put another in its place
-            signal.signal(number, handler)
+def _watched_handlers() -> list[tuple[int, Callable, Callable]]:
+    """The numbers of the signals that have a handler, these, and what is to be in their place."""
+    global _handlers, _watched
+    found = [*map(getsignal, _NUMBERS)]
+    if found != _handlers:
+        _watched = [(number, handler, _watch(handler)) for number, handler in zip(_NUMBERS, found) if callable(handler)]
+        _handlers = found
+    return _watched
 
 
-def _watched(handler: Callable) -> Callable:
-    """The handler; what it raises is noted."""
+def _restore(replaced: list[tuple[int, Callable, Callable]]) -> None:
+    for number, handler, watched in replaced:
+        if getsignal(number) is watched:  # a handler may have put another in its place
+            set_handler(number, handler)
+
+
+_handlers: list = []  # of the last block, which the next one usually finds again
+_watched: list[tuple[int, Callable, Callable]] = []
+
+
+def _watch(handler: Callable) -> Callable:
+    """The handler; what it raises is noted, and waits if it is to."""
 
     def watched(number, frame):
         try:
             handler(number, frame)
         except BaseException as error:
             again = bool(_noted) and not isinstance(error, Exception)
-            _noted.append(error)
-            if again or _may_raise:
+            if _watches:
+                _noted.append(error)
+            if not _watches or _mode == _RAISES or (_mode == _WAITS_ONCE and again):
                 raise
 
     return watched

@@ -19,7 +19,7 @@ from orttrainer.describe import ModelDescription
 from orttrainer.distributed import failing_together
 from orttrainer.engine.engine import Engine
 from orttrainer.engine.settings import OptimizerChoice, Settings
-from orttrainer.engine.turns import one_at_a_time
+from orttrainer.engine.turns import made_whole, one_at_a_time
 from orttrainer.errors import InvalidArgumentError, SchemaError, StateError
 from orttrainer.front_end import FrontEnd
 from orttrainer.loss_scaler import LossScaler
@@ -141,7 +141,7 @@ class Trainer(FrontEnd):
         self._told_of_eval_mode = False
         self._had_moments = False  # whether this has been their holder
 
-    @one_at_a_time
+    @made_whole
     def step(self, *batch) -> tuple[torch.Tensor, Any]:
         """Run forward, loss and backward in train mode, and the update with the last batch of each block.
 
@@ -170,11 +170,11 @@ class Trainer(FrontEnd):
             self._take_moments()
         if not (self.model.training or self._told_of_eval_mode):
             self._tell_of_eval_mode()
-        outputs, finite = self._engine.train_step(given, 0.0, self._loss_scale, self._describe_anew)
-        self._count_update(finite)
+        outputs, finite = self._engine.train_step(given, 0.0, self._loss_scale, self._describe_anew, self._count)
+        self._tell_of_update(finite)
         return _loss_and_prediction(outputs)
 
-    @one_at_a_time
+    @made_whole
     def update(self) -> bool:
         """Make the update with the batches since the last one, of which a block has more: where an epoch ends within one.
 
@@ -196,8 +196,8 @@ class Trainer(FrontEnd):
         with self._engine.preparing_a_step(last=True):
             self._follow_optimizer()
             self._take_moments()
-        finite = self._engine.update(0.0, self._loss_scale)
-        self._count_update(finite)
+        finite = self._engine.update(0.0, self._loss_scale, self._count)
+        self._tell_of_update(finite)
         return bool(finite)
 
     @one_at_a_time
@@ -274,15 +274,16 @@ class Trainer(FrontEnd):
     def _loss_scale(self) -> float:
         return 1.0 if self._loss_scaler is None else self._loss_scaler.loss_scale_
 
-    def _count_update(self, finite: bool | None) -> None:
-        """Tell whoever counts updates of one that was made, if its gradients were finite; None: there was none."""
+    def _count(self, finite: bool | None) -> None:
+        if finite is not None and self._loss_scaler is not None:
+            self._loss_scaler.update_loss_scale(finite)
+
+    def _tell_of_update(self, finite: bool | None) -> None:
+        """Of one that was made, if its gradients were finite; None: there was none."""
         if finite is not None:
             self.optimizer._opt_called = True  # a torch scheduler warns where no update came before its own step
-            if self._loss_scaler is not None:
-                self._loss_scaler.update_loss_scale(finite)
         if finite:
             call_post_hooks(self.optimizer, self._moments.own_post_hook)
-        self._engine.raise_interruption()
 
     def _follow_optimizer(self) -> None:
         refuse_pre_hooks(self.optimizer, self._moments.own_hook)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from orttrainer import signals
 from orttrainer.distributed.agreement import average_together
 
 if TYPE_CHECKING:
@@ -108,7 +109,8 @@ class SplitStep:
             return
         dropped = f" Batches accumulated before it are dropped: {runner.accumulated}." if runner.accumulated else ""
         try:
-            average_together(collective, runner.buffers, runner.number, batches, failure, dropped)
+            with signals.at_once():  # ranks may wait for each other for long
+                average_together(collective, runner.buffers, runner.number, batches, failure, dropped)
         except Exception:
             self._drop()
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import signal
 import sys
 import threading
@@ -21,7 +22,6 @@ from torch.nn.utils import prune
 import orttrainer
 from orttrainer import signals
 from orttrainer.errors import StateError
-from orttrainer.phase import Phase
 
 X = torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
 LABELS = torch.arange(256) % 10
@@ -88,43 +88,6 @@ def test_an_interrupted_step_is_made_with_all_that_belongs_to_it_or_not_at_all(k
     assert model[1].num_batches_tracked == reference[1].num_batches_tracked
     for (name, found), expected in zip(model.state_dict().items(), reference.state_dict().values()):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4, msg=name)
-
-
-def test_what_a_handler_raises_before_the_run_is_no_failure_of_onnxruntime():
-    model = net()
-    trainer = orttrainer.trainer(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
-    trainer.step(X, LABELS)
-    before = copy.deepcopy(model.state_dict())
-    lines = set()
-
-    def trace(frame, event, _):
-        if frame.f_code is not Phase.run.__code__:
-            return trace
-        if event == "line" and frame.f_lineno not in lines and not frame.f_locals.get("done"):
-            lines.add(frame.f_lineno)
-            signal.raise_signal(signal.SIGALRM)
-        return trace
-
-    def handler(*_):
-        raise Interruption
-
-    old, hook = signal.signal(signal.SIGALRM, handler), sys.gettrace()
-    interrupted = 0
-    try:
-        while True:
-            sys.settrace(trace)
-            try:
-                trainer.step(X, LABELS)
-            except Interruption:
-                interrupted += 1
-            else:
-                break
-            finally:
-                sys.settrace(hook)
-            assert all(torch.equal(now, before[name]) for name, now in model.state_dict().items())
-    finally:
-        signal.signal(signal.SIGALRM, old)
-    assert interrupted > 5  # one per line
 
 
 def test_an_interrupted_batch_of_a_block_is_in_its_sums_if_it_is_counted():
@@ -257,21 +220,81 @@ def at_each_line_of_a_step(step, call) -> None:
         sys.settrace(hook)
 
 
+def normed() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3))
+
+
 def of_first_generation(**options):
-    trainer = make(attributes=lambda name: {"momentum": 0.9}, check_export=False, **options)
+    trainer = make(normed(), attributes=lambda name: {"momentum": 0.9}, check_export=False, **options)
     return trainer, lambda i: trainer.train_step(*small.batch(i), LR)
 
 
-def of_second_generation():
-    trainer = second_generation.make(config=second_generation.CONFIGS["Adam"]())
+def of_second_generation(**branches):
+    trainer = second_generation.make(normed(), second_generation.CONFIGS["Adam"](), **branches)
     return trainer, lambda i: trainer.train_step(*small.batch(i))
+
+
+def of_a_wrapped_loop(**options):
+    model = normed()
+    adam = torch.optim.Adam(model.parameters(), lr=1e-3)
+    trainer = orttrainer.trainer(model, nn.CrossEntropyLoss(), adam, check_export=False, **options)
+    return trainer, lambda i: trainer.step(*small.batch(i))
 
 
 TRAINERS = {
     "first generation": (of_first_generation, False),
     "batches for an update": (lambda: of_first_generation(gradient_accumulation_steps=2), True),
     "second generation": (of_second_generation, True),
+    "wrapped": (of_a_wrapped_loop, False),
+    "second generation, in float16": (lambda: of_second_generation(mixed_precision={"enabled": True}), True),
+    "wrapped, in float16": (lambda: of_a_wrapped_loop(mixed_precision="float16", gradient_accumulation_steps=2), True),
 }
+
+
+@pytest.mark.parametrize("made", in_turn({name: made for name, (made, _) in TRAINERS.items()}))
+def test_a_step_that_is_interrupted_at_any_line_is_made_and_counted_or_not_at_all(made):
+    """Beside an undisturbed trainer, which makes the steps that were made in spite of it."""
+    (trainer, step), (twin, step_of_twin) = made(), made()
+    step(0)
+    step_of_twin(0)
+
+    def handler(*_):
+        raise KeyboardInterrupt if interrupted % 2 else Interruption
+
+    def raise_at(count: int) -> None:
+        if count == line:
+            signal.raise_signal(signal.SIGALRM)
+
+    before = signal.signal(signal.SIGALRM, handler)
+    line, steps, interrupted = 0, 1, 0
+    try:
+        while True:
+            lines = itertools.count()
+            try:
+                at_each_line_of_a_step(lambda i=steps: step(i), lambda lines=lines: raise_at(next(lines)))
+            except (KeyboardInterrupt, Interruption):
+                interrupted += 1
+            else:
+                break  # it has fewer lines
+            if not is_equal(trainer.state_dict(), twin.state_dict()):
+                step_of_twin(steps)
+                steps += 1
+            assert is_equal(trainer.state_dict(), twin.state_dict()), line
+            assert counts_of(trainer) == counts_of(twin), line
+            assert signal.getsignal(signal.SIGALRM) is handler
+            line += 1
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted > 60 and steps > 20
+
+
+def counts_of(trainer) -> list:
+    """What the front end itself counts."""
+    names = ("current_step", "global_step_", "gradient_accumulation_steps")
+    info = getattr(trainer, "_train_step_info", None)
+    counts = [] if info is None else [info.step, info.optimization_step, info.all_finite]
+    return [*counts, *(getattr(trainer, name, None) for name in names), trainer._engine.accumulated]
 
 
 @pytest.mark.parametrize("made, has_parts", TRAINERS.values(), ids=TRAINERS)

@@ -12,6 +12,7 @@ import onnx
 import onnx_ir as ir
 import torch
 
+from orttrainer import signals
 from orttrainer.arguments import (
     checked_fetches,
     checked_loss_scale,
@@ -34,6 +35,7 @@ from orttrainer.runtime.failures import CheckFailed
 log = logging.getLogger("orttrainer")
 
 DescribeAnew: TypeAlias = Callable[[Mapping[str, torch.Tensor], SchemaError, bool], None]
+Count: TypeAlias = Callable[[bool | None], None]
 
 
 class Engine(InUse):
@@ -64,6 +66,7 @@ class Engine(InUse):
         rate: float,
         loss_scale: float = 1.0,
         describe: DescribeAnew | None = None,
+        count: Count | None = None,
     ) -> tuple[list[torch.Tensor], bool | None]:
         """Run forward, loss and backward; at the end of a block of batches the update.
 
@@ -73,6 +76,7 @@ class Engine(InUse):
             loss_scale: what the loss is multiplied with before the backward, in mixed precision.
             describe: called with a batch that does not fit the description, the error, and whether it trains; it calls
                 `describe_anew`, or raises.
+            count: called with the second result as a part of the step, which no handler of a signal sees half done.
 
         Returns:
             The described outputs, in order; and None where gradients were only accumulated, else
@@ -90,37 +94,45 @@ class Engine(InUse):
             rates = self._rates_at(rate)
         last, graph, failure = self._is_last, self.training_graph, None
         try:
-            outputs, finite = self._run(batch, rates, scale, last)
+            outputs, finite = self._run(batch, rates, scale, last, count)
         except ExecutionError as error:
             # Also where another node has failed: it may run before the check that says why, as a lookup by what is checked.
             if graph.signature.checks is None or isinstance(error, NonFiniteLossError):
                 raise
             failure = error
         if failure is not None:  # behind the handler, so that what forward raises now has no context of ours
+            signals.let_go()  # nothing was changed
             # It goes another way on this batch, or raises; or it does not, where rounding or draws made the difference.
             self._follow(batch, trains=True, asks=True)
             if graph is self.training_graph and not isinstance(failure, CheckFailed):
                 raise failure
-            outputs, finite = self._run(batch, self._rates_at(rate), scale, last, checked=False)
+            outputs, finite = self._run(batch, self._rates_at(rate), scale, last, count, checked=False)
         self._watch.count(outputs[0])
-        return outputs, finite if last else None
+        return outputs, finite
 
-    def _run(self, batch, rates, scale, last: bool, checked: bool = True) -> tuple[list[torch.Tensor], bool]:
+    def _run(
+        self, batch, rates, scale, last: bool, count: Count | None, checked: bool = True
+    ) -> tuple[list[torch.Tensor], bool | None]:
         """`Runner.train_step`, as a step that handlers of signals and a profile know of."""
         runner = self._runner
+        signals.hold()
         try:
             self._in_step = True
             with watching(runner, self._places):
-                return runner.train_step(batch, rates, scale, last, checked)
+                outputs, finite = runner.train_step(batch, rates, scale, last, checked)
+            made = finite if last else None
+            if count is not None:
+                count(made)
+            return outputs, made
         finally:
             self._in_step = False
 
     @one_at_a_time
-    def update(self, rate: float, loss_scale: float = 1.0) -> bool | None:
+    def update(self, rate: float, loss_scale: float = 1.0, count: Count | None = None) -> bool | None:
         """The update with the batches that are accumulated, fewer than a block has; on several ranks all call it.
 
         Args:
-            rate, loss_scale: as for `train_step`.
+            rate, loss_scale, count: as for `train_step`.
 
         Returns:
             None where no batches are accumulated, else whether their gradients were finite; where not, nothing was updated.
@@ -132,16 +144,16 @@ class Engine(InUse):
             self._follow_module()
             rates = self._rates_at(rate)
         batches = self.accumulated
+        signals.hold()
         try:
             self._in_step = True
             made = self._runner.update(rates, scale)
+            made = made if batches else None
+            if count is not None:
+                count(made)
+            return made
         finally:
             self._in_step = False
-        return made if batches else None
-
-    def raise_interruption(self) -> None:
-        """Raise what interrupted the step (Ctrl-C): it was made, and whoever counts steps has counted it before calling this."""
-        self._runner.raise_interruption()
 
     def _rates_at(self, rate: float) -> torch.Tensor:
         """The learning rate of each group, [groups], the same tensor as long as they stay the same."""
@@ -191,9 +203,7 @@ class Engine(InUse):
         """
         batch = self._fitting_batch(given, describe, trains=False)
         self._follow(batch, trains=False)
-        outputs = self._runner.eval_step(batch, fetches or self.output_names)
-        self._runner.raise_interruption()
-        return outputs
+        return self._runner.eval_step(batch, fetches or self.output_names)
 
     def needed(self, fetches: Sequence[str] | None) -> list[str]:
         """The described inputs that an `eval_step` with these fetches needs."""
@@ -263,7 +273,6 @@ class Engine(InUse):
         def step() -> None:
             last = twin.accumulated + 1 >= self._accumulation_steps
             twin.train_step(given, rates, scale, last, checked=False)
-            twin.raise_interruption()
 
         return profiled(step, twin, self._places, steps, self._accumulation_steps)
 

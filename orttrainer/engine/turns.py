@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from orttrainer.errors import StateError
+from orttrainer.signals import StepInOne
 
 if TYPE_CHECKING:
     from orttrainer.engine.engine import Engine
@@ -45,6 +46,18 @@ def outside_of_steps(method: Callable) -> Callable:
                     f"{method.__name__} was called in the midst of a step, by a handler of a signal, when the state is that of no "
                     "step. Let the handler set a flag, and save or load behind the step."
                 )
+            return taking_turns(self, *args, **kwargs)
+
+    taking_turns = one_at_a_time(method)
+    return whole
+
+
+def made_whole(method: Callable) -> Callable:
+    """`one_at_a_time`, of a method that makes a step: what a handler of a signal raises (Ctrl-C) waits until it is made and counted."""
+
+    @functools.wraps(method)
+    def whole(self, *args, **kwargs):
+        with StepInOne():
             return taking_turns(self, *args, **kwargs)
 
     taking_turns = one_at_a_time(method)

@@ -178,6 +178,7 @@ class Child:
     def _has_answer(self) -> bool:
         """Wait until there is something to read; False if the child does no work meanwhile."""
         worked = None
+        signals.raise_noted()
         with signals.at_once():
             while not select.select([self._answers], [], [], _PATIENCE)[0]:
                 if worked == (worked := _processor_time(self.pid)):

@@ -14,7 +14,7 @@ from onnx_ir import tensor_adapters
 from orttrainer.arguments import checked_rate, inputs_by_name
 from orttrainer.distributed import failing_together
 from orttrainer.engine.engine import Engine
-from orttrainer.engine.turns import one_at_a_time, outside_of_steps
+from orttrainer.engine.turns import made_whole, one_at_a_time, outside_of_steps
 from orttrainer.errors import CheckpointError, RuntimeNotFoundError, SettingError, StateError
 from orttrainer.front_end import FrontEnd
 from orttrainer.graph.write import write_model
@@ -103,7 +103,7 @@ class ORTTrainer(FrontEnd):
 
     # -- the step -------------------------------------------------------------------------
 
-    @one_at_a_time
+    @made_whole
     def train_step(self, *args, **kwargs):
         """Run forward, loss and backward once, and the update with the last batch of each block.
 
@@ -150,7 +150,6 @@ class ORTTrainer(FrontEnd):
                 info.optimization_step += info.all_finite
         finally:
             self._is_torn = False
-        engine.raise_interruption()
         return self._returned(results, engine.output_names, wanted)
 
     @one_at_a_time
