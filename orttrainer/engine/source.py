@@ -55,6 +55,7 @@ class Source:
     def __init__(self, model, loss_fn: Callable | None, device: torch.device, settings: Settings, ranks: int = 1):
         self.model, self.loss_fn, self._device, self.settings, self._ranks = model, loss_fn, device, settings, ranks
         self._attached = False  # the loss, on an ONNX model
+        self._marked: set[str] = set()  # inputs
         self._bring_modules()
 
     def _bring_modules(self) -> None:
@@ -132,6 +133,7 @@ class Source:
         Whether the batch is to train nobody has said yet; a step that trains asks what the graph takes for granted.
         """
         self._bring_modules()
+        self._marked = _marked(description, batch)
         self.forward_graph(description, batch, schema, False, then)
 
     def forward_graph(
@@ -197,7 +199,8 @@ class Source:
     ) -> ForwardGraph:
         """`forward_graph` of a later batch, as `frozen` leaves it."""
         made: list[ForwardGraph] = []
-        self.forward_graph(description, [*batch.values()], schema, trains, made.append)
+        given = [x.detach().requires_grad_() if name in self._marked else x for name, x in batch.items()]
+        self.forward_graph(description, given, schema, trains, made.append)
         return self.frozen(made[-1])
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -283,6 +286,23 @@ def _uncompiled() -> Iterator[None]:
 
     with torch.compiler.set_stance("force_eager"), mock.patch.object(torch, "compile", compile_here):
         yield
+
+
+def _marked(description: ModelDescription, batch: Sequence[torch.Tensor]) -> set[str]:
+    """The inputs that the caller of the first step asked for gradients by; each is a tensor of its own in the graph.
+
+    Raises:
+        UnsupportedModelError: one of them is given twice.
+    """
+    marked = {described.name_: x for described, x in zip(description.inputs_, batch) if export.is_marked(x)}
+    for (first, x), (second, y) in itertools.combinations(marked.items(), 2):
+        if x is y:
+            raise UnsupportedModelError(
+                f"{first!r} and {second!r} are one tensor that requires grad, and a graph has two inputs for them: what is computed "
+                "of one has no derivative by the other. Describe it by one name, ModelDescription([x, y], [loss], arguments=('x',), "
+                "label=('x', 'y')); let forward compute the derivatives and return them; or, where none are asked for, give x.detach()."
+            )
+    return {*marked}
 
 
 def _input_specs(model: ir.Model) -> list[InputSpec]:

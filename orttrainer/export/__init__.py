@@ -22,6 +22,7 @@ _HOME = {
     "from_onnx": "onnx_model",
     "in_train_mode": "call",
     "is_installed": "memory.run_code",
+    "is_marked": "call",
     "lacks_loss": "torch_loss",
     "named_state": "call",
     "names_in": "memory.run_code",
@@ -48,6 +49,7 @@ __all__ = [
     "from_onnx",
     "in_train_mode",
     "is_installed",
+    "is_marked",
     "lacks_loss",
     "named_state",
     "names_in",
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
         check_layers,
         count_outputs,
         in_train_mode,
+        is_marked,
         named_state,
         refuse_synchronized,
     )

@@ -30,6 +30,7 @@ __all__ = [
     "count_outputs",
     "in_train_mode",
     "is_dense",
+    "is_marked",
     "layout_refused",
     "named_state",
     "refuse_synchronized",
@@ -49,9 +50,10 @@ class LossModule(nn.Module):
         module: the user's module, kept as it is under the one attribute `module`.
         loss_fn: `loss_fn(prediction, label)` or None, where the module returns the loss itself.
         description: the `ModelDescription`; with a `loss_fn` it says which inputs are the label.
+        batch: one of whose tensors some may be marked: so are those of each batch in forward, as if it did it itself.
     """
 
-    def __init__(self, module, loss_fn, description):
+    def __init__(self, module, loss_fn, description, batch=()):
         super().__init__()
         if loss_fn is not None:
             _check_loss_fn(loss_fn)
@@ -60,6 +62,7 @@ class LossModule(nn.Module):
         self.output_names = [d.name_ for d in description.outputs_]
         self.loss_position = description.loss_position_
         self.input_names, self.label = [d.name_ for d in description.inputs_], description.label_
+        self.marked = {name for name, x in zip(self.input_names, batch) if is_marked(x)}
         self.label_names = () if loss_fn is None else description.label_names_
         self.arguments = description.arguments_
         if self.arguments is None:
@@ -91,7 +94,7 @@ class LossModule(nn.Module):
     def described_outputs(self, inputs):
         """Call module and loss; return as many outputs as are described."""
         with _scripts_as_python():
-            given = dict(zip(self.input_names, inputs))
+            given = {n: x.requires_grad_() if n in self.marked else x for n, x in zip(self.input_names, inputs)}
             arguments = filled(self.arguments, given)
             prediction = self.module(**arguments) if isinstance(arguments, dict) else self.module(*arguments)
             if self.loss_fn is None:
@@ -248,6 +251,11 @@ def asks_for_gradients(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(part in str(error) for part in words)
 
 
+def is_marked(x: torch.Tensor) -> bool:
+    """Whether the caller asked for gradients by this tensor, as `x.requires_grad_()` does."""
+    return x.is_leaf and x.requires_grad
+
+
 def count_outputs(module: nn.Module, inputs) -> int:
     """How many tensors `module` returns as it trains, beside numbers and text, up to anything else; it and what it calls are left as they are.
 
@@ -255,7 +263,7 @@ def count_outputs(module: nn.Module, inputs) -> int:
         inputs: of a batch that trains or evaluates: a sequence of tensors, or a dict of them by the names that forward has; or of tuples, lists and dicts of them.
     """
     device = next((p.device for p in module.parameters()), None)
-    copies = mapped(lambda x: x.detach().to(device), inputs)
+    copies = mapped(lambda x: x.detach().to(device).requires_grad_(is_marked(x)), inputs)
 
     def call():
         with unchanged(module, [*leaves(copies)]), in_train_mode(module), noticed(module), RunningStatistics():

@@ -81,7 +81,8 @@ def export_module(
     schema = schema or InputSchema.settle(description.inputs_, inputs)
     check_layers(module)
     _check_names(module, description)
-    job = _Job(LossModule(module, loss_fn, description), description, schema, inputs, opset, check)
+    wrapper = LossModule(module, loss_fn, description, sample_inputs)
+    job = _Job(wrapper, description, schema, inputs, opset, check)
     with job.forked(beside) as child:
         job.look()
         exported = (child and job.exported_by(child, beside)) or job.exported()
@@ -123,7 +124,8 @@ def with_more_rows(
 ) -> list[torch.Tensor] | None:
     """A batch with symbolic axes of size 1 made longer, on which the module trains; None if it does on none such."""
     inputs = _on_device_of(module, batch)
-    job = _Job(LossModule(module, loss_fn, description), description, schema, inputs, MIN_OPSET, False)
+    wrapper = LossModule(module, loss_fn, description, batch)
+    job = _Job(wrapper, description, schema, inputs, MIN_OPSET, False)
     longer = without_ones(inputs, job.symbols, job.accepts, anew=True)  # equal rows have no spread
     return None if longer is inputs else longer
 

@@ -33,7 +33,7 @@ def observe_gradients(module, loss_fn, description, inputs, outside=()) -> dict[
     Args:
         outside: modules that forward calls and that are no part of it.
     """
-    wrapper = LossModule(module, loss_fn, description)
+    wrapper = LossModule(module, loss_fn, description, inputs)
     wrapper.take_in(outside)
     try:
         return _gradients_of_autograd(wrapper, inputs)
