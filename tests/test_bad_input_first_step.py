@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from orttrainer.errors import (
     StateError,
     UnsupportedModelError,
 )
+from orttrainer.export.checks.failures import failure
 
 # -- the first step: description, module and loss do not fit --------------------------------------
 
@@ -141,3 +144,10 @@ def test_a_state_that_does_not_fit_is_refused_at_the_first_step_and_not_forgotte
     trainer.load_state_dict({"0.bias": torch.ones(3)})
     trainer.eval_step(x, y)
     assert all(torch.equal(trainer.state_dict()[name], torch.ones(3)) for name in ("Moment_1_0.bias", "0.bias"))
+
+
+def test_what_the_system_refuses_the_exporters_is_not_said_of_forward():
+    gone = FileNotFoundError(2, "No such file or directory")
+    error = failure(SimpleNamespace(module=net()), [], {"dynamo": gone, "torchscript": gone})
+    assert re.search(r"No such file or directory\nThe system refused this: see that the working folder", str(error))
+    assert error.__cause__ is gone

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import pytest
 import second_generation as second
@@ -301,3 +303,9 @@ def test_options_that_are_read_at_each_step_may_be_set():
     second.train(trainer, 2)
     assert trainer._train_step_info.optimization_step == 1 and scaler.loss_scale == 64.0
     assert schedule.get_last_lr() == [0.0]
+
+
+def test_an_interpreter_that_cerberus_does_not_run_in_is_named():
+    code = "from orttrainer.training import ORTTrainerOptions; ORTTrainerOptions()"
+    ended = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True)
+    assert "UnsupportedFeatureError: Cerberus, which reads the options, does not run under python -OO" in ended.stderr

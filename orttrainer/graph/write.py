@@ -30,8 +30,10 @@ def _checked_path(path: str | os.PathLike) -> str:
         InvalidArgumentError: it is none, or empty.
     """
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
-    if not isinstance(text, str) or not text or "\0" in text:
+    if not isinstance(text, str) or not text:
         raise InvalidArgumentError(f"the path of a file to write must be a str or an os.PathLike, got {path!r}")
+    if "\0" in text:
+        raise InvalidArgumentError(f"the path of a file to write has a NUL, which no file's name has: {path!r}")
     return text
 
 
@@ -75,6 +77,10 @@ def beside(target: str, asked: str) -> Iterator[str]:
     """
     folder, name = os.path.split(target)
     if not os.path.isdir(folder):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), _naming(asked, folder):
+            os.stat(
+                folder
+            )  # raises what else is the matter: a path that is too long, a folder that may not be looked into
         raise FileNotFoundError(errno.ENOENT, "there is no such folder", asked)
     prefix = f".orttrainer-{_machine()}-{os.getpid()}-"
     _remove_remains(folder)

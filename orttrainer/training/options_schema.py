@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 import functools
+import sys
 
+from orttrainer.errors import UnsupportedFeatureError
 from orttrainer.graph.recompute import Recompute
 from orttrainer.schedules import TorchSchedule, Warmup
 from orttrainer.training.amp.loss_scaler import LossScaler
@@ -25,6 +27,8 @@ class PropagateCastOpsStrategy(enum.Enum):
 @functools.cache
 def validator_class() -> type:
     """Cerberus's validator with our types."""
+    if sys.flags.optimize > 1:
+        raise UnsupportedFeatureError("Cerberus, which reads the options, does not run under python -OO. Use python -O")
     import cerberus
 
     class OptionsValidator(cerberus.Validator):

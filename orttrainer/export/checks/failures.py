@@ -61,11 +61,10 @@ def failure(wrapper, inputs, failures):
         return error
     classes = [type(error) for error in failures.values() if isinstance(error, ExportError)]
     reasons = "".join(f"\n  {exporter}: {condensed(error)}" for exporter, error in failures.items())
-    error = (classes or [ExportError])[0](
-        f"{name} could not be exported to ONNX as it trains:{reasons}\n"
-        f"Take data-dependent Python (if, int(), .item() on tensors) out of forward, or pass an "
-        f"ONNX model."
-    )
+    advice = "Take data-dependent Python (if, int(), .item() on tensors) out of forward, or pass an ONNX model."
+    if all(isinstance(error, OSError) for error in failures.values()):
+        advice = "The system refused this: see that the working folder and the one of temporary files are there and have room."
+    error = (classes or [ExportError])[0](f"{name} could not be exported to ONNX as it trains:{reasons}\n{advice}")
     error.__cause__ = failures["dynamo"]
     return error
 
