@@ -7,6 +7,7 @@ import datetime
 import io
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -108,6 +109,13 @@ def test_a_file_that_is_there_is_not_overwritten_and_a_folder_that_is_not_is_nam
     assert storage.load(tmp_path / "a") == {"a": 1}
     with pytest.raises(FileNotFoundError, match="no such folder"):
         storage.save({"a": 2}, tmp_path / "none" / "a")
+
+
+@pytest.mark.parametrize("path", ["", "a\0b"], ids=repr)
+def test_what_is_no_path_is_refused(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidArgumentError, match=re.escape(repr(path))):
+        storage.save({"x": 1}, path)
 
 
 def test_what_cannot_be_read_is_a_value_error(tmp_path):

@@ -23,7 +23,7 @@ _HIDDEN = re.compile(r"\.orttrainer-(?P<machine>[0-9a-f]{8})-(?P<process>\d{1,9}
 _DAY = 24 * 60 * 60.0
 
 
-def _checked_path(path: str | os.PathLike) -> str:
+def checked_path(path: str | os.PathLike) -> str:
     """The path of a file to write, as text.
 
     Raises:
@@ -50,7 +50,7 @@ def replacing(path: str | os.PathLike) -> Iterator[str]:
         OSError: the folder does not exist, cannot be written, or is full; or `path` is a folder.
         InvalidArgumentError: `path` is no path.
     """
-    path = _checked_path(path)
+    path = checked_path(path)
     asked, target = os.path.abspath(path), os.path.realpath(path)
     old = _what_is_there(path)
     if old and stat.S_ISDIR(old.st_mode):
@@ -177,7 +177,7 @@ def write_model(proto: onnx.ModelProto, path: str | os.PathLike) -> None:
         OSError: the folder does not exist, cannot be written, or is full; an old file is untouched.
         InvalidArgumentError: `path` is no path.
     """
-    path = _checked_path(path)
+    path = checked_path(path)
     data = f"{os.path.basename(path)}.data"
     size = sum(len(t.raw_data) for t in proto.graph.initializer)
     with replacing(path) as written:

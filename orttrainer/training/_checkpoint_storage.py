@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
 from orttrainer.errors import CheckpointError, InvalidArgumentError, OrtTrainerError
-from orttrainer.graph.write import beside
+from orttrainer.graph.write import beside, checked_path
 from orttrainer.training._user_data import from_serialized_hex, to_serialized_hex
 
 __all__ = ["from_serialized_hex", "load", "save", "to_serialized_hex"]
@@ -34,7 +34,7 @@ def save(save_obj: Mapping, path: str | os.PathLike | io.IOBase) -> None:
         path: of the file, which must not exist; or a binary file object.
 
     Raises:
-        InvalidArgumentError: `save_obj` is no dict, or holds something that HDF5 has no form for.
+        InvalidArgumentError: `save_obj` is no dict, or holds something that HDF5 has no form for; or `path` is none.
         FileExistsError: there is such a file; it is left as it is.
         OSError: the folder does not exist, cannot be written, or is full.
     """
@@ -45,7 +45,7 @@ def save(save_obj: Mapping, path: str | os.PathLike | io.IOBase) -> None:
             raise InvalidArgumentError(f"the path of a checkpoint must be a path or a binary file object, got {path!r}")
         path.write(_as_bytes(save_obj))
         return
-    path = os.path.abspath(path)
+    path = os.path.abspath(checked_path(path))
     if os.path.lexists(path):
         raise FileExistsError(errno.EEXIST, "a checkpoint is never overwritten; remove it or choose another name", path)
     with beside(path, path) as partial:
