@@ -29,6 +29,14 @@ def test_a_saved_model_trains_on_in_a_trainer_without_torch_module(tmp_path):
     assert train(trainer, 3, 3) == pytest.approx(train(source, 3, 3), rel=1e-6)
 
 
+def test_the_module_is_where_legacy_had_it_and_none_of_an_onnx_model():
+    module = net()
+    source = make(module)
+    source.eval_step(*batch())
+    assert source._torch_model is module
+    assert make(source._onnx_model, loss_fn=None)._torch_model is None
+
+
 def test_an_onnx_model_may_have_its_loss_anywhere_and_needs_its_names(tmp_path):
     source = make()
     source.eval_step(*batch())

@@ -98,6 +98,7 @@ class ORTTrainer(FrontEnd):
             raise RuntimeNotFoundError(
                 f"{str(error).removesuffix('.')}. The device of this trainer is the option {{'device': {{'id': {settings.device!r}}}}}."
             ) from error
+        self._torch_model = self._engine.source.module  # where legacy had it
         if self._engine.is_compiled:
             self._settle()
 
