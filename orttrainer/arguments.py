@@ -14,6 +14,7 @@ import torch
 from orttrainer.describe import IODescription, ModelDescription
 from orttrainer.errors import InvalidArgumentError, SchemaError, UnknownNameError, UnsupportedFeatureError
 from orttrainer.graph.recompute import Recompute
+from orttrainer.tensors import has_memory
 
 _PRECISIONS = {None: None, "float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
@@ -167,8 +168,10 @@ def checked_rate(rate, scheduled_for: int | None = None) -> float:
     try:
         value = float("no number" if isinstance(rate, (str, bool)) else rate)
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a complex tensor
+        empty = isinstance(rate, torch.Tensor) and not has_memory(rate)
+        got = f"a {type(rate).__name__} without memory" if empty else repr(rate)
         raise SchemaError(
-            f"{_rate_of(scheduled_for)} must be a number or a tensor of one element, got {rate!r}; nothing was updated"
+            f"{_rate_of(scheduled_for)} must be a number or a tensor of one element, got {got}; nothing was updated"
         ) from error
     if not 0 <= value <= _LARGEST_FLOAT32:
         raise InvalidArgumentError(

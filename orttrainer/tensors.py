@@ -30,7 +30,7 @@ def check_tensors(names: Sequence[str], batch: Sequence[torch.Tensor]) -> None:
             raise SchemaError(f"input {name!r}: expected a dense tensor, got {tensor.layout}. Pass it as .to_dense().")
         if tensor.is_meta:
             raise SchemaError(f"input {name!r}: a tensor on the meta device has no values. Make it on the CPU.")
-        if not _has_memory(tensor):
+        if not has_memory(tensor):
             raise SchemaError(
                 f"input {name!r}: a {type(tensor).__name__} without memory has no values. Either its storage was freed, or it "
                 "stands for others, as in torch.vmap, torch.func.grad or FakeTensorMode: call the step outside of these."
@@ -44,7 +44,8 @@ def check_tensors(names: Sequence[str], batch: Sequence[torch.Tensor]) -> None:
             )
 
 
-def _has_memory(tensor: torch.Tensor) -> bool:
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether there are values to read: torch ends the process where it copies or shows what has none."""
     try:
         return tensor.data_ptr() != 0 or tensor.numel() == 0
     except RuntimeError:  # a tensor that torch.vmap or torch.func.grad wraps has no address

@@ -72,3 +72,10 @@ def assert_same(actual: dict, expected: dict) -> None:
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(actual[name], tensor), name
+
+
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy whose storage was freed, as some distributed wrappers do it."""
+    tensor = tensor.clone()
+    tensor.untyped_storage().resize_(0)
+    return tensor

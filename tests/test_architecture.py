@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "phase": {"graph", "native", "runtime", "training_graph"},
     "step": {"distributed", "phase", "run", "signals"},  # phase and run by name only
     "run": {"distributed", "graph", "phase", "runtime", "signals", "step", "training_graph"},
-    "state": {"distributed", "export", "seed", "training_graph"},
+    "state": {"distributed", "export", "seed", "tensors", "training_graph"},
     "profiling": {"graph", "run", "training_graph"},  # the last two by name only
     "engine": {
         "arguments",
@@ -54,7 +54,7 @@ MAY_IMPORT = {
         "state",
         "training_graph",
     },
-    "arguments": {"describe", "graph"},
+    "arguments": {"describe", "graph", "tensors"},
     "front_end": {"engine", "profiling", "training_graph"},  # the engine by name only: it imports what refuses copies
     "loss_scaler": set(),
     "scaler_state": {"arguments", "loss_scaler", "state"},

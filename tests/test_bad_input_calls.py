@@ -6,6 +6,7 @@ import models
 import pytest
 import torch
 from bad_input import LOSS, assert_untouched, cases, describe, make, raises, snapshot, x, y
+from small import freed
 from torch import nn
 
 from orttrainer import IODescription, ORTTrainer, set_seed
@@ -62,6 +63,12 @@ CALLS = {
     "a weight without values": (
         lambda t: t.load_state_dict({"0.bias": torch.ones(3), "2.bias": torch.ones(2, device="meta")}), StateError,
         "'2.bias' is on the meta device, without values; a state dict has dense tensors. Nothing was loaded",
+    ),
+    "a weight whose storage was freed": (
+        lambda t: t.load_state_dict({"0.bias": torch.ones(3), "2.bias": freed(torch.ones(2))}), StateError, "'2.bias' is a Tensor without memory...Nothing was loaded",
+    ),
+    "a rate whose storage was freed": (
+        lambda t: t.train_step(x, y, freed(torch.ones(1))), SchemaError, "the learning rate must be a number or a tensor of one element, got a Tensor without memory",
     ),
     "a sparse weight": (
         lambda t: t.load_state_dict({"0.bias": torch.ones(3), "0.weight": torch.ones(3, 4).to_sparse()}), StateError,

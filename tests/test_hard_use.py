@@ -18,7 +18,7 @@ import pytest
 import torch
 from launched import ROOT, WORKERS
 from marks import in_turn, slow, usual
-from small import OPTIMIZERS, RATE, batch, make, net, torch_step
+from small import OPTIMIZERS, RATE, batch, freed, make, net, torch_step
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
@@ -251,12 +251,6 @@ def test_training_goes_on_behind_a_first_call_in_inference_mode(call, batches):
         trainer.load_state_dict(trainer.state_dict())
         assert trainer.train_step(*batch(step), RATE)[0] == twin.train_step(*batch(step), RATE)[0]
     assert all(torch.equal(value, twin.state_dict()[name]) for name, value in trainer.state_dict().items())
-
-
-def freed(tensor):
-    tensor = tensor.clone()
-    tensor.untyped_storage().resize_(0)
-    return tensor
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["first step", "later"])

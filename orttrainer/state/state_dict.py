@@ -10,6 +10,7 @@ import torch
 
 from orttrainer.distributed import Collective
 from orttrainer.errors import StateError
+from orttrainer.tensors import has_memory
 
 ACCUMULATED = "Accumulated_Batches"
 SUM = "_grad_accumulator"  # behind a parameter's name: that of the gradients of these batches
@@ -119,3 +120,7 @@ def check_fits(
         if tensor.is_meta or tensor.layout != torch.strided:
             kind = "on the meta device, without values" if tensor.is_meta else f"sparse, of {tensor.layout}"
             raise StateError(f"{name!r} is {kind}; a state dict has dense tensors. Nothing was loaded")
+        if not has_memory(tensor):
+            raise StateError(
+                f"{name!r} is a {type(tensor).__name__} without memory, whose storage was freed or never was. Nothing was loaded"
+            )
