@@ -31,6 +31,7 @@ class FrontEnd(NotCopied):
     """Base of the trainers: a subclass sets `_engine`."""
 
     _engine: Engine
+    _is_torn = False  # beside what the engine says of itself
 
     @property
     def _lock(self) -> threading.RLock:

@@ -27,7 +27,7 @@ from orttrainer.arguments import (
 from orttrainer.describe import IODescription, ModelDescription
 from orttrainer.engine.engine import Engine
 from orttrainer.engine.settings import OptimizerChoice, Settings
-from orttrainer.engine.turns import made_whole, one_at_a_time
+from orttrainer.engine.turns import made_whole, one_at_a_time, outside_of_steps
 from orttrainer.errors import OptimizerError, SchemaError
 from orttrainer.front_end import FrontEnd
 from orttrainer.graph.write import write_model
@@ -293,7 +293,7 @@ class ORTTrainer(FrontEnd):
             found |= scaler_state(self._loss_scaler)
         return found
 
-    @one_at_a_time
+    @outside_of_steps
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = False) -> None:
         """Load what `state_dict` gave: before the first step the weights at once and the optimizer's state then.
 

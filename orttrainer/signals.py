@@ -14,7 +14,7 @@ except ImportError:
     from signal import getsignal
     from signal import signal as set_handler
 
-__all__ = ["StepInOne", "at_once", "hold", "let_go", "none_lost", "raise_noted"]
+__all__ = ["Held", "Whole", "at_once", "hold", "let_go", "none_lost", "raise_noted"]
 
 # Without those of real time, of which there are as many again: each that a step asks for costs it 40 ns.
 _NUMBERS = [*range(1, getattr(signal, "SIGRTMIN", signal.NSIG))]
@@ -31,8 +31,10 @@ class _Watching:
     A class: a generator as context manager costs each step another microsecond.
     """
 
+    _first_mode = _RAISES
+
     def __enter__(self) -> None:
-        global _watches
+        global _mode, _watches
         self._is_outermost = not _watches and _in_main_thread()
         if self._is_outermost:
             self._replaced = _watched_handlers()
@@ -40,7 +42,7 @@ class _Watching:
             try:
                 for number, _, watched in self._replaced:
                     set_handler(number, watched)
-                _watches = True
+                _mode, _watches = self._first_mode, True
             except BaseException:  # raised by a handler
                 _restore(self._replaced)
                 raise
@@ -60,12 +62,18 @@ class _Watching:
             raise _noted.pop(0)
 
 
-class StepInOne(_Watching):
-    """A block with a step, which is made whole, or not at all: from `hold` on what handlers raise waits until its end."""
+class Whole(_Watching):
+    """A block that is done whole, or not at all: from `hold` on what handlers raise waits until its end."""
+
+
+class Held(_Watching):
+    """One in which it does so from the begin."""
+
+    _first_mode = _WAITS
 
 
 def hold() -> None:
-    """Let what handlers of signals raise wait from here on until the end of the `StepInOne`; without one nothing."""
+    """Let what handlers of signals raise wait from here on until the end of the `Whole`; without one nothing."""
     global _mode
     if _watches and _in_main_thread():
         _mode = _WAITS

@@ -19,7 +19,7 @@ from orttrainer.describe import ModelDescription
 from orttrainer.distributed import failing_together
 from orttrainer.engine.engine import Engine
 from orttrainer.engine.settings import OptimizerChoice, Settings
-from orttrainer.engine.turns import made_whole, one_at_a_time
+from orttrainer.engine.turns import made_whole, one_at_a_time, outside_of_steps
 from orttrainer.errors import InvalidArgumentError, SchemaError, StateError
 from orttrainer.front_end import FrontEnd
 from orttrainer.loss_scaler import LossScaler
@@ -236,7 +236,7 @@ class Trainer(FrontEnd):
             warnings.warn("the trainer has no state before its first step; state_dict() is empty", stacklevel=3)
         return found | (scaler_state(self._loss_scaler) if include_optimizer_state and found else {})
 
-    @one_at_a_time
+    @outside_of_steps
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = False) -> None:
         """Load what `state_dict` gave: before the first step the weights at once and the optimizer's state then.
 

@@ -289,6 +289,44 @@ def test_a_step_that_is_interrupted_at_any_line_is_made_and_counted_or_not_at_al
     assert interrupted > 60 and steps > 20
 
 
+@pytest.mark.parametrize("made", in_turn({name: made for name, (made, _) in TRAINERS.items()}))
+def test_a_state_that_is_loaded_with_an_interruption_at_any_line_is_loaded_whole_or_not_at_all(made):
+    (trainer, step), (other, step_of_other) = made(), made()
+    step(0)
+    for i in range(3):
+        step_of_other(i)
+    states = trainer.state_dict(), other.state_dict()
+
+    def handler(*_):
+        raise KeyboardInterrupt
+
+    def raise_at(count: int) -> None:
+        if count == line:
+            signal.raise_signal(signal.SIGALRM)
+
+    before = signal.signal(signal.SIGALRM, handler)
+    line, loaded, done = 0, 0, False
+    try:
+        while not done:
+            lines = itertools.count()
+            try:
+                at_each_line_of_a_step(
+                    lambda: trainer.load_state_dict(states[1]), lambda lines=lines: raise_at(next(lines))
+                )
+                done = True
+            except KeyboardInterrupt:
+                pass
+            found = is_equal(trainer.state_dict(), states[1])
+            assert found or (is_equal(trainer.state_dict(), states[0]) and not done), line
+            loaded += found
+            if found:
+                trainer.load_state_dict(states[0])
+            line += 7  # a prime: over the calls of one trainer lines of all kinds
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert line > 200 and loaded > 10
+
+
 def counts_of(trainer) -> list:
     """What the front end itself counts."""
     names = ("current_step", "global_step_", "gradient_accumulation_steps")

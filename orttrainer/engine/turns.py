@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from orttrainer.errors import StateError
-from orttrainer.signals import StepInOne
+from orttrainer.signals import Held, Whole
 
 if TYPE_CHECKING:
     from orttrainer.engine.engine import Engine
@@ -36,11 +36,14 @@ def one_at_a_time(method: Callable) -> Callable:
 
 
 def outside_of_steps(method: Callable) -> Callable:
-    """`one_at_a_time`, of a method that is refused in the midst of a step, where only a handler of a signal can call it."""
+    """`one_at_a_time`, of a method that reads or writes the state: refused in the midst of a step, and done whole itself.
+
+    In a step only a handler of a signal can call it; what one raises meanwhile waits.
+    """
 
     @functools.wraps(method)
     def whole(self, *args, **kwargs):
-        with self._lock:
+        with self._lock, Held():
             if self._is_torn:
                 raise StateError(
                     f"{method.__name__} was called in the midst of a step, by a handler of a signal, when the state is that of no "
@@ -57,7 +60,7 @@ def made_whole(method: Callable) -> Callable:
 
     @functools.wraps(method)
     def whole(self, *args, **kwargs):
-        with StepInOne():
+        with Whole():
             return taking_turns(self, *args, **kwargs)
 
     taking_turns = one_at_a_time(method)
