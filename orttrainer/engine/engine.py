@@ -355,18 +355,19 @@ class Engine(InUse):
         batch, whole = list(given.values()), len(given) == len(self.input_names)
         if self._schema is not None:
             schema = self._schema if whole else self._schema.of(given)
-            schema.check(batch)
         else:
             with failing_together(self.collective, "describing the first batch"):
                 schema = self.source.schema(self.description, batch)
             self._sizes = schema.sizes(batch)
             self._compile(lambda then: self.source.first_graph(self.description, batch, schema, then))
             self._schema = schema  # last: whatever fails before, the next step begins anew
+        self._has_empty |= not schema.check(batch)
         checked = {name: to_device(tensor, self.device) for name, tensor in given.items()}
-        if self._last_batch is None or self._tells(checked) >= self._tells(self._last_batch):
+        last = self._last_batch
+        if (whole and not self._has_empty) or last is None or self._tells(checked) >= self._tells(last):
             self._last_batch = checked
         return checked
 
     def _tells(self, batch: Mapping[str, torch.Tensor]) -> tuple[bool, bool]:
         """How much a batch is good for: a whole one for everything, of which one without any of something is a special case."""
-        return len(batch) == len(self.input_names), all(x.numel() for x in batch.values())
+        return len(batch) == len(self.input_names), self._is_full(batch)

@@ -110,6 +110,7 @@ class InUse(NotCopied):
         self._runner: Runner | None = None
         self._schema: InputSchema | None = None
         self._last_batch: dict[str, torch.Tensor] | None = None
+        self._has_empty = False  # parts of a batch, so far: others need not be asked
         self._sizes: dict[str, int] = {}  # of the symbolic dimensions, in the first batch
         self._state: TrainedState | None = None
         self._scale = torch.ones(1, dtype=torch.float32)
@@ -356,6 +357,10 @@ class InUse(NotCopied):
             as_declared=self.source.as_declared, disabled_passes=self.settings.disabled_passes,
         )  # fmt: skip
 
+    def _is_full(self, batch: Mapping[str, torch.Tensor]) -> bool:
+        """Whether no part of a batch that was checked is empty."""
+        return not self._has_empty or all(x.numel() for x in batch.values())
+
     @property
     def _tells_checks(self) -> bool:
         """Whether a step may fail by a check of forward: no rank waits for it, and the kernel does fail, as CUDA's does not."""
@@ -397,7 +402,7 @@ class InUse(NotCopied):
             asks: also for what forward checks of its layers, which else a step that trains tells itself.
         """
         self._follow_module()
-        if not (self._ways.right_for_all(trains) and all(x.numel() for x in batch.values())):
+        if not (self._ways.right_for_all(trains) and self._is_full(batch)):
             make = signals.none_lost()(functools.partial(self.source.later_graph, self.description, self._schema))
             told = trains and not asks and self.training_graph.signature.checks is not None
             if (forward := self._ways.other(batch, self._last_batch, self._state.live, trains, make, told)) is not None:
