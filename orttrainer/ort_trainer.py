@@ -211,7 +211,7 @@ class ORTTrainer(FrontEnd):
         engine = self._engine
         with engine.preparing_a_step(reading=True):
             given, rate, scale = self._arguments(args, kwargs)
-            wanted = engine.checked_fetches(fetches)
+            wanted = None if fetches is None else engine.checked_fetches(fetches)
         results, finite = engine.train_step(given, rate, scale, count=self._count)
         if wanted is not None:
             by_name = dict(zip(engine.output_names, results))
@@ -369,6 +369,7 @@ class _RateFactors:
         self._map = map_attributes
         self._factors: list[float] = []
         self._group: dict[str, int] = {}
+        self._of: tuple[float, int] | None = None  # what `_rates` is made of
         self.attributes = self._attributes if callable(map_attributes) else map_attributes
 
     def _attributes(self, name: str) -> Mapping:
@@ -392,7 +393,10 @@ class _RateFactors:
         return self._group.get(name, 0)
 
     def rates(self, rate: float) -> list[float]:
-        return [checked_rate(rate * factor) for factor in self._factors or (1.0,)]
+        if (rate, len(self._factors)) != self._of:
+            self._rates = [checked_rate(rate * factor) for factor in self._factors or (1.0,)]
+            self._of = rate, len(self._factors)
+        return self._rates
 
 
 def _in_place(postprocess: Callable | None) -> Callable | None:

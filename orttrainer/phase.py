@@ -273,6 +273,7 @@ class Phase:
 
     def __init__(self, session, device, free, fetches, bound_in, bound_out, copies):
         self.session, self._device, self._free, self._fetches = session, device, tuple(free), tuple(fetches)
+        self._on_cuda = device.type == "cuda"
         self._kept = (bound_in, bound_out)  # the bindings hold bare pointers
         self._set_copies(copies)
         self._addresses = [{name: x.data_ptr() for name, x in bound.items()} for bound in self._kept]
@@ -280,7 +281,7 @@ class Phase:
         self._binds_once = session.get_providers() == ["CPUExecutionProvider"]
         self._bound: dict[str, tuple] = {}  # what each input is bound to
         self._binding = session.io_binding()
-        self._call = _call_of_c(session, self._binding)
+        self._call, self._results = _call_of_c(session, self._binding), _results_of_c(self._binding)
         self._make_room = _makers_of_room(self._binding, self._fetches, device)
         for make_room in self._make_room:  # first, so that their results are the first outputs
             make_room()
@@ -297,7 +298,7 @@ class Phase:
             keep: whether state that is not in place takes its new values, too, before any handler of a signal is called; else it
                 is as before until `keep`.
         """
-        binding, device = self._binding, self._device
+        binding = self._binding
         batch = [feeds[name].contiguous() for name in self._free]
         for name, tensor in zip(self._free, batch):
             memory = tensor.data_ptr(), tensor.shape, tensor.dtype
@@ -306,8 +307,8 @@ class Phase:
                 self._bound[name] = memory
         for make_room in self._make_room:
             make_room()
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # ONNX Runtime computes on a stream of its own
+        if self._on_cuda:
+            torch.cuda.current_stream(self._device).synchronize()  # ONNX Runtime computes on a stream of its own
         try:
             # Python calls handlers of signals, which may look at the state, between calls of C. This is one.
             list(map(operator.call, (self._call, *self._keep) if keep else (self._call,)))
@@ -315,8 +316,8 @@ class Phase:
             if _is_of_onnxruntime(error):
                 raise failures.restated(error) from error
             raise
-        results = binding.get_outputs_as_ortvaluevector()
-        return [_to_torch(results[index], device) for index in range(len(self._fetches))]
+        results = self._results()
+        return [_to_torch(results[index], self._device) for index in range(len(self._fetches))]
 
     def rebind(self, moved: Mapping[int, torch.Tensor]) -> None:
         """Let what was bound to these addresses be bound to the memory of these tensors."""
@@ -345,6 +346,14 @@ def _call_of_c(session, binding) -> Callable[[], None]:
         return functools.partial(session._sess.run_with_iobinding, binding._iobinding, None)
     except AttributeError:  # no part of ONNX Runtime's public interface
         return functools.partial(session.run_with_iobinding, binding)
+
+
+def _results_of_c(binding) -> Callable:
+    """Gives the results of the last run, likewise."""
+    try:
+        return binding._iobinding.get_outputs
+    except AttributeError:
+        return binding.get_outputs_as_ortvaluevector
 
 
 def _is_of_onnxruntime(error: BaseException) -> bool:
@@ -380,7 +389,7 @@ def _to_torch(value, device: torch.device) -> torch.Tensor:
         tensor = _from_dlpack(value.to_dlpack())
     except (AttributeError, RuntimeError):
         return torch.from_numpy(value.numpy().copy()).to(device)
-    return tensor.bool() if value.data_type() == "tensor(bool)" else tensor
+    return tensor.bool() if tensor.dtype is torch.uint8 and value.data_type() == "tensor(bool)" else tensor
 
 
 def _open_session(

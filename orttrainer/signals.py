@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +19,16 @@ __all__ = ["Held", "Whole", "at_once", "hold", "let_go", "none_lost", "raise_not
 
 # Without those of real time, of which there are as many again: each that a step asks for costs it 40 ns.
 _NUMBERS = [*range(1, getattr(signal, "SIGRTMIN", signal.NSIG))]
+
+
+def _learn_main_thread() -> None:
+    global _main
+    _main = threading.main_thread().ident  # in which handlers run
+
+
+_learn_main_thread()
+if hasattr(os, "register_at_fork"):  # a child has the thread that forked it
+    os.register_at_fork(after_in_child=_learn_main_thread)
 
 _RAISES, _WAITS, _WAITS_ONCE = range(3)
 _mode = _RAISES  # what comes of what a handler raises, in the block that the main thread is in
@@ -35,7 +46,7 @@ class _Watching:
 
     def __enter__(self) -> None:
         global _mode, _watches
-        self._is_outermost = not _watches and _in_main_thread()
+        self._is_outermost = not _watches and threading.get_ident() == _main
         if self._is_outermost:
             self._replaced = _watched_handlers()
             _noted.clear()
@@ -75,14 +86,14 @@ class Held(_Watching):
 def hold() -> None:
     """Let what handlers of signals raise wait from here on until the end of the `Whole`; without one nothing."""
     global _mode
-    if _watches and _in_main_thread():
+    if _watches and threading.get_ident() == _main:
         _mode = _WAITS
 
 
 def let_go() -> None:
     """Behind `hold`, where nothing was made: raise what waits, and let handlers raise at once again."""
     global _mode
-    if _watches and _in_main_thread():
+    if _watches and threading.get_ident() == _main:
         _mode = _RAISES
         raise_noted()
 
@@ -105,7 +116,7 @@ def none_lost() -> Iterator[None]:
 
 def raise_noted() -> None:
     """Raise what handlers raised since `none_lost` began, here, where nothing is left half done."""
-    if _noted and _mode != _WAITS and _in_main_thread():
+    if _noted and _mode != _WAITS and threading.get_ident() == _main:
         raise _noted[0]
 
 
@@ -119,7 +130,7 @@ def at_once() -> Iterator[None]:
 @contextlib.contextmanager
 def _in_mode(mode: int) -> Iterator[None]:
     global _mode
-    if not (_watches and _in_main_thread()):
+    if not _watches or threading.get_ident() != _main:
         yield
         return
     before = _mode
@@ -128,11 +139,6 @@ def _in_mode(mode: int) -> Iterator[None]:
         yield
     finally:
         _mode = before
-
-
-def _in_main_thread() -> bool:
-    """Where handlers run."""
-    return threading.get_ident() == threading.main_thread().ident
 
 
 def _watched_handlers() -> list[tuple[int, Callable, Callable]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
@@ -69,7 +70,7 @@ class ForwardGraph:
         graph.remove([node for node in graph if node not in needed], safe=True)
         return replace(self, conditions=self.conditions._replace(checks=frozenset()))
 
-    @property
+    @functools.cached_property  # asked by every step
     def depends(self) -> bool:
         """Whether there are batches that it is not right for, beside those of which something is empty."""
         return self.conditions is not None or any(statement.text != NOT_EMPTY for statement in self.granted)

@@ -133,23 +133,22 @@ class ORTTrainer(FrontEnd):
             self._settle()
         if self.options.batch.gradient_accumulation_steps != engine.accumulation_steps:
             engine.accumulation_steps = self.options.batch.gradient_accumulation_steps
+        before, made = info.step, False
         try:
             self._is_torn = True
             info.step += 1  # schedules and scalers count this step in
-            try:
-                with engine.preparing_a_step():
-                    self._follow_settings()
-                    rate, scale = self._rate(), 1.0 if scaler is None else scaler.loss_scale
-                results, finite = engine.train_step(given, rate, scale)
-            except BaseException:
-                info.step -= 1
-                raise
+            with engine.preparing_a_step():
+                self._follow_settings()
+                rate, scale = self._rate(), 1.0 if scaler is None else scaler.loss_scale
+            results, finite = engine.train_step(given, rate, scale)
+            made = True
             if finite is not None:
                 info.all_finite = bool(finite)
                 if scaler is not None:
                     scaler.update(info)
                 info.optimization_step += info.all_finite
         finally:
+            info.step = before + made
             self._is_torn = False
         return self._returned(results, engine.output_names, wanted)
 
