@@ -295,7 +295,7 @@ class Trainer(FrontEnd):
         if engine.is_compiled:
             return self._by_name(batch, call)
         with failing_together(engine.collective, "reading the first batch"):
-            _warn_of_autocast(engine)
+            _warn_of_autocast(engine, stacklevel=6 if call == "step" else 5)  # where the step or evaluation is called
             given = self._by_name(batch, call)
         engine.compile(given)
         return given
@@ -404,14 +404,14 @@ def _shapes(batch: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in batch.items()}
 
 
-def _warn_of_autocast(engine: Engine) -> None:
+def _warn_of_autocast(engine: Engine, stacklevel: int) -> None:
     kind = engine.device.type
     if engine.precision is None and torch.is_autocast_enabled(kind):
         dtype = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
         warnings.warn(
             "torch.autocast has no effect on orttrainer.trainer, whose graph computes in the dtypes of the model: leave it "
             f"out, and for mixed precision make the trainer with mixed_precision={dtype!r}",
-            stacklevel=5,  # where the first step or evaluation is called
+            stacklevel=stacklevel,
         )
 
 

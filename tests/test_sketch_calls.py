@@ -44,12 +44,13 @@ def test_single_layers_in_eval_mode_are_nothing_to_be_told_of(caplog):
 # -- autocast ---------------------------------------------------------------------------------
 
 
-def test_autocast_around_the_first_step_is_warned_of_where_there_is_no_mixed_precision():
+@pytest.mark.parametrize("call", ["step", "eval_step"])
+def test_autocast_around_the_first_step_is_warned_of_where_there_is_no_mixed_precision(call):
     module = net()
     trainer = make(module, sgd(module))
     with torch.autocast("cpu", torch.bfloat16):
         with pytest.warns(UserWarning, match="torch.autocast.*mixed_precision='bfloat16'") as caught:
-            trainer.step(*batch())
+            getattr(trainer, call)(*batch())
         assert [warning.filename for warning in caught if "autocast" in str(warning.message)] == [__file__]
         with warnings.catch_warnings():
             warnings.simplefilter("error")
