@@ -34,6 +34,8 @@ _RAISES, _WAITS, _WAITS_ONCE = range(3)
 _mode = _RAISES  # what comes of what a handler raises, in the block that the main thread is in
 _watches = False  # whether it is in one
 _noted: list[BaseException] = []  # what handlers raised in it, since somebody may take it for the failure of something
+_handlers: list = []  # of the last block, which the next one usually finds again
+_watched: list[tuple[int, Callable, Callable]] = []
 
 
 class _Watching:
@@ -68,9 +70,11 @@ class _Watching:
         except BaseException:  # as above; all that waited is lost for it
             _restore(self._replaced)
             raise
+        noted = _noted[:1]
+        _noted.clear()  # it keeps frames alive
         # An Exception that came of it, as a failure of the exporter, is no news; SystemExit is.
-        if _noted and (error is None or isinstance(error, Exception)):
-            raise _noted.pop(0)
+        if noted and (error is None or isinstance(error, Exception)):
+            raise noted[0]
 
 
 class Whole(_Watching):
@@ -155,10 +159,6 @@ def _restore(replaced: list[tuple[int, Callable, Callable]]) -> None:
     for number, handler, watched in replaced:
         if getsignal(number) is watched:  # a handler may have put another in its place
             set_handler(number, handler)
-
-
-_handlers: list = []  # of the last block, which the next one usually finds again
-_watched: list[tuple[int, Callable, Callable]] = []
 
 
 def _watch(handler: Callable) -> Callable:

@@ -77,10 +77,9 @@ def beside(target: str, asked: str) -> Iterator[str]:
     """
     folder, name = os.path.split(target)
     if not os.path.isdir(folder):
+        # What else is the matter: a path that is too long, a folder that may not be looked into.
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), _naming(asked, folder):
-            os.stat(
-                folder
-            )  # raises what else is the matter: a path that is too long, a folder that may not be looked into
+            os.stat(folder)
         raise FileNotFoundError(errno.ENOENT, "there is no such folder", asked)
     prefix = f".orttrainer-{_machine()}-{os.getpid()}-"
     _remove_remains(folder)
