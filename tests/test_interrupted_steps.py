@@ -252,41 +252,43 @@ TRAINERS = {
 }
 
 
+def interrupted_at(line: int, call, kind: type[BaseException]) -> bool:
+    """Whether a call has so many lines: then a handler of a signal raised there, and so did the call."""
+    lines = itertools.count()
+
+    def handler(*_):
+        raise kind
+
+    def ask():
+        if next(lines) == line:
+            signal.raise_signal(signal.SIGALRM)
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        at_each_line_of_a_step(call, ask)
+    except kind:
+        assert signal.getsignal(signal.SIGALRM) is handler
+        return True
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    return False
+
+
 @pytest.mark.parametrize("made", in_turn({name: made for name, (made, _) in TRAINERS.items()}))
 def test_a_step_that_is_interrupted_at_any_line_is_made_and_counted_or_not_at_all(made):
     """Beside an undisturbed trainer, which makes the steps that were made in spite of it."""
     (trainer, step), (twin, step_of_twin) = made(), made()
     step(0)
     step_of_twin(0)
-
-    def handler(*_):
-        raise KeyboardInterrupt if interrupted % 2 else Interruption
-
-    def raise_at(count: int) -> None:
-        if count == line:
-            signal.raise_signal(signal.SIGALRM)
-
-    before = signal.signal(signal.SIGALRM, handler)
-    line, steps, interrupted = 0, 1, 0
-    try:
-        while True:
-            lines = itertools.count()
-            try:
-                at_each_line_of_a_step(lambda i=steps: step(i), lambda lines=lines: raise_at(next(lines)))
-            except (KeyboardInterrupt, Interruption):
-                interrupted += 1
-            else:
-                break  # it has fewer lines
-            if not is_equal(trainer.state_dict(), twin.state_dict()):
-                step_of_twin(steps)
-                steps += 1
-            assert is_equal(trainer.state_dict(), twin.state_dict()), line
-            assert counts_of(trainer) == counts_of(twin), line
-            assert signal.getsignal(signal.SIGALRM) is handler
-            line += 1
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert interrupted > 60 and steps > 20
+    line, steps = 0, 1
+    while interrupted_at(line, lambda i=steps: step(i), (Interruption, KeyboardInterrupt)[line % 2]):
+        if not is_equal(trainer.state_dict(), twin.state_dict()):
+            step_of_twin(steps)
+            steps += 1
+        assert is_equal(trainer.state_dict(), twin.state_dict()), line
+        assert counts_of(trainer) == counts_of(twin), line
+        line += 1
+    assert line > 60 and steps > 20
 
 
 @pytest.mark.parametrize("made", in_turn({name: made for name, (made, _) in TRAINERS.items()}))
@@ -295,35 +297,15 @@ def test_a_state_that_is_loaded_with_an_interruption_at_any_line_is_loaded_whole
     step(0)
     for i in range(3):
         step_of_other(i)
-    states = trainer.state_dict(), other.state_dict()
-
-    def handler(*_):
-        raise KeyboardInterrupt
-
-    def raise_at(count: int) -> None:
-        if count == line:
-            signal.raise_signal(signal.SIGALRM)
-
-    before = signal.signal(signal.SIGALRM, handler)
-    line, loaded, done = 0, 0, False
-    try:
-        while not done:
-            lines = itertools.count()
-            try:
-                at_each_line_of_a_step(
-                    lambda: trainer.load_state_dict(states[1]), lambda lines=lines: raise_at(next(lines))
-                )
-                done = True
-            except KeyboardInterrupt:
-                pass
-            found = is_equal(trainer.state_dict(), states[1])
-            assert found or (is_equal(trainer.state_dict(), states[0]) and not done), line
-            loaded += found
-            if found:
-                trainer.load_state_dict(states[0])
-            line += 7  # a prime: over the calls of one trainer lines of all kinds
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    before, after = trainer.state_dict(), other.state_dict()
+    line, loaded = 0, 0
+    while interrupted_at(line, lambda: trainer.load_state_dict(after), KeyboardInterrupt):
+        if is_equal(trainer.state_dict(), after):
+            trainer.load_state_dict(before)
+            loaded += 1
+        assert is_equal(trainer.state_dict(), before), line
+        line += 7  # a prime: over the calls of one trainer lines of all kinds
+    assert is_equal(trainer.state_dict(), after)
     assert line > 200 and loaded > 10
 
 
