@@ -140,7 +140,8 @@ def test_a_list_that_a_loop_appends_to_and_that_is_joined_without_a_new_axis(cas
     seed = np.random.default_rng(0).standard_normal(expected.shape)
     gradient = build_gradient(parsed(body), of="y", wrt=["x", "w"])
     found = _run_onnxruntime(gradient, feeds | {"y_cotangent": seed})
-    np.testing.assert_allclose(found["y"], expected.detach(), rtol=1e-12)
+    # A sine near its zero is off by a rounding of 1.
+    np.testing.assert_allclose(found["y"], expected.detach(), rtol=1e-12, atol=1e-15)
     for name, value in zip(("x", "w"), torch.autograd.grad(expected, given, torch.tensor(seed))):
         np.testing.assert_allclose(found[f"{name}_grad"], value, rtol=1e-10)
 
