@@ -40,7 +40,7 @@ class FrontEnd(NotCopied):
     def export_inference(
         self, path: str | os.PathLike, outputs: Sequence[str] | None = None, batch: Sequence | None = None
     ) -> None:
-        """Write the trained model as others run it: dropout off, running statistics, without loss and label.
+        """Write the trained model as others run it: in eval mode, without loss and label.
 
         Args:
             path: of the file.

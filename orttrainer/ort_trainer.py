@@ -229,7 +229,7 @@ class ORTTrainer(FrontEnd):
 
     @one_at_a_time
     def eval_step(self, *args, fetches: Sequence[str] | None = None, **kwargs):
-        """Run forward and loss in evaluation mode: dropout off, running statistics, no update.
+        """Run forward and loss as the module does them in eval mode; no update.
 
         Args:
             args: the described inputs in order. Inputs at the end may be left out if `fetches`

@@ -195,7 +195,7 @@ def open_phase(
     common.RemoveUnusedNodesPass()(cut)  # ONNX Runtime runs what nobody reads
     if place.allows(RootsFirstPass):
         RootsFirstPass()(cut)
-    session = _open_session(cut, place.providers, place.configure, part, blocked, library)
+    session = open_session(cut, place.providers, place.configure, part, blocked, library)
     return Phase(session, place.device, free, fetches, bound_in, bound_out, copies)
 
 
@@ -269,10 +269,14 @@ def _rewrite_updates(
 
 
 class Phase:
-    """One session with its bindings: state bound once, batches at each run."""
+    """One session with its bindings: state bound once, batches at each run.
+
+    Attributes:
+        inputs: names of what is bound at each run.
+    """
 
     def __init__(self, session, device, free, fetches, bound_in, bound_out, copies):
-        self.session, self._device, self._free, self._fetches = session, device, tuple(free), tuple(fetches)
+        self.session, self._device, self.inputs, self._fetches = session, device, tuple(free), tuple(fetches)
         self._on_cuda = device.type == "cuda"
         self._kept = (bound_in, bound_out)  # the bindings hold bare pointers
         self._set_copies(copies)
@@ -299,8 +303,8 @@ class Phase:
                 is as before until `keep`.
         """
         binding = self._binding
-        batch = [feeds[name].contiguous() for name in self._free]
-        for name, tensor in zip(self._free, batch):
+        batch = [feeds[name].contiguous() for name in self.inputs]
+        for name, tensor in zip(self.inputs, batch):
             memory = tensor.data_ptr(), tensor.shape, tensor.dtype
             if not self._binds_once or self._bound.get(name) != memory:  # the comparison is 0.3 us, the binding 2.4
                 binding.bind_input(*_pointer(name, tensor))
@@ -392,7 +396,7 @@ def _to_torch(value, device: torch.device) -> torch.Tensor:
     return tensor.bool() if tensor.dtype is torch.uint8 and value.data_type() == "tensor(bool)" else tensor
 
 
-def _open_session(
+def open_session(
     model: ir.Model,
     providers: Sequence,
     configure,

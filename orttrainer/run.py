@@ -21,7 +21,7 @@ from orttrainer import runtime, signals
 from orttrainer.distributed import Collective, SingleProcess
 from orttrainer.distributed.agreement import SIGNALS
 from orttrainer.graph.subgraphs import node_inputs
-from orttrainer.phase import Phase, Place, open_phase
+from orttrainer.phase import Phase, Place, open_phase, open_session
 from orttrainer.step import FusedStep, SplitStep
 from orttrainer.training_graph import TrainingGraph
 
@@ -335,6 +335,20 @@ class Runner:
         phase = open_phase(place, part, cut, fetches, **bound)
         self._opened.add(phase)
         return phase
+
+
+def open_evaluation(
+    model: ir.Model, fetches: Sequence[str], device: torch.device, providers: Sequence | None, session_options=None
+) -> Phase:
+    """A session of its own for a graph in inference form, which takes its state as it takes a batch: anew in each run.
+
+    Args:
+        model: an initializer that is state is an input of it.
+        fetches: the outputs to return.
+        device, providers, session_options: as a `Runner` takes them.
+    """
+    session = open_session(model, runtime.choose_providers(device, providers), session_options, "evaluate")
+    return Phase(session, device, [value.name for value in model.graph.inputs], fetches, {}, {}, [])
 
 
 def _put_back(state: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> None:

@@ -202,7 +202,7 @@ class Trainer(FrontEnd):
 
     @one_at_a_time
     def eval_step(self, *batch) -> tuple[torch.Tensor, Any]:
-        """Run forward and loss in evaluation mode: dropout off, running statistics, no update. Else as `step`."""
+        """Run forward and loss as the module does them in eval mode; no update. Else as `step`."""
         if not self._engine.is_compiled:
             self._follow_groups()
         return _loss_and_prediction(
@@ -260,7 +260,7 @@ class Trainer(FrontEnd):
             self._moments.holder = self._loaded
 
     def export(self, path: str | os.PathLike) -> None:
-        """Write the trained model as others run it: dropout off, running statistics, without the loss.
+        """Write the trained model as others run it: in eval mode, without the loss.
 
         Raises:
             StateError: no step was run yet.

@@ -277,20 +277,7 @@ def test_a_gradient_penalty_trains_like_pytorch(layers):
     def images(step):
         return [torch.randn(4 + step, 2, 6, 6, generator=torch.Generator().manual_seed(step))]
 
-    assert_trains_as_in_pytorch(lambda: Critic(*layers()), images, evaluates=False)
-
-
-def test_a_batch_norm_in_it_is_said_to_be_evaluated_otherwise(caplog):
-    def slope_of(*layers):
-        torch.manual_seed(0)
-        trainer = make(Loss(Critic(*layers)), loss_fn=None, desc=described([torch.ones(3, 6)]))
-        caplog.clear()
-        trainer.train_step(torch.randn(3, 6), RATE)
-        return caplog.text
-
-    assert "eval_step" not in slope_of(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
-    text = slope_of(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1))
-    assert "eval_step" in text and "go through the statistics of the batch" in text
+    assert_trains_as_in_pytorch(lambda: Critic(*layers()), images, evaluates=True)
 
 
 def test_dropout_in_it_drops_the_same_elements_forth_and_back():

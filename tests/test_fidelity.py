@@ -224,60 +224,6 @@ def test_a_constant_that_is_nearly_nothing_is_something(name):
     torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-6)
 
 
-EVALUATION = "does more in eval mode than to switch dropout off"
-
-
-class Shifted(nn.Linear):
-    """Adds 1 while it trains."""
-
-    def forward(self, x):
-        return super().forward(x) + (1 if self.training else 0)
-
-
-class Averaging(nn.Linear):
-    """Keeps an average that it computes with in both modes."""
-
-    def __init__(self):
-        super().__init__(6, 6)
-        self.register_buffer("average", torch.zeros(6))
-
-    def forward(self, x):
-        y = super().forward(x) - self.average
-        if self.training:
-            self.average.lerp_(self.weight.detach().mean(0), 0.1)
-        return y
-
-
-@pytest.mark.parametrize(
-    ("make_layer", "warned"),
-    [
-        (lambda: Shifted(6, 6), True),
-        # Its vectors are up to date before the first step, and one step behind after each.
-        (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), True),
-        (Averaging, False),
-        (lambda: functional_batch_norm(training=True), True),
-        (
-            lambda: nn.Sequential(
-                nn.Linear(6, 6), nn.BatchNorm1d(6), nn.AlphaDropout(0.5), nn.RReLU(), nn.Dropout(0.1)
-            ),
-            False,
-        ),
-        (lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=None), nn.GELU()), False),
-    ],
-    ids=[
-        "by self.training",
-        "spectral norm",
-        "an average",
-        "batch norm that always trains",
-        "dropouts and batch norm",
-        "cumulative average",
-    ],
-)
-def test_an_eval_mode_that_the_graph_has_not_is_a_warning(make_layer, warned, caplog):
-    make(rebuilt(make_layer), loss_fn=None, desc=described(vectors(0))).train_step(*vectors(0), RATE)
-    assert (EVALUATION in caplog.text) == warned
-
-
 # ---------------------------------------------------------------- embeddings
 
 TOKENS = torch.tensor([[1, 2, 2, 4], [4, 0, 1, 1], [5, 5, 5, 5]])

@@ -348,7 +348,7 @@ class MomentumEncoder(nn.Module):
 
 
 def test_a_momentum_encoder_of_frozen_parameters_trains_as_in_pytorch():
-    assert_trains_as_in_pytorch(MomentumEncoder, vectors, evaluates=False)
+    assert_trains_as_in_pytorch(MomentumEncoder, vectors, evaluates=True)
 
 
 @pytest.mark.parametrize("make_layer", [MomentumEncoder, StartsAtZero])

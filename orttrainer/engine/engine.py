@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import onnx
 import onnx_ir as ir
@@ -31,6 +31,9 @@ from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.places import Places
 from orttrainer.profiling import Profile, check_updates, places_of, profiled, watching
 from orttrainer.runtime.failures import CheckFailed
+
+if TYPE_CHECKING:
+    from orttrainer.export import ForwardGraph
 
 log = logging.getLogger("orttrainer")
 
@@ -193,7 +196,7 @@ class Engine(InUse):
         fetches: Sequence[str] | None = None,
         describe: DescribeAnew | None = None,
     ) -> list[torch.Tensor]:
-        """Run forward and loss in evaluation mode: dropout off, running statistics, no update.
+        """Run forward and loss as the module does them in eval mode; no update.
 
         Args:
             given: the described inputs that the fetched outputs need, by name; all at the first
@@ -202,14 +205,15 @@ class Engine(InUse):
             describe: as for `train_step`.
         """
         batch = self._fitting_batch(given, describe, trains=False)
-        self._follow(batch, trains=False)
-        return self._runner.eval_step(batch, fetches or self.output_names)
+        evaluates, fetches = self._in_eval_mode(batch), fetches or self.output_names
+        return self._runner.eval_step(batch, fetches) if evaluates is None else evaluates.run(batch, fetches)
 
     def needed(self, fetches: Sequence[str] | None) -> list[str]:
         """The described inputs that an `eval_step` with these fetches needs."""
         if self._runner is None:
             return self.input_names
-        inputs = self._runner.inputs_of(fetches or self.output_names)
+        evaluates = self._eval_mode if self._eval_mode is not None and self._eval_mode.is_made else self._runner
+        inputs = evaluates.inputs_of(fetches or self.output_names)
         return [name for name in self.input_names if name in inputs]
 
     def eval_inputs(self, args: tuple, kwargs: Mapping, fetches: Sequence[str] | None) -> dict[str, torch.Tensor]:
@@ -310,17 +314,21 @@ class Engine(InUse):
         elif (given := self._last_batch) is None:
             raise StateError("export_inference compares the file with eval_step: give it a batch=..., or run a step")
 
-        self._follow(given, trains=False)
+        evaluates = self._in_eval_mode(given)
 
         def evaluate() -> list[torch.Tensor]:
             return self.eval_step({name: given[name] for name in self.needed(outputs)}, outputs)
 
-        export_inference(self._trained_forward(), outputs, given, evaluate, self.precision, path)
-        self._warn_of_one_way(path)
+        if evaluates is None:
+            forward, model, precision = self._forward, self._trained_forward(), self.precision
+        else:
+            forward, model, precision = evaluates.forward, evaluates.model(), None  # that of the module
+        export_inference(model, outputs, given, evaluate, precision, path, evaluates is not None)
+        self._warn_of_one_way(path, forward)
 
-    def _warn_of_one_way(self, path: str | os.PathLike) -> None:
+    def _warn_of_one_way(self, path: str | os.PathLike, forward: ForwardGraph) -> None:
         """Tell that a file has one way of a forward that decides by values, and does not ask."""
-        conditions = self._forward.conditions
+        conditions = forward.conditions
         made = () if conditions is None else [x for i, x in enumerate(conditions.made) if i not in conditions.checks]
         if made:
             log.warning(

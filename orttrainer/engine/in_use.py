@@ -26,6 +26,7 @@ from orttrainer.distributed import (
     find_collective,
 )
 from orttrainer.distributed.agreement import number_of_another
+from orttrainer.engine.evaluation import EvalMode
 from orttrainer.engine.nonfinite import LossWatch
 from orttrainer.engine.settings import OptimizerChoice, Settings
 from orttrainer.engine.source import Source
@@ -113,6 +114,7 @@ class InUse(NotCopied):
         self._has_empty = False  # parts of a batch, so far: others need not be asked
         self._sizes: dict[str, int] = {}  # of the symbolic dimensions, in the first batch
         self._state: TrainedState | None = None
+        self._eval_mode: EvalMode | None = None
         self._scale = torch.ones(1, dtype=torch.float32)
         self._rate = 0.0  # that the last step was given
         if not self.source.needs_batch(description):
@@ -258,6 +260,7 @@ class InUse(NotCopied):
             self._sizes = sizes
             raise
         self._ways.keep_only(forward)
+        self._eval_mode = None
         self._schema = schema
         self.describe(description)
 
@@ -394,6 +397,23 @@ class InUse(NotCopied):
         if (moved := self._state.follow_module()) is not None:
             self._runner.rebind(moved)
             self._ways.look_at_parameters()
+
+    def _in_eval_mode(self, batch: Mapping[str, torch.Tensor]) -> EvalMode | None:
+        """What evaluates this batch; None: the graph that trains, which then is the right one for it."""
+        if self._eval_mode is None or not self._eval_mode.is_made:
+            self._follow(batch, trains=False)
+            if (otherwise := self._forward.in_eval_mode) is None:
+                return None
+            if self._eval_mode is None:
+                make = functools.partial(self.source.graph_in_eval_mode, self.description, self._schema)
+                self._eval_mode = EvalMode(
+                    otherwise, self.source, self.input_names, self.device, signals.none_lost()(make)
+                )
+        else:
+            self._follow_module()
+            self._state.masked.make_anew()
+        with runtime.garbage_kept():
+            return self._eval_mode if self._eval_mode.follow(batch, self._last_batch, self._is_full(batch)) else None
 
     def _follow(self, batch: Mapping[str, torch.Tensor], trains: bool, asks: bool = False) -> None:
         """Change to the graph of what the module is now, and of what it decides on this batch; make it, if there is none yet.

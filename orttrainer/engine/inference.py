@@ -15,6 +15,7 @@ from orttrainer.differentiate.double import DoubleKernelsPass
 from orttrainer.errors import ExecutionError, ExportMismatchError, StateError
 from orttrainer.graph.light import without_weights
 from orttrainer.graph.passes.axes import AllAxesPass
+from orttrainer.graph.passes.batch_norm import SplitBatchNormalizationPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.inference import ExactDoublePass, InferenceBatchNormalizationPass
 from orttrainer.graph.passes.matmul import MultiplesPass, VectorMatMulPass
@@ -29,12 +30,13 @@ from orttrainer.graph.write import write_model
 TOLERANCES = {None: 1e-4, ir.DataType.FLOAT16: 2e-2, ir.DataType.BFLOAT16: 1e-1}
 
 
-def inference_model(forward: ir.Model, outputs: Sequence[str]) -> ir.Model:
+def inference_model(forward: ir.Model, outputs: Sequence[str], evaluates: bool = False) -> ir.Model:
     """A forward graph in training form -> the part that makes `outputs`, in inference form.
 
     Args:
         forward: of a `ForwardGraph`; used up.
         outputs: names of graph outputs, in the order of the new graph's.
+        evaluates: it is one of a module in eval mode, where what still normalizes by the batch does so on purpose.
     """
     graph = forward.graph
     by_name = {value.name: value for value in graph.outputs}
@@ -47,7 +49,7 @@ def inference_model(forward: ir.Model, outputs: Sequence[str]) -> ir.Model:
         ExactDoublePass(),
         MultiplesPass(),
         MutePass({"Dropout"}),
-        InferenceBatchNormalizationPass(),
+        SplitBatchNormalizationPass() if evaluates else InferenceBatchNormalizationPass(),
         common.RemoveUnusedNodesPass(),
         eliminate_identities,
         common.OutputFixPass(),
@@ -73,6 +75,7 @@ def export_inference(
     evaluate: Callable[[], Sequence[torch.Tensor]],
     precision: ir.DataType | None,
     path: str | os.PathLike,
+    evaluates: bool = False,
 ) -> None:
     """Write a forward graph in inference form, once it gives on a batch what `evaluate` gives.
 
@@ -82,12 +85,13 @@ def export_inference(
         evaluate: called for the outputs on this batch, in order.
         precision: as `check_inference` takes it.
         path: of the file.
+        evaluates: as `inference_model` takes it.
 
     Raises:
         StateError: the batch lacks an input.
         ExportMismatchError: an output differs; nothing is written.
     """
-    model = inference_model(forward, outputs)
+    model = inference_model(forward, outputs, evaluates)
     if missing := [value.name for value in model.graph.inputs if value.name not in batch]:
         raise StateError(f"the batch lacks {missing}; give export_inference a batch=... of all inputs")
     check_inference(model, batch, dict(zip(outputs, evaluate())), precision)

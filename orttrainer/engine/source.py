@@ -152,9 +152,7 @@ class Source:
         for part in (self.model, self.loss_fn) if self._ranks > 1 else ():
             if isinstance(part, torch.nn.Module):
                 export.refuse_synchronized(part)
-        # In inference mode there are no gradients to compare with, and nothing can be traced.
-        with _one_export, _uncompiled(), torch.inference_mode(False):
-            batch = [x.clone() if x.is_inference() else x for x in batch]
+        with _exporting(batch) as batch:
             try:
                 return self._forward_graph(description, batch, schema, then)
             except Exception:  # whatever the module raises
@@ -202,6 +200,17 @@ class Source:
         given = [x.detach().requires_grad_() if name in self._marked else x for name, x in batch.items()]
         self.forward_graph(description, given, schema, trains, made.append)
         return self.frozen(made[-1])
+
+    def graph_in_eval_mode(
+        self, description: ModelDescription, schema: InputSchema, batch: Mapping[str, torch.Tensor]
+    ) -> ForwardGraph:
+        """The forward graph of a module in eval mode, checked on a batch."""
+        with _exporting([*batch.values()]) as given:
+            forward = export.export_module(
+                self.model, self.loss_fn, description, given, schema=schema, opset=self.settings.opset, evaluates=True
+            )
+        signals.raise_noted()
+        return forward.unchecked()
 
     def weights(self) -> dict[str, torch.Tensor]:
         """What a state dict has of the modules; {} of an ONNX model, whose state the graph has."""
@@ -261,6 +270,17 @@ class Source:
                 "onnx.ModelProto, or nothing after changing the one it was given"
             )
         return changed if returned is None else returned
+
+
+@contextlib.contextmanager
+def _exporting(batch: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """One export at a time, outside of inference mode, where there are no gradients to compare with, and nothing can be traced.
+
+    Yields:
+        The batch that it is to be made on.
+    """
+    with _one_export, _uncompiled(), torch.inference_mode(False):
+        yield [x.clone() if x.is_inference() else x for x in batch]
 
 
 @contextlib.contextmanager

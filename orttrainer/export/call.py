@@ -28,6 +28,7 @@ __all__ = [
     "asks_for_gradients",
     "check_layers",
     "count_outputs",
+    "in_eval_mode",
     "in_train_mode",
     "is_dense",
     "is_marked",
@@ -51,14 +52,16 @@ class LossModule(nn.Module):
         loss_fn: `loss_fn(prediction, label)` or None, where the module returns the loss itself.
         description: the `ModelDescription`; with a `loss_fn` it says which inputs are the label.
         batch: one of whose tensors some may be marked: so are those of each batch in forward, as if it did it itself.
+        evaluates: whether it is called in eval mode, else as it trains.
     """
 
-    def __init__(self, module, loss_fn, description, batch=()):
+    def __init__(self, module, loss_fn, description, batch=(), evaluates=False):
         super().__init__()
         if loss_fn is not None:
             _check_loss_fn(loss_fn)
         self.module = module
         self.loss_fn = loss_fn
+        self.evaluates = evaluates
         self.output_names = [d.name_ for d in description.outputs_]
         self.loss_position = description.loss_position_
         self.input_names, self.label = [d.name_ for d in description.inputs_], description.label_
@@ -104,7 +107,12 @@ class LossModule(nn.Module):
 
     def gradients(self, trains=True):
         """None around a call, unless forward asks for them, or, where it `trains`, whether there are any."""
+        trains = trains and not self.evaluates
         return torch.enable_grad() if self.differentiates or (trains and self.sees_gradients) else torch.no_grad()
+
+    def in_mode(self):
+        """A context, in which the module is as it trains, or evaluates."""
+        return in_eval_mode(self.module) if self.evaluates else in_train_mode(self.module)
 
     def _checked(self, outputs):
         names = self.output_names
@@ -300,9 +308,23 @@ def in_train_mode(module):
 
     Then a submodule in eval mode was put there on purpose (a frozen BatchNorm) and stays so.
     """
+    with _flags_kept(module):
+        if not module.training:
+            set_mode(module, training=True)
+        yield
+
+
+@contextlib.contextmanager
+def in_eval_mode(module):
+    """Eval mode for the whole module."""
+    with _flags_kept(module):
+        set_mode(module, training=False)
+        yield
+
+
+@contextlib.contextmanager
+def _flags_kept(module):
     flags = [(m, m.training) for m in module.modules()]
-    if not module.training:
-        set_mode(module, training=True)
     try:
         yield
     finally:

@@ -38,6 +38,8 @@ class ForwardGraph:
         touched: paths of attributes of the module that forward changes itself.
         read: what the code that it ran may read; None where that is not known.
         outside: modules that forward calls and that are no part of the module; their tensors are buffers.
+        in_eval_mode: what the module computes otherwise there than the graph with dropout off and running statistics; None:
+            nothing, or not known.
         exporter: what made the graph: "dynamo", "torchscript" or "onnx".
     """
 
@@ -53,6 +55,7 @@ class ForwardGraph:
     touched: tuple[str, ...] = ()
     read: Read | None = None
     outside: tuple[nn.Module, ...] = ()
+    in_eval_mode: str | None = None
 
     @property
     def checks(self) -> str | None:

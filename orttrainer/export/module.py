@@ -17,7 +17,7 @@ from orttrainer import signals
 from orttrainer.describe import InputSchema, ModelDescription
 from orttrainer.errors import ExportError, InvalidArgumentError, RuntimeNotFoundError
 from orttrainer.export.call import OUTSIDE, LossModule, check_layers, state_names
-from orttrainer.export.checks.check import check_dropouts, check_values, compare_evaluation, warn_of_evaluation
+from orttrainer.export.checks.check import check_dropouts, check_values, compare_evaluation
 from orttrainer.export.checks.failures import (
     condensed,
     contradicts_itself,
@@ -51,6 +51,7 @@ def export_module(
     opset: int = 18,
     check: bool = True,
     beside: Beside | None = None,
+    evaluates: bool = False,
 ) -> ForwardGraph:
     """Export `module` and its loss as they train.
 
@@ -66,6 +67,7 @@ def export_module(
         opset: 18 to 21; lower ones are raised to 18.
         check: run the graph on the first batch and compare it with the module.
         beside: what is done meanwhile, where a child process exports.
+        evaluates: export the module in eval mode instead; the graph is one of nothing that trains.
 
     Returns:
         A `ForwardGraph`. Parameters share memory with the module's.
@@ -81,12 +83,13 @@ def export_module(
     schema = schema or InputSchema.settle(description.inputs_, inputs)
     check_layers(module)
     _check_names(module, description)
-    wrapper = LossModule(module, loss_fn, description, sample_inputs)
+    wrapper = LossModule(module, loss_fn, description, sample_inputs, evaluates)
     job = _Job(wrapper, description, schema, inputs, opset, check)
     with job.forked(beside) as child:
         job.look()
         exported = (child and job.exported_by(child, beside)) or job.exported()
         seen = {"touched": job.observed.touched, "read": job.observed.read, "outside": job.wrapper.taken_in}
+        seen["in_eval_mode"] = job.in_eval_mode
         forward = replace(exported, granted=(*exported.granted, *job.emptiness), **seen)
         if job.compares:
             beside.then(forward)
@@ -145,6 +148,7 @@ class _Job:
         self.by_nodes = []  # True for each graph that was decomposed so
         self.compares = False  # a child that has exported the graph goes on with it
         self.fixes_sizes = False  # axes may become constants
+        self.in_eval_mode = None  # what is else there
 
     def _take_state(self):
         """Names and tensors of all state; of modules outside without their parameters' flags, since they are not trained here."""
@@ -209,7 +213,7 @@ class _Job:
                 failures.setdefault(exporter, error)
             else:
                 if self.check:
-                    warn_of_evaluation(self._evaluated())
+                    self.in_eval_mode = self._evaluated()
                 copy_constants(forward.model.graph, {*forward.parameters, *forward.buffers})
                 return forward
         raise failure(self.wrapper, self.inputs, failures)
@@ -252,6 +256,8 @@ class _Job:
         return replace(forward, granted=left)
 
     def _evaluated(self):
+        if self.wrapper.evaluates:
+            return None
         if self.observed.differentiates and self.counted:
             return "the gradients that forward asks for go through the statistics of the batch"
         return compare_evaluation(self.wrapper, self.inputs, self.symbols, self.updated)
@@ -304,7 +310,7 @@ class _Job:
         except Exception as error:
             log.info("the graph that a child exported with %s is not the module's: %s", forward.exporter, error)
             return None
-        warn_of_evaluation(evaluated)
+        self.in_eval_mode = evaluated
         self.compares = places is not None
         return forward
 

@@ -11,7 +11,7 @@ from orttrainer import runtime
 from orttrainer.differentiate.inner import asks_for_gradients, expand_inner_gradients, watch_inner_gradients
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export import normalize
-from orttrainer.export.call import in_train_mode, register_once
+from orttrainer.export.call import register_once
 from orttrainer.export.capture import capture_dynamo, capture_torchscript, load_exporter
 from orttrainer.export.forms.batch_norm import stop_gradients_at_statistics
 from orttrainer.export.forms.double_attributes import take_decimals
@@ -78,7 +78,7 @@ def of_other_sizes(forward: ForwardGraph) -> None:
 
 
 def _captured(job, exporter, forget_cached):
-    with unchanged(job.wrapper, job.example), in_train_mode(job.wrapper.module):
+    with unchanged(job.wrapper, job.example), job.wrapper.in_mode():
         for owner, name in job.cached_tensors() if forget_cached else ():
             setattr(owner, name, None)
         if job.updated:
@@ -87,7 +87,7 @@ def _captured(job, exporter, forget_cached):
         for name in job.wrapper.changed:  # as for a buffer: what is written to a view of it is written to it
             _attribute(job, name).requires_grad_(False)
         # With gradients on: what forward itself computes under no_grad is then told apart.
-        with torch.enable_grad():
+        with job.wrapper.gradients() if job.wrapper.evaluates else torch.enable_grad():
             model = exporter(job.wrapper, job.example, job.symbols, job.opset)
     runtime.give_back_memory()  # torch's graphs, before the checks need as much
     return model

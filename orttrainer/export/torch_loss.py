@@ -100,7 +100,9 @@ def attach_loss(
     state = dict.fromkeys(loss.model.graph.initializers, "a tensor of the loss is called")
     labelled = dict.fromkeys(labels, "the label is described as")
     _give_way(body.graph, {**state, **labelled, description.outputs_[0].name_: "the loss is described as"})
-    return replace(_joined(as_forward_graph(body), loss, [*labels], bool(outputs)), granted=granted)
+    return replace(
+        _joined(as_forward_graph(body), loss, [*labels], bool(outputs)), granted=granted, in_eval_mode=loss.in_eval_mode
+    )
 
 
 def _inputs_of(conditions: Conditions) -> set[str]:

@@ -154,7 +154,7 @@ class ORTTrainer(FrontEnd):
 
     @one_at_a_time
     def eval_step(self, *args, **kwargs):
-        """Run forward and loss in evaluation mode: dropout off, running statistics, no update.
+        """Run forward and loss as the module does them in eval mode; no update.
 
         Args:
             args, kwargs: as in `train_step`. With `_train_step_info.fetches` only the inputs that those outputs

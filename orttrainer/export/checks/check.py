@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from orttrainer import runtime
 from orttrainer.differentiate.double import DoubleKernelsPass
 from orttrainer.errors import ExportMismatchError, RuntimeNotFoundError
-from orttrainer.export.call import in_train_mode, set_mode
+from orttrainer.export.call import in_eval_mode, in_train_mode
 from orttrainer.export.checks.forwards import outputs_of, own
 from orttrainer.export.checks.observation import Observation, observe
 from orttrainer.export.checks.rounding import MOST_ROUNDING, Rounding, largest, reason_of, rounding_of
@@ -44,7 +44,7 @@ from orttrainer.graph.passes.speed.einsum import EinsumProductPass
 from orttrainer.graph.passes.speed.fourier import FourierProductPass
 from orttrainer.graph.passes.wide import WidePass
 
-__all__ = ["check_dropouts", "check_values", "compare_evaluation", "runner_of", "warn_of_evaluation"]
+__all__ = ["check_dropouts", "check_values", "compare_evaluation", "runner_of"]
 
 log = logging.getLogger("orttrainer")
 
@@ -362,23 +362,13 @@ def _difference_of_modes(wrapper, results):
     return None
 
 
-def warn_of_evaluation(difference: str | None) -> None:
-    """Say what `compare_evaluation` found."""
-    if difference is not None:
-        log.warning(
-            "the module does more in eval mode than to switch dropout off and to take running statistics, so eval_step, "
-            "which does these two, gives something else than the module in eval mode (%s). Evaluate with the module "
-            "itself: its parameters are the trained ones.",
-            difference,
-        )
-
-
 def _further_trained(wrapper):
     """Give the parameters other values; in memory of their own, for an exporter may read theirs meanwhile."""
     with torch.no_grad():
-        for parameter in filter(torch.is_floating_point, wrapper.parameters()):
+        for index, parameter in enumerate(filter(torch.is_floating_point, wrapper.parameters())):
             places = torch.arange(parameter.numel(), device=parameter.device).reshape(parameter.shape)
-            parameter.data = parameter * (1 + 0.3 * (-1.0) ** places).to(parameter.dtype)
+            # Each its own, where one may be a copy of another that forward averages.
+            parameter.data = parameter * (1 + 0.3 * torch.cos(2.0 * places + index)).to(parameter.dtype)
 
 
 def _in_both_modes(wrapper, inputs, before=lambda wrapper: None):
@@ -396,10 +386,7 @@ def _outputs_in_mode(wrapper, inputs, mode, training, before=lambda wrapper: Non
     """The outputs under `mode`; None where the module gives none, or draws random numbers for them."""
     with unchanged(wrapper, inputs), contextlib.ExitStack() as stack, wrapper.gradients(training):
         before(wrapper)
-        if training:
-            stack.enter_context(in_train_mode(wrapper.module))
-        else:
-            set_mode(wrapper.module, training=False)
+        stack.enter_context((in_train_mode if training else in_eval_mode)(wrapper.module))
         generators = Generators(inputs)
         with mode:
             try:

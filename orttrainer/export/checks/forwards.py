@@ -9,7 +9,7 @@ import torch
 
 from orttrainer.errors import OrtTrainerError
 from orttrainer.export import checkpoints
-from orttrainer.export.call import asks_for_gradients, in_train_mode
+from orttrainer.export.call import asks_for_gradients
 from orttrainer.export.faithful import MutedDropout
 from orttrainer.export.memory.hidden_state import Generators, sampled
 from orttrainer.export.memory.holdings import same_elements
@@ -62,7 +62,7 @@ def called(wrapper, *batches):
     tensors = [x for batch in batches for x in batch]
     with (
         unchanged(wrapper, tensors) as moved,
-        in_train_mode(wrapper.module),
+        wrapper.in_mode(),
         wrapper.gradients(),
         MutedDropout(),
     ):

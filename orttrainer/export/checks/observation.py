@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from orttrainer.export.call import in_train_mode
 from orttrainer.export.checks.forwards import AsksForGradients
 from orttrainer.export.memory.first_call import CallsOthers, FirstCall, SeesGradients
 from orttrainer.export.memory.later_calls import LaterCalls
@@ -53,7 +52,7 @@ def observe(wrapper, inputs, hidden_state: bool = True) -> Observation:
 
 
 def _observed(wrapper, inputs, hidden_state: bool) -> Observation:
-    with unchanged(wrapper, inputs) as moved, in_train_mode(wrapper.module), wrapper.gradients():
+    with unchanged(wrapper, inputs) as moved, wrapper.in_mode(), wrapper.gradients():
         first = FirstCall(wrapper, inputs, moved, aloud=hidden_state)
         first.check_trained()
         if hidden_state:

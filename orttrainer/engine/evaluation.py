@@ -1,0 +1,169 @@
+"""A module in eval mode, where that is more than its training graph with dropout off and running statistics."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+import onnx_ir as ir
+import torch
+
+from orttrainer import export
+from orttrainer.engine.inference import inference_model
+from orttrainer.engine.ways import Ways
+from orttrainer.errors import ExportError, SchemaError, UnsupportedModelError
+from orttrainer.export.initializers import state_as_inputs
+from orttrainer.export.memory.holdings import same_elements
+from orttrainer.run import open_evaluation
+from orttrainer.state.trained import ir_view
+
+if TYPE_CHECKING:
+    from orttrainer.engine.source import Source
+    from orttrainer.export import ForwardGraph
+    from orttrainer.run import Phase
+
+log = logging.getLogger("orttrainer")
+
+Batch: TypeAlias = Mapping[str, torch.Tensor]
+
+
+class EvalMode:
+    """The graphs of a module in eval mode, on the tensors that it has at the moment.
+
+    They stand beside the training graph, and change nothing of it: stochastic depth, noise, layers that are merged or averages
+    that are moved, by `if self.training`.
+
+    Args:
+        otherwise: what it computes otherwise there.
+        source: of the module.
+        described: names of the inputs.
+        device: where its tensors are.
+        make: exports the module in eval mode on a whole batch.
+    """
+
+    def __init__(
+        self,
+        otherwise: str,
+        source: Source,
+        described: Sequence[str],
+        device: torch.device,
+        make: Callable[[Batch], ForwardGraph],
+    ):
+        self._source, self._described, self._device, self._make = source, described, device, make
+        self._otherwise, self._ways, self._lacks_form = otherwise, None, False
+
+    @property
+    def is_made(self) -> bool:
+        """Whether there is a graph."""
+        return self._ways is not None
+
+    @property
+    def forward(self) -> ForwardGraph:
+        """The graph in use."""
+        return self._ways.known[-1]
+
+    def follow(self, batch: Batch, last: Batch, full: bool) -> bool:
+        """Change to the graph that is right for this batch, and for what the module is now; make it, if there is none yet.
+
+        Args:
+            batch: inputs, by name.
+            last: the last whole batch.
+            full: whether no part of it is empty.
+
+        Returns:
+            Whether there is one; where there is not, this says so once.
+
+        Raises:
+            ExportError: there was one, and is none for this batch. Whatever the module raises.
+        """
+        if self._lacks_form:
+            return False
+        if self._ways is None or not self._decided_hold():
+            try:
+                self._begin(batch if len(batch) == len(self._described) else last)
+            except ExportError as error:
+                if self._ways is not None:
+                    raise
+                self._give_up(error)
+                return False
+        if not (self._ways.right_for_all(False) and full):
+            make = lambda batch, trains: self._make(batch)  # noqa: E731
+            forward = self._ways.other(batch, last, lambda name: self._live()[name], False, make)
+            if forward is not None:
+                self._take(forward)
+        return True
+
+    def run(self, batch: Batch, fetches: Sequence[str]) -> list[torch.Tensor]:
+        """The outputs of these names, behind `follow`.
+
+        Raises:
+            SchemaError: the batch lacks an input that they need.
+        """
+        phase = self._phase(fetches)
+        live = self._live()
+        if missing := [name for name in phase.inputs if name not in batch and name not in live]:
+            raise SchemaError(f"eval_step lacks {missing}, which {list(fetches)} depend on in eval mode")
+        return phase.run({**live, **batch})
+
+    def inputs_of(self, fetches: Sequence[str]) -> set[str]:
+        """The described inputs that these outputs depend on."""
+        return {*self._described}.intersection(self._phase(fetches).inputs)
+
+    def model(self) -> ir.Model:
+        """A copy of the graph in use, whose initializers show the state of the moment."""
+        model, live = self.forward.model.clone(), self._live()
+        for name, value in model.graph.initializers.items():
+            if name in live:
+                value.const_value = ir_view(name, live[name])
+        return model
+
+    def show(self, model: ir.Model) -> None:
+        """For `Ways.took`: the graphs have their state from the module in each run."""
+
+    # -- graphs ---------------------------------------------------------------------------
+
+    def _begin(self, batch: Batch) -> None:
+        if self._source.module is None or self._source.settings.postprocess is not None:
+            raise UnsupportedModelError("only of a module as it is a graph in eval mode can be made")
+        begun = time.perf_counter()
+        forward = self._make(batch)
+        self._ways = Ways(forward, self._described, self._source)
+        self._decided = {name: self._live(forward)[name].clone() for name in forward.decided}
+        self._take(forward)
+        log.info("exported in eval mode, too, in %.1f s", time.perf_counter() - begun)
+
+    def _give_up(self, error: ExportError) -> None:
+        self._lacks_form = True
+        log.warning(
+            "the module does more in eval mode than to switch dropout off and to take running statistics (%s), and cannot be exported "
+            "there (%s). So eval_step, which does these two, gives something else. Evaluate with the module itself: its parameters "
+            "are the trained ones.",
+            self._otherwise, str(error).partition("\n")[0],
+        )  # fmt: skip
+
+    def _take(self, forward: ForwardGraph) -> None:
+        _, _, phases = self._ways.opened(forward)
+        self._ways.took(forward, None, self, {} if phases is None else phases)
+
+    def _decided_hold(self) -> bool:
+        """Whether buffers whose values are in the graph have these."""
+        live = self._live() if self._decided else {}
+        return all(same_elements(live[name], value) for name, value in self._decided.items())
+
+    def _phase(self, fetches: Sequence[str]) -> Phase:
+        """A session that takes the state as it takes a batch: the module may have it elsewhere each time."""
+        _, _, phases = self._ways.opened(forward := self.forward)
+        if (key := tuple(fetches)) not in phases:
+            with state_as_inputs(forward.model, [*forward.parameters, *forward.buffers]):
+                light = forward.model.clone()
+            settings, model = self._source.settings, inference_model(light, fetches, evaluates=True)
+            phases[key] = open_evaluation(model, fetches, self._device, settings.providers, settings.session_options)
+        return phases[key]
+
+    def _live(self, forward: ForwardGraph | None = None) -> dict[str, torch.Tensor]:
+        """The tensors of the modules, by name, real ones."""
+        outside = (forward or self.forward).outside
+        module, loss_fn = self._source.module, self._source.loss_fn
+        return {name: export.as_real(x.detach()) for name, x in export.named_state(module, loss_fn, outside).items()}
