@@ -16,7 +16,7 @@ from torch import nn
 from orttrainer import IODescription, ModelDescription, set_seed
 from orttrainer.errors import ModelError
 from orttrainer.graph.passes.draws import CounterHashDrawsPass
-from orttrainer.graph.passes.random import RANDOM_OPS, MutePass
+from orttrainer.graph.passes.random import RANDOM_OPS, MutePass, stand_in
 
 FLOAT = onnx.TensorProto.FLOAT
 ROWS, COLUMNS = 400, 250
@@ -289,6 +289,40 @@ def test_each_draw_is_lowered_and_has_a_stand_in(op_type):
             low, high = between
             assert len({*y.flatten().tolist()}) == y.size and low < y.min() < y.max() < high
             assert abs(y.mean() - (low + high) / 2) < 0.1 * (high - low)
+
+
+@pytest.mark.parametrize("size", [2, 8, 16, 33, 64, 128])
+def test_a_matrix_of_stand_ins_has_factors_that_are_not_made_of_rounding(size):
+    """Of uniform numbers the condition number is of the order of the size (Edelman 1988)."""
+    matrix = stand_in(torch.arange(size * size).reshape(size, size)).double() - 0.5
+    assert torch.linalg.cond(matrix) < 100 * size
+
+
+@pytest.mark.parametrize("size", [8, 16])
+def test_a_rotation_that_is_drawn_is_one_of_each_step(size):
+    """As the features of performers are redrawn: the squares of w Q sum to w^2 in each row, for a rotation Q."""
+
+    class Rotates(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x):
+            q = torch.linalg.qr(torch.randn(size, size)).Q
+            y = self.w * x @ q
+            return y.square().mean() * size, y
+
+    description = ModelDescription(
+        [IODescription("x", [size, size])], [IODescription("loss", []), IODescription("y", [size, size])]
+    )
+    trainer = make(Rotates(), loss_fn=None, desc=description)
+    x, w, seen = torch.eye(size), 2.0, []
+    for _ in range(3):
+        loss, y = trainer.train_step(x, 0.1)
+        torch.testing.assert_close(loss.item(), w * w, rtol=1e-5, atol=0.0)
+        w -= 0.1 * 2 * w
+        seen.append(y / y.norm())
+    assert (seen[0] - seen[1]).abs().max() > 0.1 and (seen[1] - seen[2]).abs().max() > 0.1
 
 
 def test_bernoulli_in_a_subgraph_is_refused():

@@ -16,6 +16,7 @@ RANDOM_OPS = frozenset(
 )
 UNIFORM, NORMAL = (0.0, 1.0), (-2.0, 2.0)  # the ranges of the stand-ins for numbers of these distributions
 _STRIDE, _PERIOD = 2592223, 2**22  # by the golden section: numbers near each other are far apart in value
+_BEND = 29690  # of the square of a place; even, so that all numbers of a period differ
 _MARK = "orttrainer_site"
 _MOVES = frozenset(["Abs", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Unsqueeze"])  # of what is not negative
 
@@ -62,9 +63,10 @@ _SHARING = (common.DeduplicateInitializersPass(), common.CommonSubexpressionElim
 def stand_in(places):
     """What stands in for uniform numbers at these places (integers) of a tensor, exact in float32.
 
-    All differ, so that the order of what is drawn (of patches to keep, by `topk`) is one, which ties would leave open.
+    All differ, so that the order of what is drawn (of patches to keep, by `topk`) is one, which ties would leave open. And
+    square matrices of them are as far from singular as drawn ones, or their factors would be made of rounding.
     """
-    return (places * _STRIDE % _PERIOD + 0.5) / _PERIOD
+    return (places * (places * _BEND + _STRIDE) % _PERIOD + 0.5) / _PERIOD
 
 
 class MutePass(ir.passes.InPlacePass):
@@ -119,7 +121,8 @@ def _muted(node: ir.Node, new: list[ir.Node]) -> list[ir.Value]:
         size, integer, number = shape(), ir.DataType.INT64, ir.DataType.FLOAT
         zero, one = constant(0, integer), constant(1, integer)
         places = op("Range", zero, op("Size", op("ConstantOfShape", size)), one)
-        places = op("Mod", op("Mul", places, constant(_STRIDE, integer)), constant(_PERIOD, integer))
+        bent = op("Add", op("Mul", places, constant(_BEND, integer)), constant(_STRIDE, integer))
+        places = op("Mod", op("Mul", places, bent), constant(_PERIOD, integer))
         u = op("Div", op("Add", op("Cast", places, to=int(number)), constant(0.5, number)), constant(_PERIOD, number))
         numbers = op("Add", op("Mul", u, constant(high - low, number)), constant(low, number))
         return op("Cast", op("Reshape", numbers, size, allowzero=1), to=int(dtype))
