@@ -77,6 +77,18 @@ class Target(nn.Module):
         return self.online(x) + self.target(x)
 
 
+class Gated(nn.Module):
+    """Centred while it trains, behind a gate that is closed at first, as of ReZero (Bachlechner et al. 2020)."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.gate = nn.Linear(6, 6), nn.Parameter(torch.zeros(1))
+
+    def forward(self, x):
+        y = self.linear(x)
+        return x + self.gate * (y - y.mean(0) if self.training else y)
+
+
 class WithoutGradients(nn.Linear):
     def forward(self, x):
         return super().forward(x) * (2.0 if torch.is_grad_enabled() else 3.0)
@@ -103,6 +115,7 @@ LAYERS = {
     "noise": lambda: Noisy(6, 6),
     "an adapter": Merged,
     "a target network": Target,
+    "a closed gate": Gated,
     # Its vectors are up to date before the first step, and one step behind after each.
     "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(6, 6)),
     "statistics of the batch in both modes": normalized_by_the_batch,

@@ -332,8 +332,8 @@ def compare_evaluation(wrapper, inputs, symbols, updated=()) -> str | None:
 
     To evaluate, the graph switches dropout off and takes running statistics. What else forward does by `self.training`
     it cannot know of. That does not depend on the data, so a smaller batch does, where the module takes one. Where forward
-    keeps something of the parameters, as spectral norm does, that is up to date in the first step; so another look is
-    taken at the parameters as they may be later.
+    keeps something of the parameters, as spectral norm does, that is up to date in the first step; and what is multiplied
+    by zeros at first cannot be seen. So another look is taken at the parameters as they may be later.
 
     Args:
         symbols: per input, {axis: symbol}.
@@ -344,7 +344,8 @@ def compare_evaluation(wrapper, inputs, symbols, updated=()) -> str | None:
     results = (smaller and _in_both_modes(wrapper, other)) or _in_both_modes(wrapper, inputs)
     difference = _difference_of_modes(wrapper, results)
     layers = dict(wrapper.named_modules())
-    if difference is None and not all(isinstance(layers.get(name.rpartition(".")[0]), _NormBase) for name in updated):
+    writes = not all(isinstance(layers.get(name.rpartition(".")[0]), _NormBase) for name in updated)
+    if difference is None and (writes or _has_gates(wrapper)):
         difference = _difference_of_modes(
             wrapper, _in_both_modes(wrapper, other if smaller else inputs, _further_trained)
         )
@@ -362,13 +363,22 @@ def _difference_of_modes(wrapper, results):
     return None
 
 
+def _has_gates(wrapper) -> bool:
+    """Whether there are parameters that are zero at first and may be factors, as what a block adds to its input often has one."""
+    return any(
+        name.rpartition(".")[2] != "bias" and parameter.numel() and not parameter.any()
+        for name, parameter in wrapper.named_parameters()
+    )
+
+
 def _further_trained(wrapper):
     """Give the parameters other values; in memory of their own, for an exporter may read theirs meanwhile."""
     with torch.no_grad():
         for index, parameter in enumerate(filter(torch.is_floating_point, wrapper.parameters())):
             places = torch.arange(parameter.numel(), device=parameter.device).reshape(parameter.shape)
             # Each its own, where one may be a copy of another that forward averages.
-            parameter.data = parameter * (1 + 0.3 * torch.cos(2.0 * places + index)).to(parameter.dtype)
+            change = 0.3 * torch.cos(2.0 * places + index).to(parameter.dtype)
+            parameter.data = parameter * (1 + change) if parameter.any() else change
 
 
 def _in_both_modes(wrapper, inputs, before=lambda wrapper: None):
