@@ -96,7 +96,7 @@ CALLS = {
     "the label in the dict": (lambda t: t.step({"input": x, "label": y}), SchemaError, "the label, or something in it, is a dict of ['input', 'label'], and is described as 'label'; give the inputs and then the label"),
     "an unknown name": (lambda t: t.step({"data": x}, y), SchemaError, "step got unknown inputs ['data']; it takes ['input', 'label']"),
     "a tuple too many": (lambda t: t.step(((x,),), y), SchemaError, "input 'input': expected a torch.Tensor, got tuple"),
-    "other features": (lambda t: t.step(x[:, :3], y), SchemaError, "input 'input', axis 1: expected size 4, got 3...the module does not take such a batch: RuntimeError: mat1 and mat2"),
+    "other features": (lambda t: t.step(x[:, :3], y), SchemaError, "input 'input', axis 1: expected size 4, got 3...the module does not take such a batch: RuntimeError:...mat1 and mat2"),
     "rows that do not match": (lambda t: t.step(x, y[:3]), SchemaError, "input 'label', axis 0 ('batch'): expected size 8 as in input 'input', axis 0, got 3"),
     "another dtype": (lambda t: t.step(x.double(), y), SchemaError, "input 'input': expected dtype torch.float32, got torch.float64. Convert it with .to(torch.float32)."),
     "no rows": (lambda t: t.step(x[:0], y[:0]), SchemaError, "input 'input', axis 0 ('batch'): expected at least 1 element, got 0"),
