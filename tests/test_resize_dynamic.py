@@ -86,6 +86,32 @@ def test_the_nearest_pixels_of_a_region_at_run_time_get_the_gradient():
     np.testing.assert_allclose(np.vdot(at_x["y"] - at_0["y"], dy), np.vdot(x, at_x["x_grad"]), rtol=1e-5)
 
 
+STAYS = [case for case in itertools.product(("nearest", "linear", "cubic"), ("known", "open"), ("stretch", "not_larger"))
+         if case != ("cubic", "open", "not_larger")]  # refused, see below  # fmt: skip
+
+
+@pytest.mark.parametrize(("mode", "size", "policy"), STAYS)
+def test_where_onnxruntime_leaves_an_axis_uncropped_that_stays_as_long_so_does_the_gradient(mode, size, policy):
+    """Y is linear in X up to a constant: column k of its matrix is Y(e_k) - Y(0)."""
+    region = {"roi": np.array([0.1, 0.2, 0.8, 1.1], np.float32), "sizes": np.array([5, 9])}
+    model = model_of(region, np.float32, 4, mode=mode, axes=[2, 3], keep_aspect_ratio_policy=policy, **CROP)
+    for info, value in zip(model.graph.input[1:], region.values()):
+        info.type.tensor_type.shape.dim[0].dim_value = len(value)
+    if size == "known":
+        del model.graph.input[1:]
+        model.graph.initializer.extend(onnx.numpy_helper.from_array(value, name) for name, value in region.items())
+        for dim, length in zip(model.graph.input[0].type.tensor_type.shape.dim, (1, 1, 5, 4)):
+            dim.dim_value = length
+    gradient = build_gradient(model, wrt="x")
+    width = 9 if policy == "stretch" else 4  # of 5 by 4, no larger than 5 by 9
+    dy = np.random.default_rng(3).standard_normal((1, 1, 5, width)).astype(np.float32)
+    given = {} if size == "known" else region
+    run = lambda x: _run_onnxruntime(gradient, {"x": x, **given, "y_cotangent": dy})  # noqa: E731
+    at_0 = run(np.zeros((1, 1, 5, 4), np.float32))
+    expected = [np.vdot(run(e)["y"] - at_0["y"], dy) for e in np.eye(20, dtype=np.float32).reshape(20, 1, 1, 5, 4)]
+    np.testing.assert_allclose(at_0["x_grad"].ravel(), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_an_aspect_ratio_kept_at_run_time_is_refused_for_cubic():
     model = model_of({"sizes": None}, np.float32, 4, mode="cubic", keep_aspect_ratio_policy="not_larger")
     with pytest.raises(GradientError, match="not implemented for keep_aspect_ratio_policy with mode 'cubic'"):

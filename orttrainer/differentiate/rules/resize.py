@@ -30,13 +30,12 @@ def resize(op, node, dy):
     refuse_gradient_by(op, node, 2, "scales")
     x = node.inputs[0]
     dims = rank(node, x)
-    mode = attribute(node, "coordinate_transformation_mode", "half_pixel")
     axes = [axis % dims for axis in attribute(node, "axes", None) or range(dims)]
     dx, blocks = dy, {}
     for place, axis in enumerate(axes):
         scale, region = scale_of(op, node, place, axes), region_of(op, node, place, len(axes))
         size, resized = x.shape[axis], resized_to(node, x, axis, axes, scale)
-        if stays(size, resized, scale) and mode != "tf_crop_and_resize":
+        if stays(size, resized, scale) and not _crops_what_stays(node):
             continue
         if isinstance(size, int) and isinstance(resized, int) and not isinstance(region, ir.Value):
             matrix = interpolation_matrix(node, size, resized, scale or resized / size, region)
@@ -56,8 +55,17 @@ def resize(op, node, dy):
 
 
 def stays(size, resized, scale: float | ir.Value | None) -> bool:
-    """Whether an axis is as long as before, so that nothing happens along it."""
+    """Whether an axis is as long as before, so that nothing but a crop happens along it."""
     return scale == 1 or (scale is None and resized is not None and same_dim(size, resized))
+
+
+def _crops_what_stays(node: ir.Node) -> bool:
+    """Whether a region is cut out along an axis that is as long as before, as ONNX says.
+
+    ONNX Runtime leaves such an axis as it is. For float64 it has no kernel, and ours do as ONNX says.
+    """
+    crops = attribute(node, "coordinate_transformation_mode", "half_pixel") == "tf_crop_and_resize"
+    return crops and node.inputs[0].dtype == DOUBLE
 
 
 def scale_of(op, node: ir.Node, place: int, axes: list[int]) -> float | ir.Value | None:
@@ -242,8 +250,11 @@ def places_at_run_time(
         at = op.Add(centers, op.Mul(op.Mul(size, 0.5), shift))
     else:
         at = op.Where(single, op.scalar(0.0, row), centers) if mode == "pytorch_half_pixel" else centers
-    outside = op.Or(op.Less(at, 0.0), op.Greater(at, last)) if mode == "tf_crop_and_resize" else None
-    return at, last, outside
+    if mode != "tf_crop_and_resize":
+        return at, last, None
+    if not _crops_what_stays(node):
+        at = op.Where(op.Equal(ratio, op.scalar(1.0, ratio)), row, at)
+    return at, last, op.Or(op.Less(at, 0.0), op.Greater(at, last))
 
 
 def rounded(op, node: ir.Node, at: ir.Value) -> ir.Value:
