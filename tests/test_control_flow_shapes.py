@@ -103,6 +103,42 @@ def test_a_body_may_read_a_value_of_an_unknown_rank(op_type):
     check(body, {**randoms(s=(2, 3), v=6), "sizes": np.array([2, 3]), **randoms(x=(4, 2, 3))}, twin)
 
 
+LOOPS = {
+    "behind": """f = Loop (n, c, x) <body = b (int64 t, bool ci, s) => (co, so) { co = Identity(ci) m = Mul(s, w) so = Sin(m) }>
+                 z = Cos(f)
+                 y = Loop (n, c, z) <body = d (int64 u, bool di, r) => (do, ro) { do = Identity(di) ro = Mul(r, w) }>""",
+    "inside": """y = Loop (n, c, x) <body = b (int64 t, bool ci, s) => (co, so) {
+                   co = Identity(ci) z = Cos(s)
+                   so = Loop (n, c, z) <body = d (int64 u, bool di, r) => (do, ro) { do = Identity(di) ro = Mul(r, w) }> }>""",
+    "behind one that shrinks": """
+      f = Loop (n, c, x) <body = b (int64 t, bool ci, s) => (co, so) {
+        co = Identity(ci) m = Mul(s, w) so = Slice(m, one, many, zero) }>
+      z = Cos(f)
+      y = Loop (n, c, z) <body = d (int64 u, bool di, r) => (do, ro) { do = Identity(di) ro = Mul(r, w) }>""",
+    "behind one that gains axes": """
+      f = Loop (n, c, x) <body = b (int64 t, bool ci, s) => (co, so) {
+        co = Identity(ci) m = Mul(s, w) so = Unsqueeze(m, zero) }>
+      k = Reshape(f, flat) z = Cos(k)
+      y = Loop (n, c, z) <body = d (int64 u, bool di, r) => (do, ro) { do = Identity(di) ro = Mul(r, w) }>""",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", LOOPS)
+def test_the_first_shape_of_a_state_may_follow_from_what_another_loop_makes(where):
+    """With an operator between them: what is known of its output hangs on what is assumed of the other."""
+    body = f"""g (real[4,3] x, real[3] w) => (real[M,3] y) <int64 n = {{2}}, bool c = {{1}}, int64[1] zero = {{0}},
+      int64[1] one = {{1}}, int64[1] many = {{9}}, int64[2] flat = {{-1, 3}}> {{ {LOOPS[where]} }}"""
+
+    def twin(x, w):
+        if where == "inside":
+            return torch.cos(torch.cos(x) * w * w) * w * w
+        step = {"behind": lambda s: torch.sin(s * w), "behind one that shrinks": lambda s: (s * w)[1:]}
+        step = step.get(where, lambda s: s * w)
+        return torch.cos(step(step(x))) * w * w
+
+    check(body, randoms(x=(4, 3), w=3), twin)
+
+
 RETURNS = {
     "Loop": """g (int64 n, real[3] w, real[T,3] x) => (real loss) <bool c = {1}, int64[1] k = {0}> {
       v = ReduceMean <keepdims = 0> (x, k)

@@ -12,7 +12,8 @@ def infer_loop_states(model: ir.Model) -> None:
     """Give the states of every Loop their shapes, and infer anew what follows from them.
 
     The assumption is that a state keeps its first shape. A size that the body then changes is left open, and the
-    inference starts again, until the body agrees with what is assumed.
+    inference starts again, until the Loop agrees with what is assumed. A first shape may follow from what is assumed of
+    another Loop, before this one or around it.
     """
     states = [
         (before, first, after, last)
@@ -21,9 +22,11 @@ def infer_loop_states(model: ir.Model) -> None:
         for before, first, after, last in zip(body.inputs[2:], node.inputs[2:], body.outputs[1:], node.outputs)
         if before.shape is None and isinstance(before.type, ir.TensorType)
     ]
+    if not states:
+        return
     known = {value: value.shape for value in _values(model)}
     assumed: dict[ir.Value, ir.Shape] = {}
-    while states:
+    while True:
         for value, shape in known.items():
             value.shape = shape and shape.copy()
         for before, first, _, last in states:
@@ -31,22 +34,29 @@ def infer_loop_states(model: ir.Model) -> None:
                 assumed[before] = first.shape.copy()
             before.shape = last.shape = assumed[before].copy() if before in assumed else None
         infer_shapes(model)
-        wrong = [(s, assumed[s[0]]) for s in states if s[0] in assumed and not _holds(assumed[s[0]], s[2].shape)]
-        fresh = [s for s in states if s[0] not in assumed and s[1].shape is not None]  # a Loop behind a Loop
-        for state, shape in wrong:
-            if state[2].shape is None or len(state[2].shape) != len(shape):
-                states.remove(state)  # stays open
-                del assumed[state[0]]
-            else:
-                assumed[state[0]] = ir.Shape([p if same_dim(p, q) else None for p, q in zip(shape, state[2].shape)])
-        if not wrong and not fresh:
+        general, fresh, unknown = {}, {}, []
+        for state in states:
+            before, first, after, _ = state
+            shape, found = assumed.get(before), (first.shape, after.shape)
+            if shape is None:
+                fresh |= {before: first.shape.copy()} if first.shape is not None else {}
+            elif not all(f is not None and len(f) == len(shape) for f in found):
+                unknown.append(state)
+            elif not all(_holds(shape, f) for f in found):
+                general[before] = ir.Shape(
+                    [p if same_dim(p, q) and same_dim(p, r) else None for p, q, r in zip(shape, *found)]
+                )
+        if more := general or fresh:
+            assumed |= more
+        elif unknown:
+            states = [s for s in states if s not in unknown]  # they stay open
+            assumed = {before: assumed[before] for before, *_ in states if before in assumed}
+        else:
             return
 
 
-def _holds(shape: ir.Shape, after: ir.Shape | None) -> bool:
-    if after is None or len(after) != len(shape):
-        return False
-    return all(same_dim(p, q) or (not isinstance(p, int) and p.value is None) for p, q in zip(shape, after))
+def _holds(shape: ir.Shape, found: ir.Shape) -> bool:
+    return all(same_dim(p, q) or (not isinstance(p, int) and p.value is None) for p, q in zip(shape, found))
 
 
 def _values(model: ir.Model) -> list[ir.Value]:
