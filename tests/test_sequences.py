@@ -154,3 +154,14 @@ def test_a_joined_list_of_tensors_that_may_differ_in_size_is_refused_by_name():
       y = ConcatFromSequence <axis = 0> (l) }"""
     with pytest.raises(GradientError, match="'ConcatFromSequence'"):
         build_gradient(parsed(body), wrt="x", of="y")
+
+
+@pytest.mark.parametrize("wrt", [None, "w", ["v", "w"]], ids=str)
+def test_an_initializer_that_only_leads_to_an_identity_or_a_sequence_has_a_gradient_of_zeros(wrt):
+    body = """g (float[N,3] x) => (float[N,3] y) <float[3] v = {1,2,3}, float[3] w = {4,5,6}> {
+      u = Identity(w) s = SequenceConstruct(w, u) y = Mul(x, v) }"""
+    gradient = build_gradient(parsed(body, "float"), wrt=wrt, of="y")
+    x, dy = np.float32([[1, 2, 3], [4, 5, 6]]), np.float32([[1, 1, 1], [1, 2, 3]])
+    found = _run_onnxruntime(gradient, {"x": x, "y_cotangent": dy})
+    assert found["w_grad"].tolist() == [0, 0, 0]
+    assert wrt == "w" or found["v_grad"].tolist() == [5, 12, 21]

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes import common
 
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.order import TopologicalOrderPass
@@ -34,7 +33,9 @@ class ResolveSequencesPass(ir.passes.InPlacePass):
                 value = op.Identity(result)  # the output may be the graph's
                 node.outputs[0].replace_all_uses_with(value, replace_graph_outputs=True)
                 value.name, node.outputs[0].name = node.outputs[0].name, value.name
-        common.RemoveUnusedNodesPass()(model)
+        for node in reversed(nodes):
+            if not any(y.uses() or y.is_graph_output() for y in node.outputs):
+                model.graph.remove(node, safe=True)
         TopologicalOrderPass()(model)
         return ir.passes.PassResult(model, True)
 
