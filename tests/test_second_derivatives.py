@@ -1,6 +1,7 @@
 """The gradient of a gradient: rules are made of operators that have rules, so the graph can be differentiated twice."""
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 from cases import (
@@ -20,9 +21,10 @@ from cases import (
 )
 from marks import of_each_operator
 
+from orttrainer import build_gradient
 from orttrainer.differentiate.build import gradient_of
 from orttrainer.testing import check_gradient, evaluate
-from orttrainer.testing.check import _model
+from orttrainer.testing.check import _model, _run_onnxruntime
 
 
 def suits(case):
@@ -73,3 +75,14 @@ def test_gradient_of_the_gradient_matches_central_differences(case):
     if any(value.name == "y0_cotangent" for value in gradient.graph.input):
         feeds["y0_cotangent"] = rng.standard_normal(evaluate(model, feeds)["y0"].shape)
     check_gradient(gradient, feeds, rtol=1e-6, what=f"gradient of {case}")
+
+
+def test_onnxruntime_loads_the_gradient_of_the_gradient_of_one_exponential():
+    """Whose gradient is one node: its result is an output of the graph, and its own name all that is called grad/."""
+    model = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[3] x) => (float[3] y) { y = Exp(x) }'
+    )
+    twice = build_gradient(build_gradient(model, of="y", wrt="x"), of="x_grad", wrt="x")
+    x, dy, ddx = np.float32([[0, 1, 2], [1, -2, 3], [2, 3, 5]])
+    found = _run_onnxruntime(twice, {"x": x, "y_cotangent": dy, "x_grad_cotangent": ddx})
+    np.testing.assert_allclose(found["x_grad_2"], ddx * dy * np.exp(x), rtol=1e-6)

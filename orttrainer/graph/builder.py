@@ -417,7 +417,8 @@ def _constant_dtype(x, formal, bound: dict[str, ir.DataType]) -> ir.DataType | N
 
 def _unused_prefix(graph: ir.Graph, prefix: str) -> str:
     """`prefix`, or the first of prefix_2, prefix_3, ... that no name in the graph starts with."""
-    taken = {(value.name or "").partition("/")[0] for node in graph for value in node.outputs}
+    names = (name for node in graph for name in (node.name, *(y.name for y in node.outputs)))
+    taken = {(name or "").partition("/")[0] for name in names}
     taken |= {name.partition("/")[0] for name in graph.initializers} | {v.name.partition("/")[0] for v in graph.inputs}
     candidate, count = prefix, 1
     while candidate in taken:
