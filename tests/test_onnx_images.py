@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
 import pytest
 import torch
 import torch.nn.functional as F
 from onnx_models import assert_trains_like, model
 
-from orttrainer.graph.passes.ceil_mode import CeilModePass
+from orttrainer import build_gradient
+from orttrainer.errors import GradientError
+from orttrainer.graph.passes.pool_sizes import PoolSizesPass
 from orttrainer.graph.read import read_model
+from orttrainer.testing.check import _run_onnxruntime
 
 RNG = np.random.default_rng(0)
 W, V = (RNG.uniform(0.5, 1.5, shape).astype(np.float32) for shape in ((2, 1, 1), (3, 2, 2, 2)))
@@ -63,7 +67,41 @@ STAY = {
 def test_other_windows_stay_as_they_are(shape, window):
     operator = "AveragePool" if "count" in window else "MaxPool"
     proto = model(f"r = {operator} <{window}> (x)", shape, 18)
-    assert not CeilModePass()(read_model(proto)).modified
+    assert not PoolSizesPass()(read_model(proto)).modified
+
+
+# -- Pads that ONNX Runtime finds without counting dilations ---------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [(2, 7, 8), ("c", "h", "w")], ids=["known", "open"])
+@pytest.mark.parametrize("auto_pad", ["SAME_UPPER", "SAME_LOWER"])
+@pytest.mark.parametrize("operator", ["MaxPool", "AveragePool", "LpPool"])
+def test_the_gradient_of_a_dilated_pool_is_of_the_windows_that_onnxruntime_takes(operator, auto_pad, sizes, caplog):
+    """Against differences of what it computes, which is quadratic or nearly so within a step."""
+    strides = [1, 2] if sizes[0] == 2 else [1, 1]
+    windows = f'kernel_shape = [3, 2], dilations = [2, 3], strides = {strides}, auto_pad = "{auto_pad}"'
+    form = ", p = 1" if operator == "LpPool" else ""
+    shape = ",".join(map(str, (1, *sizes)))
+    text = f"g (float[{shape}] x) => (float s) {{ p = {operator} <{windows}{form}> (x) y = Mul(p, p) s = ReduceMean <keepdims = 0> (y) }}"
+    gradient = build_gradient(onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 22]> {text}'), wrt="x")
+    rng = np.random.default_rng(1)
+    x = (rng.permutation(112).reshape(1, 2, 7, 8) / 30 + 0.5).astype(np.float32)
+    found = _run_onnxruntime(gradient, {"x": x})["x_grad"]
+    for _ in range(3):
+        v = rng.choice([-1.0, 1.0], x.shape).astype(np.float32) * np.float32(2**-8)
+        ahead, back = (_run_onnxruntime(gradient, {"x": x + sign * v})["s"] for sign in (1, -1))
+        np.testing.assert_allclose(np.vdot(found, v), (ahead - back) / 2, rtol=2e-3, atol=1e-5)
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("operator", ["AveragePool", "LpPool"])
+def test_a_dilated_pool_of_open_sizes_in_longer_steps_is_refused(operator):
+    windows = 'kernel_shape = [2], dilations = [2], strides = [2], auto_pad = "SAME_UPPER"'
+    text = f"g (float[1,1,n] x) => (float[1,1,m] y) {{ y = {operator} <{windows}> (x) }}"
+    with pytest.raises(
+        GradientError, match=r"auto_pad='SAME_UPPER' with dilations \[2\] and strides \[2\] is read diff"
+    ):
+        build_gradient(onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 22]> {text}'))
 
 
 # -- Operators ------------------------------------------------------------------------------------

@@ -68,6 +68,10 @@ LIMITS = (
         "the pads would be negative, which runtimes read differently", ("would need negative pads",),
     ),
     Limit(
+        "AveragePool, LpPool", "auto_pad=SAME_UPPER or SAME_LOWER with dilations and strides, of sizes that are known at run time only",
+        "runtimes read the pads differently", ("with dilations",),
+    ),
+    Limit(
         "ConvTranspose", "output_shape or auto_pad, of sizes that are known at run time only",
         "the pads follow from the sizes, and are attributes of the convolution that is the gradient",
         ("with output_shape or auto_pad needs the sizes",),

@@ -21,9 +21,9 @@ from orttrainer.export.initializers import constant_of
 from orttrainer.graph.inference import infer_shapes
 from orttrainer.graph.names import free_name
 from orttrainer.graph.passes.batch_first import BatchFirstPass
-from orttrainer.graph.passes.ceil_mode import CeilModePass
 from orttrainer.graph.passes.one_sided import OneSidedPass
 from orttrainer.graph.passes.output_padding import OutputPaddingPass
+from orttrainer.graph.passes.pool_sizes import PoolSizesPass
 from orttrainer.graph.passes.sigmoid import SmallSigmoidPass
 from orttrainer.graph.passes.unique import UniqueTypesPass
 from orttrainer.graph.read import read_model
@@ -154,7 +154,7 @@ def open_model(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[
     _select_outputs(model.graph, outputs)
     common.RemoveUnusedNodesPass()(model)
     BatchFirstPass()(model)
-    CeilModePass()(model)
+    PoolSizesPass()(model)
     infer_shapes(model)
     for role, values in (("input", model.graph.inputs), ("output", model.graph.outputs)):
         for value in values:

@@ -7,8 +7,8 @@ import logging
 import onnx_ir as ir
 
 from orttrainer.graph.inference import infer_shapes
-from orttrainer.graph.passes.ceil_mode import CeilModePass
 from orttrainer.graph.passes.one_sided import OneSidedPass
+from orttrainer.graph.passes.pool_sizes import PoolSizesPass
 
 log = logging.getLogger("orttrainer")
 
@@ -26,7 +26,7 @@ def forget_wrong_shapes(model: ir.Model) -> None:
         for y in node.outputs if node.domain in ("", "ai.onnx") else ():
             y.shape = None
     OneSidedPass()(model)  # without these two it is ONNX's inference that is wrong
-    CeilModePass()(model)
+    PoolSizesPass()(model)
     infer_shapes(model)
     wrong = {y.name: (y.shape, shape) for y, _, shape in declared if _contradict(y.shape, shape)}
     for y, kind, shape in declared:

@@ -19,12 +19,12 @@ from orttrainer.differentiate.prepare.ranks import infer_ranks
 from orttrainer.graph.builder import Builder, infer_outputs
 from orttrainer.graph.inference import infer_shapes
 from orttrainer.graph.names import free_name
-from orttrainer.graph.passes.ceil_mode import CeilModePass
 from orttrainer.graph.passes.gradient_marks import COTANGENT, CUSTOM_GRADIENT, STOP_GRADIENT
 from orttrainer.graph.passes.gradient_marks import DOMAIN as MARKS
 from orttrainer.graph.passes.loop_lists import StackLoopListsPass
 from orttrainer.graph.passes.one_sided import OneSidedPass
 from orttrainer.graph.passes.order import TopologicalOrderPass
+from orttrainer.graph.passes.pool_sizes import PoolSizesPass
 from orttrainer.graph.passes.sequences import ResolveSequencesPass
 
 # Operators that have neither a schema nor a definition, or of which ONNX infers no shape; their outputs have dtype and shape
@@ -52,7 +52,7 @@ def prepare(model: ir.Model) -> ir.Model:
     common.LiftSubgraphInitializersToMainGraphPass()(model)
     _complete_loops(model)
     TopologicalOrderPass()(model)
-    CeilModePass()(model)
+    PoolSizesPass()(model)
     infer_shapes(model)
     if _infer_foreign(model.graph):
         infer_shapes(model)

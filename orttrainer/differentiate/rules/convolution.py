@@ -25,6 +25,7 @@ from orttrainer.differentiate.rules.windows import (
 )
 from orttrainer.errors import GradientError
 from orttrainer.graph.builder import static_dims
+from orttrainer.graph.passes.pool_sizes import pads_without_dilations
 
 SMALLEST_PLANE = 16  # positions
 
@@ -94,7 +95,7 @@ def sliding(op, node: ir.Node, x: ir.Value, kernel: Sequence[int | None]):
         return replace(window, begin=tuple(pads[:dims]), end=tuple(pads[dims:])), x, None
     if mode == "VALID":
         return window, x, None
-    _refuse_negative_pads(node, window, x)
+    _refuse_open_pads(node, window, x)
     totals = _same_pads(window, x)
     if totals is not None:
         small, large = tuple(t // 2 for t in totals), tuple(t - t // 2 for t in totals)
@@ -137,8 +138,16 @@ def _same_pads_at_run_time(op, node: ir.Node, window: Window, x: ir.Value, upper
     return (small, large) if upper else (large, small)
 
 
-def _refuse_negative_pads(node: ir.Node, window: Window, x: ir.Value) -> None:
-    """SAME_* of a stride two or more above the kernel: ONNX clips its negative pads at 0, ONNX Runtime does not."""
+def _refuse_open_pads(node: ir.Node, window: Window, x: ir.Value) -> None:
+    """SAME_* of a stride two or more above the kernel: ONNX clips its negative pads at 0, ONNX Runtime does not.
+
+    And where a pool has dilations, which ONNX Runtime does not count; MaxPool itself says where its maxima are.
+    """
+    if pads_without_dilations(node) and node.op_type != "MaxPool":
+        raise GradientError(
+            f"node {node.name!r}: auto_pad={attribute(node, 'auto_pad', None)!r} with dilations {list(window.dilations)} and "
+            f"strides {list(window.strides)} is read differently by runtimes; give explicit pads"
+        )
     for size, s, e in zip(x.shape.dims[2:], window.strides, window.extent):
         if e is not None and e < s - 1 and not (isinstance(size, int) and (-(-size // s) - 1) * s + e - size >= -1):
             raise GradientError(

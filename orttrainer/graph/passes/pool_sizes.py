@@ -1,0 +1,107 @@
+"""Pools whose windows ONNX Runtime counts otherwise than shape inference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from orttrainer.graph.inference import infer_shapes
+from orttrainer.graph.subgraphs import node_inputs
+
+POOLS = {"AveragePool", "LpPool", "MaxPool"}
+
+
+class PoolSizesPass(ir.passes.InPlacePass):
+    """Pool(x, ceil_mode=1) -> Pool(x) with pads, where a last window would lie beyond x and its pads in front: it is left out.
+    Pool(x, auto_pad=SAME_UPPER) -> Pool(x) with pads, where it has dilations: they are not counted.
+
+    So ONNX Runtime has it. ONNX's inference counts that window before opset 22, and dilations, so that the shapes of all
+    that follows are wrong, to ONNX Runtime as well. Sizes have to be known, but for the pads of windows in steps of 1.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        modified = False
+        if not any(_rounds_up(node) or pads_without_dilations(node) for node in model.graph):
+            return ir.passes.PassResult(model, modified)
+        infer_shapes(model)
+        nodes = list(model.graph)
+        for index, node in enumerate(nodes):
+            if not any(
+                [pads_without_dilations(node) and _name_pads(node), _rounds_up(node) and _leave_window_out(node)]
+            ):
+                continue
+            for value in _behind(node, nodes[index + 1 :]):
+                value.shape = None
+            infer_shapes(model)
+            modified = True
+        return ir.passes.PassResult(model, modified)
+
+
+def _rounds_up(node: ir.Node) -> bool:
+    return node.op_type in POOLS and node.domain == "" and node.attributes.get_int("ceil_mode", 0) == 1
+
+
+def pads_without_dilations(node: ir.Node) -> bool:
+    """Whether ONNX Runtime finds the pads of this node, and takes its windows for as large as without dilations."""
+    if node.op_type not in POOLS or node.domain != "":
+        return False
+    same = node.attributes.get_string("auto_pad", "NOTSET") in ("SAME_UPPER", "SAME_LOWER")
+    return same and max(node.attributes.get_ints("dilations", ()), default=1) > 1
+
+
+def _behind(node: ir.Node, later: Sequence[ir.Node]) -> set[ir.Value]:
+    """The outputs of a node, and what is made of them."""
+    found = set(node.outputs)
+    for reader in later:
+        if not found.isdisjoint(node_inputs(reader)):
+            found.update(reader.outputs)
+    return found
+
+
+def _windows(node: ir.Node) -> tuple[list[int], list[int], list[int]]:
+    """Kernel, strides and dilations."""
+    kernel = list(node.attributes.get_ints("kernel_shape"))
+    return kernel, *(list(node.attributes.get_ints(name, ()) or [1] * len(kernel)) for name in ("strides", "dilations"))
+
+
+def _name_pads(node: ir.Node) -> bool:
+    """Say which pads SAME_UPPER or SAME_LOWER are; False where that is not known."""
+    (kernel, strides, _), shape = _windows(node), node.inputs[0].shape
+    if shape is None or not all(s == 1 or isinstance(size, int) for s, size in zip(strides, shape.dims[2:])):
+        return False
+    totals = [
+        k - 1 if s == 1 else (-(-size // s) - 1) * s + k - size for k, s, size in zip(kernel, strides, shape.dims[2:])
+    ]
+    if min(totals) < 0:
+        return False
+    less, more = [t // 2 for t in totals], [t - t // 2 for t in totals]
+    upper = node.attributes.pop("auto_pad").as_string() == "SAME_UPPER"
+    node.attributes["pads"] = ir.AttrInt64s("pads", less + more if upper else more + less)
+    return True
+
+
+def _leave_window_out(node: ir.Node) -> bool:
+    """Have all other windows by pads, without ceil_mode; False where no window is left out, or that is not known."""
+    (kernel, strides, dilations), shape = _windows(node), node.inputs[0].shape
+    if shape is None or node.attributes.get_string("auto_pad", "NOTSET") != "NOTSET":
+        return False
+    pads = list(node.attributes.get_ints("pads", ()) or [0] * 2 * len(kernel))
+    begin, end, left_out = pads[: len(kernel)], pads[len(kernel) :], False
+    for axis, (k, s, d) in enumerate(zip(kernel, strides, dilations)):
+        if not isinstance(size := shape[axis + 2], int):
+            return False
+        steps, rest = divmod(size + begin[axis] + end[axis] - (k - 1) * d - 1, s)
+        if rest and (steps + 1) * s >= size + begin[axis]:
+            left_out = True
+        elif rest:  # the last window hangs over the end
+            end[axis] += s - rest
+    counted = (
+        node.op_type == "AveragePool" and node.attributes.get_int("count_include_pad", 0) and end != pads[len(kernel) :]
+    )
+    fits = all(e < k for e, k in zip(end, kernel))  # as ONNX Runtime demands
+    if not left_out or not fits or counted:
+        return False
+    del node.attributes["ceil_mode"]
+    node.attributes["pads"] = ir.AttrInt64s("pads", [*begin, *end])
+    return True
