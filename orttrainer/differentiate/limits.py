@@ -77,6 +77,10 @@ LIMITS = (
         ("with output_shape or auto_pad needs the sizes",),
     ),
     Limit(
+        "Det", "a singular matrix with more than 3 rows, or of a size that is known at run time only",
+        "the cofactors follow from ONNX Runtime's Inverse: they are NaN",
+    ),
+    Limit(
         "DeformConv", "other than two spatial axes, or a kernel of unknown size",
         "ONNX Runtime has the operator in two dimensions", ("has not two spatial axes", "needs kernel_shape"),
     ),
