@@ -107,6 +107,17 @@ def test_a_dilated_pool_of_open_sizes_in_longer_steps_is_refused(operator):
 # -- Operators ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("opset", [13, 18, 22])
+def test_normalized_images_that_do_not_say_their_axes_train(opset):
+    body = "h = Mul (x, W) n = MeanVarianceNormalization (h) r = Conv (n, V)"
+
+    def twin(x, W, V):
+        var, mean = torch.var_mean(x * W, [0, 2, 3], correction=0, keepdim=True)
+        return F.conv2d((x * W - mean) / var.sqrt(), V)
+
+    assert_trains_like(model(body, "2, 5, 5", opset, W=W, V=V), twin, images(5, 5), W=W, V=V)
+
+
 def test_dilated_means_of_a_late_opset_train():
     """Models of late opsets are converted to 18, which has no such attribute; ONNX's converter let it stand."""
     body = "h = Mul (x, W) p = AveragePool <kernel_shape = [2, 2], dilations = [2, 1]> (h) r = Conv (p, V)"

@@ -27,6 +27,7 @@ def in_usual_spelling(proto: onnx.ModelProto) -> onnx.ModelProto:
     Nodes stand behind those that they read, as ONNX Runtime sorts them: converters to float16 append theirs.
     What a body returns as it was given, or once more, comes from an Identity: ONNX's inference finds no type of it, and ONNX
     Runtime's Scan gives whatever is in the memory.
+    The axes of a MeanVarianceNormalization are said where they are the default, which ONNX's inference stops at.
     A model that has none of these is returned as it is.
 
     Raises:
@@ -34,7 +35,8 @@ def in_usual_spelling(proto: onnx.ModelProto) -> onnx.ModelProto:
         ValueError: nodes read each other.
     """
     ways = (_has_sparse, _names_default_domain, _lacks_version, _has_maps, _has_initializers_apart, _is_unsorted)
-    if not any(way(proto) for way in ways) and not any(_negative_sizes(proto)) and not any(_returned_again(proto)):
+    each = (_negative_sizes, _returned_again, _without_axes)
+    if not any(way(proto) for way in ways) and not any(any(found(proto)) for found in each):
         return proto
     changed = onnx.ModelProto()
     changed.CopyFrom(proto)
@@ -49,6 +51,8 @@ def in_usual_spelling(proto: onnx.ModelProto) -> onnx.ModelProto:
     for size in _negative_sizes(changed):
         size.Clear()
     _return_identities(changed)
+    for node in _without_axes(changed):
+        node.attribute.append(onnx.helper.make_attribute("axes", [0, 2, 3]))
     for node in _nodes(changed):
         node.domain = _short(node.domain)
     for owner in (changed, *changed.functions):
@@ -134,6 +138,13 @@ def _return_identities(proto: onnx.ModelProto) -> None:
         taken.add(name)
         body.node.append(onnx.helper.make_node("Identity", [y.name], [name]))
         y.name = name
+
+
+def _without_axes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    for node in _nodes(proto):
+        normalizes = node.op_type == "MeanVarianceNormalization" and _short(node.domain) == ""
+        if normalizes and not any(attribute.name == "axes" for attribute in node.attribute):
+            yield node
 
 
 def _is_map(of: onnx.TypeProto) -> bool:
