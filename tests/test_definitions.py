@@ -8,6 +8,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from cases import attention, microsoft, microsoft_attention, microsoft_linear_attention, sampling, signal
+from marks import of_each_operator
 from onnx import TensorProto, helper
 
 from orttrainer import build_gradient
@@ -158,6 +159,31 @@ def test_singular_matrices_have_a_gradient_of_the_determinant_up_to_three_rows()
         gradients, _ = check_gradient(model_of(body, {"x": [size, size]}, ("y", [])), {"x": x})
         assert np.isfinite(gradients["x"]).all()
         assert size != 3 or gradients["x"].any()  # the first row alone makes it singular
+
+
+IN_DOUBLE = [case for case in sampling.CASES if case.op_type in ("DeformConv", "RoiAlign") and case.runtime]
+
+
+@pytest.mark.parametrize("case", of_each_operator(IN_DOUBLE), ids=str)
+def test_gradients_in_float64_run_where_onnxruntime_has_the_operator(case):
+    model, feeds = _model(case, np.float64)
+    expected, cotangents = check_gradient(model, feeds)
+    gradient = build_gradient(model, of="y0", wrt=list(expected))
+    found = _run_onnxruntime(gradient, feeds | {"y0_cotangent": cotangents["y0"]})
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[f"{name}_grad"], value, rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("axis", [0, -1])
+def test_onnxruntime_loads_the_gradient_of_dims_expanded_by_an_axis_at_run_time(axis):
+    model = model_of(
+        [node("ExpandDims", ["x", "axis"], ["y"], domain=MICROSOFT)], {"x": [2, 3]}, ("y", None), elem=FLOAT
+    )
+    model.graph.input.append(helper.make_tensor_value_info("axis", TensorProto.INT32, []))
+    dy = np.expand_dims(np.arange(6, dtype=np.float32).reshape(2, 3), axis)
+    feeds = {"x": np.ones((2, 3), np.float32), "axis": np.array(axis, np.int32), "y_cotangent": dy}
+    found = _run_onnxruntime(build_gradient(model, of="y", wrt="x"), feeds)
+    np.testing.assert_array_equal(found["x_grad"], np.arange(6).reshape(2, 3))
 
 
 def half(model):

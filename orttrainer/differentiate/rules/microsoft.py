@@ -211,4 +211,6 @@ def grid_sample(op, node):
 def expand_dims(op, node):
     """Y = X with one more axis of size 1."""
     x, axis = node.inputs
-    return op.Unsqueeze(x, op.Reshape(op.Cast(axis, to=int(ir.DataType.INT64)), [1]))
+    # Not Reshape(Cast): ONNX Runtime would make one Reshape of it and the Squeeze that reads it as axes.
+    axes = op.Cast(op.Reshape(axis, [1]), to=int(ir.DataType.INT64))
+    return op.Unsqueeze(x, axes)

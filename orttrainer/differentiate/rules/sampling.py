@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from orttrainer.differentiate.definition import definition
+from orttrainer.differentiate.rules.grid import grid_sample_by_definition
 from orttrainer.differentiate.rules.tools import attribute, join, operand, positions, rank
 from orttrainer.errors import GradientError
 
@@ -40,6 +41,8 @@ def deform_conv(op, node):
     grid = op.Concat(*(op.Reshape(g, join(op, 0, taps, -1, 1)) for g in grid), axis=3)  # [.., taps, points, 2]
     images = op.Reshape(x, join(op, op.Mul(batch, np.array([shifts])), -1, op.dim(x, 2), op.dim(x, 3)))
     read = op.GridSample(images, grid, mode="linear" if op.opset >= 20 else "bilinear")
+    if x.dtype == ir.DataType.DOUBLE:  # for which ONNX Runtime has the DeformConv alone
+        read = grid_sample_by_definition(op, read.producer())
     if mask is not None:
         read = op.Mul(read, op.Reshape(mask, join(op, op.Mul(batch, np.array([shifts])), 1, taps, -1)))
     columns = op.Reshape(read, join(op, batch, groups, -1, op.Mul(height, width)))  # channels * taps of a group
