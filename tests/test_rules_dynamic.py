@@ -4,6 +4,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+import torch
 from onnx import helper
 
 from orttrainer.differentiate import build_gradient
@@ -154,3 +155,27 @@ def test_a_size_that_turns_out_to_be_zero_is_a_size(name):
     gradient = run(build_gradient(model, of="y", wrt="x"), feeds | {"y_cotangent": y})["x_grad"]
     assert y.size == 0
     assert gradient.tolist() == np.zeros(shape).tolist()
+
+
+@pytest.mark.parametrize("hidden", ["known", "open"])
+def test_attention_and_its_scores_of_sizes_that_only_the_run_knows(hidden):
+    """ONNX's inference takes such a hidden size, or length of the keys, for 0."""
+    size = 8 if hidden == "known" else "h"
+    given = ",".join(f"float[b,{length},{size}] {name}" for name, length in (("q", "t"), ("k", "s"), ("v", "s")))
+    text = f"""<ir_version: 10, opset_import: ["" : 23]> g ({given}) => (float[] y, float[] p) {{
+      a, k1, v1, z = Attention <q_num_heads = 2, kv_num_heads = 2> (q, k, v) y = Sin(a) p = Sin(z) }}"""
+    model = onnx.parser.parse_model(text)
+    for value in model.graph.output:
+        value.type.tensor_type.ClearField("shape")
+    rng = np.random.default_rng(0)
+    shapes = {"q": (2, 3, 8), "k": (2, 5, 8), "v": (2, 5, 8), "y_cotangent": (2, 3, 8), "p_cotangent": (2, 2, 3, 5)}
+    feeds = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    found = run(build_gradient(model, of=["y", "p"], wrt=["q", "k", "v"]), feeds)
+
+    inputs = [torch.tensor(feeds[name], requires_grad=True) for name in "qkv"]
+    q, k, v = (x.unflatten(2, (2, 4)).transpose(1, 2) for x in inputs)
+    scores = q @ k.mT / 2
+    y = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+    cotangents = [torch.tensor(feeds[f"{name}_cotangent"]) for name in "yp"]
+    for name, expected in zip("qkv", torch.autograd.grad([y.sin(), scores.sin()], inputs, cotangents)):
+        np.testing.assert_allclose(found[f"{name}_grad"], expected, rtol=1e-4, atol=1e-5)

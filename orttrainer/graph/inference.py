@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import onnx_ir as ir
 from onnx_ir.passes import common
@@ -13,19 +13,32 @@ from orttrainer.graph.builder import may_decide
 from orttrainer.graph.names import values_apart
 
 _SEQUENCES = {"SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert", "SplitToSequence"}
+_ASIDE = "orttrainer.uninferred"
 _WITHOUT_VALUES = {"data_prop": False}
 
 
 def infer_shapes(model: ir.Model) -> None:
     """Give every value the dtype and shape that ONNX finds; `model` is changed in place.
 
-    Where an operator makes all of ONNX's inference fail, it is done again without values, then without its checks.
+    Where an operator makes all of ONNX's inference fail, it is done again without values, then without its checks; and
+    without an Attention of which it takes an unknown size for 0.
     """
     values_apart(model)  # it goes by names
-    with _constants_inside(model):
-        for options in ({}, _WITHOUT_VALUES, {**_WITHOUT_VALUES, "strict_mode": False, "check_type": False}):
-            if _succeeds(common.ShapeInferencePass(**options), model):
-                break
+    attention = [node for node in model.graph.all_nodes() if node.op_type == "Attention" and node.domain == ""]
+    given = {y: y.shape for graph in model.graphs() for node in graph for y in node.outputs} if attention else {}
+    right: dict[ir.Node, dict[ir.Value, ir.Shape]] = {}
+    while True:
+        with _constants_inside(model), _unknown_to_onnx(model, right):
+            for options in ({}, _WITHOUT_VALUES, {**_WITHOUT_VALUES, "strict_mode": False, "check_type": False}):
+                if _succeeds(common.ShapeInferencePass(**options), model):
+                    break
+        misread = next((node for node in attention if node not in right and _attention_sizes(node)), None)
+        if misread is None:
+            break
+        right[misread] = _attention_sizes(misread)
+        for shapes in (given, *right.values()):
+            for y, shape in shapes.items():
+                y.shape = shape and shape.copy()
     _restore_types(model.graph)
 
 
@@ -35,6 +48,36 @@ def fits_together(model: ir.Model) -> bool:
         fits = _succeeds(common.ShapeInferencePass(**_WITHOUT_VALUES), model)
     _restore_types(model.graph)
     return fits
+
+
+def _attention_sizes(node: ir.Node) -> dict[ir.Value, ir.Shape]:
+    """The shapes of those outputs that have a size by which ONNX's inference counts what it does not know as 0."""
+    inputs, outputs = [*node.inputs, *[None] * 6], [*node.outputs, *[None] * 4]
+    (_, k, v), past, y, scores = inputs[:3], inputs[4], outputs[0], outputs[3]
+    if any(x is not None and x.shape is None for x in (k, v, past)):
+        return {}
+    sizes = {}
+    if y.shape is not None and len(v.shape) == 3 and not isinstance(v.shape[2], int):
+        heads = {node.attributes.get_int(name, 0) for name in ("q_num_heads", "kv_num_heads")}
+        sizes[y] = ir.Shape([*y.shape.dims[:2], v.shape[2] if len(heads) == 1 else None])
+    if scores is not None and scores.shape is not None:
+        lengths = [x.shape[-2] for x in (k, past) if x is not None]
+        if not all(isinstance(length, int) for length in lengths):
+            sizes[scores] = ir.Shape([*scores.shape.dims[:3], None if past is not None else lengths[0]])
+    return sizes
+
+
+@contextlib.contextmanager
+def _unknown_to_onnx(model: ir.Model, nodes: Iterable[ir.Node]) -> Iterator[None]:
+    """Keep nodes from ONNX's inference: of an operator that it does not know it leaves the outputs as they are."""
+    for node in nodes:
+        node.domain, model.opset_imports[_ASIDE] = _ASIDE, 1
+    try:
+        yield
+    finally:
+        for node in nodes:
+            node.domain = ""
+        model.opset_imports.pop(_ASIDE, None)
 
 
 @contextlib.contextmanager
