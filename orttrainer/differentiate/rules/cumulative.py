@@ -15,7 +15,7 @@ def cumulative_product(op, node):
     dims = rank(node, x)
     if (known := constant(axis)) is not None:
         return shaped(_products(op, node, x, int(known.item()) % dims, dims), x)
-    flat = op.Reshape(x, op.Concat(*around_axis(op, x, axis, dims), axis=0))
+    flat = op.Reshape(x, op.Concat(*around_axis(op, x, axis, dims), axis=0), allowzero=1)
     flat.shape = ir.Shape([None] * 3)
     return op.reshape_as(_products(op, node, flat, 1, 3), x)
 

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from orttrainer.differentiate.registry import vjp
 from orttrainer.differentiate.rules.tools import add_to_zeros, attribute, rank, shaped
-from orttrainer.differentiate.rules.windows import reshape, sizes
+from orttrainer.differentiate.rules.windows import flattened, reshape, sizes
 
 
 @vjp("AffineGrid")
@@ -31,12 +31,12 @@ def grid_sample(op, node, dy):
     """Y[p] = sum_k w_k(grid[p]) X[i_k]  ->  dX[i_k] += w_k dY[p],  dgrid[p] = sum_k w_k' dY[p] X[i_k]."""
     x, grid = node.inputs
     spatial = rank(node, x) - 2
-    images = reshape(op, x, *sizes(x, 0, 1), -1)  # [batch, channels, positions]
-    flat_dy = reshape(op, dy, *sizes(x, 0, 1), 1, -1)  # [batch, channels, 1, points]
+    images = flattened(op, x, 2)  # [batch, channels, positions]
+    flat_dy = op.Unsqueeze(flattened(op, dy, 2), [2])  # [batch, channels, 1, points]
     index, weights, slopes, inside = reads(op, node)
     weight = _flat(op, _product(op, weights + inside))
     spread = op.Mul(flat_dy, op.Unsqueeze(weight, [1]))  # [batch, channels, taps, points]
-    spread_flat = reshape(op, spread, *sizes(x, 0, 1), -1)
+    spread_flat = flattened(op, spread, 2)
     dx = add_to_zeros(
         op, images, spread_flat, lambda zeros, dy: op.ScatterElements(zeros, index, dy, axis=2, reduction="add")
     )
@@ -58,8 +58,8 @@ def grid_sample_by_definition(op, node: ir.Node) -> ir.Value:
     x, grid = node.inputs
     index, weights, _, inside = reads(op, node)
     weight = op.Unsqueeze(_flat(op, _product(op, weights + inside)), [1])  # [batch, 1, taps, points]
-    read = op.GatherElements(reshape(op, x, *sizes(x, 0, 1), -1), index, axis=2)
-    read = reshape(op, read, *sizes(x, 0, 1), *sizes(weight, 2), -1)
+    read = op.GatherElements(flattened(op, x, 2), index, axis=2)
+    read = reshape(op, read, *sizes(x, 0, 1), *sizes(weight, 2, 3))
     y = op.ReduceSum(op.Mul(read, weight), [2], keepdims=0)
     return reshape(op, y, *sizes(x, 0, 1), *sizes(grid, *range(1, len(grid.shape) - 1)))
 
@@ -73,14 +73,14 @@ def reads(op, node: ir.Node):
     at, weights, slopes, inside = [], [], [], []
     for axis, length in enumerate(lengths):
         where, slope = _in_pixels(op, node, op.Gather(grid, np.int64(spatial - 1 - axis), axis=spatial + 1), length)
-        where = reshape(op, where, *sizes(x, 0), -1)  # [batch, points]
+        where = flattened(op, where, 1)  # [batch, points]
         for part, value in zip((at, weights, slopes, inside), _taps(op, node, where, length)):
             part.append(_combine_axis(op, value, axis, spatial))
         slopes[-1] = op.Mul(slopes[-1], slope) if slopes[-1] is not None else None
     index = at[0]
     for length, part in zip(lengths[1:], at[1:]):
         index = op.Add(op.Mul(index, length), part)
-    index = reshape(op, index, *sizes(x, 0), -1)  # [batch, taps * points]
+    index = flattened(op, index, 1)  # [batch, taps * points]
     index = op.Expand(op.Unsqueeze(index, [1]), op.Concat(op.dim(x, 0), op.dim(x, 1), [1], axis=0))
     return index, weights, slopes, [mask for mask in inside if mask is not None]
 
@@ -165,4 +165,6 @@ def _product(op, values):
 
 def _flat(op, value):
     """[batch, taps..., points] -> [batch, all taps, points]."""
-    return op.Reshape(value, [0, int(np.prod(value.shape.dims[1:-1])), -1])
+    return reshape(
+        op, value, *sizes(value, 0), int(np.prod(value.shape.dims[1:-1])), *sizes(value, len(value.shape) - 1)
+    )

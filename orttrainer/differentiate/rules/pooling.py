@@ -17,7 +17,7 @@ from orttrainer.differentiate.rules.tools import (
     shaped,
     zeros,
 )
-from orttrainer.differentiate.rules.windows import Window, ranked, reshape, sizes
+from orttrainer.differentiate.rules.windows import Window, flattened, ranked, reshape, sizes
 
 MOST_COMPARED = 16  # elements of a window: with more of them the Indices take less time than ten passes over all
 
@@ -97,7 +97,7 @@ def global_max_pool(op, node, dy):
     """dX = dY at the first maximum of a channel, as in PyTorch."""
     (x,) = node.inputs
     rank(node, x)  # an error if it is unknown
-    flat = reshape(op, x, *sizes(x, 0, 1), -1)
+    flat = flattened(op, x, 2)
     at = op.ArgMax(flat, axis=2, keepdims=1)
     scattered = op.ScatterElements(op.zeros_like(flat), at, op.reshape_as(dy, at), axis=2)
     return op.reshape_as(scattered, x)

@@ -56,7 +56,7 @@ def _along_the_second(op, node: ir.Node) -> ir.Value:
     """The transform along an axis that is known at run time only: of x as [before, axis, behind, 1 or 2]."""
     x, length, axis = node.inputs
     parts = around_axis(op, x, axis, len(x.shape) - 1)
-    flat = op.Reshape(x, op.Concat(*parts, op.dim(x, -1), axis=0))
+    flat = op.Reshape(x, op.Concat(*parts, op.dim(x, -1), axis=0), allowzero=1)
     flat.shape = ir.Shape([None, None, None, x.shape[-1]])
     kept = {name: attribute(node, name, None) for name in ("inverse", "onesided")}
     return op.reshape_as(op.DFT(flat, length, np.int64(1), **kept), node.outputs[0])

@@ -82,13 +82,23 @@ def times(size, factor: int):
 
 
 def reshape(op, x: ir.Value, *dims) -> ir.Value:
-    """Reshape to known sizes, at most one -1, and sizes of `sizes`; Shape nodes only where they are needed."""
+    """Reshape to known sizes, at most one -1, and sizes of `sizes` or as [1]; Shape nodes only where they are needed."""
     dims = _without_rest(x, dims)
     unknown = [i for i, d in enumerate(dims) if not isinstance(d, int)]
     if not unknown or (len(unknown) == 1 and -1 not in dims):
         return op.Reshape(x, ints(-1 if i in unknown else d for i, d in enumerate(dims)))
-    parts = [op.const(ints([d])) if isinstance(d, int) else _run_time_size(op, *d) for d in dims]
+    parts = [op.const(ints([d])) if isinstance(d, int) else _run_time_size(op, d) for d in dims]
     return op.Reshape(x, op.Concat(*parts, axis=0))
+
+
+def flattened(op, x: ir.Value, start: int) -> ir.Value:
+    """`x` with its axes from `start` on as one. Not by -1, which of nothing says nothing: a batch may have no rows."""
+    behind = x.shape.dims[start:]
+    if all(isinstance(size, int) for size in behind):
+        return reshape(op, x, *sizes(x, *range(start)), math.prod(behind))
+    if len(behind) == 1:
+        return x
+    return reshape(op, x, *sizes(x, *range(start)), op.Reshape(op.size(x, range(start, len(x.shape))), [1]))
 
 
 def _without_rest(x: ir.Value, dims: Sequence) -> list:
@@ -105,7 +115,10 @@ def _without_rest(x: ir.Value, dims: Sequence) -> list:
     return [elements // rest if d == -1 else d for d in dims]
 
 
-def _run_time_size(op, value, axis, factor):
+def _run_time_size(op, wanted: ir.Value | tuple[ir.Value, int, int]) -> ir.Value:
+    if isinstance(wanted, ir.Value):
+        return wanted
+    value, axis, factor = wanted
     size = op.dim(value, axis)
     return size if factor == 1 else op.Mul(size, ints([factor]))
 
