@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from orttrainer import signals
 from orttrainer.distributed.agreement import average_together
 
 if TYPE_CHECKING:
@@ -109,8 +108,7 @@ class SplitStep:
             return
         dropped = f" Batches accumulated before it are dropped: {runner.accumulated}." if runner.accumulated else ""
         try:
-            with signals.at_once():  # ranks may wait for each other for long
-                average_together(collective, runner.buffers, runner.number, batches, failure, dropped)
+            average_together(collective, runner.buffers, runner.number, batches, failure, dropped)
         except Exception:
             self._drop()
             raise

@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "graph": set(),
     "differentiate": {"graph"},
     "optim": {"graph"},
-    "distributed": set(),
+    "distributed": {"signals"},
     "seed": set(),
     "runtime": {"graph"},
     "signals": set(),
@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "compile": {"differentiate", "graph", "optim", "pipeline", "training_graph"},
     "native": {"graph"},
     "phase": {"graph", "native", "runtime", "training_graph"},
-    "step": {"distributed", "phase", "run", "signals"},  # phase and run by name only
+    "step": {"distributed", "phase", "run"},  # phase and run by name only
     "run": {"distributed", "graph", "phase", "runtime", "signals", "step", "training_graph"},
     "state": {"distributed", "export", "seed", "tensors", "training_graph"},
     "profiling": {"graph", "run", "training_graph"},  # the last two by name only

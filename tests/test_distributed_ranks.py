@@ -332,11 +332,14 @@ def test_mpiexec_of_another_mpi_is_an_error():
     assert "but mpi4py says rank 0 of 1: mpi4py runs on" in result.stderr
 
 
-def test_failing_communication_names_rank_and_call():
+def test_failing_communication_names_rank_and_call_and_is_the_last(monkeypatch):
     pytest.importorskip("mpi4py")
+    from orttrainer.distributed import in_step
     from orttrainer.distributed.mpi import MpiCollective, import_mpi
 
-    mpi = import_mpi()
+    mpi, told = import_mpi(), []
+    monkeypatch.setattr(in_step, "_left", [])
+    monkeypatch.setattr(MpiCollective, "tell_left", lambda _, why: told.append(why))
 
     class Broken:
         def Get_rank(self):
@@ -348,8 +351,13 @@ def test_failing_communication_names_rank_and_call():
         def Iallreduce(self, *_):
             raise mpi.Exception(mpi.ERR_TRUNCATE)
 
-    with pytest.raises(DistributedError, match=r"all_reduce_mean_ failed on rank 1 of 2: .*runcat"):
-        MpiCollective(Broken(), 1).all_reduce_mean_(torch.ones(2))
+    failed = r"all_reduce_mean_ failed on rank 1 of 2: .*runcat"
+    collective = MpiCollective(Broken(), 1)
+    with pytest.raises(DistributedError, match=failed):
+        collective.all_reduce_mean_(torch.ones(2))
+    with pytest.raises(DistributedError, match=failed):
+        collective.barrier()
+    assert len(told) == 1
 
 
 def test_large_tensors_travel_in_pieces(monkeypatch):

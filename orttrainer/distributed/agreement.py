@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from orttrainer.distributed.collective import Collective
+from orttrainer.distributed.in_step import in_step, is_in_step, text_of
 from orttrainer.errors import DistributedError
 
 if TYPE_CHECKING:
@@ -43,16 +44,18 @@ def failing_together(collective: Collective, what: str) -> Iterator[None]:
         return
     try:
         yield
-    except Exception as error:
-        collective.all_gather_object(_text(error))
+    except BaseException as error:  # Ctrl-C, too
+        if is_in_step():
+            collective.all_gather_object(text_of(error))
         raise
-    _raise_of_others(collective, collective.all_gather_object(None), what)
+    if error := _error_of_others(collective, collective.all_gather_object(None), what):
+        raise error
 
 
 def fail_on_others(collective: Collective, error: Exception) -> None:
     """Let ranks fail that are in a `failing_together`, or will be next, since this one has failed before it."""
-    if collective.size > 1:
-        collective.all_gather_object(_text(error))
+    if collective.size > 1 and is_in_step():
+        collective.all_gather_object(text_of(error))
 
 
 def average_together(
@@ -70,7 +73,18 @@ def average_together(
     Raises:
         DistributedError: another rank has failed, steps another trainer, or has another number of batches.
         Exception: `own`, with a note of what that means for all.
+        BaseException: from a handler of a signal, while the others are waited for: this rank is out of step.
     """
+    with in_step(collective):
+        error = _averaged(collective, buffers, trainer, batches, own, dropped)
+    if error is not None:
+        raise error
+
+
+def _averaged(
+    collective: Collective, buffers: list[torch.Tensor], trainer: int, batches: int, own: Exception | None, dropped: str
+) -> Exception | None:
+    """The same; returns what all ranks are to raise, which stay in step by it."""
     signals = buffers[0][-SIGNALS:]
     if several := len(_numbers) > 1:
         signals = signals.float().cpu()
@@ -80,34 +94,37 @@ def average_together(
         signals[place] = 1
     if several:  # their buffers differ in size, and gloo ends a process that is sent too much
         collective.all_reduce_mean_(signals)
-        _check_announced(collective, signals.tolist(), trainer, batches, own, dropped)
+        if error := _announced(collective, signals.tolist(), trainer, batches, own, dropped):
+            return error
     for buffer in buffers:
         collective.all_reduce_mean_(buffer)
-    _check_announced(collective, signals.tolist(), trainer, batches, own, dropped)
+    return _announced(collective, signals.tolist(), trainer, batches, own, dropped)
 
 
-def _check_announced(
+def _announced(
     collective: Collective, heard: list[float], trainer: int, batches: int, own: Exception | None, dropped: str
-) -> None:
+) -> Exception | None:
+    """What all ranks are to raise, by the means of what they said."""
     if heard[0] > 0.0:
-        texts = collective.all_gather_object(None if own is None else _text(own))
+        texts = collective.all_gather_object(None if own is None else text_of(own))
         then = f"Nothing was updated on any rank.{dropped}"
         if own is not None:
             own.add_note(then)
-            raise own
-        _raise_of_others(collective, texts, "this step", f" {then}")
+            return own
+        return _error_of_others(collective, texts, "this step", f" {then}")
     least = 1.0 - 0.5 / collective.size  # of a sum of equal ones, in whatever order it was taken
     if any(heard[place] < least for place in _places(trainer, batches)):
         trainers, counts = zip(*collective.all_gather_object((trainer, batches)))
         if len({*trainers}) > 1:
-            raise DistributedError(
+            return DistributedError(
                 f"the ranks step different trainers: {[*trainers]}, in the order of the ranks, counted from 0 by their first "
                 f"steps. Every rank has to step the same ones, in the same order. Nothing was updated.{dropped}"
             )
-        raise DistributedError(
+        return DistributedError(
             f"the ranks have summed the gradients of different numbers of batches for one update: {[*counts]}, in the order "
             f"of the ranks. Give every rank the same gradient_accumulation_steps. Nothing was updated.{dropped}"
         )
+    return None
 
 
 def _places(trainer: int, batches: int) -> list[int]:
@@ -120,15 +137,12 @@ def _places(trainer: int, batches: int) -> list[int]:
     return places
 
 
-def _raise_of_others(collective: Collective, texts: list[str | None], what: str, then: str = "") -> None:
+def _error_of_others(
+    collective: Collective, texts: list[str | None], what: str, then: str = ""
+) -> DistributedError | None:
     failed = [
         f"rank {rank} of {collective.size} failed in {what}: {text.rstrip('.')}."
         for rank, text in enumerate(texts)
         if text
     ]
-    if failed:
-        raise DistributedError(f"{' '.join(failed)}{then}")
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    return DistributedError(f"{' '.join(failed)}{then}") if failed else None

@@ -74,6 +74,14 @@ class Collective(abc.ABC):
             DistributedError: the communication failed.
         """
 
+    @abc.abstractmethod
+    def tell_left(self, why: str) -> None:
+        """Let the other ranks fail that wait for this one, which has left a call in its midst and makes no further one.
+
+        Args:
+            why: the error, for their messages.
+        """
+
 
 @final
 class SingleProcess(Collective):
@@ -92,6 +100,9 @@ class SingleProcess(Collective):
         return [obj]
 
     def barrier(self) -> None:
+        pass
+
+    def tell_left(self, why: str) -> None:
         pass
 
 

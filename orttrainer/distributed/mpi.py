@@ -15,9 +15,11 @@ import torch.distributed as dist
 
 from orttrainer.distributed.collective import Collective, check_mean_operand, check_root, communication_failed
 from orttrainer.distributed.early_failure import let_it_be_forwarded
+from orttrainer.distributed.in_step import in_step
 from orttrainer.distributed.mpi_waiting import (
     gather_objects,
     tell_absence,
+    tell_left,
     tell_the_end,
     why_tensors_never_come,
 )
@@ -102,13 +104,13 @@ class MpiCollective(Collective):
     def all_reduce_mean_(self, tensor: torch.Tensor) -> None:
         check_mean_operand(tensor)
         dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-        for chunk in tensor.detach().view(-1).split(_CHUNK):
-            buffer = self._buffer(chunk, dtype)
-            with self._restated("all_reduce_mean_"):
+        with self._restated("all_reduce_mean_"):
+            for chunk in tensor.detach().view(-1).split(_CHUNK):
+                buffer = self._buffer(chunk, dtype)
                 self._sum(buffer)
-            buffer.div_(self.size)
-            if buffer is not chunk:
-                chunk.copy_(buffer)
+                buffer.div_(self.size)
+                if buffer is not chunk:
+                    chunk.copy_(buffer)
         _wait_for_writes(tensor)
 
     def _sum(self, buffer: torch.Tensor) -> None:
@@ -118,13 +120,12 @@ class MpiCollective(Collective):
         self._finish("all_reduce_mean_", self._comm.Iallreduce(_in_place(), _as_mpi(buffer)), buffer)
 
     def _finish(self, call: str, request: Any, buffer: torch.Tensor) -> None:
-        """Wait for a request, which writes to `buffer`; where it will never be done, all ranks end with this one."""
+        """Wait for a request, which writes to `buffer`."""
         here = f"rank {self.rank} of {self.size}"
         try:
             wait(here, call, request.Test, functools.partial(why_tensors_never_come, self._comm))
         except BaseException:
             self._unfinished.append((request, buffer))
-            atexit.register(_abort, self._comm)  # MPI_Finalize would wait for it
             tell_absence(self._comm)
             raise
 
@@ -132,12 +133,12 @@ class MpiCollective(Collective):
         check_root(root, self.size)
         tensor = tensor.detach()
         contiguous = tensor.contiguous()
-        for chunk in contiguous.view(-1).view(torch.uint8).split(4 * _CHUNK):
-            buffer = self._buffer(chunk, torch.uint8)
-            with self._restated("broadcast_"):
+        with self._restated("broadcast_"):
+            for chunk in contiguous.view(-1).view(torch.uint8).split(4 * _CHUNK):
+                buffer = self._buffer(chunk, torch.uint8)
                 self._send(buffer, root)
-            if buffer is not chunk:
-                chunk.copy_(buffer)
+                if buffer is not chunk:
+                    chunk.copy_(buffer)
         if contiguous.data_ptr() != tensor.data_ptr():
             tensor.copy_(contiguous)
         _wait_for_writes(tensor)
@@ -155,6 +156,11 @@ class MpiCollective(Collective):
     def barrier(self) -> None:
         with self._restated("barrier"):
             gather_objects(self._comm, None)
+
+    def tell_left(self, why: str) -> None:
+        atexit.register(_abort, self._comm)  # MPI_Finalize would wait for what is unfinished
+        with contextlib.suppress(import_mpi().Exception):  # of a communication that has failed
+            tell_left(self._comm, why)
 
     def _buffer(self, chunk: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return memory that MPI can read and write with the chunk's values: the chunk, or a copy.
@@ -179,11 +185,12 @@ class MpiCollective(Collective):
 
     @contextlib.contextmanager
     def _restated(self, call: str) -> Iterator[None]:
-        """Turn an MPI error into ours, with the rank and the call in it."""
-        try:
-            yield
-        except import_mpi().Exception as error:
-            raise communication_failed(self, call, error) from error
+        """A call, in step with the other ranks; an MPI error becomes ours, with the rank and the call in it."""
+        with in_step(self):
+            try:
+                yield
+            except import_mpi().Exception as error:
+                raise communication_failed(self, call, error) from error
 
 
 def _abort(comm: Any) -> None:

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from orttrainer.distributed.in_step import why_left
 from orttrainer.distributed.waiting import SAME_CALLS, wait
 from orttrainer.errors import DistributedError
 
@@ -14,8 +15,10 @@ from orttrainer.errors import DistributedError
 # it in their next call, for ever: so it tells them.
 _ENDED = 31_413
 _OBJECT = 31_414
+_LEFT = 31_415
 
 _sending: list = []  # requests, which keep what they send
+_left: dict[int, str] = {}  # ranks that have left a call in its midst, and why
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,9 @@ class _Absent:
 
 
 def why_tensors_never_come(comm: Any) -> str | None:
-    """Why a call on tensors will not be done: a rank has ended, or waits in `gather_objects`."""
+    """Why a call on tensors will not be done: a rank has left one, or ended, or waits in `gather_objects`."""
+    if left := _why_left(comm):
+        return left
     if comm.Iprobe(tag=_ENDED):
         return (
             "that has ended its script: the ranks had different numbers of batches. Give each rank as many, e.g. drop the "
@@ -41,11 +46,25 @@ def tell_absence(comm: Any) -> None:
         _sending.append(comm.isend(_Absent(), dest=rank, tag=_OBJECT))
 
 
+def tell_left(comm: Any, why: str) -> None:
+    """Tell all ranks that this one has left a call in its midst, and makes no further one."""
+    own = comm.Get_rank()
+    _sending.extend(comm.isend(why, dest=rank, tag=_LEFT) for rank in range(comm.Get_size()) if rank != own)
+
+
+def _why_left(comm: Any) -> str | None:
+    """What another rank has told so; None if none has."""
+    for rank in range(comm.Get_size()):
+        if comm.Iprobe(source=rank, tag=_LEFT):
+            _left[rank] = comm.recv(source=rank, tag=_LEFT)
+    return next((why_left(f"rank {rank}", why) for rank, why in _left.items()), None)
+
+
 def gather_objects(comm: Any, obj: Any) -> list:
     """The objects of all ranks, in rank order, by messages that no call on tensors can take for its own.
 
     Raises:
-        DistributedError: a rank has ended, or waits in a call on tensors.
+        DistributedError: a rank has left a call, or ended, or waits in a call on tensors.
     """
     rank, size = comm.Get_rank(), comm.Get_size()
     _sending[:] = [request for request in _sending if not request.Test()]
@@ -62,8 +81,8 @@ def gather_objects(comm: Any, obj: Any) -> list:
 
 def _object_of(comm: Any, other: int) -> Any:
     def why_never() -> str | None:
-        if not comm.Iprobe(source=other, tag=_ENDED):
-            return None
+        if (left := _why_left(comm)) or not comm.Iprobe(source=other, tag=_ENDED):
+            return left
         return f"rank {other} has ended its script. {SAME_CALLS}"
 
     here = f"rank {comm.Get_rank()} of {comm.Get_size()}"

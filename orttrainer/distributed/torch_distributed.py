@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from orttrainer.distributed.collective import Collective, check_mean_operand, check_root, communication_failed
+from orttrainer.distributed.in_step import in_step
 from orttrainer.distributed.launch import device_of_rank
 from orttrainer.distributed.torch_waiting import calls, end_unfinished
 from orttrainer.errors import DistributedError
@@ -161,6 +162,9 @@ class TorchCollective(Collective):
         # Not dist.barrier: with NCCL it guesses a device, and returns before the others arrive.
         self.all_gather_object(None)
 
+    def tell_left(self, why: str) -> None:
+        calls.tell_left(why)
+
     def _staged(self, tensor: torch.Tensor, summed: bool = False) -> torch.Tensor:
         """Return the tensor, or a copy of it where the group has a backend for it.
 
@@ -190,15 +194,16 @@ class TorchCollective(Collective):
 
     @contextlib.contextmanager
     def _restated(self, call: str) -> Iterator[None]:
-        """Turn torch's error into ours, with the rank and the call in it."""
-        try:
-            yield
-        except DistributedError:
-            raise
-        except (RuntimeError, ValueError) as error:
-            if not dist.is_initialized():
-                raise DistributedError(
-                    f"{call} failed on rank {self.rank} of {self.size}: the group of torch.distributed was destroyed. "
-                    "Call destroy_process_group() after the last step of all trainers."
-                ) from error
-            raise communication_failed(self, call, error) from error
+        """A call, in step with the other ranks; torch's error becomes ours, with the rank and the call in it."""
+        with in_step(self):
+            try:
+                yield
+            except DistributedError:
+                raise
+            except (RuntimeError, ValueError) as error:
+                if not dist.is_initialized():
+                    raise DistributedError(
+                        f"{call} failed on rank {self.rank} of {self.size}: the group of torch.distributed was destroyed. "
+                        "Call destroy_process_group() after the last step of all trainers."
+                    ) from error
+                raise communication_failed(self, call, error) from error

@@ -2,7 +2,8 @@
 
 Two ranks in different calls wait for each other until the time of the group is up, half an hour of gloo's. So a rank that
 waits long writes its last calls to the store of the group, each under its number, unless another rank has written there:
-two calls of one number that differ never end. A rank that is merely slow has written nothing.
+two calls of one number that differ never end. A rank that is merely slow has written nothing. One that leaves a call in its
+midst says so under its number, which the others are at, or shortly behind.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 
 import torch.distributed as dist
 
+from orttrainer.distributed.in_step import why_left
 from orttrainer.distributed.waiting import SAME_CALLS, wait
 
 _SLICE = datetime.timedelta(seconds=0.05)  # of waiting in C++, where no KeyboardInterrupt is heard
@@ -60,6 +62,11 @@ class Calls:
             raise
         posted.take_down()
 
+    def tell_left(self, why: str) -> None:
+        """Tell the other ranks that this one has left its last call in its midst, and makes no further one."""
+        with contextlib.suppress(RuntimeError, ValueError):  # of a store that has ended, or of no group
+            _store().set(_key(self._count, "/left"), json.dumps([dist.get_rank(), why]))
+
 
 calls = Calls()  # of this process: its trainers share the group
 
@@ -78,7 +85,7 @@ class _Posted:
         first, self._looked = self._looked is None, time.monotonic()
         with contextlib.suppress(RuntimeError):  # of a store that has ended, or cannot do that: then gloo's time is up
             other = self._post() if first else None
-            return other or self._answer()
+            return other or self._answer() or self._left()
         return None
 
     def _post(self) -> str | None:
@@ -98,6 +105,15 @@ class _Posted:
             if store.check([key]):
                 rank, doing = json.loads(store.get(key))
                 return _reason(rank, doing) if doing != said[number] else None
+        return None
+
+    def _left(self) -> str | None:
+        """What a rank has written that has left one of these, or what comes behind it."""
+        store = _store()
+        for number, _ in self._calls:
+            if store.check([key := _key(number, "/left")]):
+                rank, why = json.loads(store.get(key))
+                return why_left(f"rank {rank}", why)
         return None
 
     def take_down(self) -> None:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from orttrainer import signals
 from orttrainer.errors import DistributedError
 
 log = logging.getLogger("orttrainer.distributed")
@@ -21,7 +22,7 @@ SAME_CALLS = (
 
 
 def wait(here: str, call: str, done: Callable[[], bool], why_never: Callable[[], str | None]) -> None:
-    """Wait until `done()`.
+    """Wait until `done()`; what a handler of a signal raises (Ctrl-C) does so when that takes long, and leaves the ranks out of step.
 
     Args:
         here: which rank of how many waits.
@@ -36,11 +37,13 @@ def wait(here: str, call: str, done: Callable[[], bool], why_never: Callable[[],
         now = time.monotonic()
         if now < begin + _LONG:
             continue
-        time.sleep(1e-3)
-        if reason is None:
-            reason, give_up = why_never(), now + _GRACE
-        elif now > give_up:
-            raise DistributedError(f"{here} waits for another rank, but {reason}")
+        with signals.at_once():
+            signals.raise_noted()
+            time.sleep(1e-3)
+            if reason is None:
+                reason, give_up = why_never(), now + _GRACE
+            elif now > give_up:
+                raise DistributedError(f"{here} waits for another rank, but {reason}")
         if now > begin + _TOLD and not told:
             log.warning("%s has waited %d seconds for another rank, in %s", here, _TOLD, call)
             told = True

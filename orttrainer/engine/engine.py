@@ -369,6 +369,7 @@ class Engine(InUse):
             self._sizes = schema.sizes(batch)
             self._compile(lambda then: self.source.first_graph(self.description, batch, schema, then))
             self._schema = schema  # last: whatever fails before, the next step begins anew
+            signals.let_go()
         self._has_empty |= not schema.check(batch)
         checked = {name: to_device(tensor, self.device) for name, tensor in given.items()}
         last = self._last_batch

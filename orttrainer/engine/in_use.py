@@ -281,6 +281,7 @@ class InUse(NotCopied):
             with failing_together(self.collective, "sharing its state"), signals.none_lost():
                 self._number = number_of_another() if self.collective.size > 1 else 0
                 self._open_on_state(graph)
+            signals.hold()  # or one rank would begin anew, and the others step
             self._check_what_ranks_loaded()
         except BaseException:
             self.training_graph = self._runner = None  # not to train on without what was to be loaded

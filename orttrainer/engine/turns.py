@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from orttrainer.distributed.in_step import check_in_step
 from orttrainer.errors import StateError
 from orttrainer.signals import Held, Whole
 
@@ -70,6 +71,8 @@ def made_whole(method: Callable) -> Callable:
 class PreparingAStep:
     """A context in which what fails on one rank fails on all, where they wait for the gradients of this one.
 
+    Of what is no Exception, as Ctrl-C, they are not told: whoever goes on behind it makes the step with another batch.
+
     A class: a generator as context manager costs each step another microsecond.
     """
 
@@ -77,7 +80,7 @@ class PreparingAStep:
         self._engine, self._last, self._reading = engine, last, reading
 
     def __enter__(self) -> None:
-        pass
+        check_in_step(self._engine.collective)  # also for an inner batch of a block: a call may still write to its sums
 
     def __exit__(self, kind, error, traceback) -> None:
         if isinstance(error, Exception):
