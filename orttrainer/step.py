@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from orttrainer.distributed.agreement import average_together
+from orttrainer.distributed.agreement import Share, average_together
 
 if TYPE_CHECKING:
     from orttrainer.phase import Phase
@@ -108,7 +108,8 @@ class SplitStep:
             return
         dropped = f" Batches accumulated before it are dropped: {runner.accumulated}." if runner.accumulated else ""
         try:
-            average_together(collective, runner.buffers, runner.number, batches, failure, dropped)
+            own = Share(runner.number, batches, runner.scale_of_sums, failure, dropped)
+            average_together(collective, runner.buffers, own)
         except Exception:
             self._drop()
             raise

@@ -28,7 +28,7 @@ COMPILING = {
 
 OTHER_CALL = {
     "mpiexec": " in the first step of a trainer, or with an error, but rank 1 averages the gradients of a step",
-    "torchrun": ", but rank 1 averages the gradients of a step (128 numbers)",
+    "torchrun": ", but rank 1 averages the gradients of a step (160 numbers)",
 }
 
 

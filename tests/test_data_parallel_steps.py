@@ -185,3 +185,17 @@ def test_gradients_that_overflow_on_one_rank_skip_the_update_and_halve_the_scale
     states = first["states"]
     assert all(same(state, other) for state, other in zip(states, second["states"]))
     assert same(states[1], states[0]) and not same(states[2], states[1])
+
+
+def test_another_loss_scale_on_one_rank_is_an_error_on_both_until_it_is_equal(ranks):
+    first, second = (rank["other scale"] for rank in ranks)
+    assert first["said"] == second["said"]
+    before, failed, then = first["said"]
+    assert before == then == "fine"
+    assert failed == (
+        "DistributedError: the ranks have different loss scales: [64.0, 48.0], in the order of the ranks. Give every rank "
+        "the same one, and load the same checkpoint on every rank, or on none. Nothing was updated."
+    )
+    states = first["states"]
+    assert all(same(state, other) for state, other in zip(states, second["states"]))
+    assert same(states[1], states[0]) and not same(states[2], states[1])

@@ -47,6 +47,7 @@ def main(folder: str) -> None:
     results["midway"] = resume_midway(rank, size)
     results["not finite"] = not_finite(rank)
     results["float16"] = {"first": overflow_first(rank), "second": overflow_second(rank)}
+    results["other scale"] = other_scale(rank)
     torch.save(results, pathlib.Path(folder) / f"{rank}.pt")
 
 
@@ -257,6 +258,17 @@ def overflow_second(rank: int) -> dict:
         states.append(weights(trainer))
         scales.append(trainer.options.mixed_precision.loss_scaler.loss_scale)
     return {"states": states, "scales": scales, "updates": trainer._train_step_info.optimization_step}
+
+
+def other_scale(rank: int) -> dict:
+    """The loss scale, by hand: rank 1 has another one at the second step."""
+    trainer = first("AdamOptimizer", 0, 1, use_mixed_precision=True)
+    x, y = small.batch(rank)
+    said, states = [], []
+    for scale in (64.0, 48.0 if rank else 64.0, 64.0):
+        said.append(attempt(lambda scale=scale: trainer.train_step(x, y, RATE, torch.tensor([scale]))))
+        states.append(weights(trainer))
+    return {"said": said, "states": states}
 
 
 if __name__ == "__main__":
