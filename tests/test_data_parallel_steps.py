@@ -199,3 +199,14 @@ def test_another_loss_scale_on_one_rank_is_an_error_on_both_until_it_is_equal(ra
     states = first["states"]
     assert all(same(state, other) for state, other in zip(states, second["states"]))
     assert same(states[1], states[0]) and not same(states[2], states[1])
+
+
+@pytest.mark.parametrize("generation", ["first", "second"])
+def test_a_run_that_is_resumed_with_what_each_rank_saved_goes_on_with_its_own_statistics(ranks, generation):
+    found = [rank["own statistics"][generation] for rank in ranks]
+    for rank in found:
+        assert rank["straight"]["0.num_batches_tracked"] == 4
+        assert all(torch.equal(tensor, rank["resumed"][name]) for name, tensor in rank["straight"].items())
+    first, second = (rank["resumed"] for rank in found)
+    assert not torch.equal(first["0.running_mean"], second["0.running_mean"])
+    assert torch.equal(first["0.weight"], second["0.weight"])

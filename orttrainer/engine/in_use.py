@@ -313,7 +313,7 @@ class InUse(NotCopied):
         parts = self.source.parts
         return TrainedState(
             graph, parts.get(""), parts.get("loss_fn"), self.device, self.collective, forward.decided, self._kept,
-            forward.outside, share,
+            forward.outside, share, self.source.loaded,
         )  # fmt: skip
 
     def _opened(self, graph: TrainingGraph, state: TrainedState) -> Runner:

@@ -56,6 +56,7 @@ class Source:
         self.model, self.loss_fn, self._device, self.settings, self._ranks = model, loss_fn, device, settings, ranks
         self._attached = False  # the loss, on an ONNX model
         self._marked: set[str] = set()  # inputs
+        self.loaded: set[str] = set()  # names of what `load` has loaded
         self._bring_modules()
 
     def _bring_modules(self) -> None:
@@ -234,6 +235,7 @@ class Source:
         with torch.no_grad():
             for name, tensor in live.items():
                 tensor.copy_(torch.as_tensor(state_dict[name]))
+        self.loaded |= live.keys()
         return {*live}
 
     def as_it_is(self, state_dict: Mapping[str, torch.Tensor], loaded: Collection[str]) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 import torch
@@ -49,6 +49,7 @@ class TrainedState:
         kept: what it shares with the states of other graphs on the same module.
         outside: modules that are no part of these, whose tensors the graph reads.
         share: False where the ranks have equal values already, and one may make this while another does not.
+        loaded: names of what this rank has loaded; buffers among it, as statistics, are its own, whatever rank 0 has.
 
     Attributes:
         tensors: name -> tensor, each parameter as the model declares it.
@@ -68,6 +69,7 @@ class TrainedState:
         kept: KeptState | None = None,
         outside: Sequence[torch.nn.Module] = (),
         share: bool = True,
+        loaded: Collection[str] = (),
     ):
         self._collective, self._kept = collective, kept or KeptState(())
         self._modules = [m for m in (module, loss_fn) if isinstance(m, torch.nn.Module)]
@@ -103,7 +105,8 @@ class TrainedState:
             )
         for entry in entries if share else ():
             if entry.role != "random":
-                collective.broadcast_(self.stored[entry.name])
+                stored, own_value = self.stored[entry.name], entry.role == "buffer" and entry.name in loaded
+                collective.broadcast_(stored.clone() if own_value else stored)
         self._graph, self.signature = graph, graph.signature
         self._entries = {name: entry for entry in entries for name in entry.views(self.stored[entry.name])}
         self._places = self._shared_places(own)

@@ -47,6 +47,7 @@ def main(folder: str) -> None:
     results["midway"] = resume_midway(rank, size)
     results["not finite"] = not_finite(rank)
     results["float16"] = {"first": overflow_first(rank), "second": overflow_second(rank)}
+    results["own statistics"] = {make.__name__: own_statistics(make, rank) for make in (first, second)}
     results["other scale"] = other_scale(rank)
     torch.save(results, pathlib.Path(folder) / f"{rank}.pt")
 
@@ -93,16 +94,16 @@ def resume_midway(rank: int, size: int) -> dict:
     return results
 
 
-def first(kind: str, seed: int, batches: int = BATCHES, **options):
+def first(kind: str, seed: int, batches: int = BATCHES, net=small.net, **options):
     return small.make(
-        small.net(seed=seed), kind, lambda name: {"max_norm_clip": CLIP}, gradient_accumulation_steps=batches, **options
+        net(seed=seed), kind, lambda name: {"max_norm_clip": CLIP}, gradient_accumulation_steps=batches, **options
     )
 
 
-def second(kind: str, seed: int, batches: int = BATCHES, **options):
+def second(kind: str, seed: int, batches: int = BATCHES, net=small.net, **options):
     options |= {"device": {"id": "cpu"}, "batch": {"gradient_accumulation_steps": batches}}
     return training.ORTTrainer(
-        small.net(seed=seed), DESCRIPTION, KINDS[kind](lr=RATE, max_norm_clip=CLIP), nn.functional.cross_entropy,
+        net(seed=seed), DESCRIPTION, KINDS[kind](lr=RATE, max_norm_clip=CLIP), nn.functional.cross_entropy,
         training.ORTTrainerOptions(options),
     )  # fmt: skip
 
@@ -111,6 +112,22 @@ def step_of(trainer, x, y) -> torch.Tensor:
     return (
         trainer.train_step(x, y)[0] if isinstance(trainer, training.ORTTrainer) else trainer.train_step(x, y, RATE)[0]
     )
+
+
+def normed(seed: int) -> nn.Module:
+    return nn.Sequential(nn.BatchNorm1d(4), small.net(seed=seed))
+
+
+def own_statistics(make, rank: int) -> dict:
+    """The state of a run after four steps, and of one that was resumed after two with what this rank saved; from other weights."""
+    straight, resumed = (make("AdamOptimizer", 7 * seed + rank, 1, normed) for seed in range(2))
+    for step in range(2):
+        step_of(straight, *small.batch(step + 50 * rank))
+    resumed.load_state_dict(straight.state_dict())
+    for step in range(2, 4):
+        for trainer in (straight, resumed):
+            step_of(trainer, *small.batch(step + 50 * rank))
+    return {"straight": weights(straight), "resumed": weights(resumed)}
 
 
 def weights(trainer) -> dict[str, torch.Tensor]:
