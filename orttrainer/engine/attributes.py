@@ -25,8 +25,10 @@ from orttrainer.export.memory.holdings import (
     attributes_of,
     comparable,
     content_of,
+    function_of,
     has_objects,
     is_container,
+    variables_around,
 )
 from orttrainer.export.memory.masked import masked_in
 from orttrainer.export.memory.outside import Noticed
@@ -41,6 +43,8 @@ _HOOKS_OF_ALL = {
 _HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _OF_TORCH = {"training", *vars(torch.nn.Module())}  # each layer's own; what is in them is asked for elsewhere
 _TRAINING = itertools.repeat("training")
+_CALLED = ("forward", "__call__")  # of a layer, or an object of the program's own, by whoever calls it
+_OF_FUNCTIONS = (*_CALLED, "backward", "setup_context", "jvp", "vmap")  # that autograd calls of a class
 
 
 class Attributes:
@@ -76,6 +80,7 @@ class Attributes:
         self._stored: set[tuple[str, str]] = set()
         self._variables: dict[str, tuple[dict, str]] = {}
         self._cells: dict[str, CellType] = {}
+        self._view = functools.cache(vars)  # of a class one view, by which it is known again
         self.also(read)
 
     def turn_to(self, outside: Sequence[torch.nn.Module]) -> None:
@@ -110,7 +115,9 @@ class Attributes:
     def look(self) -> None:
         """Remember them as they are now."""
         self._seen = self.values()
-        self._dicts = [vars(layer) for layer in self._layers.values()]
+        self._all = [*self._layers.values()]
+        self._kinds = [*map(type, self._all)]
+        self._dicts = [*map(vars, self._all)]
         self._lengths = [*map(len, self._dicts)]
         self._training = [
             *map(dict.get, self._dicts, _TRAINING)
@@ -120,7 +127,7 @@ class Attributes:
         self._of_parameters = self._hooks_of_parameters()
         self._hooks += [*_HOOKS_OF_ALL.values(), *self._of_parameters.values()]
         self._registered, self._hooked = RemovableHandle.next_id, any(self._hooks)
-        places = [(held, key) for _, held, key in self._places()]
+        places = [(held, key) for _, held, key in self._places(absent=True)]
         elsewhere = [*self._enclosed, *(self._hooks if self._hooked else ())]
         self._held = Holdings(places, elsewhere, self._entries, self._state())
         self.look_at_parameters()
@@ -138,7 +145,7 @@ class Attributes:
         """
         if self._hook_others or (trains and self._train_others):
             return False
-        if [*map(len, self._dicts)] != self._lengths:
+        if [*map(len, self._dicts)] != self._lengths or [*map(type, self._all)] != self._kinds:
             return False
         if trains and [*map(dict.get, self._dicts, _TRAINING)] != self._training:
             return False
@@ -171,6 +178,7 @@ class Attributes:
         state = self._state()
         found = {path: comparable(value, self._entries, state) for path, value in found.items()}
         for path, layer in self._layers.items():
+            found[f"{path}.__class__".strip(".")] = type(layer).__module__, type(layer).__qualname__
             found[f"{path}.training".strip(".")] = _Training(self._flags[path])
             for key in _HOOKS:
                 if hooks := vars(layer).get(key):
@@ -246,11 +254,16 @@ class Attributes:
         now, before = self._hooks_of_parameters(), self._of_parameters
         return now.keys() != before.keys() or any(now[path] is not before[path] for path in now)
 
-    def _places(self) -> Iterator[tuple[str, Mapping, str]]:
-        """Path, dict and key of each that forward may read, as long as they are there."""
+    def _places(self, absent: bool = False) -> Iterator[tuple[str, Mapping, str]]:
+        """Path, dict and key of each that forward may read, as long as they are there.
+
+        Args:
+            absent: also of what is not in a class, and would be in the way of what is in one below.
+        """
         for path, (scope, name) in self._variables.items():
             if name in scope and path not in self._ignored:
                 yield path, scope, name
+        of_kind = functools.cache(self._of_class)
         for path, layer in self._layers.items():
             own = _is_of_torch(type(layer))
             inherits = any(_is_of_torch(kind) for kind in type(layer).__mro__ if kind is not torch.nn.Module)
@@ -261,20 +274,27 @@ class Attributes:
                     continue
                 if not self._known or key in read or key == "forward":
                     yield full, vars(layer), key
-            for kind, key in self._of_classes(type(layer)):
-                full = f"{path}.{key}".strip(".")
-                if key not in vars(layer) and full not in self._ignored:
-                    yield full, vars(kind), key
+            for above, held, key in of_kind(type(layer)):
+                full = f"{path}.{above}{key}".strip(".")
+                if key not in vars(layer) and full not in self._ignored and (absent or key in held):
+                    yield full, held, key
 
-    def _of_classes(self, kind: type) -> Iterator[tuple[type, str]]:
-        """What may be read of the classes that are not torch's: the class that has it, and its name."""
-        seen = set()
-        for owner in kind.__mro__ if self._known else ():
-            for key, value in vars(owner).items() if not _is_of_torch(owner) else ():
-                read = key in self._names and ("ATTR", key) not in self._stored and not key.startswith("__")
-                if read and key not in seen and _is_simple(value):
-                    yield owner, key
-                seen.add(key)
+    def _of_class(self, kind: type) -> list[tuple[str, Mapping, str]]:
+        """Class by class what may be read of a layer's, the nearest first: "super()." for each that has it before, where, and its name."""
+        views = [self._view(owner) for owner in kind.__mro__]
+        own = [view for owner, view in zip(kind.__mro__, views) if not _is_of_torch(owner)]
+        keys = dict.fromkeys([*_CALLED, *(key for view in own for key in view if self._may_read(view, key))])
+        places = []
+        for key in keys:
+            owners = views if key == "forward" else own
+            above = [0, *itertools.accumulate(key in owner for owner in owners)]
+            places += [("super()." * count, owner, key) for count, owner in zip(above, owners)]
+        return places
+
+    def _may_read(self, owner: Mapping, key: str) -> bool:
+        """Whether forward may read this of a class, and it is a method or one to look at."""
+        read = self._known and key in self._names and ("ATTR", key) not in self._stored and not key.startswith("__")
+        return read and (isinstance(function_of(owner[key]), FunctionType) or _is_simple(owner[key]))
 
     def _look_behind(self, path: str, part: Any, stored: Collection[str], depth: int = 3) -> None:
         """Note what a callable that is no module has beside its code: variables of the function around it, an object's attributes."""
@@ -285,34 +305,49 @@ class Attributes:
                     self._cells[full] = cell
                 if depth > 0 and content is not part and callable(content) and not isinstance(content, torch.nn.Module):
                     self._look_behind(full, content, stored, depth - 1)
-            defaults = {"__defaults__": part.__defaults__, "__kwdefaults__": part.__kwdefaults__}
-            self._variables |= {f"{path}.{name}": (defaults, name) for name in defaults if defaults[name]}
+            said = attributes_of(part) if _is_simple(part) else {}
+            self._variables |= {f"{path}.{name}": (said, name) for name in said if said[name]}
             self._variables |= {f"{path}.{name}": (vars(part), name) for name in vars(part) if name in self._names}
         elif isinstance(part, functools.partial):
             self._variables |= {f"{path}.{name}": (part.keywords, name) for name in part.keywords}
             self._look_behind(path, part.func, stored, depth - 1)
         elif isinstance(part, MethodType):
             self._look_behind(path, part.__self__, stored, depth - 1)
+            self._look_behind(path, part.__func__, stored, depth - 1)
         elif not isinstance(part, (type, torch.nn.Module)):
-            for name in self._entries(part):
+            for held, name in self._entries(part):
                 if ("ATTR", name) not in stored:
-                    self._variables[f"{path}.{name}"] = attributes_of(part), name
+                    self._variables[f"{path}.{name}"] = held, name
 
-    def _entries(self, value: Any) -> dict[str, Any]:
-        """Attributes of an object, such as a configuration, a class or a module of Python's, that forward may read."""
-        if isinstance(value, (torch.Tensor, torch.nn.Module, FunctionType, *PLAIN, *CONTAINERS)):
-            return {}
+    def _entries(self, value: Any) -> list[tuple[Mapping, str]]:
+        """Where attributes of an object are, such as a configuration, a class or a module of Python's, that forward may read."""
+        if isinstance(value, FunctionType):
+            return [(held, name) for held, name in variables_around(value) if ("DEREF", name) not in self._stored]
+        if isinstance(value, (torch.Tensor, torch.nn.Module, *PLAIN, *CONTAINERS)):
+            return []
         held = attributes_of(value)
         if held is None:
-            return {}
+            return []
         if not self._known:
-            return {key: x for key, x in held.items() if isinstance(x, PLAIN)}
-        read = {key: x for key, x in held.items() if key in self._names and not key.startswith("__")}
-        return {key: x for key, x in read.items() if _is_simple(x) or _is_record(x)}
+            return [(held, key) for key, x in held.items() if isinstance(x, PLAIN)]
+        read = [(key, x) for key, x in held.items() if key in self._names and not key.startswith("__")]
+        return [(held, key) for key, x in read if _is_simple(x) or _is_record(x)] + self._methods(value)
+
+    def _methods(self, value: Any) -> list[tuple[Mapping, str]]:
+        """Where those are that an object, or a class, of the program's own has by its class, and that forward may run."""
+        kinds = value.__mro__ if isinstance(value, type) else type(value).__mro__
+        called = _OF_FUNCTIONS if isinstance(value, type) else _CALLED
+        views = [self._view(kind) for kind in kinds if not export.is_installed(kind.__module__)]
+        return [
+            (view, key)
+            for view in views
+            for key, x in view.items()
+            if (key in called or self._may_read(view, key)) and isinstance(function_of(x), FunctionType)
+        ]
 
     @staticmethod
-    def _nothing(value: Any) -> dict[str, Any]:
-        return {}
+    def _nothing(value: Any) -> list[tuple[Mapping, str]]:
+        return variables_around(value) if isinstance(value, FunctionType) else []
 
     def _names_in_classes(self) -> set[str]:
         """Names in methods of the layers' classes, but torch's."""

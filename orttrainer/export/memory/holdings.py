@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import collections
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping
-from types import CellType, FunctionType, MappingProxyType
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import CellType, CodeType, FunctionType, MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,26 +19,30 @@ __all__ = [
     "attributes_of",
     "comparable",
     "content_of",
+    "function_of",
     "has_objects",
     "is_container",
     "same_elements",
+    "variables_around",
 ]
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device)
+PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device, CodeType)
 CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 DEPTH = 3  # of containers and objects in each other
 _MOST = (20, 20, 100)  # entries by the depth that is left: what is longer is a table of the user's
 _LARGEST = 4096  # elements of an array
 _VERSION = operator.attrgetter("_version")
+_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")  # each of which may be set
+_SAID = operator.attrgetter(*_OF_FUNCTIONS)
 
-Entries = Callable[[Any], Mapping[str, Any]]  # those attributes of an object that matter
+Entries = Callable[[Any], Sequence[tuple[Mapping, str]]]  # where those attributes of an object are that matter
 
 
 class Holdings:
     """Places, and what is in them.
 
     Args:
-        places: dictionaries, of an object, a class or a scope, and keys.
+        places: dictionaries, of an object, a class or a scope, and keys, also those of what is not there.
         values: what is elsewhere.
         entries: of objects among what is found.
         state: identities of tensors of which it does not matter here what is in them.
@@ -52,34 +56,38 @@ class Holdings:
         state: Collection[int] = frozenset(),
     ):
         self._dicts: list[tuple[dict, str, Any]] = []
-        self._elsewhere: list[tuple[Mapping, str, Any]] = []  # in classes and in slots
-        self._containers, self._tensors, self._arrays = [], [], []
+        self._classes: list[tuple[MappingProxyType, str, Any]] = []
+        self._elsewhere: list[tuple[Mapping, str, Any]] = []  # in slots and in variables around a function
+        self._functions, self._containers, self._tensors, self._arrays = [], [], [], []
         self._state = state
         self._met: set = set()  # what many layers have, such as a configuration, once
         for owner, key in places:
             self._gather_from(owner, key, entries, DEPTH)
         for value in values:
             self._gather(value, entries, DEPTH)
-        self._owners, self._keys, self._values = zip(*self._dicts) if self._dicts else ((), (), ())
+        self._owners, self._keys, self._values = _apart(self._dicts)
+        self._views, self._names, self._in_classes = _apart(self._classes)
+        self._said = [*map(_SAID, self._functions)]
         self._contents = [*map(_copy, self._containers)]
         self._versions = [*map(_VERSION, self._tensors)]
         self._small = [x for x in self._tensors if is_small(x)]  # also what is written to by way of `data` is seen
         self._copies = [x.detach().clone() for x in self._small]
         self._bytes = [*map(np.ndarray.tobytes, self._arrays)]
-        found = self._dicts, self._elsewhere, self._containers, self._tensors, self._arrays
-        self._nothing, self._rare = not any(found), any(found[1:])
+        self._rare = any((self._elsewhere, self._containers, self._tensors, self._arrays))
 
     def are_the_same(self) -> bool:
         """Whether the same objects are held, in the same versions, and containers hold the same; quick where there is nothing."""
-        if self._nothing:
-            return True
         if not all(map(operator.is_, map(dict.get, self._owners, self._keys), self._values)):
             return False
-        if not self._rare:
-            return True
-        if any(owner.get(key) is not value for owner, key, value in self._elsewhere):
+        if not all(map(operator.is_, map(MappingProxyType.get, self._views, self._names), self._in_classes)):
             return False
         try:
+            if [*map(_SAID, self._functions)] != self._said:
+                return False
+            if not self._rare:
+                return True
+            if any(owner.get(key) is not value for owner, key, value in self._elsewhere):
+                return False
             if self._containers != self._contents:
                 return False
         except Exception:  # of whatever class: one holds another tensor now, which is compared element by element
@@ -89,15 +97,16 @@ class Holdings:
         return [*map(_VERSION, self._tensors)] == self._versions and all(map(same_elements, self._small, self._copies))
 
     def _gather_from(self, owner: Mapping, key: str, entries: Entries, depth: int) -> None:
-        value, place = owner[key], (id(owner), key, depth)
-        if isinstance(owner, dict):  # the view of a class is another each time
-            if place in self._met:
-                return
-            self._met.add(place)
-        (self._dicts if isinstance(owner, dict) else self._elsewhere).append((owner, key, value))
+        value, place = owner.get(key), (id(owner), key, depth)  # of the same id is the same one: all are kept alive
+        if place in self._met:
+            return
+        self._met.add(place)
+        kinds = ((dict, self._dicts), (MappingProxyType, self._classes), (Mapping, self._elsewhere))
+        next(places for kind, places in kinds if isinstance(owner, kind)).append((owner, key, value))
         self._gather(value, entries, depth)
 
     def _gather(self, value: Any, entries: Entries, depth: int) -> None:
+        value = function_of(value)
         if isinstance(value, torch.Tensor):
             if not value.is_inference() and id(value) not in self._state:
                 self._tensors.append(value)
@@ -108,12 +117,17 @@ class Holdings:
                 self._containers.append(value)
             for x in value.values() if isinstance(value, dict) else value:
                 self._gather(x, entries, depth - 1)
-        elif depth and isinstance(value, FunctionType):
-            for cell in value.__closure__ or ():
-                self._gather_from(_Variable(cell), "", entries, depth - 1)
-        elif depth and not isinstance(value, PLAIN):
-            for key in entries(value):
-                self._gather_from(attributes_of(value), key, entries, depth - 1)
+        elif depth and not isinstance(value, PLAIN) and (id(value), "", depth) not in self._met:
+            self._met.add((id(value), "", depth))
+            if isinstance(value, FunctionType):
+                self._functions.append(value)
+                self._gather((value.__defaults__, value.__kwdefaults__), entries, depth)
+            for owner, key in entries(value):
+                self._gather_from(owner, key, entries, depth - 1)
+
+
+def _apart(places: Iterable[tuple]) -> tuple[tuple, ...]:
+    return tuple(zip(*places)) or ((), (), ())
 
 
 def comparable(value: Any, entries: Entries, state: Collection[int] = frozenset(), depth: int = DEPTH) -> Any:
@@ -127,6 +141,7 @@ def comparable(value: Any, entries: Entries, state: Collection[int] = frozenset(
     def compared(inside: Iterable[Any]) -> list:
         return [comparable(x, entries, state, depth - 1) for x in inside]
 
+    value = function_of(value)
     if isinstance(value, PLAIN):
         return type(value), value
     if is_array(value):
@@ -136,11 +151,12 @@ def comparable(value: Any, entries: Entries, state: Collection[int] = frozenset(
             return type(value), frozenset(value)
         keys = [*value] if isinstance(value, dict) else None
         return type(value), keys, compared(value.values() if isinstance(value, dict) else value)
+    found = [] if not depth or isinstance(value, torch.Tensor) else entries(value)
+    inside = [owner.get(key) for owner, key in found]
     if depth and isinstance(value, FunctionType):  # made anew from the same text it is the same
-        around = [value.__defaults__, value.__kwdefaults__, *map(content_of, value.__closure__ or ())]
-        return FunctionType, value.__code__, compared(around)
-    if depth and not isinstance(value, torch.Tensor) and (found := entries(value)):
-        return type(value), [*found], compared(found.values())
+        return FunctionType, value.__code__, compared([value.__defaults__, value.__kwdefaults__, *inside])
+    if found:
+        return type(value), [key for _, key in found], compared(inside)
     return _Is(value, id(value) in state)
 
 
@@ -152,12 +168,30 @@ def has_objects(found: Any) -> bool:
 
 
 def attributes_of(value: Any) -> Mapping[str, Any] | None:
-    """Those of an object, a class or a module of Python's, as they are at any time; None where there are none."""
+    """Those of an object, a class or a module of Python's, as they are at any time; None where there are none.
+
+    Of a function its code and its defaults.
+    """
+    if isinstance(value, FunctionType):
+        return _Slots(value, _OF_FUNCTIONS)
     held = getattr(value, "__dict__", None)
     if isinstance(held, (dict, MappingProxyType)):
         return held
     names = [name for kind in type(value).__mro__ for name in _texts(vars(kind).get("__slots__", ()))]
     return _Slots(value, names) if names else None
+
+
+def function_of(value: Any) -> Any:
+    """The function that a property, a static method or a class method of a class runs; what is none of them itself."""
+    if isinstance(value, property):
+        return value.fget
+    return value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+
+
+def variables_around(function: FunctionType) -> list[tuple[Mapping, str]]:
+    """Where those variables of functions around it are that it reads, but for the class that `super()` reads."""
+    found = zip(function.__code__.co_freevars, function.__closure__ or ())
+    return [(_Variable(name, cell), name) for name, cell in found if name != "__class__"]
 
 
 class _Slots(Mapping):
@@ -180,16 +214,16 @@ class _Slots(Mapping):
 
 
 class _Variable(Mapping):
-    """A variable of the function around another one, under the name ""."""
+    """A variable of the function around another one, under its name."""
 
-    def __init__(self, cell: CellType):
-        self._cell = cell
+    def __init__(self, name: str, cell: CellType):
+        self._name, self._cell = name, cell
 
     def __getitem__(self, name: str) -> Any:
         return content_of(self._cell)
 
     def __iter__(self):
-        return iter(("",))
+        return iter((self._name,))
 
     def __len__(self) -> int:
         return 1
