@@ -10,6 +10,7 @@ import torch
 from fidelity import Loss, assert_trains_as_in_pytorch, described, vectors
 from torch import nn
 
+import orttrainer
 from orttrainer.export.call import LossModule
 from orttrainer.export.checks.observation import observe
 
@@ -85,6 +86,65 @@ def test_only_where_forward_itself_asks_a_first_look_makes_what_gradients_need(m
     wrapper = LossModule(Loss(module), None, described(vectors(0)))
     observe(wrapper, vectors(0))
     assert wrapper.sees_gradients == asks
+
+
+class Insists(nn.Module):
+    """Does without gradients what cannot be trained."""
+
+    def __init__(self, compute):
+        super().__init__()
+        self.linear, self.compute = nn.Linear(6, 6), compute
+
+    def forward(self, x):
+        return self.compute(self.linear(x), x)
+
+
+def insisting(z, x):
+    assert z.requires_grad, "there are no gradients"
+    z.retain_grad()
+    return z, z.sum(1)
+
+
+def more_outputs(z, x):
+    return (z, z.sum(1)) if torch.is_grad_enabled() else z
+
+
+def trace_of_a_hessian(z, x):
+    """Of SiLU, whose derivative has none in forward mode without gradients."""
+    hessian = torch.func.hessian(lambda y: nn.functional.silu(y).sum())
+    return z, torch.vmap(hessian)(z).diagonal(dim1=-2, dim2=-1).sum(-1)
+
+
+@pytest.mark.parametrize("compute", [insisting, more_outputs, trace_of_a_hessian])
+def test_a_first_batch_has_the_gradients_that_forward_needs(compute):
+    torch.manual_seed(0)
+    module, reference = (Insists(compute) for _ in range(2))
+    reference.load_state_dict(module.state_dict())
+    loss = lambda outputs, label: (outputs[0] - label).square().mean() + outputs[1].square().mean()  # noqa: E731
+    trainer = orttrainer.trainer(module, loss, torch.optim.SGD(module.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(2):
+        (x,), (label,) = vectors(step), vectors(step)
+        outputs = reference(x)
+        expected = loss(outputs, label)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        found, found_outputs = trainer.step(x, label)
+        torch.testing.assert_close(found, expected.detach())
+        for output, other in zip(found_outputs, outputs, strict=True):
+            torch.testing.assert_close(output, other.detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(module.linear.weight, reference.linear.weight)
+
+
+def test_an_error_of_forwards_own_is_that_which_it_raises_with_gradients():
+    def fails(z, x):
+        raise KeyError("with gradients" if torch.is_grad_enabled() else "without")
+
+    module = Insists(fails)
+    trainer = orttrainer.trainer(module, nn.functional.mse_loss, torch.optim.SGD(module.parameters(), lr=0.1))
+    with pytest.raises(KeyError, match="with gradients"):
+        trainer.step(*vectors(0), *vectors(0))
 
 
 def test_a_profiler_of_the_users_goes_on():

@@ -17,7 +17,7 @@ _HOME = {
     "attach_loss": "torch_loss",
     "check_layers": "call",
     "check_postprocessed": "postprocess",
-    "count_outputs": "call",
+    "count_outputs": "counted",
     "export_module": "module",
     "from_onnx": "onnx_model",
     "in_train_mode": "call",
@@ -63,7 +63,6 @@ if TYPE_CHECKING:
     from orttrainer.export.call import (
         OUTSIDE,
         check_layers,
-        count_outputs,
         in_train_mode,
         is_marked,
         named_state,
@@ -72,6 +71,7 @@ if TYPE_CHECKING:
     from orttrainer.export.checks.check import runner_of
     from orttrainer.export.checks.observed_gradients import observe_gradients
     from orttrainer.export.checks.widened import WidenedOperands
+    from orttrainer.export.counted import count_outputs
     from orttrainer.export.forward_graph import ForwardGraph
     from orttrainer.export.initializers import as_real
     from orttrainer.export.memory.run_code import Read, is_installed, names_in

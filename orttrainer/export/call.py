@@ -13,21 +13,18 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin
 
-from orttrainer.describe import filled, leaves, mapped
+from orttrainer.describe import filled
 from orttrainer.errors import InvalidArgumentError, SchemaError, UnsupportedFeatureError, UnsupportedModelError
 from orttrainer.export import checkpoints
-from orttrainer.export.evaluated import RunningStatistics
-from orttrainer.export.memory.outside import noticed
-from orttrainer.export.quiet import unheard
-from orttrainer.export.untouched import unchanged
 from orttrainer.export.values.conditions import Followed
 
 __all__ = [
     "OUTSIDE",
+    "PLAIN",
     "LossModule",
     "asks_for_gradients",
     "check_layers",
-    "count_outputs",
+    "flat",
     "in_eval_mode",
     "in_train_mode",
     "is_dense",
@@ -40,7 +37,7 @@ __all__ = [
 
 OUTSIDE = "outside"
 # What a trace has for numbers, too.
-_PLAIN = (bool, int, float, complex, str, torch.SymBool, torch.SymInt, torch.SymFloat)
+PLAIN = (bool, int, float, complex, str, torch.SymBool, torch.SymInt, torch.SymFloat)
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -264,30 +261,6 @@ def is_marked(x: torch.Tensor) -> bool:
     return x.is_leaf and x.requires_grad
 
 
-def count_outputs(module: nn.Module, inputs) -> int:
-    """How many tensors `module` returns as it trains, beside numbers and text, up to anything else; it and what it calls are left as they are.
-
-    Args:
-        inputs: of a batch that trains or evaluates: a sequence of tensors, or a dict of them by the names that forward has; or of tuples, lists and dicts of them.
-    """
-    device = next((p.device for p in module.parameters()), None)
-    copies = mapped(lambda x: x.detach().to(device).requires_grad_(is_marked(x)), inputs)
-
-    def call():
-        with unchanged(module, [*leaves(copies)]), in_train_mode(module), noticed(module), RunningStatistics():
-            return module(**copies) if isinstance(copies, dict) else module(*copies)
-
-    try:
-        with torch.no_grad(), unheard():  # what it says is heard at its export
-            outputs = call()
-    except Exception as error:
-        asks = asks_for_gradients(error)
-        with torch.set_grad_enabled(asks), unheard() if asks else contextlib.nullcontext():
-            outputs = call()  # an error of its own is raised again, behind what it prints
-    outputs = [output for output in _flat(outputs) if not isinstance(output, _PLAIN)]
-    return len(list(itertools.takewhile(lambda output: isinstance(output, torch.Tensor), outputs)))
-
-
 # ---------------------------------------------------------------- around a call
 
 
@@ -428,10 +401,10 @@ def _described(outputs, names, loss=None):
     fields = _fields(outputs)
     if names and all(isinstance(fields.get(name), torch.Tensor) for name in names):
         return [fields[name] for name in names]
-    outputs = _flat(outputs)
+    outputs = flat(outputs)
     first = [] if loss is None else outputs[loss : loss + 1]
     rest = outputs if loss is None else outputs[:loss] + outputs[loss + 1 :]
-    found = [*first, *(output for output in rest if not isinstance(output, _PLAIN))]
+    found = [*first, *(output for output in rest if not isinstance(output, PLAIN))]
     return found if len(found) >= len(names) else [*first, *rest]
 
 
@@ -443,14 +416,14 @@ def _fields(outputs):
     return {name: getattr(outputs, name) for name in getattr(outputs, "__dataclass_fields__", ())}
 
 
-def _flat(outputs):
+def flat(outputs):
     """Tensors in order out of nested tuples, lists, dicts and dataclasses; None is left out."""
     if outputs is None:
         return []
     if isinstance(outputs, (tuple, list)):
-        return [tensor for output in outputs for tensor in _flat(output)]
+        return [tensor for output in outputs for tensor in flat(output)]
     if isinstance(outputs, Mapping) or hasattr(outputs, "__dataclass_fields__"):
-        return _flat(list(_fields(outputs).values()))
+        return flat(list(_fields(outputs).values()))
     return [outputs]
 
 

@@ -259,8 +259,7 @@ def _in_place_dropout(dropout):
 
 _SEEN = {torch.Tensor.__iter__: lambda x: iter(x.unbind(0)), **fake_quantized.SEEN}  # in calls that the mode sees
 
-_OF_GRADIENTS = {torch.Tensor.requires_grad.__get__, torch.Tensor.grad_fn.__get__, torch.Tensor.is_leaf.__get__}
-_PLUMBING = {torch.Tensor.grad.__get__, *_OF_GRADIENTS}
+_PLUMBING = {torch.Tensor.grad.__get__, *told.OF_GRADIENTS}
 
 _REWRITES = {
     **REWRITES,
@@ -301,7 +300,7 @@ class MutedDropout(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         args, kwargs = told.with_numbers(func, args, kwargs or {}, self)
         self.differentiates |= func is torch.autograd.grad
-        self.sees_gradients |= func in _OF_GRADIENTS and not told.by_torch()
+        self.sees_gradients |= func in told.OF_GRADIENTS and not told.by_torch()
         if mute := _MUTES.get(func):
             self.draws.note(kwargs)
             return mute(self, func, args, kwargs)

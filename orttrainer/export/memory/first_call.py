@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from orttrainer.errors import UnsupportedModelError
-from orttrainer.export.checks.forwards import outputs_of, own, rewind, values_of_buffers
+from orttrainer.export.checks.forwards import AsksForGradients, outputs_of, own, rewind, values_of_buffers
 from orttrainer.export.faithful import MutedDropout
 from orttrainer.export.memory.hidden_state import Generators, HiddenState, alike, draws, sampled
 from orttrainer.export.memory.holdings import same_elements
@@ -63,13 +63,22 @@ class FirstCall:
         self.touched = {name for name, x in now.items() if moved.before(x) is not None or x is not buffers.get(name)}
 
     def _made(self) -> tuple[torch.Tensor, ...]:
-        with noticed(self.wrapper) as others, self.mute.watching():
-            outputs = own(outputs_of(self.wrapper, self.inputs, self._aloud), self.wrapper, self.inputs)
+        try:
+            with noticed(self.wrapper) as others, self.mute.watching():
+                outputs = own(outputs_of(self.wrapper, self.inputs, self._aloud), self.wrapper, self.inputs)
+        except Exception:  # which may come of the gradients that are not there
+            if self.mute.differentiates and not torch.is_grad_enabled():
+                raise AsksForGradients from None
+            self._check_gradients()
+            raise
         if others.modules and not self.wrapper.taken_in:
             raise CallsOthers(others.modules)
+        self._check_gradients()
+        return outputs
+
+    def _check_gradients(self) -> None:
         if self.mute.sees_gradients and not (self.wrapper.evaluates or torch.is_grad_enabled()):
             raise SeesGradients
-        return outputs
 
     @property
     def updated(self) -> dict[str, torch.Tensor]:

@@ -23,6 +23,7 @@ __all__ = [
     "ARRAYS",
     "MOST_TOLD",
     "NUMBERS",
+    "OF_GRADIENTS",
     "UNTOLD",
     "Told",
     "by_torch",
@@ -37,6 +38,7 @@ __all__ = [
 
 NUMBERS = {torch.Tensor.item, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__}
 ARRAYS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
+OF_GRADIENTS = {torch.Tensor.requires_grad.__get__, torch.Tensor.grad_fn.__get__, torch.Tensor.is_leaf.__get__}
 _SIZES = {
     "__getitem__", "_pack_padded_sequence", "_unique2", "argwhere", "bincount", "masked_select", "narrow", "nonzero",
     "repeat_interleave", "split", "split_with_sizes", "unique", "unique_consecutive", "where",
