@@ -88,6 +88,12 @@ def normalized(y, states, first):
     return nn.functional.batch_norm(x.reshape(x.shape[0] * x.shape[1], -1), None, None, training=True).exp()
 
 
+def normalized_rows(y, states, first):
+    """PyTorch asks that they are more than one, and that those of two sequences are as many."""
+    data = nn.functional.batch_norm(y.data, None, None, training=True) + y.data
+    return pad_packed_sequence(y._replace(data=data), batch_first=first)[0].exp()
+
+
 CASES = {
     "rows changed in place": lambda: Reader("GRU", rows_changed_in_place),
     "the last state": lambda: Reader("LSTM", last, batch_first=True),
@@ -102,6 +108,7 @@ CASES = {
     "scaled rows": lambda: Reader("LSTM", scaled_rows),
     "labelled": lambda: Reader("GRU", labelled, batch_first=True),
     "normalized": lambda: Reader("GRU", normalized),
+    "normalized rows": lambda: Reader("GRU", normalized_rows, batch_first=True),
     "padded with something": lambda: Reader("GRU", padded_with_something),
     "padded to more": lambda: Reader("LSTM", padded_to_more, batch_first=True),
     "projected": lambda: Reader("LSTM", padded_with_something, batch_first=True, bidirectional=True, proj_size=3),
@@ -127,7 +134,9 @@ def train(module, batches):
     return engine
 
 
-@pytest.mark.parametrize("case", usual(CASES, "rows changed in place", "falling lengths", "normalized"))
+@pytest.mark.parametrize(
+    "case", usual(CASES, "rows changed in place", "falling lengths", "normalized", "normalized rows")
+)
 def test_trains_as_in_pytorch(case):
     torch.manual_seed(0)
     engine = train(CASES[case](), [(torch.randn(len(n), STEPS, FEATURES), torch.tensor(n)) for n in LENGTHS])

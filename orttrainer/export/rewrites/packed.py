@@ -1,7 +1,7 @@
 """Packed sequences: padded ones with their lengths, as ONNX's recurrent operators take them.
 
 A `PackedSequence` holds rows, time by time, of the samples that are as long, and how many these are. Those rows are chosen
-from the padded tensor by a mask; a recurrent layer, and who pads them again, is given that tensor itself.
+from the padded tensor by their places; a recurrent layer, and who pads them again, is given that tensor itself.
 """
 
 from __future__ import annotations
@@ -24,20 +24,26 @@ class Padded(NamedTuple):
     Attributes:
         x: [time, batch, ...].
         lengths: int64 [batch], falling.
+        places: int64 [rows], of these in time * batch; found once, so that what is made of the rows is known to be as many.
     """
 
     x: torch.Tensor
     lengths: torch.Tensor
+    places: torch.Tensor
 
     @property
     def mask(self) -> torch.Tensor:
         """bool [time, batch]: within a sample's length."""
-        return torch.arange(self.x.shape[0], device=self.x.device).unsqueeze(1) < self.lengths
+        return _inside(self.x, self.lengths)
+
+
+def _inside(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    return torch.arange(x.shape[0], device=x.device).unsqueeze(1) < lengths
 
 
 def rows(padded: Padded) -> torch.Tensor:
     """The packed sequence's data."""
-    data = padded.x[padded.mask]
+    data = padded.x.flatten(0, 1).index_select(0, padded.places)
     data.packed_from = padded, data._version
     return data
 
@@ -45,7 +51,8 @@ def rows(padded: Padded) -> torch.Tensor:
 def _pack(input, lengths, batch_first):
     if not torch.compiler.is_exporting():
         return torch._VF._pack_padded_sequence(input, lengths, batch_first)
-    padded = Padded(input.transpose(0, 1) if batch_first else input, lengths.to(input.device))
+    x, lengths = input.transpose(0, 1) if batch_first else input, lengths.to(input.device)
+    padded = Padded(x, lengths, _inside(x, lengths).reshape(-1).nonzero().squeeze(1))
     sizes = padded.mask[: lengths.max().item()].sum(1)
     sizes.of = padded
     return rows(padded), sizes
@@ -89,7 +96,7 @@ def padded_from(data, batch_sizes) -> Padded:
     x = data.new_zeros((steps, batch, *data.shape[1:])).masked_scatter(
         padded.mask.reshape(steps, batch, *[1] * (data.dim() - 1)).expand(steps, batch, *data.shape[1:]), data
     )
-    return Padded(x, padded.lengths)
+    return padded._replace(x=x)
 
 
 def _entry(x, index):

@@ -41,7 +41,7 @@ def _rewritten(recurrent):
             one = functools.partial(_projected_layer, inside=padded.mask.unsqueeze(-1))
             y, *states = _layer_by_layer(one, padded.x, hx, *arguments, batch_first=False)
         else:
-            y, *states = _onnx_layers(recurrent, *padded, hx, *arguments)
+            y, *states = _onnx_layers(recurrent, padded.x, padded.lengths, hx, *arguments)
         return (packed.rows(padded._replace(x=y)), *states)
 
     def call_either(*args, **kwargs):
