@@ -287,7 +287,7 @@ class TrainedState:
     ) -> tuple[int, dict[str, torch.Tensor]]:
         """Overwrite the state in place with the entries of `given` that it has, which `check` has seen.
 
-        Of parameters that are not trained now, the optimizer's is kept until they are.
+        Of parameters of which this graph has no optimizer's state it is kept until one has.
 
         Args:
             sums: of gradients, by name; overwritten too where `given` is from the midst of a block of batches.
@@ -304,9 +304,9 @@ class TrainedState:
             self.tensors[self.signature.counters[parameter]].fill_(count)
         if SEED in own and SEED in given:
             own[SEED].fill_(seed_of_rank(self._collective.rank, own[SEED].item()))
-        untrained = self._untrained()
-        self._kept.counts |= counts_in(given, self._kept.count, untrained)
-        others = self._kept.of(untrained, counts=False).keys() - own.keys()
+        idle = self._idle()
+        self._kept.counts |= counts_in(given, self._kept.count, idle)
+        others = self._kept.of(idle, counts=False).keys() - own.keys()
         self._kept.latest |= {n: cpu_copy(torch.as_tensor(given[n])) for n in others if n in given}
         if not accumulates:
             return 0, {}
@@ -327,7 +327,7 @@ class TrainedState:
             given, sums: as `load` takes them.
             strict: other names are an error, but those of what another graph of this trainer has for state.
         """
-        own, free = self._live(True), self._kept.of(self._untrained())
+        own, free = self._live(True), self._kept.of(self._idle())
         if sums and ACCUMULATED in given:
             checked_accumulated(given, sums, self._collective)
             own |= sums
@@ -362,10 +362,13 @@ class TrainedState:
         """What a state dict says of the trained parameters."""
         return counts_to_load(given, self._kept.count, self.signature.counters)
 
-    def _untrained(self) -> dict[str, torch.Tensor]:
-        """Tensors of the shapes of those parameters of the module that are not trained."""
-        trained = {*self.signature.parameters}
-        return {name: like for name, like in self._parameters.items() if name not in trained}
+    def _idle(self) -> dict[str, torch.Tensor]:
+        """Tensors of the shapes of those parameters of the module of which this graph has no optimizer's state.
+
+        They are not trained, or SGD has no momentum for them at the moment.
+        """
+        active = {entry.parameter for entry in self.signature.plain_state if entry.role == "optimizer"}
+        return {name: like for name, like in self._parameters.items() if name not in active}
 
     def _moving(self) -> dict[str, torch.Tensor]:
         """Tensors of the shapes of what may change with each batch: what is not trained, and the counter of dropout's steps."""
@@ -375,8 +378,8 @@ class TrainedState:
 
     def _of_others(self) -> dict[str, torch.Tensor]:
         """The optimizer's state that this graph has not, as far as there is any."""
-        untrained = self._untrained()
-        found = {f"{self._kept.count}_{n}": torch.tensor([i]) for n, i in self._kept.counts.items() if n in untrained}
+        idle = self._idle()
+        found = {f"{self._kept.count}_{n}": torch.tensor([i]) for n, i in self._kept.counts.items() if n in idle}
         return found | {name: x for name, x in self._kept.latest.items() if name not in self.tensors}
 
     def _live(self, include_optimizer_state: bool) -> dict[str, torch.Tensor]:
