@@ -65,7 +65,8 @@ def trainer(
             what the one that stepped last has left, which costs a copy of them where they take turns. Learning
             rates are read from its groups at every step, so that `torch.optim.lr_scheduler`s work, and so are
             momentum, betas, eps and weight decay, once one has changed, which compiles again (OneCycleLR);
-            groups may be added (`add_param_group`); everything else must stay as it is. Hooks that it has for
+            groups may be added (`add_param_group`), but not on several ranks, and where one is taken out a new trainer
+            goes on, as it does when that comes back; everything else must stay as it is. Hooks that it has for
             after a step (`register_step_post_hook`) are called after each update; for before a step none may be.
         model_desc: inputs (the label last, unless its `label` says more) and outputs (the loss first). None: those of the first
             batch, whose axis 0 may vary, together in all inputs that have its size there. At a batch of which other
@@ -339,6 +340,8 @@ class Trainer(FrontEnd):
         if found:
             # Gradients of a block of batches are no part of an optimizer's state, and stay.
             engine.load_state_dict((engine.state_dict() if engine.accumulated else {}) | found)
+        if isinstance(moments.holder, Holding) and moments.holder is not self._holding:
+            self._holding.keep_others(moments.holder)
         moments.holder, self._loaded, self._had_moments = self._holding, None, True
         if not written:
             moments.note(optimizer)
@@ -415,10 +418,10 @@ def _warn_of_autocast(engine: Engine, stacklevel: int) -> None:
         )
 
 
-def _names(model: torch.nn.Module, criterion) -> dict[int, str]:
-    """The name of every parameter of the model and of its criterion, by id."""
+def _names(model: torch.nn.Module, criterion) -> dict[torch.Tensor, str]:
+    """The name of every parameter of the model and of its criterion."""
     return {
-        id(tensor): name
+        tensor: name
         for name, tensor in export.named_state(model, criterion).items()
         if isinstance(tensor, torch.nn.Parameter)
     }

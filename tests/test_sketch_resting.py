@@ -1,4 +1,4 @@
-"""Moments that no step uses for a while: of an SGD whose momentum is 0."""
+"""Moments that no step uses for a while: of groups that were taken out of the optimizer, of an SGD whose momentum is 0."""
 
 from __future__ import annotations
 
@@ -6,10 +6,66 @@ import copy
 
 import pytest
 import torch
+from marks import in_turn
 from small import batch, net
 from test_sketch import sgd, torch_step
-from test_sketch_moments import assert_goes_on_alike
-from test_sketch_optimizer import make
+from test_sketch_moments import KINDS, assert_goes_on_alike
+from test_sketch_optimizer import MOMENTS, make
+from torch import nn
+
+
+def in_groups(case, *parts):
+    """The optimizer of `MOMENTS` with a group for each part of a model."""
+    whole = MOMENTS[case](nn.ModuleList(parts))
+    return type(whole)([{"params": [*part.parameters()]} for part in parts], **whole.defaults)
+
+
+# -- groups -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case, anew", in_turn(KINDS, {"the same trainer": False, "a new trainer": True}))
+def test_a_group_that_was_taken_out_for_a_while_goes_on_with_its_moments(case, anew):
+    module, reference = net(), net()
+    ours, theirs = (in_groups(case, m[0], m[3]) for m in (module, reference))
+    trainer = make(module, ours)
+    assert_goes_on_alike(trainer, module, reference, theirs, range(3))
+    resting = [optimizer.param_groups.pop() for optimizer in (ours, theirs)]
+    trainer = make(module, ours)
+    assert_goes_on_alike(trainer, module, reference, theirs, range(3, 5))
+    for optimizer, group in zip((ours, theirs), resting):
+        optimizer.param_groups.append(group)
+    trainer = make(module, ours) if anew else trainer
+    assert_goes_on_alike(trainer, module, reference, theirs, range(5, 8))
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_a_group_that_rests_when_the_trainer_is_made_has_the_moments_that_pytorch_left(case):
+    module, reference = net(), net()
+    ours, theirs = (in_groups(case, m[0], m[3]) for m in (module, reference))
+    for m, optimizer in ((module, ours), (reference, theirs)):
+        torch_step(m, optimizer, *batch(9))
+        optimizer.zero_grad()
+    resting = [optimizer.param_groups.pop() for optimizer in (ours, theirs)]
+    trainer = make(module, ours)
+    assert_goes_on_alike(trainer, module, reference, theirs, range(2))
+    for optimizer, group in zip((ours, theirs), resting):
+        optimizer.param_groups.append(group)
+    assert_goes_on_alike(trainer, module, reference, theirs, range(2, 4))
+
+
+def test_moments_outlast_a_trainer_whose_model_lacks_their_parameters():
+    def tasks(body, *heads):
+        return [nn.Sequential(body, head) for head in heads]
+
+    parts = [nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(5, 3)]
+    copies = copy.deepcopy(parts)
+    ours, theirs = (torch.optim.Adam(body.parameters(), 0.02) for body in (parts[0], copies[0]))
+    for number in (0, 1, 0, 1):  # the task, each with a head of its own in the optimizer's second group
+        for optimizer, own in ((ours, parts), (theirs, copies)):
+            del optimizer.param_groups[1:]
+            optimizer.add_param_group({"params": [*own[1 + number].parameters()]})
+        module, reference = tasks(*parts)[number], tasks(*copies)[number]
+        assert_goes_on_alike(make(module, ours), module, reference, theirs, range(number, number + 3))
 
 
 # -- a momentum of 0 --------------------------------------------------------------------------

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any, ClassVar
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from orttrainer.arguments import checked_rate
 from orttrainer.errors import InvalidArgumentError, StateError, UnsupportedFeatureError
 from orttrainer.optim import OPTIMIZERS, Fed
+from orttrainer.torch_optimizer.entries import slots_of
 
 __all__ = ["Groups"]
 
@@ -23,12 +25,12 @@ class Groups:
 
     Args:
         optimizer: a torch optimizer.
-        names: the names of all parameters there are, by the parameter's id.
+        names: the names of all parameters there are.
         max_grad_norm: global norm to clip to; None: not at all.
 
     Attributes:
         kind: the engine's optimizer.
-        names: those of all parameters, by id.
+        names: those of all parameters, by the parameter, which they do not keep alive.
         parameters: those in groups, by name.
         frozen: names of the parameters that are in no group.
         fed: groups and keys whose numbers each step feeds, since they have changed.
@@ -55,7 +57,9 @@ class Groups:
         "AdamOptimizer": {"amsgrad": int, "maximize": int},
     }
 
-    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], max_grad_norm: float | None):
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], max_grad_norm: float | None
+    ):
         if type(optimizer) not in self._KINDS:
             kind = optimizer if isinstance(optimizer, type) else type(optimizer)
             raise UnsupportedFeatureError(
@@ -64,8 +68,8 @@ class Groups:
             )
         self.optimizer, self.kind = optimizer, self._KINDS[type(optimizer)]
         self._max_norm = math.inf if max_grad_norm is None else float(max_grad_norm)
-        self.names = dict(names)
-        self._known = {*names}  # the parameters that were there when the trainer was made, by id
+        self.names: MutableMapping[torch.Tensor, str] = WeakTensorKeyDictionary(dict(names))
+        self._known = {*names}  # the parameters that were there when the trainer was made
         self._numbers: list[dict[str, Any]] = []  # of each group
         self._ids: list[list[int]] = []
         self.fed: set[tuple[int, str]] = set()
@@ -82,7 +86,7 @@ class Groups:
         self._name_all()
         return True
 
-    def rename(self, names: Mapping[int, str]) -> None:
+    def rename(self, names: Mapping[torch.Tensor, str]) -> None:
         """Take the names that parameters have now, of a model that is not compiled yet."""
         for index, group in enumerate(self.optimizer.param_groups[: len(self._numbers)]):
             self._check_keys(index, group)
@@ -94,7 +98,7 @@ class Groups:
     def _name_all(self) -> None:
         """Say by name what is in which group. What came into the model later and is in none is refused when it is compiled."""
         taken = [*enumerate(self.optimizer.param_groups)][: len(self._numbers)]
-        named = [(self.names[id(x)], index, x) for index, group in taken for x in group["params"]]
+        named = [(self.names[x], index, x) for index, group in taken for x in group["params"]]
         self._group_of = {name: index for name, index, _ in named}
         self.parameters = {name: parameter for name, _, parameter in named}
         self.frozen = tuple(n for key, n in self.names.items() if key in self._known and n not in self._group_of)
@@ -179,9 +183,9 @@ class Groups:
             )
 
     @staticmethod
-    def _check_names(index: int, group: Mapping[str, Any], names: Mapping[int, str]) -> None:
+    def _check_names(index: int, group: Mapping[str, Any], names: Mapping[torch.Tensor, str]) -> None:
         for parameter in group["params"]:
-            if id(parameter) not in names:
+            if parameter not in names:
                 raise InvalidArgumentError(
                     f"param_groups[{index}] of the optimizer has a parameter of shape {list(parameter.shape)} that is "
                     "in neither model nor criterion, or came there after the first step. Make the optimizer with the "
@@ -210,25 +214,17 @@ class Groups:
         """The state that the optimizer has of its own, under the engine's names; of a parameter without any, that of a fresh one.
 
         Args:
-            of: parameters; None: all in groups.
+            of: parameters; None: all in groups, and those that were taken out of them, whose moments the optimizer keeps.
         """
-        found, asked = {}, None if of is None else {*map(id, of)}
-        for name, parameter in self.parameters.items():
-            if asked is not None and id(parameter) not in asked:
-                continue
-            state, zeros = self.optimizer.state.get(parameter) or {}, torch.zeros_like(parameter)
-            group = self._numbers[self._group_of[name]]
-            if self.kind == "SGDOptimizer":
-                momentum = state.get("momentum_buffer")
-                found[f"Momentum_{name}"] = _real(zeros if momentum is None else momentum)
-                if group["dampening"]:
-                    found[f"Update_Count_{name}"] = torch.tensor([1 if momentum is None else 2])
-            else:
-                found[f"Moment_1_{name}"] = _real(state.get("exp_avg", zeros))
-                found[f"Moment_2_{name}"] = _real(state.get("exp_avg_sq", zeros))
-                if group["amsgrad"]:
-                    found[f"Max_Moment_2_{name}"] = _real(state.get("max_exp_avg_sq", zeros))
-                found[f"Update_Count_{name}"] = torch.tensor([int(state.get("step", 0)) + 1])
+        present, state = {*self.parameters.values()}, self.optimizer.state
+        if of is None:
+            of = dict.fromkeys([*self.parameters.values(), *(parameter for parameter, entry in state.items() if entry)])
+        found = {}
+        for parameter in of:
+            if (name := self.names.get(parameter)) is not None:
+                group = self._numbers[self._group_of[name]] if parameter in present else None
+                slots = slots_of(self.kind, state.get(parameter) or {}, parameter, group)
+                found |= {f"{slot}_{name}": value for slot, value in slots.items()}
         return found
 
     @property
@@ -259,12 +255,6 @@ def _plain(value: Any) -> Any:
 
 def _listed(value: Any) -> tuple:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
-
-
-def _real(moment: torch.Tensor) -> torch.Tensor:
-    """As the engine has it: of complex numbers real and imaginary part along a last axis."""
-    moment = moment.detach()
-    return torch.view_as_real(moment) if moment.is_complex() else moment
 
 
 def _ids(group: Mapping[str, Any]) -> list[int]:

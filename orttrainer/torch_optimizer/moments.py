@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from orttrainer.torch_optimizer.groups import Groups
 from orttrainer.torch_optimizer.own_state import OwnState
@@ -20,14 +21,17 @@ class Holding:
 
     Args:
         slots_of: gives the optimizer's state of a parameter, by slot. It must not lead back to the trainer.
-        names: of the parameters, by id.
+        names: of the trainer's parameters, which they do not keep alive.
     """
 
-    def __init__(self, slots_of: Callable[[str], Mapping[str, Any]], names: Mapping[int, str]):
+    def __init__(self, slots_of: Callable[[str], Mapping[str, Any]], names: Mapping[torch.Tensor, str]):
         self._slots_of, self._names = slots_of, names
+        self._others: Mapping[torch.Tensor, Mapping[str, Any]] = {}
 
     @classmethod
-    def loaded(cls, state: Mapping[str, Any], slot_names: Collection[str], names: Mapping[int, str]) -> Holding:
+    def loaded(
+        cls, state: Mapping[str, Any], slot_names: Collection[str], names: Mapping[torch.Tensor, str]
+    ) -> Holding:
         """Those of a state dict that waits for the first step of the trainer that loaded it."""
 
         def slots_of(name: str) -> dict[str, Any]:
@@ -35,13 +39,23 @@ class Holding:
 
         return cls(slots_of, names)
 
+    def slots(self) -> dict[torch.Tensor, Mapping[str, Any]]:
+        """Those of each parameter that has any: also of one that was taken out of the optimizer's groups, and may come back."""
+        own = {parameter: self._slots_of(name) for parameter, name in self._names.items()}
+        return {parameter: slots for parameter, slots in {**self._others, **own}.items() if slots}
+
+    def keep_others(self, before: Holding) -> None:
+        """Have what the holder before this one had of parameters that this trainer's model lacks."""
+        others = {parameter: slots for parameter, slots in before.slots().items() if parameter not in self._names}
+        self._others = WeakTensorKeyDictionary(others)
+
     def under_names_of(self, groups: Groups) -> dict[str, Any]:
-        """What another trainer loads, of the parameters that it has, too."""
+        """What another trainer loads, of the parameters that its model has, too."""
         return {
-            f"{slot}_{name}": value
-            for name, parameter in groups.parameters.items()
-            if id(parameter) in self._names
-            for slot, value in self._slots_of(self._names[id(parameter)]).items()
+            f"{slot}_{groups.names[parameter]}": value
+            for parameter, slots in self.slots().items()
+            if parameter in groups.names
+            for slot, value in slots.items()
         }
 
 
