@@ -57,7 +57,8 @@ def trainer(
             dict; None if the model returns its loss first.
         optimizer: a `torch.optim.SGD`, `Adam` or `AdamW`, whose groups hold the parameters to train. Its
             numbers are taken, its `step()` is not run: the moments are in the trainer, `optimizer.state`
-            stays as it is. Moments that it has already are taken over at the first step, and those that it
+            stays as it is, while `optimizer.state_dict()`, copies and pickles of it have them, and a step of its own
+            goes on with them. Moments that it has already are taken over at the first step, and those that it
             is made to load (`optimizer.load_state_dict`) or given in another `optimizer.state`, or in an entry
             `optimizer.state[parameter] = {...}`, at the next one, be it that there are none; what is empty already cannot
             be seen to be cleared, and is given anew: `optimizer.state = defaultdict(dict)`. Several

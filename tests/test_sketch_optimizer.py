@@ -438,13 +438,3 @@ def test_moments_for_some_parameters_only_are_taken_over():
         expected = torch_step(reference, optimizers[1], *batch(step))
         torch.testing.assert_close(trainer.step(*batch(step))[0], expected, rtol=1e-5, atol=1e-5)
     assert_parameters_close(module, reference)
-
-
-def test_the_optimizers_state_dict_says_that_it_lacks_the_moments():
-    module = net()
-    optimizer = sgd(module, momentum=0.9)
-    trainer = make(module, optimizer)
-    optimizer.state_dict()
-    trainer.step(*batch())
-    with pytest.warns(UserWarning, match=r"save trainer.state_dict\(\) as well"):
-        assert optimizer.state_dict()["state"] == {}

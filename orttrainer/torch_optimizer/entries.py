@@ -1,4 +1,4 @@
-"""What a torch optimizer has in its `state` for one parameter, as the engine's slots."""
+"""One parameter's moments in both forms: the entry that a torch optimizer has in its `state`, and the engine's slots."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["slots_of"]
+__all__ = ["entry_of", "slots_of"]
 
 
 def slots_of(kind: str, entry: Mapping[str, Any], parameter: torch.Tensor, group: Mapping | None) -> dict[str, Any]:
@@ -30,7 +30,33 @@ def slots_of(kind: str, entry: Mapping[str, Any], parameter: torch.Tensor, group
     return found | {"Update_Count": torch.tensor([int(entry.get("step", 0)) + 1])}
 
 
+def entry_of(slots: Mapping[str, Any], parameter: torch.Tensor, group: Mapping | None) -> dict[str, Any]:
+    """The entry, of copies, of a parameter with these slots; {} for one that was not updated yet.
+
+    Args:
+        group: the optimizer's group that the parameter is in; None for one that is in none at the moment.
+    """
+    updates = int(slots.get("Update_Count", 2)) - 1
+    names = {
+        "Momentum": "momentum_buffer", "Moment_1": "exp_avg", "Moment_2": "exp_avg_sq", "Max_Moment_2": "max_exp_avg_sq",
+    }  # fmt: skip
+    found = {names[slot]: _like(value, parameter) for slot, value in slots.items() if slot in names}
+    if not updates or not found:
+        return {}
+    if "exp_avg" in found:
+        on_device = group is not None and (group.get("capturable") or group.get("fused"))
+        found["step"] = torch.tensor(float(updates), device=parameter.device if on_device else "cpu")
+    return found
+
+
 def _real(moment: torch.Tensor) -> torch.Tensor:
     """As the engine has it: of complex numbers real and imaginary part along a last axis."""
     moment = moment.detach()
     return torch.view_as_real(moment) if moment.is_complex() else moment
+
+
+def _like(moment: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A copy as PyTorch has it, where the parameter is."""
+    moment = torch.as_tensor(moment).detach()
+    copied = torch.empty(moment.shape, dtype=moment.dtype, device=parameter.device).copy_(moment)
+    return torch.view_as_complex(copied) if parameter.is_complex() else copied

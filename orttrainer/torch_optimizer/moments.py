@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from orttrainer.torch_optimizer.entries import entry_of
 from orttrainer.torch_optimizer.groups import Groups
 from orttrainer.torch_optimizer.own_state import OwnState
 
@@ -62,6 +65,8 @@ class Holding:
 class Moments:
     """Where the moments of an optimizer are; one of these for all trainers on it.
 
+    What reads the optimizer's own state finds the moments there, as in PyTorch: `state_dict()`, a copy, a pickle, its own step.
+
     Attributes:
         holder: who has them: the `Holding` of the trainer that stepped or loaded last, or, where the optimizer has them in
             its own `state`, another object, which is a new one after each load.
@@ -75,8 +80,10 @@ class Moments:
         self._own_state, self._was_edited = OwnState(optimizer), False
         optimizer.register_step_pre_hook(self.own_hook)
         optimizer.register_step_post_hook(self.own_post_hook)
-        optimizer.register_state_dict_pre_hook(self._warn_of_missing_moments)
+        optimizer.register_state_dict_post_hook(self._with_moments)
         optimizer.register_load_state_dict_post_hook(self._note_new_moments)
+        # What copy and pickle ask an object for.
+        optimizer.__getstate__ = functools.partial(self._to_copy, weakref.ref(optimizer))
 
     def under_names_of(self, groups: Groups, fresh: bool) -> dict[str, Any]:
         """What a trainer loads that is to go on with them.
@@ -105,28 +112,48 @@ class Moments:
         """Remember the optimizer's own state, as what a trainer has taken over, or needs not."""
         self._own_state = OwnState(optimizer)
 
+    def _entries(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
+        """What the optimizer's state lacks of the moments: an entry for each parameter; {} where it has them itself."""
+        newer, _ = self.edited(optimizer)
+        if not isinstance(self.holder, Holding):
+            return {}
+        newer, groups = {*newer}, {p: group for group in optimizer.param_groups for p in group["params"]}
+        slots = {p: slots for p, slots in self.holder.slots().items() if p not in newer}
+        return {p: entry for p in slots if (entry := entry_of(slots[p], p, groups.get(p)))}
+
+    # Methods, since an attribute that holds one would keep this, and with it the moments, until Python looks for cycles.
     def _note_new_moments(self, optimizer) -> None:
         self.holder = object()
 
-    def _warn_of_missing_moments(self, optimizer) -> None:
-        # Adam's groups say nothing of a momentum, but it has moments always.
-        if isinstance(self.holder, Holding) and any(group.get("momentum", True) for group in optimizer.param_groups):
-            warnings.warn(
-                "this optimizer's moments are in orttrainer.trainer, its state_dict() lacks them: "
-                "save trainer.state_dict() as well",
-                stacklevel=3,
-            )
+    def _with_moments(self, optimizer, state_dict) -> None:
+        """What the optimizer calls with its state dict, which numbers the parameters in its groups."""
+        entries = self._entries(optimizer)
+        for group, packed in zip(optimizer.param_groups, state_dict["param_groups"]):
+            numbered = zip(group["params"], packed["params"])
+            state_dict["state"] |= {number: entries[p] for p, number in numbered if p in entries}
 
-    # Methods, since an attribute that holds one would keep this, and with it the moments, until Python looks for cycles.
+    def _to_copy(self, of: weakref.ref) -> dict[str, Any]:
+        optimizer = of()
+        state = type(optimizer).__getstate__(optimizer)
+        return {**state, "state": defaultdict(dict, {**optimizer.state, **self._entries(optimizer)})}
+
     def own_hook(self, optimizer, args, kwargs) -> None:
-        """What the optimizer calls before its own step."""
-        self._was_edited = any(self.edited(optimizer))
-        if self.trainers and any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+        """What the optimizer calls before its own step, which goes on with the moments that a trainer has."""
+        others, written = self.edited(optimizer)
+        self._was_edited = bool(others or written)
+        computes = len(args) > 1 or kwargs.get("closure") is not None  # the gradients, within the step
+        if not computes and all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+            return
+        if self.trainers:
             warnings.warn(
                 "optimizer.step() updates parameters that orttrainer.trainer trains, with gradients that backward() left. "
                 "trainer.step() has made its update already: leave out backward() and optimizer.step().",
                 stacklevel=3,
             )
+        # Of entries that were written to, while a trainer had the moments, nobody knows whether they are to hold.
+        if not written and (entries := self._entries(optimizer)):
+            optimizer.state.update(entries)
+            self.holder = object()
 
     def own_post_hook(self, optimizer, args, kwargs) -> None:
         """What the optimizer calls after its own step."""
