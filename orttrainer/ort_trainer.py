@@ -72,8 +72,8 @@ class ORTTrainer(FrontEnd):
         check_export: run the exported graph on the first batch and compare it with the module.
         providers: execution providers for ONNX Runtime instead of those of `device`.
         mixed_precision_dtype: "float16", or "bfloat16", which needs no loss scale.
-        nonfinite_loss: "warn", "error" (then such a step changes nothing) or "ignore", where a loss
-            is NaN or inf.
+        nonfinite_loss: "warn", "error" (then such a step changes nothing; within a block of accumulated batches the
+            state is again what it was before the block) or "ignore", where a loss is NaN or inf.
         recompute: what the backward computes again instead of keeping it: see `orttrainer.Recompute`.
         native_kernels: compile kernels in C for what works element by element, see docs/native.md; None: as the
             environment variable ORTTRAINER_NATIVE_KERNELS says, "1" or "0", which is the default.

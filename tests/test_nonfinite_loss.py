@@ -8,6 +8,7 @@ import pytest
 import torch
 from marks import usual
 from small import LR, OPTIMIZERS, assert_same, batch, make, net, snapshot
+from torch import nn
 
 from orttrainer.errors import ExecutionError, NonFiniteLossError, NonFiniteLossWarning
 
@@ -61,6 +62,26 @@ def test_as_an_error_it_changes_nothing_and_training_goes_on(optimizer):
     assert (trainer.current_step, trainer.global_step_) == counted
     for step in (1, 2):
         assert torch.equal(trainer.train_step(*batch(step), LR)[0], twin.train_step(*batch(step), LR)[0])
+    assert_same(snapshot(trainer), snapshot(twin))
+
+
+def test_within_a_block_the_state_is_that_of_before_the_block_and_the_next_batch_begins_another():
+    def normed():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+
+    trainer = make(normed(), nonfinite_loss="error", gradient_accumulation_steps=2)
+    twin = make(normed(), gradient_accumulation_steps=2)
+    for step in (0, 1):
+        trainer.train_step(*batch(step), LR)
+        twin.train_step(*batch(step), LR)
+    trainer.train_step(*batch(2), LR)
+    with pytest.raises(NonFiniteLossError, match=r"Nothing was updated\. .* before it are dropped: 1\."):
+        trainer.train_step(*spoiled(), LR)
+    assert_same(snapshot(trainer), snapshot(twin))
+    for step in (3, 4):
+        trainer.train_step(*batch(step), LR)
+        twin.train_step(*batch(step), LR)
     assert_same(snapshot(trainer), snapshot(twin))
 
 

@@ -46,7 +46,8 @@ class Settings:
         strict: a description that differs from the first batch is an error, not a warning.
         check_export: compare the exported graph and its gradients with the module on the first batch.
         postprocess: called with the exported `onnx.ModelProto`; may change it or return another one.
-        nonfinite_loss: "warn", "error" (then nothing is updated) or "ignore", where a loss is NaN or inf.
+        nonfinite_loss: "warn", "error" (then nothing is updated, and the state is as before the block of batches) or "ignore", where a
+            loss is NaN or inf.
         recompute: which forward values the backward makes again instead of keeping them.
         session_options: called as `f(options, part)` on the SessionOptions of each session; `part` is "train",
             "backward", "check", "update" or "evaluate".
