@@ -196,7 +196,7 @@ class Trainer(FrontEnd):
         if not self._engine.is_compiled:
             return False
         with self._engine.preparing_a_step(last=True):
-            self._follow_optimizer()
+            self._follow_optimizer(trains=False)
             self._take_moments()
         finite = self._engine.update(0.0, self._loss_scale, self._count)
         self._tell_of_update(finite)
@@ -287,9 +287,9 @@ class Trainer(FrontEnd):
         if finite:
             call_post_hooks(self.optimizer, self._moments.own_post_hook)
 
-    def _follow_optimizer(self) -> None:
+    def _follow_optimizer(self, trains: bool = True) -> None:
         refuse_pre_hooks(self.optimizer, self._moments.own_hook)
-        self._follow_groups()
+        self._follow_groups(trains)
 
     def _checked(self, batch: tuple, call: str) -> dict[str, torch.Tensor]:
         """The batch by name, of which the first compiles."""
@@ -347,13 +347,19 @@ class Trainer(FrontEnd):
         if not written:
             moments.note(optimizer)
 
-    def _follow_groups(self) -> None:
-        """Let the next step have what the optimizer's groups are now."""
+    def _follow_groups(self, trains: bool = True) -> None:
+        """Let the next step have what the optimizer's groups are now.
+
+        Args:
+            trains: whether it takes a batch, not only the gradients of those before, which added groups have no part in.
+        """
         groups, engine = self._groups, self._engine
         if not engine.is_compiled:  # layers may have come
             groups.rename(_names(self.model, self._criterion))
         groups.check()
-        if groups.grow() or not engine.is_compiled:
+        if engine.accumulated and trains:
+            groups.refuse_added(engine.accumulated)
+        if (trains and groups.grow()) or not engine.is_compiled:
             engine.freeze(groups.frozen)
         groups.take_numbers(engine.is_compiled)
         if groups.fed != self._fed:

@@ -1,4 +1,4 @@
-"""Moments that no step uses for a while: of groups that were taken out of the optimizer, of an SGD whose momentum is 0."""
+"""Groups of the optimizer that come and go, and moments that no step uses for a while: of these, of an SGD without momentum."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import copy
 import pytest
 import torch
 from marks import in_turn
-from small import batch, net
-from test_sketch import sgd, torch_step
+from small import assert_same, batch, net
+from test_sketch import assert_parameters_close, sgd, torch_step
 from test_sketch_moments import KINDS, assert_goes_on_alike
 from test_sketch_optimizer import MOMENTS, make
 from torch import nn
+
+from orttrainer.errors import InvalidArgumentError
 
 
 def in_groups(case, *parts):
@@ -66,6 +68,41 @@ def test_moments_outlast_a_trainer_whose_model_lacks_their_parameters():
             optimizer.add_param_group({"params": [*own[1 + number].parameters()]})
         module, reference = tasks(*parts)[number], tasks(*copies)[number]
         assert_goes_on_alike(make(module, ours), module, reference, theirs, range(number, number + 3))
+
+
+@pytest.mark.parametrize("way_out", ["an update", "taking it out"])
+def test_a_group_that_is_added_within_a_block_is_refused_until_there_is_a_way_out(way_out):
+    module, reference = net(), net()
+    ours, theirs = (torch.optim.Adam(m[3].parameters(), 0.01) for m in (module, reference))
+    trainer = make(module, ours, gradient_accumulation_steps=2)
+
+    def accumulate(step):
+        trainer.step(*batch(step))
+        nn.functional.cross_entropy(reference(batch(step)[0]), batch(step)[1]).backward()
+
+    def update(batches):
+        for parameter in reference.parameters():
+            parameter.grad /= batches
+        theirs.step()
+        reference.zero_grad()
+        assert_parameters_close(module, reference)
+
+    accumulate(0)
+    ours.add_param_group({"params": module[0].parameters()})
+    before = trainer.state_dict()
+    for _ in range(2):
+        with pytest.raises(InvalidArgumentError, match=r"when 1 batches were accumulated, .* by trainer.update\(\), "):
+            trainer.step(*batch(1))
+    assert_same(trainer.state_dict(), before)
+    if way_out == "an update":
+        assert trainer.update()
+        update(1)
+        theirs.add_param_group({"params": reference[0].parameters()})
+        accumulate(1)
+    else:
+        ours.param_groups.pop()
+    accumulate(2)
+    update(2)
 
 
 # -- a momentum of 0 --------------------------------------------------------------------------

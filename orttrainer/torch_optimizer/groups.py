@@ -86,6 +86,16 @@ class Groups:
         self._name_all()
         return True
 
+    def refuse_added(self, accumulated: int) -> None:
+        """Refuse groups that were added within a block of batches and have something to train; nothing of them is taken."""
+        for index, group in [*enumerate(self.optimizer.param_groups)][len(self._numbers) :]:
+            if any(parameter.requires_grad for parameter in group["params"]):
+                raise InvalidArgumentError(
+                    f"param_groups[{index}] was added to the optimizer when {accumulated} batches were accumulated, which have no "
+                    "gradients of its parameters. Make the update with these by trainer.update(), and the group is trained from the "
+                    "next step on; or take it out again. Nothing was changed."
+                )
+
     def rename(self, names: Mapping[torch.Tensor, str]) -> None:
         """Take the names that parameters have now, of a model that is not compiled yet."""
         for index, group in enumerate(self.optimizer.param_groups[: len(self._numbers)]):
