@@ -133,6 +133,7 @@ class Trainer(FrontEnd):
     def __init__(self, engine: Engine, criterion: Callable | None, groups: Groups, loss_scaler):
         self.model, self.optimizer = engine.model, groups.optimizer
         self._engine, self._criterion, self._groups, self._loss_scaler = engine, criterion, groups, loss_scaler
+        engine.loaded_elsewhere = groups.named_rates
         self._describes = engine.description is None
         self._first: ModelDescription | None = None  # what the first batch says, where that describes the inputs
         self._seen: list[dict[str, tuple[int, ...]]] = []  # shapes of the batches that the description is for

@@ -106,6 +106,7 @@ class InUse(NotCopied):
         self.source = Source(model, loss_fn, self.device, settings, self.collective.size)
         self._rates_fed, self._rates_dtype = 1, torch.float32  # what the graph takes
         self._rates_given: Sequence[float] | None = None  # what `_rates` holds
+        self.loaded_elsewhere: Callable[[], Mapping] = dict  # what a front end says of it that ranks have to have alike
         self._given_early: tuple[dict, bool] = ({}, False)  # to `load_state_dict`, before there is a graph
         self._loaded_early: set[str] = set()  # names of it that are in the modules already
         self._runner: Runner | None = None
@@ -281,8 +282,9 @@ class InUse(NotCopied):
             with failing_together(self.collective, "sharing its state"), signals.none_lost():
                 self._number = number_of_another() if self.collective.size > 1 else 0
                 self._open_on_state(graph)
+                loaded = self._given_early[0], self.loaded_elsewhere()
             signals.hold()  # or one rank would begin anew, and the others step
-            self._check_what_ranks_loaded()
+            self._check_what_ranks_loaded(*loaded)
         except BaseException:
             self.training_graph = self._runner = None  # not to train on without what was to be loaded
             raise
@@ -297,17 +299,15 @@ class InUse(NotCopied):
         self._go_on(self._forward, graph, state, self._opened(graph, state))
         self.load_state_dict(self._pending_state, self._given_early[1])
 
-    def _check_what_ranks_loaded(self) -> None:
-        """Refuse moments that not all ranks have loaded: rank 0's weights are sent to all, the rest is each rank's own."""
+    def _check_what_ranks_loaded(self, given: Mapping, elsewhere: Mapping) -> None:
+        """Refuse moments and counts that not all ranks have loaded: rank 0's weights are sent to all, the rest is each rank's own."""
         if self.collective.size == 1:
             return
-        given, slots = self._given_early[0], tuple(f"{slot}_" for slot in self.slot_names)
-        loaded = sorted(name for name in given if name == SHARED_COUNT or str(name).startswith(slots))
-        sums = [
-            (name, str(x.double().sum().item() if isinstance(x := given[name], torch.Tensor) else x)) for name in loaded
-        ]
+        slots = tuple(f"{slot}_" for slot in self.slot_names)
+        loaded = {n: x for n, x in given.items() if n == SHARED_COUNT or str(n).startswith(slots)} | dict(elsewhere)
+        sums = [(n, str(x.double().sum().item() if isinstance(x, torch.Tensor) else x)) for n, x in loaded.items()]
         advice = "Load the same checkpoint on every rank, or on none."
-        check_ranks_agree(self.collective, "the optimizer's state that they loaded", sums, advice)
+        check_ranks_agree(self.collective, "the optimizer's state that they loaded", sorted(sums), advice)
 
     def _trained_state(self, graph: TrainingGraph, forward: ForwardGraph, share: bool) -> TrainedState:
         parts = self.source.parts

@@ -158,6 +158,10 @@ class Groups:
             for index, key, which in self._places
         ]
 
+    def named_rates(self) -> dict[str, Any]:
+        """The learning rate of each group, as it stands there."""
+        return {f"lr of param_groups[{i}]": group.get("lr") for i, group in enumerate(self.optimizer.param_groups)}
+
     def check(self) -> None:
         """Refuse what no step can follow; of the rest nothing is taken before that."""
         groups = self.optimizer.param_groups

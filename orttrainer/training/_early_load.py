@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from orttrainer.training import _state_layout
+from orttrainer.training._counts import Counts
 
 
 class EarlyLoad(NamedTuple):
@@ -36,3 +37,9 @@ class EarlyLoad(NamedTuple):
         for name in counts.keys() & state.keys() if self.counts else ():
             state[name] = {key: counts[name].get(key, value) for key, value in state[name].items()}
         return state
+
+
+def not_sent(early: EarlyLoad | None, counts: Counts, scheduled: bool) -> dict[str, Any]:
+    """What no rank sends to the others: moments that were loaded, and the counts that the rates of a schedule depend on."""
+    moments = {} if early is None else {"optimizer": _state_layout.section(early.given, "optimizer")}
+    return _state_layout.flattened(moments) | (counts.sections()["train_step_info"] if scheduled else {})

@@ -22,7 +22,7 @@ from orttrainer.schedules import Warmup
 from orttrainer.training import _checkpoint_storage, _state_layout, checkpoint
 from orttrainer.training._arguments import check_arguments, check_loss_fn_is_needed, engine_description
 from orttrainer.training._counts import Counts
-from orttrainer.training._early_load import EarlyLoad
+from orttrainer.training._early_load import EarlyLoad, not_sent
 from orttrainer.training._graph_dumps import dump_graphs
 from orttrainer.training._settings import RateGroups, engine_settings, new_loss_scaler
 from orttrainer.training.model_desc_validation import _ORTTrainerModelDesc
@@ -99,6 +99,7 @@ class ORTTrainer(FrontEnd):
                 f"{str(error).removesuffix('.')}. The device of this trainer is the option {{'device': {{'id': {settings.device!r}}}}}."
             ) from error
         self._torch_model = self._engine.source.module  # where legacy had it
+        self._engine.loaded_elsewhere = lambda: not_sent(self._early, self._counts, self._has_schedule())
         if self._engine.is_compiled:
             self._settle()
 

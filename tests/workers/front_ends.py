@@ -58,19 +58,40 @@ def rows(step: int, rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x.chunk(size)[rank], y.chunk(size)[rank]
 
 
-def loaded_by_one(rank: int) -> str:
-    """What rank 0's moments are told, which rank 1 has not loaded."""
-    trained, trainer = first("AdamOptimizer", 0), first("AdamOptimizer", 0)
-    for step in range(BATCHES):
-        trained.train_step(*small.batch(step), RATE)
-    state = trained.state_dict()
+def loaded_by_one(rank: int) -> dict[str, str]:
+    """What rank 0's moments are told, which rank 1 has not loaded; and counts, of which schedules make learning rates."""
+    said, x, y = {}, *small.batch(0)
+    for name, make, rate in (("first", first, [RATE]), ("second", second, []), ("schedule", scheduled, [])):
+        trained, trainer = make("AdamOptimizer", 0), make("AdamOptimizer", 0)
+        for step in range(BATCHES):
+            trained.train_step(*small.batch(step), *rate)
+        state = trained.state_dict()
+        if rank == 0:
+            trainer.load_state_dict(state)
+        said[name] = attempt(functools.partial(trainer.train_step, x, y, *rate))
+    counted = first("AdamOptimizer", 0, get_lr_this_step=lambda step: RATE / (1 + step), global_step=3 * (rank == 0))
+    said["count"] = attempt(functools.partial(counted.train_step, x, y))
+    module = small.net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=RATE)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     if rank == 0:
-        trainer.load_state_dict(state)
-    try:
-        trainer.train_step(*small.batch(0), RATE)
-    except errors.DistributedError as error:
-        return str(error)
-    return "fine"
+        optimizer._opt_called = True
+        schedule.step()
+    said["scheduler of torch"] = attempt(
+        functools.partial(sketch.trainer(module, nn.functional.cross_entropy, optimizer).step, x, y)
+    )
+    return said
+
+
+def scheduled(kind: str, seed: int):
+    """Of an optimizer without moments, whose rate grows with each update."""
+    return training.ORTTrainer(
+        small.net(seed=seed), DESCRIPTION, optim.SGDConfig(lr=RATE), nn.functional.cross_entropy,
+        training.ORTTrainerOptions({
+            "device": {"id": "cpu"},
+            "lr_scheduler": optim.lr_scheduler.LinearWarmupLRScheduler(total_steps=20, warmup=0.5),
+        }),
+    )  # fmt: skip
 
 
 def resume_midway(rank: int, size: int) -> dict:
