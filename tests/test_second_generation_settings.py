@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from marks import usual
-from second_generation import LOSS, batch, make, net, train
+from second_generation import LOSS, assert_equal_trees, batch, description, make, net, train
 
 from orttrainer.errors import OptimizerError, SettingError
-from orttrainer.training import optim
+from orttrainer.training import ORTTrainerOptions, optim
 
 # The configuration, torch's optimizer, and what both have from one step on.
 CHANGES = {
@@ -97,3 +97,90 @@ def test_a_group_that_is_added_to_a_configuration_is_refused(compiled):
         SettingError, match=r"'params' of AdamConfig has 1 groups now, but had 0 .* AdamConfig\(params="
     ):
         train(trainer, 1)
+
+
+# -- other objects in the place of those that a trainer was made with -------------------------------
+
+
+@pytest.mark.parametrize("case", usual(CHANGES, "AdamW", "momentum at last"))
+def test_another_configuration_of_the_same_optimizer_is_followed(case):
+    config, torchs, before, before_in_torch, later, later_in_torch = CHANGES[case]
+    module, reference = net(), net()
+    trainer = make(module, config(lr=0.05, **before))
+    optimizer = torchs(reference.parameters(), lr=0.05, **before_in_torch)
+    step_both(trainer, reference, optimizer, range(2))
+    trainer.optim_config = later_config = config(lr=0.02, **later)
+    optimizer.param_groups[0].update(later_in_torch, lr=0.02)
+    step_both(trainer, reference, optimizer, range(2, 4))
+    later_config.lr = optimizer.param_groups[0]["lr"] = 0.01
+    step_both(trainer, reference, optimizer, range(4, 5))
+    torch.testing.assert_close(dict(module.state_dict()), dict(reference.state_dict()))
+    assert trainer.optim_config is trainer._train_step_info.optimizer_config is later_config
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_groups_of_another_configuration_may_have_other_parameters(after):
+    module, reference = net(), net()
+    own = dict(reference.named_parameters())
+    trainer = make(module, optim.SGDConfig([{"params": ["0.weight"], "lr": 0.5}, {"params": [], "lr": 0.3}], lr=0.1))
+    rates = dict.fromkeys(own, 0.1) | {"0.weight": 0.5}
+    optimizer = torch.optim.SGD([{"params": [p], "lr": rates[name]} for name, p in own.items()])
+    step_both(trainer, reference, optimizer, range(after))
+    trainer.optim_config = optim.SGDConfig(
+        [{"params": ["3.bias"], "lr": 0.4}, {"params": ["0.weight", "0.bias"], "lr": 0.3}], lr=0.2
+    )
+    for group, rate in zip(optimizer.param_groups, (0.3, 0.3, 0.2, 0.4), strict=True):
+        group["lr"] = rate
+    step_both(trainer, reference, optimizer, range(after, after + 2))
+    torch.testing.assert_close(dict(module.state_dict()), dict(reference.state_dict()))
+
+
+def test_a_schedule_goes_on_with_the_rate_of_another_configuration():
+    module, reference = net(), net()
+    trainer = make(module, lr_scheduler=optim.LinearWarmupLRScheduler(10, warmup=0.0))
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    step_both(trainer, reference, optimizer, range(1))
+    trainer.optim_config = optim.SGDConfig(lr=0.5)
+    for step in range(1, 3):
+        optimizer.param_groups[0]["lr"] = 0.5 * (10 - step) / 10
+        step_both(trainer, reference, optimizer, range(step, step + 1))
+    torch.testing.assert_close(dict(module.state_dict()), dict(reference.state_dict()))
+
+
+REPLACED = {
+    "another optimizer": ("optim_config", optim.AdamConfig(), "optimizer of this trainer is 'SGDOptimizer', that of the other 'AdamOptimizer'. Make a new"),
+    "more groups": (
+        "optim_config", optim.SGDConfig([{"params": ["0.bias"], "lr": 0.3}]), "number of groups of this trainer is 0, that of the other 1",
+    ),
+    "no configuration": ("optim_config", 0.1, "'optim_config' is required and must be an AdamConfig.* got 0.1"),
+    "a loss": ("loss_fn", lambda output, label: LOSS(output, label) * 10, "another loss_fn comes too late: .* Make a new trainer"),
+    "no loss": ("loss_fn", None, "another loss_fn comes too late"),
+    "a description": ("model_desc", description(), "another model_desc comes too late"),
+    "options": (
+        "options", ORTTrainerOptions({"device": {"id": "cpu"}, "batch": {"gradient_accumulation_steps": 4}}),
+        "another options comes too late: .* Set the options themselves",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("after", [0, 1])
+@pytest.mark.parametrize("case", REPLACED)
+def test_what_is_compiled_is_not_replaced(case, after):
+    name, value, text = REPLACED[case]
+    trainer, undisturbed = make(), make()
+    losses, before = train(trainer, after), getattr(trainer, name)
+    with pytest.raises(SettingError, match=text):
+        setattr(trainer, name, value)
+    setattr(trainer, name, before)
+    assert getattr(trainer, name) is before
+    assert losses + train(trainer, 2, start=after) == train(undisturbed, 2 + after)
+    assert_equal_trees(trainer.state_dict(), undisturbed.state_dict())
+
+
+def test_a_configuration_with_unknown_parameters_is_refused_where_it_is_set():
+    trainer = make(config=optim.SGDConfig([{"params": ["0.weight"], "lr": 0.5}], lr=0.1))
+    train(trainer, 1)
+    before = trainer.optim_config
+    with pytest.raises(SettingError, match=r"params\[0\] of SGDConfig names \['fc.weight'\]"):
+        trainer.optim_config = optim.SGDConfig([{"params": ["fc.weight"], "lr": 0.5}], lr=0.1)
+    assert trainer.optim_config is before

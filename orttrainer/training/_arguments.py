@@ -31,10 +31,7 @@ def check_arguments(model, model_desc, optim_config, loss_fn, options) -> None:
         raise SettingError("'model' is required and must be either a 'torch.nn.Module' or ONNX model")
     if not isinstance(model_desc, dict):
         raise SettingError(f"'model_desc' must be a 'dict'; got {model_desc!r}")
-    if not isinstance(optim_config, _OptimizerConfig):
-        raise SettingError(
-            f"'optim_config' is required and must be an AdamConfig, AdamWConfig, LambConfig or SGDConfig; got {optim_config!r}"
-        )
+    check_optimizer(optim_config)
     if loss_fn is not None and not _takes_two(loss_fn):
         raise SettingError(f"'loss_fn' must be either 'None' or a callable with two parameters; got {loss_fn!r}")
     if options is not None and not isinstance(options, ORTTrainerOptions):
@@ -42,6 +39,13 @@ def check_arguments(model, model_desc, optim_config, loss_fn, options) -> None:
     if not isinstance(model, (torch.nn.Module, onnx.ModelProto)):
         raise InvalidArgumentError(f"'model' must be either 'torch.nn.Module' or 'onnx.ModelProto'; got {model!r}")
     check_module(model, loss_fn)
+
+
+def check_optimizer(optim_config) -> None:
+    if not isinstance(optim_config, _OptimizerConfig):
+        raise SettingError(
+            f"'optim_config' is required and must be an AdamConfig, AdamWConfig, LambConfig or SGDConfig; got {optim_config!r}"
+        )
 
 
 def check_loss_fn_is_needed(model, desc: _ORTTrainerModelDesc) -> None:
@@ -53,6 +57,22 @@ def check_loss_fn_is_needed(model, desc: _ORTTrainerModelDesc) -> None:
         raise SettingError(
             f"'loss_fn' must not be specified when 'model' is an ONNX model with its loss inside, its output {loss!r}"
         )
+
+
+class MadeWith:
+    """An attribute that its object is made with: what another would change is compiled, so another is refused."""
+
+    def __init__(self, instead: str = "Make a new trainer"):
+        self._instead = instead
+
+    def __set_name__(self, owner: type, name: str):
+        self._name = name
+
+    def __set__(self, trainer, value) -> None:
+        if vars(trainer).setdefault(self._name, value) is not value:
+            raise SettingError(
+                f"another {self._name} comes too late: a trainer reads it when it is made. {self._instead}"
+            )
 
 
 def _takes_two(loss_fn) -> bool:

@@ -7,15 +7,19 @@ from dataclasses import replace
 
 import onnx
 
-from orttrainer.arguments import session_options
+from orttrainer.arguments import checked_rate, session_options
 from orttrainer.engine.settings import OptimizerChoice, Settings
 from orttrainer.errors import InvalidArgumentError, SettingError, UnsupportedFeatureError
 from orttrainer.graph.recompute import Recompute
+from orttrainer.schedules import Warmup
+from orttrainer.training._arguments import check_optimizer
 from orttrainer.training._graph_dumps import check_folders
 from orttrainer.training.amp.loss_scaler import DynamicLossScaler, LossScaler
 from orttrainer.training.model_desc_validation import LEARNING_RATE_IO_DESCRIPTION_NAME
 from orttrainer.training.optim.config import _OptimizerConfig
+from orttrainer.training.optim.lr_scheduler import _LRScheduler
 from orttrainer.training.orttrainer_options import ORTTrainerOptions
+from orttrainer.training.step_info import TrainStepInfo
 
 
 def engine_settings(options: ORTTrainerOptions) -> Settings:
@@ -75,19 +79,46 @@ class RateGroups:
     """
 
     def __init__(self, config: _OptimizerConfig, has_schedule: Callable[[], bool]):
-        self._config, self._has_schedule = config, has_schedule
+        self.config, self._has_schedule = config, has_schedule
         self._used: dict[int, int] = {}  # position in config.rates() -> index in the graph
         self._compiled: list[dict] = []
 
     def choice(self, options: ORTTrainerOptions) -> OptimizerChoice:
-        grouped = bool(self._config.params)
+        grouped = bool(self.config.params)
         return OptimizerChoice(
-            self._config.name,
-            self._config.attributes_of,
+            self.config.name,
+            lambda parameter: self.config.attributes_of(parameter),
             options.utils.grad_norm_clip,
             self._group if grouped else None,
             self._rates,
         )
+
+    def check(self, config: _OptimizerConfig) -> None:
+        """Refuse a configuration that cannot take the place of the present one, between steps.
+
+        Raises:
+            SettingError: it is none, or of another optimizer, or has more groups or fewer.
+        """
+        check_optimizer(config)
+        kind, before, now = "optimizer", self.config.name, config.name
+        if now == before:
+            kind, before, now = "number of groups", len(self.config.params), len(config.params)
+        if now != before:
+            raise SettingError(
+                f"another optim_config comes too late: the {kind} of this trainer is {before!r}, that of the other {now!r}. "
+                "Make a new trainer for it; rates and settings, those of the groups too, may change between steps"
+            )
+        config.rates()
+
+    def rate(self, schedule, info: TrainStepInfo) -> float:
+        """The learning rate of the next step, of all parameters in no group."""
+        if schedule is None:
+            return self.config.lr
+        if isinstance(schedule, _LRScheduler):
+            return checked_rate(schedule._step(info)[0])
+        if isinstance(schedule, Warmup) and schedule.lr is None:
+            return schedule.rate(info.optimization_step, self.config.lr)
+        return checked_rate(schedule(info.optimization_step))
 
     def compiled(self) -> None:
         """Note that the graph has the settings of the moment."""
@@ -99,14 +130,14 @@ class RateGroups:
         return settings != self._compiled and [*map(_without_rate, settings)] != [*map(_without_rate, self._compiled)]
 
     def _settings(self) -> list[dict]:
-        return [self._config.defaults, *self._config.params]
+        return [self.config.defaults, *self.config.params]
 
     def _group(self, parameter: str) -> int:
-        group = self._config.group_of(parameter)
+        group = self.config.group_of(parameter)
         return self._used.setdefault(0 if group is None else group + 1, len(self._used))
 
     def _rates(self, rate: float) -> list[float]:
-        rates = self._config.rates(rate if self._has_schedule() else None)
+        rates = self.config.rates(rate if self._has_schedule() else None)
         return [rates[position] for position in self._used or (0,)]
 
 

@@ -75,6 +75,28 @@ def aggregate_checkpoints(paths: Sequence[str | os.PathLike], pytorch_format: bo
     return state
 
 
+def state_of_files(paths: Sequence[str | os.PathLike]) -> dict[str, Any]:
+    """What `ORTTrainer.load_checkpoint` is to load: the one file, or those of all ranks put together.
+
+    Raises:
+        CheckpointError: no file, several that each hold the whole state, or one of something else.
+    """
+    if not paths:
+        raise CheckpointError("load_checkpoint needs the path of a checkpoint")
+    options = _checkpoint_storage.load(paths[0], key="trainer_options")
+    if not isinstance(options, Mapping):
+        raise CheckpointError(
+            f"trainer_options of {paths[0]!r} is no group of options; it is no checkpoint of a trainer"
+        )
+    if int(options.get("zero_stage", 0)) > 0 or int(options.get("horizontal_parallel_size", 1)) > 1:
+        return aggregate_checkpoints(paths, pytorch_format=False)
+    if len(paths) > 1:
+        raise CheckpointError(
+            f"Expected number of files to load: 1, got {len(paths)}. Each holds the whole state; pass this rank's own"
+        )
+    return _checkpoint_storage.load(paths[0])
+
+
 def _in_order_of_ranks(paths: list) -> list:
     """The paths by rank, after a check that they are all ranks of one run."""
     if not paths:

@@ -11,23 +11,21 @@ import onnx
 import torch
 from onnx_ir import tensor_adapters
 
-from orttrainer.arguments import checked_rate, inputs_by_name
+from orttrainer.arguments import inputs_by_name
 from orttrainer.distributed import failing_together
 from orttrainer.engine.engine import Engine
 from orttrainer.engine.turns import made_whole, one_at_a_time, outside_of_steps
 from orttrainer.errors import CheckpointError, RuntimeNotFoundError, SettingError, StateError
 from orttrainer.front_end import FrontEnd
 from orttrainer.graph.write import write_model
-from orttrainer.schedules import Warmup
 from orttrainer.training import _checkpoint_storage, _state_layout, checkpoint
-from orttrainer.training._arguments import check_arguments, check_loss_fn_is_needed, engine_description
+from orttrainer.training._arguments import MadeWith, check_arguments, check_loss_fn_is_needed, engine_description
 from orttrainer.training._counts import Counts
 from orttrainer.training._early_load import EarlyLoad, not_sent
 from orttrainer.training._graph_dumps import dump_graphs
 from orttrainer.training._settings import RateGroups, engine_settings, new_loss_scaler
 from orttrainer.training.model_desc_validation import _ORTTrainerModelDesc
 from orttrainer.training.optim.config import _OptimizerConfig
-from orttrainer.training.optim.lr_scheduler import _LRScheduler
 from orttrainer.training.orttrainer_options import ORTTrainerOptions
 from orttrainer.training.step_info import TrainStepInfo
 from orttrainer.training_graph import TrainingGraph
@@ -56,8 +54,9 @@ class ORTTrainer(FrontEnd):
         RuntimeNotFoundError: no ONNX Runtime for the device.
 
     Attributes:
-        options, optim_config, loss_fn: as given. `options.batch.gradient_accumulation_steps` may be set,
+        options, loss_fn: as given. `options.batch.gradient_accumulation_steps` may be set,
             to more batches than are accumulated already.
+        optim_config: as given. Another of the same optimizer, with as many groups, may take its place.
         model_desc: the checked description, with dtypes once the model is compiled.
 
     Example:
@@ -67,6 +66,9 @@ class ORTTrainer(FrontEnd):
         trainer = ORTTrainer(model, desc, optim.AdamConfig(lr=1e-3), loss_fn, options)
         loss, output = trainer.train_step(x, label)
     """
+
+    options = MadeWith("Set the options themselves, of those that the steps read; for others make a new trainer")
+    loss_fn, model_desc = MadeWith(), MadeWith()
 
     def __init__(
         self,
@@ -78,7 +80,7 @@ class ORTTrainer(FrontEnd):
     ):
         check_arguments(model, model_desc, optim_config, loss_fn, options)
         self.model_desc = _ORTTrainerModelDesc(model_desc)
-        self.optim_config, self.loss_fn = optim_config, loss_fn
+        self.loss_fn = loss_fn
         self.options = ORTTrainerOptions() if options is None else options._copy()
         mixed = self.options.mixed_precision
         mixed.loss_scaler = new_loss_scaler(mixed, self.options.orttrainer.mixed_precision_dtype)
@@ -140,7 +142,8 @@ class ORTTrainer(FrontEnd):
             info.step += 1  # schedules and scalers count this step in
             with engine.preparing_a_step():
                 self._follow_settings()
-                rate, scale = self._rate(), 1.0 if scaler is None else scaler.loss_scale
+                rate = self._groups.rate(self.options.lr_scheduler, info)
+                scale = 1.0 if scaler is None else scaler.loss_scale
             results, finite = engine.train_step(given, rate, scale)
             made = True
             if finite is not None:
@@ -299,28 +302,25 @@ class ORTTrainer(FrontEnd):
             CheckpointError: files that do not belong together, or a `user_dict` that may not be loaded.
             StateError: the state does not fit. Nothing is loaded.
         """
-        if not paths:
-            raise CheckpointError("load_checkpoint needs the path of a checkpoint")
-        options = _checkpoint_storage.load(paths[0], key="trainer_options")
-        if not isinstance(options, Mapping):
-            raise CheckpointError(
-                f"trainer_options of {paths[0]!r} is no group of options; it is no checkpoint of a trainer"
-            )
-        if int(options.get("zero_stage", 0)) > 0 or int(options.get("horizontal_parallel_size", 1)) > 1:
-            state = checkpoint.aggregate_checkpoints(paths, pytorch_format=False)
-        elif len(paths) > 1:
-            raise CheckpointError(
-                f"Expected number of files to load: 1, got {len(paths)}. Each holds the whole state; pass this rank's own"
-            )
-        else:
-            state = _checkpoint_storage.load(paths[0])
-        user_dict = {}
+        state, user_dict = checkpoint.state_of_files(paths), {}
         if "user_dict" in state:
             user_dict = _checkpoint_storage.from_serialized_hex(state.pop("user_dict"), weights_only)
         self.load_state_dict(state, strict=strict)
         return user_dict
 
     # -- what legacy scripts and tests look at ---------------------------------------------
+
+    @property
+    def optim_config(self) -> _OptimizerConfig:
+        return self._groups.config
+
+    @optim_config.setter
+    @one_at_a_time
+    def optim_config(self, config: _OptimizerConfig) -> None:
+        self._groups.check(config)
+        if self._is_settled:
+            self._check_names(config)
+        self._groups.config = self._train_step_info.optimizer_config = config
 
     @property
     def _onnx_model(self) -> onnx.ModelProto | None:
@@ -346,10 +346,7 @@ class ORTTrainer(FrontEnd):
         self._is_settled = True
 
     def _take_up(self, engine: Engine, graph: TrainingGraph) -> None:
-        untrained = [entry.name for entry in graph.signature.state if entry.role == "buffer"]
-        if isinstance(engine.model, torch.nn.Module):
-            untrained += [name for name, _ in engine.model.named_parameters(remove_duplicate=False)]
-        self.optim_config.check_parameters(graph.signature.parameters, [*untrained, *self.options.utils.frozen_weights])
+        self._check_names(self.optim_config)
         values = (*graph.graph.graph.inputs, *graph.graph.graph.outputs)
         dtypes = {value.name: tensor_adapters.to_torch_dtype(value.dtype) for value in values}
         self.model_desc.add_types(dtypes, self.options.mixed_precision.enabled)
@@ -363,6 +360,14 @@ class ORTTrainer(FrontEnd):
             self._early = None
         if engine.collective.rank == 0:
             dump_graphs(engine, self.options.debug.graph_save_paths)
+
+    def _check_names(self, config: _OptimizerConfig) -> None:
+        """Check that the groups name weights of the model, trained or not."""
+        model, signature = self._engine.model, self._engine.training_graph.signature
+        untrained = [entry.name for entry in signature.state if entry.role == "buffer"]
+        if isinstance(model, torch.nn.Module):
+            untrained += [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        config.check_parameters(signature.parameters, [*untrained, *self.options.utils.frozen_weights])
 
     def _load_early(self, given: Mapping[str, Any], strict: bool) -> None:
         """What the modules have, counts and the loss scale at once, what else there is with the first step."""
@@ -427,16 +432,6 @@ class ORTTrainer(FrontEnd):
 
     def _has_schedule(self) -> bool:
         return self.options.lr_scheduler is not None
-
-    def _rate(self) -> float:
-        schedule = self.options.lr_scheduler
-        if schedule is None:
-            return self.optim_config.lr
-        if isinstance(schedule, _LRScheduler):
-            return checked_rate(schedule._step(self._train_step_info)[0])
-        if isinstance(schedule, Warmup) and schedule.lr is None:
-            return schedule.rate(self._train_step_info.optimization_step, self.optim_config.lr)
-        return schedule(self._train_step_info.optimization_step)
 
     def _all_inputs(self, args, kwargs) -> dict[str, torch.Tensor]:
         return inputs_by_name(args, kwargs, self._engine.input_names, "eval_step")
