@@ -113,15 +113,29 @@ def load_checkpoint(
     Example: `epoch = load_checkpoint(trainer, "checkpoints")["epoch"]`
     """
     _check_trainer(model)
+    checkpoints = read_all(checkpoint_dir, checkpoint_prefix, weights_only)
+    states = {name: checkpoint.pop("model") for name, checkpoint in checkpoints.items()}
+    if len(states) > 1:
+        warnings.warn(f"loading the {len(states)} files of a ZeRO run: {next(iter(states))} and others", stacklevel=2)
+    model.load_state_dict(whole(states), strict=strict)
+    return {key: value for checkpoint in checkpoints.values() for key, value in checkpoint.items()}
+
+
+def read_all(
+    checkpoint_dir: str | os.PathLike, checkpoint_prefix: str, weights_only: bool = True
+) -> dict[str, dict[str, Any]]:
+    """File name -> its entries, the state under "model": of the one file, or of all of a ZeRO run in the order of the ranks.
+
+    Args, Raises: as `load_checkpoint`.
+    """
     folder, prefix = _checked_folder(checkpoint_dir), _checked_prefix(checkpoint_prefix)
-    files = _files(folder, prefix)
-    checkpoints = [_read(os.path.join(folder, name), weights_only) for name in files]
-    states = [checkpoint.pop("model") for checkpoint in checkpoints]
-    if len(files) > 1:
-        warnings.warn(f"loading the {len(files)} files of a ZeRO run: {files[0]} and others", stacklevel=2)
-    partitioned = _PARTITION.search(files[0]) is not None
-    model.load_state_dict(aggregated(states) if partitioned else states[0], strict=strict)
-    return {key: value for checkpoint in checkpoints for key, value in checkpoint.items()}
+    return {name: _read(os.path.join(folder, name), weights_only) for name in _files(folder, prefix)}
+
+
+def whole(states: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The state that files, by their names, have in one piece, or in parts; see `aggregated`."""
+    first, partitioned = next(iter(states.values())), any(map(_PARTITION.search, states))
+    return aggregated([*states.values()]) if partitioned else dict(first)
 
 
 def aggregated(states: list[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

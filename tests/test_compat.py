@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import pathlib
 import re
 import subprocess
@@ -12,12 +13,15 @@ import textwrap
 
 import onnxruntime
 import pytest
+import small
+import torch
 from marks import slow
 
 import orttrainer
 from orttrainer import compat, describe, loss_scaler, training
 from orttrainer.compat.legacy import LEGACY
 from orttrainer.errors import (
+    CheckpointError,
     UnsupportedFeatureError,
     UnsupportedImportError,
 )
@@ -115,6 +119,48 @@ def test_every_name_of_every_module_can_be_imported(installed):
                 assert getattr(module, attribute) is not None, f"{name}.{attribute}"
 
 
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from onnxruntime.training.checkpoint import _list_checkpoint_files as files, _CombineZeroCheckpoint as Combine",
+        "from onnxruntime.capi.checkpointing_utils import list_checkpoint_files as files, CombineZeroCheckpoint as Combine",
+    ],
+)
+def test_a_script_puts_the_files_of_a_zero_run_together(statement, installed, tmp_path):
+    namespace: dict = {}
+    exec(f"import onnxruntime.capi.pt_patch\n{statement}", namespace)
+    files, combine = namespace["files"], namespace["Combine"]
+    weight = torch.arange(24.0).view(12, 2)
+    for rank, part in enumerate(weight):
+        state = {"model_.w": weight, f"Moment_1_model_.w_view_{rank}": 2 * part}
+        torch.save({"model": state}, tmp_path / f"ORT_checkpoint.ZeRO.{rank}.11.ort.pt")
+    (tmp_path / "ORT_checkpoint.txt").touch()
+    found = files(str(tmp_path), "ORT_checkpoint")
+    assert len(found) == 12 and all(map(os.path.isfile, found))
+    torch.testing.assert_close(
+        combine(found).aggregate_checkpoints(), {"model_.w": weight, "Moment_1_model_.w": 2 * weight}
+    )
+    cleaned = combine(found, lambda state: {name: x for name, x in state.items() if name == "model_.w"})
+    torch.testing.assert_close(cleaned.aggregate_checkpoints(), {"model_.w": weight})
+    os.remove(found[3])
+    with pytest.raises(CheckpointError, match=r"had 12 ranks; the file of rank .* is missing"):
+        combine(found).aggregate_checkpoints()
+    with pytest.raises(CheckpointError, match="No checkpoint files passed"):
+        combine([])
+    with pytest.raises(CheckpointError, match="No checkpoint found with prefix 'other' at"):
+        files(str(tmp_path), "other")
+
+
+def test_a_whole_checkpoint_of_this_package_is_read_by_what_put_parts_together(installed, tmp_path):
+    trainer = small.make()
+    trainer.train_step(*small.batch(), small.LR)
+    orttrainer.save_checkpoint(trainer, tmp_path)
+    namespace: dict = {}
+    exec("from onnxruntime.training.checkpoint import _list_checkpoint_files, _CombineZeroCheckpoint", namespace)
+    files = namespace["_list_checkpoint_files"](tmp_path, "ORT_checkpoint")
+    torch.testing.assert_close(namespace["_CombineZeroCheckpoint"](files).aggregate_checkpoints(), trainer.state_dict())
+
+
 def test_star_import_and_dir_show_what_there_is(installed):
     import onnxruntime.capi.ort_trainer as old
 
@@ -144,7 +190,10 @@ REFUSED = {
     "import onnxruntime.training.ortmodule": "onnxruntime.training.ortmodule is not available: ORTModule needs",
     "from onnxruntime.training.ortmodule import ORTModule": "or install onnxruntime-training 1.19.2 with a PyTorch",
     "from onnxruntime.training import artifacts": "artifacts is not available: on-device training needs",
-    "import onnxruntime.capi.checkpointing_utils": "`load_checkpoint` of onnxruntime.capi.ort_trainer puts the files",
+    "from onnxruntime.capi.checkpointing_utils import get_checkpoint_name": "get_checkpoint_name is not available: it was an internal",
+    "from onnxruntime.training import register_custom_ops_pytorch_exporter": "it gave torch's exporter operators for ORTModule",
+    "from onnxruntime.training.utils import torch_io_helper": "onnxruntime.training.utils is not available: ORTModule needs",
+    "from onnxruntime.training.experimental import export_gradient_graph": "`orttrainer.build_gradient` makes the gradient",
 }
 
 

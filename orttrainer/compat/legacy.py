@@ -50,6 +50,7 @@ _SECOND = {
     "PropagateCastOpsStrategy": "orttrainer.training.options_schema",
     "TrainStepInfo": "orttrainer.training.step_info",
 }
+_ZERO_CHECKPOINTS = "orttrainer.compat.zero_checkpoints"
 _SECOND_MODULES = ("amp", "checkpoint", "model_desc_validation", "optim", "orttrainer", "orttrainer_options")
 
 _INTERNAL = "it was an internal of legacy's trainer; the trainer here needs none. Leave the import out"
@@ -69,6 +70,12 @@ _ON_DEVICE = (
 _TRAINING_SESSION = (
     "training sessions need an ONNX Runtime that was built for training. ORTTrainer makes its own; "
     "`trainer.training_graph.save(path)` writes the graph, which any ONNX Runtime runs"
+)
+
+_EXPORTED_OPERATORS = "it gave torch's exporter operators for ORTModule. ORTTrainer exports with what torch has and needs none: leave it out"
+_GRADIENT_GRAPH = (
+    "it needs an ONNX Runtime that was built for training. `orttrainer.build_gradient` makes the gradient graph of an ONNX model, "
+    "and `trainer.training_graph.save(path)` writes that of a trainer"
 )
 
 _UTILS = (
@@ -96,7 +103,11 @@ def _second_generation(root: str) -> dict[str, LegacyModule]:
         ),
         ".amp": LegacyModule("orttrainer.training.amp", submodules=("loss_scaler",), installed=True),
         ".amp.loss_scaler": LegacyModule("orttrainer.training.amp.loss_scaler"),
-        ".checkpoint": LegacyModule("orttrainer.training.checkpoint"),
+        ".checkpoint": LegacyModule(
+            "orttrainer.training.checkpoint",
+            names=dict.fromkeys(("_CombineZeroCheckpoint", "_list_checkpoint_files"), _ZERO_CHECKPOINTS),
+            refused=dict.fromkeys(("_get_checkpoint_name", "_split_state_dict"), _INTERNAL),
+        ),
         "._checkpoint_storage": LegacyModule("orttrainer.training._checkpoint_storage"),
         ".model_desc_validation": LegacyModule("orttrainer.training.model_desc_validation"),
         ".optim": LegacyModule(
@@ -116,6 +127,9 @@ def _second_generation(root: str) -> dict[str, LegacyModule]:
         ".artifacts": LegacyModule(absent=_ON_DEVICE),
         ".api": LegacyModule(absent=_ON_DEVICE),
         ".onnxblock": LegacyModule(absent=_ON_DEVICE),
+        ".experimental": LegacyModule(absent=_GRADIENT_GRAPH),
+        ".register_custom_ops_pytorch_exporter": LegacyModule(absent=_EXPORTED_OPERATORS),
+        ".utils": LegacyModule(absent=_ORTMODULE),
         ".optim.fp16_optimizer": LegacyModule(absent=_OWN_OPTIMIZER),
         ".optim.fused_adam": LegacyModule(absent=_OWN_OPTIMIZER),
         ".training_session": LegacyModule(absent=_TRAINING_SESSION),
@@ -128,7 +142,7 @@ def _second_generation(root: str) -> dict[str, LegacyModule]:
 _INTERNALS_OF_FIRST = (
     "ORTModel", "FuseSofmaxNLLToSoftmaxCE", "WrapModel", "convert_model_loss_fn_to_onnx", "delete_input_with_name",
     "create_ort_training_session_bind_parameters", "create_ort_training_session_with_optimizer",
-    "dtype_torch_to_numpy", "input_get_device_index", "model_loss_cls", "ort_training_session_run_helper",
+    "dtype_torch_to_numpy", "get_all_gradients_finite_arg_name", "input_get_device_index", "model_loss_cls", "ort_training_session_run_helper",
     "resolve_symbolic_dimensions", "wrap_for_input_match",
 )  # fmt: skip
 
@@ -150,8 +164,10 @@ LEGACY: dict[str, LegacyModule] = {
         names=_FIRST, refused=dict.fromkeys(_INTERNALS_OF_FIRST, _INTERNAL)
     ),
     "onnxruntime.capi.checkpointing_utils": LegacyModule(
-        absent="`load_checkpoint` of onnxruntime.capi.ort_trainer puts the files of a ZeRO run together"
+        names=dict.fromkeys(("CombineZeroCheckpoint", "list_checkpoint_files"), _ZERO_CHECKPOINTS),
+        refused={"get_checkpoint_name": _INTERNAL},
     ),
+    "onnxruntime.capi.pt_patch": LegacyModule(),  # it mended the exporter of PyTorch 1.5, when it was imported
     **_second_generation("onnxruntime.training"),
     **_second_generation("onnxruntime.experimental"),
     **_second_generation("onnxruntime.capi.training"),
