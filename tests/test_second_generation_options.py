@@ -87,6 +87,28 @@ def test_what_is_left_out_has_the_legacy_default(given):
     assert ORTTrainerOptions(given)._validated_opts == DEFAULTS
 
 
+@pytest.mark.parametrize(
+    ("branch", "name"),
+    [("utils", "invertible_layer_norm_gradient"), ("graph_transformer", "allow_layer_norm_mod_precision")],
+)
+def test_hints_of_early_releases_are_accepted_and_told_to_have_no_effect(branch, name, caplog):
+    caplog.set_level("INFO", "orttrainer")
+    engine_settings(ORTTrainerOptions({branch: {name: False}}))
+    assert not caplog.text
+    made = second.make(**{branch: {name: True}})
+    assert (
+        made.options._as_dict()[branch][name] is True
+        and f"the option {name}, of early releases, has no effect" in caplog.text
+    )
+
+
+@pytest.mark.parametrize("opset", [10, 11])
+def test_the_opsets_of_the_first_releases_are_raised(opset):
+    trainer = second.make(_internal_use={"onnx_opset_version": opset})
+    second.train(trainer, 1)
+    assert {entry.domain: entry.version for entry in trainer._onnx_model.opset_import}[""] == 18
+
+
 def test_options_without_arguments_are_the_defaults():
     assert ORTTrainerOptions()._validated_opts == DEFAULTS
 
@@ -145,8 +167,12 @@ def test_what_the_caller_passes_is_kept_apart():
             "{'_internal_use': [{'extra_postprocess': ['Must be callable or None']}]}",
         ),
         (
-            {"_internal_use": {"onnx_opset_version": 11}},
-            "{'_internal_use': [{'onnx_opset_version': ['min value is 12']}]}",
+            {"_internal_use": {"onnx_opset_version": 9}},
+            "{'_internal_use': [{'onnx_opset_version': ['min value is 10']}]}",
+        ),
+        (
+            {"utils": {"invertible_layer_norm_gradient": "yes"}},
+            "{'utils': [{'invertible_layer_norm_gradient': ['must be of boolean type']}]}",
         ),
         (
             {"orttrainer": {"mixed_precision_dtype": "float8"}},

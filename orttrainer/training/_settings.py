@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -21,6 +22,8 @@ from orttrainer.training.optim.lr_scheduler import _LRScheduler
 from orttrainer.training.orttrainer_options import ORTTrainerOptions
 from orttrainer.training.step_info import TrainStepInfo
 
+log = logging.getLogger("orttrainer")
+
 
 def engine_settings(options: ORTTrainerOptions) -> Settings:
     """How the engine is to compile and run.
@@ -30,6 +33,9 @@ def engine_settings(options: ORTTrainerOptions) -> Settings:
         InvalidArgumentError: options that contradict each other, or a folder that does not exist.
     """
     _refuse_unsupported(options)
+    for name in ("invertible_layer_norm_gradient", "allow_layer_norm_mod_precision"):
+        if getattr(options.utils, name, False) or getattr(options.graph_transformer, name, False):
+            log.info("the option %s, of early releases, has no effect", name)
     paths, mixed, ours = options.debug.graph_save_paths, options.mixed_precision, options.orttrainer
     check_folders(paths)
     providers = options._as_dict()["provider_options"]

@@ -74,6 +74,7 @@ def options_schema() -> dict:
             gelu_recompute=_boolean(False),
             transformer_layer_recompute=_boolean(False),
             number_recompute_layers=_integer(0, min=0),
+            allow_layer_norm_mod_precision={"type": "boolean"},  # of early releases; without a default, as later ones
             propagate_cast_ops_config=_branch(
                 strategy={"type": "propagate_cast", "nullable": True, "default": PropagateCastOpsStrategy.FLOOD_FILL},
                 level=_integer(1, min=-1),
@@ -85,6 +86,7 @@ def options_schema() -> dict:
             grad_norm_clip=_boolean(True),
             memory_efficient_gradient=_boolean(False),
             run_symbolic_shape_infer=_boolean(False),
+            invertible_layer_norm_gradient={"type": "boolean"},  # of early releases
         ),
         "debug": _branch(
             deterministic_compute=_boolean(False),
@@ -99,7 +101,7 @@ def options_schema() -> dict:
         "_internal_use": _branch(
             enable_internal_postprocess=_boolean(True),
             extra_postprocess={"check_with": _is_callable, "nullable": True, "default": None},
-            onnx_opset_version=_integer(14, min=12, max=21),
+            onnx_opset_version=_integer(14, min=10, max=21),
             enable_onnx_contrib_ops=_boolean(True),
         ),
         "provider_options": {

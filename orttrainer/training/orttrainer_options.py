@@ -74,8 +74,10 @@ class ORTTrainerOptions(_Branch):
                 accepted, always so (unless `orttrainer.check_export` is False). graph_save_paths: files to write
                 graphs to, '' for none.
             _internal_use.extra_postprocess (None): called with the exported onnx.ModelProto, returns it or another.
-                onnx_opset_version (14): 12 to 21; the graph has 18 at least. enable_internal_postprocess,
+                onnx_opset_version (14): 10 to 21; the graph has 18 at least. enable_internal_postprocess,
                 enable_onnx_contrib_ops: accepted without effect.
+            utils.invertible_layer_norm_gradient, graph_transformer.allow_layer_norm_mod_precision: of early releases;
+                accepted without effect, with a line in the log where True.
             provider_options ({}): name of an execution provider -> its options.
             session_options (None): an `onnxruntime.SessionOptions` whose settings the sessions take over.
 
