@@ -120,6 +120,33 @@ def test_a_scaler_of_one_s_own_is_asked_and_told():
     assert scaler.input_name == trainer.model_desc.loss_scale_input.name
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_scaler_that_raises_leaves_a_step_that_is_made_and_counted(steps):
+    class Failing(amp.LossScaler):
+        def update(self, train_step_info):
+            if train_step_info.step == steps:
+                raise OSError("disk full")
+
+    accumulating = {"gradient_accumulation_steps": steps}
+    config = optim.AdamConfig(lr=0.01)
+    trainer = make(config=config, mixed_precision={"enabled": True, "loss_scaler": Failing(4.0)}, batch=accumulating)
+    sound = amp.DynamicLossScaler(automatic_update=False, loss_scale=4.0)
+    other = make(config=config, mixed_precision={"enabled": True, "loss_scaler": sound}, batch=accumulating)
+    for step in range(3 * steps):
+        if step == steps - 1:
+            with pytest.raises(OSError, match="disk full"):
+                trainer.train_step(*batch(step))
+        else:
+            trainer.train_step(*batch(step))
+        other.train_step(*batch(step))
+        second.assert_equal_trees(
+            trainer.state_dict()["train_step_info"], {"optimization_step": (step + 1) // steps, "step": step + 1}
+        )
+    ours, theirs = trainer.state_dict(), other.state_dict()
+    for section in ("model", "optimizer", "train_step_info"):
+        second.assert_equal_trees(ours[section], theirs[section])
+
+
 def test_bfloat16_trains_near_float32():
     config = optim.AdamConfig(lr=0.01)
     half = make(config=config, mixed_precision={"enabled": True}, orttrainer={"mixed_precision_dtype": "bfloat16"})

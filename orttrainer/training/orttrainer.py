@@ -136,7 +136,7 @@ class ORTTrainer(FrontEnd):
             self._settle()
         if self.options.batch.gradient_accumulation_steps != engine.accumulation_steps:
             engine.accumulation_steps = self.options.batch.gradient_accumulation_steps
-        before, made = info.step, False
+        before, made, finite = info.step, False, None
         try:
             self._is_torn = True
             info.step += 1  # schedules and scalers count this step in
@@ -149,10 +149,10 @@ class ORTTrainer(FrontEnd):
             if finite is not None:
                 info.all_finite = bool(finite)
                 if scaler is not None:
-                    scaler.update(info)
-                info.optimization_step += info.all_finite
+                    scaler.update(info)  # told before the update is counted, as in legacy
         finally:
             info.step = before + made
+            info.optimization_step += bool(finite)
             self._is_torn = False
         return self._returned(results, engine.output_names, wanted)
 
