@@ -11,7 +11,7 @@ import second_generation as second
 import torch
 
 from orttrainer import runtime
-from orttrainer.errors import InvalidArgumentError, SettingError, UnsupportedFeatureError
+from orttrainer.errors import InvalidArgumentError, SchemaError, SettingError, UnsupportedFeatureError
 from orttrainer.graph.recompute import Recompute
 from orttrainer.schedules import LinearWarmup, TorchSchedule
 from orttrainer.training import ORTTrainerOptions, PropagateCastOpsStrategy, amp, optim
@@ -329,6 +329,50 @@ def test_options_that_are_read_at_each_step_may_be_set():
     second.train(trainer, 2)
     assert trainer._train_step_info.optimization_step == 1 and scaler.loss_scale == 64.0
     assert schedule.get_last_lr() == [0.0]
+
+
+SET_WRONG = {
+    "a name for a schedule": ("lr_scheduler", "x", "{'lr_scheduler': ['must be of lr_scheduler type']}"),
+    "torch's schedule": (
+        "lr_scheduler", torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)], 0.1), 1), "must be of lr_scheduler type",
+    ),
+    "a class of schedules": ("lr_scheduler", optim.LinearWarmupLRScheduler, "must be of lr_scheduler type"),
+    "a number for a scaler": ("mixed_precision.loss_scaler", 3, "{'mixed_precision': [{'loss_scaler': ['must be of loss_scaler type']}]}"),
+    "a class of scalers": ("mixed_precision.loss_scaler", amp.LossScaler, "must be of loss_scaler type"),
+    "a scaler that is not written": ("mixed_precision.loss_scaler", amp.LossScaler(8.0), "LossScaler does not implement update"),
+    "a scaler that scales nothing": ("mixed_precision.loss_scaler", amp.DynamicLossScaler(), "but mixed precision is off"),
+    "no batches": ("batch.gradient_accumulation_steps", 0, "{'batch': [{'gradient_accumulation_steps': ['min value is 1']}]}"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SET_WRONG)
+def test_an_option_that_is_set_to_nonsense_between_steps_is_refused_where_it_is_set(case):
+    name, value, text = SET_WRONG[case]
+    branches = {"mixed_precision": {"enabled": True}} if "scaler" in name and "nothing" not in case else {}
+    trainer, undisturbed = second.make(**branches), second.make(**branches)
+    losses = second.train(trainer, 1)
+    *branch, key = name.split(".")
+    section = getattr(trainer.options, branch[0]) if branch else trainer.options
+    before = getattr(section, key)
+    with pytest.raises((InvalidArgumentError, UnsupportedFeatureError), match=re.escape(text)):
+        setattr(section, key, value)
+    assert getattr(section, key) is before
+    assert losses + second.train(trainer, 1, start=1) == second.train(undisturbed, 2)
+
+
+def test_a_schedule_that_returns_nothing_is_refused_before_anything_changes():
+    class Forgetful(LinearWarmup):
+        def rate(self, step, lr):
+            super().rate(step, lr)
+
+    for schedule in (Forgetful(10, lr=0.1), Forgetful(10)):
+        module = second.net()
+        trainer = second.make(module, lr_scheduler=schedule)
+        weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        with pytest.raises(SchemaError, match=r"the learning rate must be a number .* got None; nothing was updated"):
+            second.train(trainer, 1)
+        assert trainer._train_step_info.step == 0
+        torch.testing.assert_close(dict(module.state_dict()), weights, rtol=0, atol=0)
 
 
 def test_an_interpreter_that_cerberus_does_not_run_in_is_named():

@@ -10,7 +10,7 @@ import onnx
 
 from orttrainer.arguments import checked_rate, session_options
 from orttrainer.engine.settings import OptimizerChoice, Settings
-from orttrainer.errors import InvalidArgumentError, SettingError, UnsupportedFeatureError
+from orttrainer.errors import SettingError, UnsupportedFeatureError
 from orttrainer.graph.recompute import Recompute
 from orttrainer.schedules import Warmup
 from orttrainer.training._arguments import check_optimizer
@@ -19,7 +19,7 @@ from orttrainer.training.amp.loss_scaler import DynamicLossScaler, LossScaler
 from orttrainer.training.model_desc_validation import LEARNING_RATE_IO_DESCRIPTION_NAME
 from orttrainer.training.optim.config import _OptimizerConfig
 from orttrainer.training.optim.lr_scheduler import _LRScheduler
-from orttrainer.training.orttrainer_options import ORTTrainerOptions
+from orttrainer.training.orttrainer_options import ORTTrainerOptions, check_scaler
 from orttrainer.training.step_info import TrainStepInfo
 
 log = logging.getLogger("orttrainer")
@@ -64,18 +64,8 @@ def engine_settings(options: ORTTrainerOptions) -> Settings:
 
 def new_loss_scaler(mixed_precision, dtype: str) -> LossScaler | None:
     """The loss scaler that was given, or a dynamic one where float16 needs one."""
-    if not mixed_precision.enabled:
-        if mixed_precision.loss_scaler is not None:
-            raise InvalidArgumentError(
-                "a loss_scaler was given, but mixed precision is off; set mixed_precision.enabled, or leave it out"
-            )
-        return None
-    if mixed_precision.loss_scaler is None and dtype == "float16":
-        return DynamicLossScaler()
-    scaler = mixed_precision.loss_scaler
-    if scaler is not None and type(scaler).update is LossScaler.update:
-        scaler.update(None)  # which says what is missing; not after a step that has updated the weights
-    return scaler
+    check_scaler(mixed_precision.enabled, scaler := mixed_precision.loss_scaler)
+    return DynamicLossScaler() if scaler is None and mixed_precision.enabled and dtype == "float16" else scaler
 
 
 class RateGroups:
@@ -121,10 +111,12 @@ class RateGroups:
         if schedule is None:
             return self.config.lr
         if isinstance(schedule, _LRScheduler):
-            return checked_rate(schedule._step(info)[0])
-        if isinstance(schedule, Warmup) and schedule.lr is None:
-            return schedule.rate(info.optimization_step, self.config.lr)
-        return checked_rate(schedule(info.optimization_step))
+            rate = schedule._step(info)[0]
+        elif isinstance(schedule, Warmup) and schedule.lr is None:
+            rate = schedule.rate(info.optimization_step, self.config.lr)
+        else:
+            rate = schedule(info.optimization_step)
+        return checked_rate(rate)
 
     def compiled(self) -> None:
         """Note that the graph has the settings of the moment."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from orttrainer.errors import InvalidArgumentError, SettingError
+from orttrainer.training.amp.loss_scaler import LossScaler
 from orttrainer.training.options_schema import OURS, options_schema, validator_class
 
 __all__ = ["ORTTrainerOptions"]
@@ -25,15 +26,17 @@ class _Branch:
             setattr(self, key, _wrapped(value))
 
     def __setattr__(self, key: str, value: Any):
-        if (
-            self._place is not None
-            and (name := f"{self._place}{key}") not in _FOLLOWED
-            and value != vars(self).get(key)
-        ):
-            raise SettingError(
-                f"options.{name} = {value!r} comes too late: a trainer reads it when it is made. Give it to "
-                f"ORTTrainerOptions, and make a new trainer. Between steps {', '.join(_FOLLOWED)} may be set."
-            )
+        if self._place is not None:
+            name, branch = f"{self._place}{key}", self._place.removesuffix(".")
+            if name in _FOLLOWED:
+                _validated({branch: {key: value}} if branch else {key: value})
+            elif value != vars(self).get(key):
+                raise SettingError(
+                    f"options.{name} = {value!r} comes too late: a trainer reads it when it is made. Give it to "
+                    f"ORTTrainerOptions, and make a new trainer. Between steps {', '.join(_FOLLOWED)} may be set."
+                )
+            if name == "mixed_precision.loss_scaler":
+                check_scaler(self.enabled, value)
         super().__setattr__(key, value)
 
     def _fix(self, place: str = "") -> None:
@@ -104,11 +107,7 @@ class ORTTrainerOptions(_Branch):
         if options is not None and not isinstance(options, Mapping):
             raise InvalidArgumentError(f"options must be a nested dict, got {options!r}")
         self._original_opts = _copied(options or {})
-        validator = validator_class()(options_schema())
-        validated = validator.validated(_copied(self._original_opts))
-        if validated is None:
-            raise InvalidArgumentError(f"Invalid options: {validator.errors}")
-        self._validated_opts = validated
+        self._validated_opts = validated = _validated(_copied(self._original_opts))
         ours = validator_class()({OURS: options_schema()[OURS]}).normalized({OURS: validated.get(OURS, {})})
         super().__init__(_copied(validated) | ours)
 
@@ -119,6 +118,25 @@ class ORTTrainerOptions(_Branch):
     def _copy(self) -> ORTTrainerOptions:
         """The options as they are now, checked again."""
         return ORTTrainerOptions(self._as_dict())
+
+
+def check_scaler(mixed: bool, scaler: LossScaler | None) -> None:
+    """Refuse a scaler that would fail behind a step that has updated the weights, or that scales nothing."""
+    if scaler is not None and not mixed:
+        raise InvalidArgumentError(
+            "a loss_scaler was given, but mixed precision is off; set mixed_precision.enabled, or leave it out"
+        )
+    if scaler is not None and type(scaler).update is LossScaler.update:
+        scaler.update(None)  # which says what is missing
+
+
+def _validated(options: dict[str, Any]) -> dict[str, Any]:
+    """Options with all defaults."""
+    validator = validator_class()(options_schema())
+    validated = validator.validated(options)
+    if validated is None:
+        raise InvalidArgumentError(f"Invalid options: {validator.errors}")
+    return validated
 
 
 def _hidden(key: str) -> bool:
