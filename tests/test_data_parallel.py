@@ -127,7 +127,7 @@ def test_models_of_different_shapes_are_an_error_on_every_rank(ranks):
             "the ranks differ in the state of the training graph: rank 0 has ('weight', (3, 4)" in rank["disagreement"]
         )
         assert "rank 1 has ('weight', (4, 4)" in rank["disagreement"]
-        assert "Build the same model with the same arguments on every rank." in rank["disagreement"]
+        assert "Build the same model with the same arguments on every rank, and begin" in rank["disagreement"]
 
 
 def test_a_world_size_without_a_launcher_says_how_to_launch(monkeypatch):

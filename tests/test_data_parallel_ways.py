@@ -63,3 +63,12 @@ def test_a_way_that_trains_other_parameters_is_refused_on_all_ranks_and_changes_
     assert other["said"][1].startswith("DistributedError: rank 1 of 2 failed in this step: UnsupportedModelError: ")
     assert own["said"][::2] == other["said"][::2] == ["fine", "fine"]
     check_weights([own, other], in_pytorch(OneOfTwo, signed, (0, 4))[1])
+
+
+def test_ranks_whose_first_batches_go_ways_that_train_other_parameters_are_told_so(ranks):
+    for rank in ranks:
+        said = rank["other first batch"]["said"]
+        assert "the ranks differ in the state of the training graph: rank 0 has ('first.weight'" in said[0]
+        assert "or forward went another way on the first batch of a rank" in said[0]
+        assert said[1:] == ["fine", "fine"]
+    check_weights([rank["other first batch"] for rank in ranks], in_pytorch(OneOfTwo, signed, (0, 4))[1])

@@ -102,6 +102,8 @@ class TrainedState:
                 collective,
                 "the state of the training graph",
                 [(n, tuple(t.shape), str(t.dtype)) for n, t in self.stored.items()],
+                "Either the models differ, or forward went another way on the first batch of a rank, as of a mixture of experts. "
+                "Build the same model with the same arguments on every rank, and begin with batches that go the same way.",
             )
         for entry in entries if share else ():
             if entry.role != "random":

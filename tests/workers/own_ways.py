@@ -86,6 +86,7 @@ def main(folder: str) -> None:
     rank = find_collective().rank
     results = {name: train(*case, rank) for name, case in MODELS.items()}
     results["too long"] = with_one_that_is_too_long(rank)
+    results["other first batch"] = with_other_parameters(rank, first=1)
     results["other parameters"] = with_other_parameters(rank)
     torch.save(results, pathlib.Path(folder) / f"{rank}.pt")
 
@@ -120,10 +121,10 @@ def with_one_that_is_too_long(rank: int) -> dict:
     return {"said": said, "kept": kept, "next": attempt(lambda: trainer.step(*sentences(2, rank)))}
 
 
-def with_other_parameters(rank: int) -> dict:
-    """At the second step rank 1 goes the way that trains the other layer; at the third no rank does."""
+def with_other_parameters(rank: int, first: int = 0) -> dict:
+    """At the second step, or the first, rank 1 goes the way that trains the other layer; at the third no rank does."""
     trainer = trainer_of(made(OneOfTwo))
-    said = [attempt(lambda step=step: trainer.step(*signed(step, rank))) for step in (0, 1, 4)]
+    said = [attempt(lambda step=step: trainer.step(*signed(step, rank))) for step in (first, 1 - first, 4)]
     return {"said": said, "weights": trainer.state_dict(include_optimizer_state=False)}
 
 
