@@ -191,6 +191,58 @@ def test_a_loss_that_computes_with_an_average_of_its_own_is_refused_by_name(case
         trained_with(make_loss())
 
 
+LAST, LASTS = None, {}
+
+
+class Remembers(nn.Linear):
+    """Computes with what the batch before gave."""
+
+    def __init__(self, last):
+        super().__init__(6, 6)
+        self.last = last
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y + self.last(y.detach().mean(0))
+
+
+def of_a_global(mean):
+    global LAST
+    last, LAST = mean if LAST is None else LAST, mean
+    return last
+
+
+def of_an_entry(mean):
+    last = LASTS.get("mean", mean)
+    LASTS["mean"] = mean
+    return last
+
+
+def of_an_entry_that_is_asked_for(mean):
+    last = LASTS["mean"] if "mean" in LASTS else mean  # noqa: SIM401
+    LASTS["mean"] = mean
+    return last
+
+
+REMEMBERED = {
+    "a global": (of_a_global, "test_counters.LAST"),
+    "an entry": (of_an_entry, "test_counters.LASTS.mean"),
+    "an entry that is asked for": (of_an_entry_that_is_asked_for, "test_counters.LASTS.mean"),
+}
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["empty", "begun"])
+@pytest.mark.parametrize("case", REMEMBERED)
+def test_a_forward_that_computes_with_the_batch_before_is_refused_by_name(case, begun, monkeypatch):
+    last, name = REMEMBERED[case]
+    monkeypatch.setitem(globals(), "LAST", torch.ones(6) if begun else None)
+    monkeypatch.setitem(globals(), "LASTS", {"mean": torch.ones(6)} if begun else {})
+    module = Remembers(last)
+    trainer = orttrainer.trainer(module, nn.functional.mse_loss, torch.optim.SGD(module.parameters(), lr=RATE))
+    with pytest.raises(UnsupportedModelError, match=f"changes '{name}' and computes"):
+        trainer.step(*vectors(0), *vectors(0))
+
+
 def test_a_loss_that_keeps_its_values_trains_and_is_told_that_later_ones_are_not_kept(caplog):
     values = []
 
