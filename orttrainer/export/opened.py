@@ -1,7 +1,8 @@
-"""Calls inside `torch.nn.functional` and `torch.nn.init`, which a TorchFunctionMode does not see by itself.
+"""Calls inside `torch.nn.functional`, `torch.nn.init` and `torch.autograd.grad`, which a TorchFunctionMode does not see by itself.
 
 A mode is off while it handles a call. So the softmax, the dropout and the cross entropy that, say,
-`F.multi_head_attention_forward` or `F.linear_cross_entropy` call would pass it by; and the draws of a layer that forward makes.
+`F.multi_head_attention_forward` or `F.linear_cross_entropy` call would pass it by; and the draws of a layer that forward makes, or
+of a backward.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ def opened(func):
     if func.__globals__ is vars(torch.nn.init):
         return _initialization(func)
     chosen = boolean_dispatched[func]["if_true"] if func in boolean_dispatched else func  # of torch.unique, too
-    return _opened(func) if chosen.__globals__ is vars(F) else None
+    return _opened(func) if chosen.__globals__ is vars(F) or func is torch.autograd.grad else None
 
 
 @functools.cache
 def _opened(func):
     """A copy with other globals; of a pair of functions that a flag chooses from (`max_pool2d`), with both opened."""
-    within = _Globals() if func not in boolean_dispatched else func.__globals__
+    within = _Globals(func.__globals__) if func not in boolean_dispatched else func.__globals__
     cells = tuple(types.CellType(opened(cell.cell_contents) or cell.cell_contents) for cell in func.__closure__ or ())
     copy = types.FunctionType(func.__code__, within, func.__name__, func.__defaults__, cells)
     copy.__kwdefaults__ = func.__kwdefaults__
@@ -50,18 +51,19 @@ def _initialization(func):
 
 
 class _Globals(dict):
-    """The globals of `torch.nn.functional` as they are at the moment; but no tensor asks to be handled.
+    """The globals of torch's functions as they are at the moment; but no tensor asks to be handled.
 
     Else the function would call the mode again, and that the function.
     """
 
-    def __init__(self):
+    def __init__(self, whole):
+        self._whole = whole
         super().__init__(
             dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _no)
         )
 
     def __missing__(self, name):
-        return vars(F)[name]
+        return self._whole[name]
 
 
 def _no(*tensors):

@@ -80,8 +80,11 @@ def _loss(wrapper, inputs) -> torch.Tensor:
 def _backward(loss, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
     for parameter in parameters.values():
         parameter.grad = None
+    mute = MutedDropout()
     try:
-        found = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)))
+        with mute:  # also what a hook or a torch.autograd.Function draws
+            gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        found = dict(zip(parameters, gradients))
     except RuntimeError as error:
         if "_will_engine_execute_node" not in str(error):
             raise
@@ -91,6 +94,11 @@ def _backward(loss, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.T
             "which is to be called when autograd has made all of them, and a graph makes them by itself. Remove it "
             "(handle.remove()); parameter.register_hook(...) sees or changes the gradient of one."
         ) from error
+    if mute.rates:
+        raise UnsupportedModelError(
+            "what runs in the backward, a hook or a torch.autograd.Function, calls a dropout, of which nothing shows whether a graph "
+            "has it. Draw what is to be dropped there: g * (torch.rand_like(g) < keep) / keep."
+        )
     for name, parameter in parameters.items():  # the backward of a reversible network calls autograd itself
         if (more := parameter.grad) is not None:
             found[name] = more if found[name] is None else found[name] + more
