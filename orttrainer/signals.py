@@ -87,6 +87,12 @@ class Held(_Watching):
     _first_mode = _WAITS
 
 
+class _Lossless(_Watching):
+    """That of `none_lost`: also its end is done whole, where it is not within another."""
+
+    _first_mode = _WAITS_ONCE
+
+
 def hold() -> None:
     """Let what handlers of signals raise wait from here on until the end of the `Whole`; without one nothing."""
     global _mode
@@ -112,7 +118,7 @@ def none_lost() -> Iterator[None]:
     raised where it is, as is all that is no Exception (KeyboardInterrupt, SystemExit) and not the first. Handlers run in the
     main thread only; in others the block is as any.
     """
-    with _Watching():
+    with _Lossless():
         with _in_mode(_WAITS_ONCE):
             yield
         raise_noted()

@@ -21,6 +21,7 @@ from torch.nn.utils import prune
 
 import orttrainer
 from orttrainer import signals
+from orttrainer.batches import described
 from orttrainer.errors import StateError
 
 X = torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
@@ -289,6 +290,20 @@ def test_a_step_that_is_interrupted_at_any_line_is_made_and_counted_or_not_at_al
         assert counts_of(trainer) == counts_of(twin), line
         line += 1
     assert line > 60 and steps > 20
+
+
+def test_a_first_batch_whose_reading_is_interrupted_leaves_the_module_as_it_was():
+    model, (x, label) = normed(), small.batch()
+
+    def read():
+        described(model, (x,), (label,))
+
+    lines, before = [], copy.deepcopy(model.state_dict())
+    at_each_line_of_a_step(read, lambda: lines.append(1))
+    for line in range(0, len(lines), 7):
+        assert interrupted_at(line, read, (Interruption, KeyboardInterrupt)[line % 2]), line
+        assert is_equal(model.state_dict(), before), line
+        assert model.training and all(layer.training for layer in model), line
 
 
 @pytest.mark.parametrize("made", in_turn({name: made for name, (made, _) in TRAINERS.items()}))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from orttrainer import signals
 from orttrainer.describe import leaves, mapped
 from orttrainer.export.call import PLAIN, flat, in_train_mode, is_marked
 from orttrainer.export.evaluated import RunningStatistics
@@ -22,6 +23,7 @@ from orttrainer.export.values.told import OF_GRADIENTS, by_torch
 __all__ = ["count_outputs"]
 
 
+@signals.none_lost()  # what it puts back is put back
 def count_outputs(module: nn.Module, inputs: Sequence | Mapping) -> int:
     """How many tensors `module` returns as it trains, beside numbers and text, up to anything else; it and what it calls are left as they are.
 
@@ -42,11 +44,8 @@ def count_outputs(module: nn.Module, inputs: Sequence | Mapping) -> int:
 def _returned(call):
     """What it returns with gradients; without them, which spares the activations, where it neither asks for them nor needs them."""
     for gradients in (False, True):
-        with (
-            contextlib.suppress(Exception),
-            torch.set_grad_enabled(gradients),
-            unheard(),
-        ):  # that is heard at its export
+        # What it says is heard at its export.
+        with contextlib.suppress(Exception), torch.set_grad_enabled(gradients), unheard():
             asks = _AsksForGradients()
             with asks, watched({torch.is_grad_enabled: asks.note}):
                 outputs = call()
