@@ -11,7 +11,7 @@ from marks import in_turn
 from torch import nn
 
 import orttrainer
-from orttrainer.errors import UnsupportedModelError
+from orttrainer.errors import StateError, UnsupportedModelError
 from orttrainer.graph.passes.speed import layout
 
 X = torch.randn(6, 16, generator=torch.Generator().manual_seed(1))
@@ -265,3 +265,35 @@ def test_parameters_between_each_others_elements_train():
     for _ in range(2):
         torch.testing.assert_close(trainer.step(X, LABELS)[0], eager.step(X, LABELS)[0])
     torch.testing.assert_close(model.state_dict(), reference.state_dict(), rtol=1e-4, atol=1e-6)
+
+
+def on_meta(model):
+    model.to("meta")
+
+
+def freed(model):
+    model[0].weight.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize("lose", [on_meta, freed])
+def test_a_module_that_has_lost_its_values_is_refused_until_it_has_some(lose, tmp_path):
+    torch.manual_seed(0)
+    model = Model(3)
+    twin = copy.deepcopy(model)
+    trainers = [
+        orttrainer.trainer(m, nn.functional.cross_entropy, torch.optim.SGD(m.parameters(), 0.1)) for m in (model, twin)
+    ]
+    for trainer in trainers:
+        trainer.step(X, LABELS)
+    lose(model)
+    trainer, path = trainers[0], tmp_path / "model.onnx"
+    for call in (
+        lambda: trainer.step(X, LABELS), lambda: trainer.eval_step(X, LABELS), trainer.state_dict, lambda: trainer.export(path),
+    ):  # fmt: skip
+        with pytest.raises(StateError, match=r"'0\.weight' of the module has no values: it"):
+            call()
+    model.to_empty(device="cpu")
+    model.load_state_dict(twin.state_dict())
+    losses = [trainer.step(X, LABELS)[0] for trainer in trainers]
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(model.state_dict(), twin.state_dict())

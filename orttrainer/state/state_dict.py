@@ -83,6 +83,21 @@ def checked_count(name: str, value: Any) -> int:
     raise StateError(f"{name!r} must be a whole number >= 0, got {value!r}. Nothing was loaded")
 
 
+def with_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor of the module that has this name.
+
+    Raises:
+        StateError: it has no values.
+    """
+    if has_memory(tensor):
+        return tensor
+    reason = "it is on the meta device now" if tensor.is_meta else "its storage was freed, or it stands for others"
+    raise StateError(
+        f"{name!r} of the module has no values: {reason}. Give it memory and values again, as by model.to_empty(device=...) and "
+        "model.load_state_dict(...), or make a new trainer for a module that has them."
+    )
+
+
 def cpu_copy(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous copy on the CPU."""
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())

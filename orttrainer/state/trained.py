@@ -27,6 +27,7 @@ from orttrainer.state.state_dict import (
     check_fits,
     checked_accumulated,
     cpu_copy,
+    with_memory,
 )
 from orttrainer.state.update_counts import SHARED_COUNT, counts_in, counts_to_load
 from orttrainer.training_graph import SEED, STEP, StateEntry, TrainingGraph
@@ -208,7 +209,7 @@ class TrainedState:
                     f"{name!r} of the module is {now}, but was {shared.dtype} {list(shared.shape)} when the graph was "
                     "compiled. Make a new ORTTrainer for a changed module, or restore it."
                 )
-            present[name] = tensor
+            present[name] = with_memory(name, tensor)
             if tensor.data_ptr() != self._addresses[name] or form(tensor) != form(shared):
                 moved[self._entries[name].name] = self._entries[name]
         return self._move(moved.values(), present) if moved else {}
@@ -277,7 +278,8 @@ class TrainedState:
 
     def copies(self, include_optimizer_state: bool) -> dict[str, torch.Tensor]:
         """What `state_dict` returns between blocks: CPU copies; the seed is that of the run, which any rank can load."""
-        copied = {name: cpu_copy(tensor) for name, tensor in self._live(include_optimizer_state).items()}
+        live = self._live(include_optimizer_state)
+        copied = {name: cpu_copy(with_memory(name, tensor)) for name, tensor in live.items()}
         if include_optimizer_state:
             copied |= {name: cpu_copy(tensor) for name, tensor in self._of_others().items()}
         if SEED in copied:
