@@ -10,7 +10,7 @@ from __future__ import annotations
 import numbers
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,11 +44,7 @@ class IODescription:
     """
 
     def __init__(
-        self,
-        name: str,
-        shape: Sequence[int | str],
-        dtype: torch.dtype | None = None,
-        num_classes: int | None = None,
+        self, name: str, shape: Sequence[int | str], dtype: torch.dtype | None = None, num_classes: int | None = None
     ):
         self.name_ = _checked_name(name)
         self.shape_ = _checked_shape(name, shape)
@@ -156,11 +152,13 @@ def generate_sample(desc: IODescription, device: str | torch.device | None = Non
 
 @dataclass(frozen=True)
 class InputSpec:
-    """What one input must be: an int axis has that size, a str axis may vary."""
+    """What one input must be: an int axis has that size, a str axis varies, or has one of `sizes`; a first batch may say others."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int | str, ...]
+    sizes: Mapping[int, int] = field(default_factory=dict)
+    is_open: bool = False
 
 
 class InputSchema:
@@ -170,6 +168,7 @@ class InputSchema:
         specs: one `InputSpec` per input, in order.
         differences: what the first batch contradicted in the declaration, a line each.
         partly_empty: a batch may have no elements along a symbolic axis, as long as some input has elements.
+        of_file: int axes are those of an ONNX file.
 
     Example: `schema = InputSchema.settle(description.inputs_, batch); schema.check(next_batch)`
     """
@@ -177,9 +176,10 @@ class InputSchema:
     # A script with ever-new sizes must not make the cache grow without end.
     _REMEMBERED = 256
 
-    def __init__(self, specs: Sequence[InputSpec], differences: Sequence[str] = (), partly_empty: bool = True):
+    def __init__(self, specs: Sequence[InputSpec], differences: Sequence[str] = (), partly_empty=True, of_file=False):
         self.specs, self.differences = tuple(specs), tuple(differences)
-        self.partly_empty = partly_empty
+        self.partly_empty, self.of_file = partly_empty, of_file
+        self.is_open = any(spec.is_open for spec in specs)
         self._passed: dict[tuple, bool] = {}
 
     def __repr__(self):
@@ -216,11 +216,21 @@ class InputSchema:
         differences: list[str] = []
         specs = [_spec_of_model(spec, description, differences) for spec, description in zip(inputs, descriptions)]
         _report(differences, "model", "the model", strict)
-        return cls(specs, differences, partly_empty=False)
+        return cls(specs, differences, partly_empty=False, of_file=True)
+
+    def settled_on(self, given: Mapping[str, torch.Tensor], *, strict=False) -> InputSchema:
+        """With the sizes of a first batch on axes that the model lets vary and the declaration does not.
+
+        Raises, warns: as `settle`.
+        """
+        differences: list[str] = []
+        specs = [_with_sizes(spec, given.get(spec.name), differences) for spec in self.specs]
+        _report(differences, "first batch", "the batch", strict)
+        return InputSchema(specs, (*self.differences, *differences), self.partly_empty, self.of_file)
 
     def of(self, names) -> InputSchema:
         """The schema of those inputs alone."""
-        return InputSchema([spec for spec in self.specs if spec.name in names], partly_empty=self.partly_empty)
+        return InputSchema([spec for spec in self.specs if spec.name in names], (), self.partly_empty, self.of_file)
 
     def check(self, batch: Sequence[torch.Tensor]) -> bool:
         """Raise SchemaError unless `batch` fits; whether no part of it is empty. A few hundred nanoseconds for known sizes."""
@@ -255,11 +265,9 @@ class InputSchema:
             for axis, (dim, size) in enumerate(zip(spec.shape, tensor.shape)):
                 if isinstance(dim, str):
                     _check_symbol(spec, axis, dim, size, bound)
-                elif dim != size:
-                    raise SchemaError(
-                        f"input {spec.name!r}, axis {axis}: expected size {dim}, got {size}. Declare "
-                        f"the axis with a name, e.g. 'batch', to let it vary."
-                    )
+                    _check_size(spec, axis, spec.sizes.get(axis, size), size, _NAME_THE_AXIS)
+                else:
+                    _check_size(spec, axis, dim, size, _FIXED_IN_FILE if self.of_file else _NAME_THE_AXIS)
 
 
 def _check_dtype_and_rank(spec, tensor):
@@ -273,6 +281,17 @@ def _check_dtype_and_rank(spec, tensor):
             f"got {tensor.dim()} {list(tensor.shape)}. Reshape the tensor, or describe the input with "
             f"the shape that every batch has."
         )
+
+
+_NAME_THE_AXIS = "Declare the axis with a name, e.g. 'batch', to let it vary."
+_FIXED_IN_FILE = (
+    "The model's file has this size: export the model with an axis that varies, or give it batches that fit."
+)
+
+
+def _check_size(spec, axis, expected, size, advice):
+    if size != expected:
+        raise SchemaError(f"input {spec.name!r}, axis {axis}: expected size {expected}, got {size}. {advice}")
 
 
 def _check_not_empty(specs, batch):
@@ -352,20 +371,29 @@ def _spec_of_model(spec, description, differences):
     name, declared = spec.name, description.shape_
     if description.dtype_ not in (None, spec.dtype):
         differences.append(f"input {name!r}: declared dtype {description.dtype_}, the model has {spec.dtype}")
-    if spec.shape is None:
-        return InputSpec(name, spec.dtype, tuple(declared))
-    if len(declared) != len(spec.shape):
-        differences.append(
-            f"input {name!r}: declared {len(declared)} axes {declared}, the model has {list(spec.shape)}"
-        )
-        declared = [None] * len(spec.shape)
-    shape = []
-    for axis, (dim, said) in enumerate(zip(spec.shape, declared)):
+    dims = [None] * len(declared) if spec.shape is None else spec.shape
+    if len(declared) != len(dims):
+        differences.append(f"input {name!r}: declared {len(declared)} axes {declared}, the model has {list(dims)}")
+        declared = [None] * len(dims)
+    shape, sizes = [], {}
+    for axis, (dim, said) in enumerate(zip(dims, declared)):
         if isinstance(dim, int) and said not in (None, dim):
             differences.append(f"input {name!r}, axis {axis}: declared {said!r}, the model has {dim}")
+        elif not isinstance(dim, int) and isinstance(said, numbers.Real):
+            sizes[axis] = said
         symbol = said if isinstance(said, str) else _own_symbol(name, axis)
         shape.append(symbol if dim is None else dim)
-    return InputSpec(name, spec.dtype, tuple(shape))
+    return InputSpec(name, spec.dtype, tuple(shape), sizes, is_open=bool(sizes))
+
+
+def _with_sizes(spec, tensor, differences):
+    """What a first batch has where only the declaration says how many."""
+    if not spec.is_open or not isinstance(tensor, torch.Tensor) or tensor.dim() != len(spec.shape):
+        return spec
+    for axis, said in spec.sizes.items():
+        if tensor.shape[axis] != said:
+            differences.append(f"input {spec.name!r}, axis {axis}: expected size {said}, got {tensor.shape[axis]}")
+    return replace(spec, sizes={axis: tensor.shape[axis] for axis in spec.sizes}, is_open=False)
 
 
 def _report(differences, what, holds, strict):

@@ -178,6 +178,63 @@ def test_a_later_batch_that_breaks_the_schema_is_refused(batch, text):
         schema.check(batch)
 
 
+# ---------------------------------------------------------------- a model that says itself what it takes
+
+
+def of_model(shape, declared, other=("batch",)):
+    said = [InputSpec("x", torch.float32, shape), InputSpec("label", torch.int64, ("batch",))]
+    return InputSchema.of_model(said, [IODescription("x", declared), IODescription("label", [*other])])
+
+
+def given(*shape, label=None):
+    return {"x": torch.zeros(shape), "label": tokens(shape[0] if label is None else label)}
+
+
+@pytest.mark.parametrize("shape", [("batch", 5), (None, 5), None])
+def test_a_size_that_is_only_declared_holds_where_the_first_batch_has_it(shape):
+    schema = of_model(shape, [4, 5])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        schema = schema.settled_on(given(4, 5))
+    schema.check([*given(4, 5).values()])
+    with pytest.raises(SchemaError, match=r"input 'x', axis 0: expected size 4, got 3. Declare the axis with a name"):
+        schema.check([*given(3, 5).values()])
+    assert not schema.is_open
+
+
+def test_a_size_that_is_only_declared_gives_way_to_the_first_batch_aloud():
+    schema = of_model(("batch", 5), [4, 5], [4])
+    with pytest.warns(
+        DescriptionMismatchWarning, match=r"(?s)first batch in 2 places.*'x', axis 0.*'label', axis 0: exp"
+    ) as caught:
+        settled = schema.settled_on(given(6, 5))
+    assert len(caught) == 1
+    settled.check([*given(6, 5).values()])
+    with pytest.raises(SchemaError, match=r"input 'x', axis 0: expected size 6, got 4"):
+        settled.check([*given(4, 5).values()])
+    with pytest.raises(SchemaError, match=r"input 'label', axis 0 .'batch'.: expected size 6 as in input 'x'"):
+        settled.check([*given(6, 5, label=4).values()])
+    with pytest.raises(SchemaError, match=r"input 'x', axis 0: expected size 4, got 6"):
+        schema.settled_on(given(6, 5), strict=True)
+    assert schema.is_open
+
+
+def test_a_first_batch_of_some_inputs_leaves_the_others_open():
+    schema = of_model(("batch", 5), [4, 5], [4]).settled_on({"x": torch.zeros(4, 5)})
+    assert schema.is_open and schema.of(["x"]).is_open is False
+    with pytest.raises(SchemaError, match=r"input 'x', axis 0: expected size 4, got 3"):
+        schema.of(["x"]).check([torch.zeros(3, 5)])
+
+
+def test_a_size_of_the_file_is_not_to_be_named_in_the_description():
+    with pytest.warns(DescriptionMismatchWarning, match="axis 1: declared 'features', the model has 5"):
+        schema = of_model(("batch", 5), ["batch", "features"])
+    with pytest.raises(
+        SchemaError, match=r"axis 1: expected size 5, got 7. The model's file has this size: export the"
+    ):
+        schema.check([*given(4, 7).values()])
+
+
 def test_named_axes_may_vary_and_a_known_batch_stays_known():
     schema = settle([TOKENS, LABEL], [tokens(3, 2), tokens(2)])
     for _ in range(2):

@@ -7,12 +7,20 @@ import warnings
 import onnx
 import pytest
 import second_generation as second
+import small
 import torch
 from marks import usual
 from second_generation import CONFIGS, batch, make, net, train
 from torch import nn
 
-from orttrainer.errors import InvalidArgumentError, NonFiniteLossError, RuntimeNotFoundError, SettingError
+from orttrainer.errors import (
+    DescriptionMismatchWarning,
+    InvalidArgumentError,
+    NonFiniteLossError,
+    RuntimeNotFoundError,
+    SchemaError,
+    SettingError,
+)
 from orttrainer.training import ORTTrainer, optim
 
 # -- an ONNX model --------------------------------------------------------------------------
@@ -50,6 +58,40 @@ def test_an_onnx_model_may_have_its_loss_anywhere_and_needs_its_names(tmp_path):
     desc = {**second.description(), "outputs": [("cost", [], True), ("output", ["batch", 3])]}
     with pytest.raises(AssertionError, match="no output 'cost'"):
         make(onnx.load(path), loss_fn=None, desc=desc)
+
+
+def forward_of(source) -> onnx.ModelProto:
+    source.eval_step(*batch())
+    return source._onnx_model
+
+
+@pytest.mark.parametrize("declared", [4, 6])
+@pytest.mark.parametrize("generation", [1, 2])
+def test_a_batch_of_another_size_than_described_is_told_and_then_refused(generation, declared):
+    model = forward_of(make())
+    if generation == 1:
+        trainer, rate = small.make(model, loss_fn=None, desc=small.description(declared)), [small.LR]
+    else:
+        trainer, rate = make(model, loss_fn=None, desc=second.description(declared)), []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train_step(*batch(0, rows=6), *rate)
+    told = [str(w.message) for w in caught if isinstance(w.message, DescriptionMismatchWarning)]
+    assert len(told) == (declared != 6) and all("'x', axis 0: expected size 4, got 6" in text for text in told)
+    before = trainer.state_dict()
+    with pytest.raises(SchemaError, match=r"input 'x', axis 0: expected size 6, got 3. Declare the axis with a name"):
+        trainer.train_step(*batch(1, rows=3), *rate)
+    second.assert_equal_trees(trainer.state_dict(), before)
+    trainer.train_step(*batch(2, rows=6), *rate)
+
+
+def test_a_size_of_the_model_s_file_is_said_to_be_the_file_s():
+    model = forward_of(make(desc=second.description(6)))
+    with pytest.warns(DescriptionMismatchWarning, match="declared 'batch', the model has 6"):
+        trainer = make(model, loss_fn=None)
+    train(trainer, 1)
+    with pytest.raises(SchemaError, match=r"expected size 6, got 3. The model's file has this size: export the model"):
+        trainer.train_step(*batch(1, rows=3))
 
 
 def test_an_onnx_model_without_a_loss_takes_one_in_torch(tmp_path):

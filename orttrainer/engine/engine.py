@@ -361,16 +361,18 @@ class Engine(InUse):
     def _checked_batch(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The batch on the engine's device, checked; the first whole one compiles."""
         batch, whole = list(given.values()), len(given) == len(self.input_names)
-        if self._schema is not None:
-            schema = self._schema if whole else self._schema.of(given)
-        else:
+        schema = self._schema
+        if schema is None:
             with failing_together(self.collective, "describing the first batch"):
                 schema = self.source.schema(self.description, batch)
             self._sizes = schema.sizes(batch)
             self._compile(lambda then: self.source.first_graph(self.description, batch, schema, then))
             self._schema = schema  # last: whatever fails before, the next step begins anew
             signals.let_go()
-        self._has_empty |= not schema.check(batch)
+        elif schema.is_open:
+            schema = schema.settled_on(given, strict=self.settings.strict)
+        self._has_empty |= not (schema if whole else schema.of(given)).check(batch)
+        self._schema = schema  # behind it: a batch that is refused settles nothing
         checked = {name: to_device(tensor, self.device) for name, tensor in given.items()}
         last = self._last_batch
         if (whole and not self._has_empty) or last is None or self._tells(checked) >= self._tells(last):
