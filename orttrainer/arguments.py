@@ -67,10 +67,16 @@ def checked_loss_scale(scale) -> float:
     return value
 
 
-def kind(model) -> str:
-    """What was given in place of a module, and where the module is."""
-    has_one = isinstance(model, torch.export.ExportedProgram)
-    return f"{type(model).__name__}" + (": pass its .module()" if has_one else "")
+def kind(model, may_be_onnx: bool = True) -> str:
+    """What was given in place of a model, and how one is had of it."""
+    advice = ""
+    if isinstance(model, torch.export.ExportedProgram):
+        advice = ": pass its .module()"
+    elif may_be_onnx and isinstance(model, (bytes, bytearray)):
+        advice = ": read them with onnx.load_model_from_string(...)"
+    elif may_be_onnx and isinstance(model, (str, os.PathLike)):
+        advice = ": read the file with onnx.load(...)"
+    return type(model).__name__ + advice
 
 
 def check_module(model, loss_fn, argument: str = "loss_fn") -> None:

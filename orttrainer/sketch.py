@@ -95,7 +95,7 @@ def trainer(
             loss, prediction = trainer.step(x, y)
     """
     if not isinstance(model, torch.nn.Module):
-        raise InvalidArgumentError(f"model must be a torch.nn.Module, got {kind(model)}")
+        raise InvalidArgumentError(f"model must be a torch.nn.Module, got {kind(model, may_be_onnx=False)}")
     check_module(model, criterion, "criterion")
     if model_desc is not None and not isinstance(model_desc, ModelDescription):
         raise InvalidArgumentError(f"model_desc must be a ModelDescription or None, got {type(model_desc).__name__}")

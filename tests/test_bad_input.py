@@ -84,8 +84,8 @@ def frozen_module(**where) -> nn.Module:
 
 
 CONSTRUCTOR = {
-    "a path": (dict(model="model.onnx"), InvalidArgumentError, "must be a torch.nn.Module or an onnx.ModelProto, got str"),
-    "bytes of a model": (dict(model=b""), InvalidArgumentError, "must be a torch.nn.Module or an onnx.ModelProto, got bytes"),
+    "a path": (dict(model="model.onnx"), InvalidArgumentError, "must be a torch.nn.Module or an onnx.ModelProto, got str: read the file with onnx.load(...)"),
+    "bytes of a model": (dict(model=b""), InvalidArgumentError, "must be a torch.nn.Module or an onnx.ModelProto, got bytes: read them with onnx.load_model_from_string(...)"),
     "a class of modules": (dict(model=nn.Linear), InvalidArgumentError, "must be a torch.nn.Module or an onnx.ModelProto, got type"),
     "a traced module": (
         dict(model=torch.jit.trace(nn.Linear(4, 2), x)), InvalidArgumentError, "TorchScript module...pass the torch.nn.Module that it was made from",

@@ -61,9 +61,12 @@ def assert_untouched(trainer, before: dict) -> None:
 
 CONSTRUCTOR = {
     "no model": (lambda: ORTTrainer(None, {}, optim.SGDConfig()), SettingError, "'model' is required and must be either a 'torch.nn.Module' or ONNX model"),
-    "a path": (lambda: make("model.onnx"), InvalidArgumentError, "'model' must be either 'torch.nn.Module' or 'onnx.ModelProto'; got 'model.onnx'"),
+    "a path": (lambda: make("model.onnx"), InvalidArgumentError, "'model' must be either 'torch.nn.Module' or 'onnx.ModelProto'; got str: read the file with onnx.load(...)"),
+    "bytes of a model": (lambda: make(bytes(1000)), InvalidArgumentError, "or 'onnx.ModelProto'; got bytes: read them with onnx.load_model_from_string(...)"),
+    "weights for a model": (lambda: make([np.zeros(5)]), InvalidArgumentError, "or 'onnx.ModelProto'; got list"),
     "a description of the first generation": (lambda: make(desc=describe()), SettingError, "'model_desc' must be a 'dict'; got ModelDescription"),
     "the description and the optimizer swapped": (lambda: ORTTrainer(net(), optim.SGDConfig(), {}), SettingError, "'model_desc' must be a 'dict'; got SGDConfig"),
+    "the description and the model swapped": (lambda: ORTTrainer({}, onnx.ModelProto(), optim.SGDConfig()), SettingError, "'model_desc' must be a 'dict'; got ModelProto"),
     "an optimizer by name": (lambda: make(config="AdamOptimizer"), SettingError, "must be an AdamConfig, AdamWConfig, LambConfig or SGDConfig; got 'AdamOptimizer'"),
     "an optimizer's class": (lambda: make(config=optim.AdamConfig), SettingError, "LambConfig or SGDConfig; got <class"),
     "an optimizer of torch": (lambda: make(config=torch.optim.SGD(net().parameters(), lr=0.1)), SettingError, "LambConfig or SGDConfig; got SGD"),

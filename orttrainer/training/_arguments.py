@@ -7,7 +7,7 @@ import inspect
 import onnx
 import torch
 
-from orttrainer.arguments import check_module
+from orttrainer.arguments import check_module, kind
 from orttrainer.describe import IODescription, ModelDescription
 from orttrainer.errors import InvalidArgumentError, SettingError
 from orttrainer.training.model_desc_validation import _ORTTrainerModelDesc
@@ -30,14 +30,14 @@ def check_arguments(model, model_desc, optim_config, loss_fn, options) -> None:
     if model is None:
         raise SettingError("'model' is required and must be either a 'torch.nn.Module' or ONNX model")
     if not isinstance(model_desc, dict):
-        raise SettingError(f"'model_desc' must be a 'dict'; got {model_desc!r}")
+        raise SettingError(f"'model_desc' must be a 'dict'; got {type(model_desc).__name__}")
     check_optimizer(optim_config)
     if loss_fn is not None and not _takes_two(loss_fn):
         raise SettingError(f"'loss_fn' must be either 'None' or a callable with two parameters; got {loss_fn!r}")
     if options is not None and not isinstance(options, ORTTrainerOptions):
         raise SettingError(f"'options' must be either 'None' or 'ORTTrainerOptions'; got {options!r}")
     if not isinstance(model, (torch.nn.Module, onnx.ModelProto)):
-        raise InvalidArgumentError(f"'model' must be either 'torch.nn.Module' or 'onnx.ModelProto'; got {model!r}")
+        raise InvalidArgumentError(f"'model' must be either 'torch.nn.Module' or 'onnx.ModelProto'; got {kind(model)}")
     check_module(model, loss_fn)
 
 
