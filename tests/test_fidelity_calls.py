@@ -56,6 +56,13 @@ class More(Base):
         return Positional.forward(self, a, b, c)
 
 
+class Beside(Base):
+    """Takes all but the first by name."""
+
+    def forward(self, a, **more):
+        return Positional.forward(self, a, **more)
+
+
 class KeywordOnly(Base):
     def forward(self, a, *, c=None, **unused):
         return Positional.forward(self, a, None, c)
@@ -98,6 +105,8 @@ CALLS = {
     "names in another order": (Positional, {"c": C, "a": A, "b": B}),
     "an optional one left out": (Positional, {"a": A, "c": C}),
     "**kwargs": (Keywords, {"c": C, "a": A}),
+    "more than go by position, with **kwargs": (Beside, {"a": A, "c": C}),
+    "those in another order": (Beside, {"c": C, "b": B, "a": A}),
     "keyword-only": (KeywordOnly, {"c": C, "a": A}),
     "other names beside **kwargs, in order": (More, {"first": A, "second": B}),
     "other names, in order": (Positional, {"first": A, "second": B}),
@@ -164,6 +173,10 @@ def test_outputs_of_other_names_are_taken_in_order_however_they_are_nested():
 def test_a_name_that_forward_does_not_take_is_an_error_when_there_is_no_place_for_it():
     with pytest.raises(SchemaError, match=r"takes 3 inputs \(a, b, c\), but 4 are described \(a, b, c, d\)"):
         trained(Positional(), {"a": A, "b": B, "c": C, "d": A})
+    with pytest.raises(
+        SchemaError, match=r"takes 1 inputs \(a, and more beside these names\), but 2 are described \(x, c\)"
+    ):
+        trained(Beside(), {"x": A, "c": C})
 
 
 class Caching(nn.Module):

@@ -367,24 +367,24 @@ def _is_required(parameter):
 def _arguments(module, names):
     """The names of what `forward` is called with, a dict of them for a call by keyword, or a tuple for one by position.
 
-    By keyword if every described name is a parameter of `forward`, or if it takes nothing but `**kwargs`; then order
-    and gaps do not matter. Else names are free and the order counts. By position, too, where both are the same call:
-    a hook of the module's before forward is given what is passed so.
+    By keyword if every described name is a parameter of `forward`, or if its `**kwargs` take those that are not, being more than
+    go by position; then order and gaps do not matter. Else names are free and the order counts. By position, too, where both
+    are the same call: a hook of the module's before forward is given what is passed so.
     """
     parameters = inspect.signature(module.forward).parameters.values()
     known = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    only_keywords = not variadic and not any(p.kind in _POSITIONAL for p in parameters)
-    takes_any = only_keywords and any(p.kind is p.VAR_KEYWORD for p in parameters)
     accepted = [p.name for p in parameters if p.kind in _POSITIONAL]
+    more = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    takes_any = more and not variadic and len(names) > len(accepted) and not (accepted and known.isdisjoint(names))
     if names != accepted[: len(names)] and (takes_any or set(names) <= known):
-        missing = [p.name for p in parameters if _is_required(p) and p.name not in names]
-        if not missing:
+        named = known.intersection(names)
+        if not any(_is_required(p) and p.name not in named for p in parameters):
             return {name: name for name in names}
     if len(names) > len(accepted) and not variadic:
         raise SchemaError(
             f"{type(module).__name__}.forward takes {len(accepted)} inputs "
-            f"({', '.join(accepted)}), but {len(names)} are described ({', '.join(names)}). With a "
+            f"({', '.join(accepted)}{', and more beside these names' if more else ''}), but {len(names)} are described ({', '.join(names)}). With a "
             f"loss_fn the last described input is the label; without one, all go to forward."
         )
     return tuple(names)
