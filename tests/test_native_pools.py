@@ -232,8 +232,8 @@ class Pools(nn.Module):
 )
 def test_a_network_with_pools_trains_as_in_pytorch(settings, monkeypatch):
     opened = []
-    original = phase._open_session
-    monkeypatch.setattr(phase, "_open_session", lambda model, *rest: opened.append(model) or original(model, *rest))
+    original = phase.open_session
+    monkeypatch.setattr(phase, "open_session", lambda model, *rest: opened.append(model) or original(model, *rest))
 
     assert_trained(*trained(lambda: Pools.of_side(settings.get("side", 12)), native_kernels=True, **settings))
     nodes = [node for model in opened for node in model.graph if node.op_type.startswith("MaxPoolGradient")]

@@ -168,8 +168,8 @@ KERNELS = ("as it is", "larger images", "odd images", "values made again", "batc
 @pytest.mark.parametrize("name", usual(KERNELS, "odd images"))
 def test_a_residual_network_with_kernels_trains_as_in_pytorch(name, monkeypatch):
     opened = []
-    original = phase._open_session
-    monkeypatch.setattr(phase, "_open_session", lambda model, *rest: opened.append(model) or original(model, *rest))
+    original = phase.open_session
+    monkeypatch.setattr(phase, "open_session", lambda model, *rest: opened.append(model) or original(model, *rest))
     assert_trained(*trained(**VARIANTS[name], native_kernels=True))
     kernels = {node.op_type.split("_")[0] for model in opened for node in model.graph if node.domain == DOMAIN}
     assert {"Weights", "Winograd"} <= kernels

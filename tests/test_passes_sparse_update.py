@@ -136,8 +136,8 @@ def test_training_from_rows_equals_torch(optimizer, padding):
 def test_a_session_makes_nothing_that_nobody_reads(name, native, monkeypatch):
     """ONNX Runtime would run it: a product with a whole table that the update from rows had no more use for."""
     optimizer, attributes, clips = OPTIMIZERS[name]
-    models, open_session = [], phase._open_session
-    monkeypatch.setattr(phase, "_open_session", lambda model, *rest: models.append(model) or open_session(model, *rest))
+    models, open_session = [], phase.open_session
+    monkeypatch.setattr(phase, "open_session", lambda model, *rest: models.append(model) or open_session(model, *rest))
     train(engine(Bag(), optimizer, attributes, bool(clips), native_kernels=native), [0])
     (graph,) = [model.graph for model in models if len(model.graph.outputs) > 2]
     made = [node for node in graph if not any(y.uses() or y.is_graph_output() for y in node.outputs)]

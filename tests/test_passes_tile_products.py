@@ -35,8 +35,8 @@ def small_tiles(monkeypatch):
 @pytest.fixture
 def opened(monkeypatch) -> list[ir.Model]:
     """The graphs of the sessions that are opened."""
-    models, open_session = [], phase._open_session
-    monkeypatch.setattr(phase, "_open_session", lambda model, *rest: models.append(model) or open_session(model, *rest))
+    models, open_session = [], phase.open_session
+    monkeypatch.setattr(phase, "open_session", lambda model, *rest: models.append(model) or open_session(model, *rest))
     return models
 
 

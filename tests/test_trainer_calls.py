@@ -284,7 +284,7 @@ def counted(monkeypatch):
 
     compile_ = in_use.compile_training_graph
     monkeypatch.setattr(in_use, "compile_training_graph", counting("compile", compile_))
-    monkeypatch.setattr(phase, "_open_session", counting("session", phase._open_session))
+    monkeypatch.setattr(phase, "open_session", counting("session", phase.open_session))
     return counts
 
 

@@ -127,7 +127,8 @@ class Attributes:
         self._of_parameters = self._hooks_of_parameters()
         self._hooks += [*_HOOKS_OF_ALL.values(), *self._of_parameters.values()]
         self._registered, self._hooked = RemovableHandle.next_id, any(self._hooks)
-        places = [(held, key) for _, held, key in self._places(absent=True)]
+        # Of a class, which many layers share, once.
+        places = [*{(id(held), key): (held, key) for _, held, key in self._places(absent=True)}.values()]
         elsewhere = [*self._enclosed, *(self._hooks if self._hooked else ())]
         self._held = Holdings(places, elsewhere, self._entries, self._state())
         self.look_at_parameters()
