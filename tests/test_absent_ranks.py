@@ -18,12 +18,12 @@ from torch import nn
 from orttrainer.distributed import early_failure
 
 AVERAGING = {
-    "mpiexec": "rank 0 of 2 waits for another rank, but that has ended its script: the ranks had different numbers of",
-    "torchrun": "all_reduce_mean_ failed on rank 0 of 2",
+    "mpiexec": "rank 0 of 2 waits for another rank, but rank 1 has ended its script. If that was no error, the ranks had",
+    "torchrun": "all_reduce_mean_ failed on rank 0 of 2: rank 1 has ended its script. If that was no error, the ranks had",
 }
 COMPILING = {
     "mpiexec": "rank 0 of 2 waits for another rank, but rank 1 has ended its script. Every rank has to make the same",
-    "torchrun": "all_gather_object failed on rank 0 of 2",
+    "torchrun": "all_gather_object failed on rank 0 of 2: rank 1 has ended its script",
 }
 
 OTHER_CALL = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orttrainer.distributed.in_step import why_left
-from orttrainer.distributed.waiting import SAME_CALLS, wait
+from orttrainer.distributed.waiting import ENDED, SAME_CALLS, wait
 from orttrainer.errors import DistributedError
 
 # Tags of messages; every MPI has them up to 32767. A rank that has ended waits in MPI_Finalize for the others, and they for
@@ -30,11 +30,8 @@ def why_tensors_never_come(comm: Any) -> str | None:
     """Why a call on tensors will not be done: a rank has left one, or ended, or waits in `gather_objects`."""
     if left := _why_left(comm):
         return left
-    if comm.Iprobe(tag=_ENDED):
-        return (
-            "that has ended its script: the ranks had different numbers of batches. Give each rank as many, e.g. drop the "
-            "last ones."
-        )
+    if ended := [rank for rank in range(comm.Get_size()) if comm.Iprobe(source=rank, tag=_ENDED)]:
+        return f"rank {ended[0]} {ENDED}"
     if waiting := _waiting_for_an_object(comm):
         return f"rank {waiting[0]} makes the first step of another trainer, or failed in one. {SAME_CALLS}"
     return None

@@ -19,7 +19,14 @@ import torch.distributed as dist
 from orttrainer.distributed.collective import Collective, check_mean_operand, check_root, communication_failed
 from orttrainer.distributed.in_step import in_step
 from orttrainer.distributed.launch import device_of_rank
-from orttrainer.distributed.torch_waiting import calls, end_unfinished
+from orttrainer.distributed.torch_waiting import (
+    calls,
+    end_unfinished,
+    rank_that_ended,
+    store_of_group,
+    tell_the_end,
+)
+from orttrainer.distributed.waiting import ENDED
 from orttrainer.errors import DistributedError
 
 logger = logging.getLogger("orttrainer.distributed")
@@ -82,8 +89,9 @@ def join_group(backend: str, **rendezvous: Any) -> None:
 
 @functools.cache
 def _end_with_what_is_unfinished() -> None:
-    """At the end of the process; before the group is left, which would wait for it."""
+    """At the end of the process; before the group is left, which would wait for it, and lets what others call fail."""
     atexit.register(end_unfinished)
+    atexit.register(tell_the_end, store_of_group(), dist.get_rank())
 
 
 def _leave_group() -> None:
@@ -205,5 +213,9 @@ class TorchCollective(Collective):
                     raise DistributedError(
                         f"{call} failed on rank {self.rank} of {self.size}: the group of torch.distributed was destroyed. "
                         "Call destroy_process_group() after the last step of all trainers."
+                    ) from error
+                if (ended := rank_that_ended()) is not None:
+                    raise DistributedError(
+                        f"{call} failed on rank {self.rank} of {self.size}: rank {ended} {ENDED}"
                     ) from error
                 raise communication_failed(self, call, error) from error

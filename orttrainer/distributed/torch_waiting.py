@@ -25,6 +25,7 @@ from orttrainer.distributed.waiting import SAME_CALLS, wait
 _SLICE = datetime.timedelta(seconds=0.05)  # of waiting in C++, where no KeyboardInterrupt is heard
 _LOOK = 0.25  # seconds between two looks at the store
 _TIME_TO_GIVE_UP = 1.0  # seconds for the others, to which the end of this process is a broken connection
+_TIME_TO_TELL = 1.0  # likewise, from the end of a group to that of a script
 _KEPT = 8  # calls; the root of a broadcast has gone on when the others wait for it
 
 _unfinished: list[dist.Work] = []  # given up, with the tensors that they may still write to
@@ -89,7 +90,7 @@ class _Posted:
         return None
 
     def _post(self) -> str | None:
-        store, rank = _store(), dist.get_rank()
+        store, rank = store_of_group(), dist.get_rank()
         for number, doing in self._calls:
             there = json.loads(store.compare_set(_key(number), "", json.dumps([rank, doing])))
             if there[1] != doing:
@@ -99,7 +100,7 @@ class _Posted:
 
     def _answer(self) -> str | None:
         """What a rank has written that found another call under the number of one of these."""
-        store, said = _store(), dict(self._calls)
+        store, said = store_of_group(), dict(self._calls)
         for number in said:
             key = _key(number, "/answer")
             if store.check([key]):
@@ -121,7 +122,7 @@ class _Posted:
             return
         with contextlib.suppress(RuntimeError):  # likewise
             for number, _ in self._calls:
-                _store().delete_key(_key(number))
+                store_of_group().delete_key(_key(number))
 
 
 def _reason(rank: int, doing: str) -> str:
@@ -132,7 +133,7 @@ def _key(number: int, suffix: str = "") -> str:
     return f"orttrainer/call/{number}{suffix}"
 
 
-def _store() -> dist.Store:
+def store_of_group() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
@@ -142,6 +143,28 @@ def _is_done(work: dist.Work) -> bool:
         work.wait(_SLICE)
         return True
     return work.is_completed()  # done in between, or failed
+
+
+def tell_the_end(store: dist.Store, rank: int) -> None:
+    """Tell the others, at the end of the script, that this rank will take part in nothing any more: their next call fails."""
+    with contextlib.suppress(RuntimeError):  # the store has ended
+        store.set(_ended(rank), "")
+
+
+def rank_that_ended() -> int | None:
+    """The rank for which a call has failed, since its script has ended; None if it was for another reason."""
+    begun = time.monotonic()
+    with contextlib.suppress(RuntimeError):  # likewise
+        while time.monotonic() < begun + _TIME_TO_TELL:
+            for rank in range(dist.get_world_size()):
+                if store_of_group().check([_ended(rank)]):
+                    return rank
+            time.sleep(0.02)
+    return None
+
+
+def _ended(rank: int) -> str:
+    return f"orttrainer/ended/{rank}"
 
 
 def end_unfinished() -> None:

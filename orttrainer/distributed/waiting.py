@@ -19,6 +19,10 @@ SAME_CALLS = (
     "Every rank has to make the same trainers, and step them in the same order; but for those made by "
     "orttrainer.trainer(..., data_parallel=False), which train on one rank alone."
 )
+ENDED = (
+    "has ended its script. If that was no error, the ranks had different numbers of batches: give each rank as many, e.g. "
+    "drop the last ones."
+)
 
 
 def wait(here: str, call: str, done: Callable[[], bool], why_never: Callable[[], str | None]) -> None:
