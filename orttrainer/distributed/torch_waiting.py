@@ -66,7 +66,7 @@ class Calls:
     def tell_left(self, why: str) -> None:
         """Tell the other ranks that this one has left its last call in its midst, and makes no further one."""
         with contextlib.suppress(RuntimeError, ValueError):  # of a store that has ended, or of no group
-            _store().set(_key(self._count, "/left"), json.dumps([dist.get_rank(), why]))
+            store_of_group().set(_key(self._count, "/left"), json.dumps([dist.get_rank(), why]))
 
 
 calls = Calls()  # of this process: its trainers share the group
@@ -110,7 +110,7 @@ class _Posted:
 
     def _left(self) -> str | None:
         """What a rank has written that has left one of these, or what comes behind it."""
-        store = _store()
+        store = store_of_group()
         for number, _ in self._calls:
             if store.check([key := _key(number, "/left")]):
                 rank, why = json.loads(store.get(key))
