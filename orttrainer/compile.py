@@ -182,7 +182,7 @@ class _Build:
         in_steps = values_reached_in_steps([loss], self.forward_nodes)  # zeros in PyTorch: weight decay moves them
         found = {x: op.zeros_like(x) if dx is None and x in in_steps else dx for x, dx in found.items()}
         gradients = {name: found[inputs[name]] for name in parameters if found[inputs[name]] is not None}
-        if gradients and (lost := [name for name in (*parameters, *unread) if name not in gradients]):
+        if gradients and (lost := [n for n in (*parameters, *unread) if n not in gradients and n not in self.new]):
             warnings.warn(
                 f"no path from {', '.join(map(repr, lost))} to the loss: training leaves "
                 f"{'it' if len(lost) == 1 else 'them'} unchanged",

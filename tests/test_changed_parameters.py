@@ -259,3 +259,40 @@ def test_what_cannot_be_taken_into_an_update_is_refused():
     mixed = make(Loss(Constrained(shorten)), loss_fn=None, desc=described(vectors(0)), use_mixed_precision=True)
     with pytest.raises(UnsupportedModelError, match=r"'layer\.weight' in its memory, which mixed precision"):
         mixed.train_step(*vectors(0), RATE, 1.0)
+
+
+class Target(nn.Module):
+    """Follows its own layer with one that it computes with under `no_grad`, and that is not frozen."""
+
+    def __init__(self, ahead: float, frozen: bool = False):
+        super().__init__()
+        self.online = nn.Linear(6, 6)
+        self.target = copy.deepcopy(self.online).requires_grad_(not frozen)
+        self.target.weight.data.add_(ahead)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for slow, quick in zip(self.target.parameters(), self.online.parameters()):
+                slow.lerp_(quick, 0.01)
+            wanted = self.target(x).tanh()
+        return self.online(x) - wanted
+
+
+@pytest.mark.filterwarnings("error:no path from")  # for it changes
+@pytest.mark.parametrize("ahead", [0.0, 0.3], ids=["begins as its layer", "goes on"])
+def test_a_target_that_nobody_froze_follows(ahead):
+    assert_trains_as_in_pytorch(lambda: Target(ahead), vectors, evaluates=True)
+
+
+@pytest.mark.parametrize("settings", [{"use_mixed_precision": True}, {"gradient_accumulation_steps": 2}], ids=str)
+def test_a_target_that_nobody_froze_follows_as_a_frozen_one_with(settings):
+    found = []
+    for frozen in (False, True):
+        torch.manual_seed(0)
+        module = Loss(Target(0.3, frozen))
+        trainer = make(module, loss_fn=None, desc=described(vectors(0)), **settings)
+        for step in range(4):
+            trainer.train_step(*vectors(step), RATE, *([1.0] if "use_mixed_precision" in settings else []))
+        found.append(copy.deepcopy(module.state_dict()))
+    for name, value in found[1].items():
+        torch.testing.assert_close(found[0][name], value, msg=lambda text, name=name: f"{name}: {text}")

@@ -112,14 +112,27 @@ class FirstCall:
             raise _repeats_draws()
 
     def check_trained(self) -> None:
-        """Refuse a change of what is trained, unless it is the same when it is done twice."""
-        trained = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+        """Refuse a change of what is trained, unless it is the same when it is done twice, or the loss has no gradient for it."""
+        trained = {name: parameter for name, parameter in self._frozen.items() if parameter.requires_grad}
         if trained:
             with MutedDropout():
                 outputs_of(self.wrapper, self.inputs)
-        for name in trained:
-            if not torch.allclose(self._frozen[name], self.after[name], rtol=1e-5, atol=1e-7, equal_nan=True):
+        others = [
+            name
+            for name, parameter in trained.items()
+            if not torch.allclose(parameter, self.after[name], rtol=1e-5, atol=1e-7, equal_nan=True)
+        ]
+        for name in others:  # a target that nobody froze is computed with under `no_grad`
+            if self._has_gradient(trained[name]):
                 raise _changes_a_parameter(name)
+
+    def _has_gradient(self, parameter: torch.Tensor) -> bool:
+        try:
+            with torch.enable_grad(), MutedDropout():
+                loss = outputs_of(self.wrapper, self.inputs)[0]
+            return loss.requires_grad and torch.autograd.grad(loss, parameter, allow_unused=True)[0] is not None
+        except Exception:  # of autograd, which has read what is written to later; or the module's own
+            return True
 
     def check_versions(self) -> None:
         """Refuse a change of a parameter that no function of torch's was seen to make."""
