@@ -130,6 +130,25 @@ def test_a_class_whose_text_is_run_once_more_changes_nothing_until_it_says_somet
     assert len(exports) == 3
 
 
+class Squashed(nn.Sequential):
+    def forward(self, x):
+        return torch.tanh(super().forward(x))
+
+
+def other_function(module):
+    for node in module.graph.nodes:
+        if node.target is torch.tanh:
+            node.target = torch.sin
+    module.recompile()
+
+
+def test_the_code_that_a_graph_module_is_given_anew_is_followed():
+    pair = Pair(torch.fx.symbolic_trace(Squashed(nn.Linear(4, 3))))
+    pair.steps(2)
+    pair.change(other_function)
+    pair.steps(2)
+
+
 def test_what_forward_does_not_run_costs_nothing(monkeypatch, exports):
     pair = Pair(Net())
     pair.steps(1)
