@@ -12,6 +12,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +24,7 @@ from orttrainer import export, runtime
 from orttrainer.differentiate import differentiate
 from orttrainer.differentiate.double import DoubleKernelsPass
 from orttrainer.differentiate.prepare import prepare
-from orttrainer.errors import ExportMismatchError
+from orttrainer.errors import ExportMismatchError, UnsupportedModelError
 from orttrainer.graph import optimizers
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.axes import AllAxesPass
@@ -69,17 +70,38 @@ class GradientCheck(export.Beside):
         then: Callable[[ForwardGraph], None],
     ):  # fmt: skip
         self._given, self._then = (module, loss_fn, description, batch), then
-        self._gradients: list[dict[str, torch.Tensor] | None] = []
+        self._gradients: list[dict[tuple[bool, str], torch.Tensor] | None] = []
+        self._refused: UnsupportedModelError | None = None  # what is behind zeros
         self._done = False
 
-    def observe(self, outside: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor] | None:
-        """Autograd's gradients, the same ones each time."""
+    def observe(self, outside: Sequence[torch.nn.Module]) -> dict[tuple[bool, str], torch.Tensor] | None:
+        """Autograd's gradients, the same ones each time, by whether they are those behind zeros, and the name."""
         if not self._gradients:
-            self._gradients.append(export.observe_gradients(*self._given, outside))
+            found = export.observe_gradients(*self._given, outside)
+            if found is not None:
+                behind = self._observe_behind_zeros(outside)
+                found = {(False, name): x for name, x in found.items()} | {
+                    (True, name): x for name, x in behind.items()
+                }
+            self._gradients.append(found)
         return self._gradients[0]
 
-    def compare(self, forward: ForwardGraph, observed: Mapping[str, torch.Tensor]) -> dict[str, float] | None:
-        return gradient_errors(forward, observed, self._given[-1])
+    def _observe_behind_zeros(self, outside: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+        with self._behind_zeros() as values:
+            try:
+                return (export.observe_gradients(*self._given, outside) if values else None) or {}
+            except UnsupportedModelError as error:
+                self._refused = error
+            except Exception as error:  # the module's own: values that it does not take
+                log.info("the module does not take the values behind zeros: %s", error)
+        return {}
+
+    def compare(self, forward: ForwardGraph, observed: Mapping[tuple[bool, str], torch.Tensor]) -> tuple:
+        """The `gradient_errors` of the module as it is, and those behind zeros."""
+        errors = gradient_errors(forward, _of_look(observed, False), self._given[-1])
+        behind = _of_look(observed, True)
+        with self._behind_zeros() as values:
+            return errors, gradient_errors(forward, behind, self._given[-1], values) if behind else None
 
     def then(self, forward: ForwardGraph) -> None:
         self._then(forward)
@@ -92,11 +114,34 @@ class GradientCheck(export.Beside):
             ExportMismatchError, MissingGradientError: see `check_gradients`.
         """
         runtime.give_back_memory()
-        check_gradients(forward, *self._given, self.observe(forward.outside), self.found)
+        expected = self.observe(forward.outside)
+        if expected is not None:  # else it draws other numbers than torch does; the export check has said so
+            errors, behind = self.found or (None, None)
+            check_gradients(forward, *self._given, _of_look(expected, False), errors)
+            self._check_behind_zeros(forward, _of_look(expected, True), behind)
+        del expected
         self._gradients.clear()
         runtime.give_back_memory()
         if not self._done:
             self._then(forward)
+
+    def _check_behind_zeros(self, forward: ForwardGraph, expected: Mapping[str, torch.Tensor], errors) -> None:
+        """The same there, unless forward goes another way."""
+        if not expected and self._refused is None:
+            return
+        with self._behind_zeros() as values:
+            if forward.other_way(export.named_state(*self._given[:2], forward.outside))(self._given[-1]):
+                return
+            if self._refused is not None:
+                raise self._refused
+            check_gradients(forward, *self._given, expected, errors, values)
+
+    def _behind_zeros(self):
+        return export.behind_zeros(*self._given[:2])
+
+
+def _of_look(gradients: Mapping[tuple[bool, str], torch.Tensor], behind: bool) -> dict[str, torch.Tensor]:
+    return {name: x for (there, name), x in gradients.items() if there is behind}
 
 
 def check_gradients(
@@ -105,22 +150,22 @@ def check_gradients(
     loss_fn,
     description,
     batch: Sequence[torch.Tensor],
-    expected: Mapping[str, torch.Tensor] | None,
+    expected: Mapping[str, torch.Tensor],
     errors: Mapping[str, float] | None = None,
+    others: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> None:
     """Raise unless the graph has the module's gradients on `batch` (train mode, dropout off).
 
     Args:
         expected: what `observe_gradients` gives.
         errors: what `gradient_errors` gave, if it was asked.
+        others: state that has other values than in the first step, by name, in the module as well.
 
     Raises:
         ExportMismatchError: naming the parameter whose gradient differs most.
         MissingGradientError: an operator has no gradient rule.
     """
-    if expected is None:
-        return  # it draws other numbers than torch does; the export check has said so
-    errors = gradient_errors(forward, expected, batch) if errors is None else errors
+    errors = gradient_errors(forward, expected, batch, others) if errors is None else errors
     if errors is None:
         return
     errors = {name: _told(error, expected.get(name)) for name, error in errors.items()}
@@ -129,9 +174,10 @@ def check_gradients(
     asked = module, loss_fn, description, batch
     allowed = _allowed(*asked, expected, errors)
     worst = max(errors, key=lambda name: errors[name] - allowed[name])
-    if errors[worst] > allowed[worst] and not _vanish(forward, *asked, expected, errors):
+    if errors[worst] > allowed[worst] and not _vanish(forward, *asked, expected, errors, others):
+        where = f", {export.with_others_for([*others])}" if others else ""
         raise ExportMismatchError(
-            f"the gradient of parameter {worst!r} differs from PyTorch's on the first batch (train mode, dropout off) by "
+            f"the gradient of parameter {worst!r} differs from PyTorch's on the first batch{where} (train mode, dropout off) by "
             f"{errors[worst]:.2g} of its length; {sum(errors[n] > allowed[n] for n in errors)} of {len(errors)} parameters "
             "differ. Something in forward has a gradient of its own that the graph does not show: a custom "
             "autograd.Function or a hook that decides by values (if, .item()), a module's that reads grad_output. Write it with plain operations, or freeze "
@@ -139,7 +185,9 @@ def check_gradients(
         )
 
 
-def _vanish(forward: ForwardGraph, module, loss_fn, description, batch, expected, errors: Mapping[str, float]) -> bool:
+def _vanish(
+    forward: ForwardGraph, module, loss_fn, description, batch, expected, errors: Mapping[str, float], others
+) -> bool:
     """Whether all gradients are 0 but for rounding, as those of the mean of what the mean was taken from.
 
     By how much PyTorch's and the graph's are apart then tells nothing. In float64 they are still less, unlike those that are
@@ -151,7 +199,7 @@ def _vanish(forward: ForwardGraph, module, loss_fn, description, batch, expected
             exact = export.observe_gradients(twin, copy.deepcopy(loss_fn), description, arguments)
     except Exception:  # whatever the user's code or a copy of it raises
         return False
-    loss = abs(export.runner_of(forward)(batch)[0].item())
+    loss = abs(export.runner_of(forward)(batch, others)[0].item())
     weights = math.hypot(*map(_length, module.parameters()))
     _, scales = _lengths_and_scales(expected, list(errors))
     lengths = math.hypot(*(error * scales[name] for name, error in errors.items()), *map(_length, expected.values()))
@@ -161,7 +209,10 @@ def _vanish(forward: ForwardGraph, module, loss_fn, description, batch, expected
 
 
 def gradient_errors(
-    forward: ForwardGraph, expected: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]
+    forward: ForwardGraph,
+    expected: Mapping[str, torch.Tensor],
+    batch: Sequence[torch.Tensor],
+    others: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> dict[str, float] | None:
     """For each parameter |found - expected| / |expected|, found by ONNX Runtime on the CPU; None where it cannot.
 
@@ -170,6 +221,7 @@ def gradient_errors(
     state = (*forward.parameters, *forward.buffers)
     feeds = {value.name: tensor for value, tensor in zip(forward.model.graph.inputs, batch)}
     feeds |= {name: forward.model.graph.initializers[name].const_value.raw for name in state}
+    feeds |= {name: export.as_real(x) for name, x in others.items() if name in feeds}
     model = _deterministic_copy(forward)
     graph = model.graph
     op = Builder(graph, "check")

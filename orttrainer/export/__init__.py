@@ -14,6 +14,7 @@ _HOME = {
     "Read": "memory.run_code",
     "WidenedOperands": "checks.widened",
     "as_real": "initializers",
+    "behind_zeros": "checks.other_values",
     "attach_loss": "torch_loss",
     "check_layers": "call",
     "check_postprocessed": "postprocess",
@@ -30,6 +31,7 @@ _HOME = {
     "refuse_synchronized": "call",
     "runner_of": "checks.check",
     "with_more_rows": "module",
+    "with_others_for": "checks.other_values",
 }
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "WidenedOperands",
     "as_real",
     "attach_loss",
+    "behind_zeros",
     "check_layers",
     "check_postprocessed",
     "count_outputs",
@@ -57,6 +60,7 @@ __all__ = [
     "refuse_synchronized",
     "runner_of",
     "with_more_rows",
+    "with_others_for",
 ]
 
 if TYPE_CHECKING:
@@ -70,6 +74,7 @@ if TYPE_CHECKING:
     )
     from orttrainer.export.checks.check import runner_of
     from orttrainer.export.checks.observed_gradients import observe_gradients
+    from orttrainer.export.checks.other_values import behind_zeros, with_others_for
     from orttrainer.export.checks.widened import WidenedOperands
     from orttrainer.export.counted import count_outputs
     from orttrainer.export.forward_graph import ForwardGraph

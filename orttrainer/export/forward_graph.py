@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
+import torch
 from torch import nn
 
 from orttrainer.export.memory.run_code import Read
@@ -72,6 +74,13 @@ class ForwardGraph:
         # The nodes alone: the pass that removes what is unused would take a weight along that only a check reads.
         graph.remove([node for node in graph if node not in needed], safe=True)
         return replace(self, conditions=self.conditions._replace(checks=frozenset()))
+
+    def other_way(self, state: Mapping[str, torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
+        """Tells of batches whether it is not right for them, by the decisions that forward makes on them with this state."""
+        if self.conditions is None:
+            return lambda batch: False
+        asked, inputs = self.conditions.asked(), [value.name for value in self.model.graph.inputs]
+        return lambda batch: asked.unmet((state | dict(zip(inputs, batch))).__getitem__) is not None
 
     @functools.cached_property  # asked by every step
     def depends(self) -> bool:

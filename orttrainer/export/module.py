@@ -28,6 +28,7 @@ from orttrainer.export.checks.failures import (
     refuse_lost_write,
 )
 from orttrainer.export.checks.observation import observe
+from orttrainer.export.checks.other_values import hiding
 from orttrainer.export.child import Child, SharedTensors, may_fork
 from orttrainer.export.forward_graph import MAX_OPSET, MIN_OPSET, ForwardGraph
 from orttrainer.export.initializers import copy_constants
@@ -271,7 +272,8 @@ class _Job:
             yield None
             return
         try:
-            self._shared = SharedTensors([] if beside is None else self.tensors.values())
+            looks = 0 if beside is None else 2 if hiding(self.wrapper.module, self.wrapper.loss_fn) else 1
+            self._shared = SharedTensors([*self.tensors.values()] * looks)
             child = Child(functools.partial(self._in_child, beside=beside))
         except OSError as error:  # no memory for a process, or too many of them
             log.info("no process for the export: %s", error)

@@ -12,8 +12,8 @@ import logging
 import re
 from collections import Counter
 from dataclasses import replace
+from types import MappingProxyType
 
-import onnx
 import onnx_ir as ir
 import torch
 from torch.nn.modules.batchnorm import _NormBase
@@ -24,13 +24,13 @@ from orttrainer.errors import ExportMismatchError, RuntimeNotFoundError
 from orttrainer.export.call import in_eval_mode, in_train_mode
 from orttrainer.export.checks.forwards import outputs_of, own
 from orttrainer.export.checks.observation import Observation, observe
+from orttrainer.export.checks.other_values import behind_zeros, further_trained, hiding, with_others_for
 from orttrainer.export.checks.rounding import MOST_ROUNDING, Rounding, largest, reason_of, rounding_of
 from orttrainer.export.evaluated import by_running_statistics
 from orttrainer.export.faithful import MutedDropout
 from orttrainer.export.initializers import as_real, constant_of, state_as_inputs
 from orttrainer.export.memory.hidden_state import Generators, draws
 from orttrainer.export.untouched import unchanged
-from orttrainer.export.values.conditions import Asked
 from orttrainer.export.values.granted import Granted
 from orttrainer.export.values.sizes import all_resized, resized
 from orttrainer.graph.passes.axes import AllAxesPass
@@ -131,19 +131,26 @@ def check_values(forward, wrapper, inputs, observed: Observation, public, symbol
     _compare(expected, got, "on the first batch", functools.partial(rounding, inputs, expected))
     del expected, got  # logits may be the largest tensors of all
     observed.outputs = None
-    other_way = _other_way(forward, wrapper, public)
+    state = {public[name]: x for name, x in (*wrapper.named_parameters(), *wrapper.named_buffers())}
+    other_way = forward.other_way(state)
+    _check_behind_zeros(wrapper, inputs, names, named, run, rounding, other_way)
     left = _check_sizes(forward, wrapper, inputs, symbols, names, run, rounding, other_way)
     return _told_of_training(replace(forward, granted=left), wrapper, inputs, symbols)
 
 
-def _other_way(forward, wrapper, public):
-    """Tells whether the graph is not right for a batch, by the decisions that forward makes on it."""
-    if forward.conditions is None:
-        return lambda batch: False
-    asked = Asked(ir.from_proto(onnx.ModelProto.FromString(forward.conditions.model)), forward.conditions.made)
-    state = {public[name]: x for name, x in (*wrapper.named_parameters(), *wrapper.named_buffers())}
-    inputs = [value.name for value in forward.model.graph.inputs]
-    return lambda batch: asked.unmet((state | dict(zip(inputs, batch))).__getitem__) is not None
+def _check_behind_zeros(wrapper, inputs, names, named, run, rounding, other_way) -> None:
+    """Compare on the first batch with what zeros hide, unless forward goes another way there."""
+    with behind_zeros(wrapper.module, wrapper.loss_fn) as values:
+        if not values or other_way(inputs):
+            return
+        try:
+            seen = observe(wrapper, inputs, hidden_state=False)
+        except Exception:  # any reason: the module itself refuses these values
+            return
+        if not seen.random:
+            expected, got = named(seen), dict(zip(names, run(inputs, values)))
+            where = f"on the first batch, {with_others_for([*values])}"
+            _compare(expected, got, where, functools.partial(rounding, inputs, expected))
 
 
 def _check_sizes(forward, wrapper, inputs, symbols, names, run, rounding, other_way):
@@ -345,9 +352,9 @@ def compare_evaluation(wrapper, inputs, symbols, updated=()) -> str | None:
     difference = _difference_of_modes(wrapper, results)
     layers = dict(wrapper.named_modules())
     writes = not all(isinstance(layers.get(name.rpartition(".")[0]), _NormBase) for name in updated)
-    if difference is None and (writes or _has_gates(wrapper)):
+    if difference is None and (writes or hiding(wrapper.module, wrapper.loss_fn)):
         difference = _difference_of_modes(
-            wrapper, _in_both_modes(wrapper, other if smaller else inputs, _further_trained)
+            wrapper, _in_both_modes(wrapper, other if smaller else inputs, further_trained)
         )
     return difference
 
@@ -361,24 +368,6 @@ def _difference_of_modes(wrapper, results):
     except ExportMismatchError as error:
         return str(error).split(". ")[0]
     return None
-
-
-def _has_gates(wrapper) -> bool:
-    """Whether there are parameters that are zero at first and may be factors, as what a block adds to its input often has one."""
-    return any(
-        name.rpartition(".")[2] != "bias" and parameter.numel() and not parameter.any()
-        for name, parameter in wrapper.named_parameters()
-    )
-
-
-def _further_trained(wrapper):
-    """Give the parameters other values; in memory of their own, for an exporter may read theirs meanwhile."""
-    with torch.no_grad():
-        for index, parameter in enumerate(filter(torch.is_floating_point, wrapper.parameters())):
-            places = torch.arange(parameter.numel(), device=parameter.device).reshape(parameter.shape)
-            # Each its own, where one may be a copy of another that forward averages.
-            change = 0.3 * torch.cos(2.0 * places + index).to(parameter.dtype)
-            parameter.data = parameter * (1 + change) if parameter.any() else change
 
 
 def _in_both_modes(wrapper, inputs, before=lambda wrapper: None):
@@ -419,7 +408,10 @@ class _GraphEvaluation(MutedDropout):
 
 
 def runner_of(forward, *more):
-    """A function that runs the graph on the CPU, its dropouts taken out; after these passes more."""
+    """A function that runs the graph on the CPU, its dropouts taken out; after these passes more.
+
+    It takes the inputs and, by name, what state has other values than the module's.
+    """
     state = [*forward.parameters, *forward.buffers]
     initializers = forward.model.graph.initializers
     feeds = {name: initializers[name].const_value for name in state}
@@ -444,4 +436,9 @@ def runner_of(forward, *more):
     # The graph as it is: an optimizer's rewrite is not what is being checked.
     session = runtime.checking_session(ir.to_proto(model).SerializeToString(), optimize=False)
     state_values = {name: tensor.raw for name, tensor in feeds.items()}
-    return lambda inputs: runtime.run(session, None, {**dict(zip(names, inputs)), **state_values})
+
+    def run(inputs, others=MappingProxyType({})):
+        others = {name: as_real(x) for name, x in others.items() if name in state_values}
+        return runtime.run(session, None, {**dict(zip(names, inputs)), **state_values, **others})
+
+    return run

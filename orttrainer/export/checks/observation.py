@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from orttrainer.errors import OrtTrainerError
 from orttrainer.export.checks.forwards import AsksForGradients
+from orttrainer.export.checks.other_values import behind_zeros
 from orttrainer.export.memory.first_call import CallsOthers, FirstCall, SeesGradients
 from orttrainer.export.memory.later_calls import LaterCalls
 from orttrainer.export.memory.run_code import Read
@@ -38,10 +40,13 @@ def observe(wrapper, inputs, hidden_state: bool = True) -> Observation:
 
     Args:
         hidden_state: run it once more, to refuse what computes with anything that the first call left elsewhere than in
-            buffers and frozen parameters; and let the first call print and warn.
+            buffers and frozen parameters, also behind zeros; and let the first call print and warn.
     """
     try:
-        return _observed(wrapper, inputs, hidden_state)
+        seen = _observed(wrapper, inputs, hidden_state)
+        if hidden_state:
+            _look_behind_zeros(wrapper, inputs, seen)
+        return seen
     except AsksForGradients:
         wrapper.differentiates = True
     except SeesGradients:
@@ -68,3 +73,21 @@ def _observed(wrapper, inputs, hidden_state: bool) -> Observation:
     mute, rates = first.mute, tuple(sorted(first.mute.rates))
     seen = mute.differentiates, tuple(mute.decisions), tuple(mute.told), first.touched_attributes, mute.read
     return Observation(first.outputs, rates, random, first.updated, first.before, *seen)
+
+
+def _look_behind_zeros(wrapper, inputs, seen: Observation) -> None:
+    """Refuse what only zeros hide of what later calls compute with, unless forward goes another way without these."""
+    with behind_zeros(wrapper.module, wrapper.loss_fn) as values:
+        if not values:
+            return
+        try:
+            with unchanged(wrapper, inputs) as moved, wrapper.in_mode(), wrapper.gradients():
+                first = FirstCall(wrapper, inputs, moved, aloud=False)
+                if (tuple(first.mute.decisions), tuple(first.mute.told)) != (seen.decisions, seen.told):
+                    return
+                later = LaterCalls(first)
+            later.check()
+        except OrtTrainerError:
+            raise
+        except Exception:  # the module's own: values that it does not take
+            return

@@ -38,6 +38,7 @@ class FirstCall:
     Attributes:
         outputs: what it gives.
         mute: what it asked torch for.
+        aloud: whether what is to be said of it is for the user.
         before, after: the values of buffers, and of the parameters that it writes to, by qualified name.
         touched: the names of those that it writes to, also where the value is the same, as a moving average of zeros.
 
@@ -47,12 +48,12 @@ class FirstCall:
     """
 
     def __init__(self, wrapper, inputs: Sequence[torch.Tensor], moved: Moved, aloud: bool):
-        self.wrapper, self.inputs, self._aloud = wrapper, inputs, aloud
+        self.wrapper, self.inputs, self.aloud = wrapper, inputs, aloud
         self.mute, self._moved, self._generators = MutedDropout(), moved, Generators(inputs)
         self._parameters, buffers = dict(wrapper.named_parameters()), dict(wrapper.named_buffers())
         self._versions = {name: parameter._version for name, parameter in self._parameters.items()}
         self._places, self.before = _places(wrapper), values_of_buffers(wrapper)
-        self.hidden = HiddenState(wrapper)
+        self.hidden = HiddenState(wrapper, aloud)
         self.outputs = self._made()
         self._draws, self.touched_attributes = self._generators.used(), self.hidden.touched()
         self._frozen = {name: p for name, p in self._parameters.items() if moved.before(p) is not None}
@@ -65,7 +66,7 @@ class FirstCall:
     def _made(self) -> tuple[torch.Tensor, ...]:
         try:
             with noticed(self.wrapper) as others, self.mute.watching():
-                outputs = own(outputs_of(self.wrapper, self.inputs, self._aloud), self.wrapper, self.inputs)
+                outputs = own(outputs_of(self.wrapper, self.inputs, self.aloud), self.wrapper, self.inputs)
         except Exception:  # which may come of the gradients that are not there
             if self.mute.differentiates and not torch.is_grad_enabled():
                 raise AsksForGradients from None

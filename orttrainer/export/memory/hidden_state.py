@@ -31,10 +31,14 @@ _ELEMENTS = 2**16  # of an output that are compared
 
 
 class HiddenState:
-    """Attributes, parameters and buffers that a module has, and generators, as they are when this is made."""
+    """Attributes, parameters and buffers that a module has, and generators, as they are when this is made.
 
-    def __init__(self, module: torch.nn.Module):
-        self._module = module
+    Args:
+        aloud: whether to warn of what it draws.
+    """
+
+    def __init__(self, module: torch.nn.Module, aloud: bool = True):
+        self._module, self._level = module, logging.WARNING if aloud else logging.DEBUG
         self._attributes = _attributes(module)
         self._registered = _registered(module)
         self._foreign = _foreign_generators()
@@ -81,7 +85,8 @@ class HiddenState:
                         same = alike(again(), first, tolerance)
                     if not same:
                         raise _draws(_drawn_at(again))
-                log.warning(
+                log.log(
+                    self._level,
                     "forward draws random numbers of Python's or NumPy's. They made no difference in %s calls; where "
                     "they do, a graph repeats those of the first batch for ever. Draw them with torch.",
                     2 + _MORE_CALLS,

@@ -29,6 +29,7 @@ class LaterCalls:
     def __init__(self, first: FirstCall):
         self._wrapper, self._inputs, self._outputs = first.wrapper, first.inputs, sampled(first.outputs)
         self._others = other_values(first.inputs)
+        self._level = logging.WARNING if first.aloud else logging.DEBUG
         self._changed, self._registered = first.hidden.changed(), first.hidden.registered()
         self._written = [name for name in first.after if name in first.before]
         counters, left = Counters(first.wrapper, first.mute.read), map(first.after.__getitem__, self._written)
@@ -49,7 +50,8 @@ class LaterCalls:
         if kept and _remembers(lambda: first.again(self._others), lambda: first.again(self._inputs)):
             raise changes(kept)
         if kept:
-            log.warning(
+            log.log(
+                self._level,
                 "forward and loss write to %s. Later steps run a graph, and not this code: what they would keep there, take "
                 "from what a step returns.",
                 ", ".join(map(repr, kept)),
@@ -63,7 +65,8 @@ class LaterCalls:
         if self._on_others is not None and not alike(self._on_others, *called(self._wrapper, self._others)):
             raise anew(self._registered) if self._registered else changes(self._changed)
         if self._registered:
-            log.warning(
+            log.log(
+                self._level,
                 "forward makes %s, which no later call computes with; in training they are not made.",
                 ", ".join(map(repr, self._registered)),
             )

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import torch
 from onnx_ir.passes import common
@@ -71,6 +72,10 @@ class Conditions(NamedTuple):
     model: bytes
     made: tuple[Condition, ...]
     checks: frozenset[int] = frozenset()
+
+    def asked(self) -> Asked:
+        """A session for all of them."""
+        return Asked(ir.from_proto(onnx.ModelProto.FromString(self.model)), self.made)
 
 
 class Asked:

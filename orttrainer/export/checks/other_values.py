@@ -1,0 +1,68 @@
+"""Other values for parameters than those of the first step, which may hide what the next ones show."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from orttrainer.export.call import named_state
+
+__all__ = ["behind_zeros", "further_trained", "hiding", "with_others_for"]
+
+
+def hiding(module: torch.nn.Module | None, loss_fn) -> dict[str, torch.Tensor]:
+    """The trained parameters that are all zeros, by public name.
+
+    At zero the gate of a ReZero block, the scale of a residual or the B of LoRA hides what it is multiplied with, and the
+    gradients there. What is a bias by its name is not meant: what is added hides nothing, and nearly all are zeros at first.
+    """
+    return {name: x for name, x in named_state(module, loss_fn).items() if _hides(name, x)}
+
+
+@contextlib.contextmanager
+def behind_zeros(module: torch.nn.Module | None, loss_fn) -> Iterator[dict[str, torch.Tensor]]:
+    """Within the block what is `hiding` has other, small values, in memory of its own; yields these."""
+    zeros = hiding(module, loss_fn)
+    kept = [parameter.data for parameter in zeros.values()]
+    try:
+        for index, parameter in enumerate(zeros.values()):
+            parameter.data = _small(parameter, index)  # an exporter may read theirs meanwhile
+        yield {name: parameter.detach() for name, parameter in zeros.items()}
+    finally:
+        for parameter, data in zip(zeros.values(), kept):
+            parameter.data = data
+
+
+def with_others_for(names: Sequence[str]) -> str:
+    """What messages say of such values."""
+    few = ", ".join(map(repr, names[:3]))
+    return f"with other values for {few}{' and others' if len(names) > 3 else ''}, which {'are' if len(names) > 1 else 'is'} all zeros"
+
+
+def further_trained(wrapper) -> None:
+    """Give the parameters other values, as they may have later; in memory of their own, likewise."""
+    with torch.no_grad():
+        for index, parameter in enumerate(filter(torch.is_floating_point, wrapper.parameters())):
+            # Each its own, where one may be a copy of another that forward averages.
+            parameter.data = parameter * (1 + 0.3 * _waves(parameter, index)).to(parameter.dtype)
+
+
+def _hides(name: str, x: torch.Tensor) -> bool:
+    trained = isinstance(x, torch.nn.Parameter) and x.requires_grad and x.numel() > 0
+    return trained and "bias" not in name.rpartition(".")[2] and not x.detach()[(0,) * x.dim()] and not x.detach().any()
+
+
+def _small(parameter: torch.Tensor, index: int) -> torch.Tensor:
+    """A single number is positive; a product with a matrix is as large as what is multiplied, times that."""
+    sizes = [size for size in parameter.shape if size > 1]
+    values = 0.3 / math.sqrt(math.prod(sizes[1:])) * _waves(parameter, 0) * (1 + 0.3 * math.cos(index))
+    return (values * (1 + 0.5j) if parameter.is_complex() else values).to(parameter.dtype)
+
+
+def _waves(parameter: torch.Tensor, index: int) -> torch.Tensor:
+    """From -1 to 1, for each element another."""
+    places = torch.arange(parameter.numel(), device=parameter.device).reshape(parameter.shape)
+    return torch.cos(2.0 * places + index)
