@@ -44,10 +44,12 @@ def with_others_for(names: Sequence[str]) -> str:
 
 def further_trained(wrapper) -> None:
     """Give the parameters other values, as they may have later; in memory of their own, likewise."""
+    zeros = {id(parameter) for parameter in hiding(wrapper.module, wrapper.loss_fn).values()}
     with torch.no_grad():
         for index, parameter in enumerate(filter(torch.is_floating_point, wrapper.parameters())):
             # Each its own, where one may be a copy of another that forward averages.
-            parameter.data = parameter * (1 + 0.3 * _waves(parameter, index)).to(parameter.dtype)
+            moved = parameter * (1 + 0.3 * _waves(parameter, index)).to(parameter.dtype)
+            parameter.data = _small(parameter, index) if id(parameter) in zeros else moved
 
 
 def _hides(name: str, x: torch.Tensor) -> bool:
