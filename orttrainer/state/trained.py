@@ -34,7 +34,6 @@ from orttrainer.training_graph import SEED, STEP, StateEntry, TrainingGraph
 
 log = logging.getLogger("orttrainer")
 
-
 _OF_A_BLOCK = (ACCUMULATED, ACCUMULATED_SCALE, ACCUMULATED_BY)  # of accumulated batches, beside their sums
 
 
