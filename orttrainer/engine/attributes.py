@@ -32,6 +32,7 @@ from orttrainer.export.memory.holdings import (
 )
 from orttrainer.export.memory.masked import masked_in
 from orttrainer.export.memory.outside import Noticed
+from orttrainer.export.untouched import unchanged
 
 __all__ = ["OF_GRADIENTS", "Attributes"]
 
@@ -71,7 +72,7 @@ class Attributes:
         self._frozen = frozen
         self._trained = self._read_trained()  # as the last step that trains had it
         for root in self._roots[:1]:
-            with export.in_train_mode(root):
+            with unchanged(root, []), export.in_train_mode(root):  # whose own train() may write to weights
                 self._flags = self._read_flags()
         masked = (f"{path}.{name}".strip(".") for path, layer in self._layers.items() for name in masked_in(layer))
         self._ignored, self._known = {*touched, *masked}, read is not None

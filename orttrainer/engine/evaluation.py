@@ -13,7 +13,7 @@ import torch
 from orttrainer import export
 from orttrainer.engine.inference import inference_model
 from orttrainer.engine.ways import Ways
-from orttrainer.errors import ExportError, SchemaError, UnsupportedModelError
+from orttrainer.errors import SchemaError, UnsupportedModelError
 from orttrainer.export.initializers import state_as_inputs
 from orttrainer.export.memory.holdings import same_elements
 from orttrainer.run import open_evaluation
@@ -83,7 +83,7 @@ class EvalMode:
         if self._ways is None or not self._decided_hold():
             try:
                 self._begin(batch if len(batch) == len(self._described) else last)
-            except ExportError as error:
+            except Exception as error:  # the module's own, too: nobody has said that it can be called so
                 if self._ways is not None:
                     raise
                 self._give_up(error)
@@ -134,12 +134,12 @@ class EvalMode:
         self._take(forward)
         log.info("exported in eval mode, too, in %.1f s", time.perf_counter() - begun)
 
-    def _give_up(self, error: ExportError) -> None:
+    def _give_up(self, error: Exception) -> None:
         self._lacks_form = True
         log.warning(
-            "the module does more in eval mode than to switch dropout off and to take running statistics (%s), and cannot be exported "
-            "there (%s). So eval_step, which does these two, gives something else. Evaluate with the module itself: its parameters "
-            "are the trained ones.",
+            "the module may do more in eval mode than to switch dropout off and to take running statistics (%s), and cannot be exported "
+            "there (%s). Where it does, eval_step, which does these two, gives something else. Evaluate with the module itself: its "
+            "parameters are the trained ones.",
             self._otherwise, str(error).partition("\n")[0],
         )  # fmt: skip
 

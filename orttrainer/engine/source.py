@@ -198,15 +198,17 @@ class Source:
     ) -> ForwardGraph:
         """`forward_graph` of a later batch, as `frozen` leaves it."""
         made: list[ForwardGraph] = []
-        given = [x.detach().requires_grad_() if name in self._marked else x for name, x in batch.items()]
-        self.forward_graph(description, given, schema, trains, made.append)
+        self.forward_graph(description, self._as_marked(batch), schema, trains, made.append)
         return self.frozen(made[-1])
+
+    def _as_marked(self, batch: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        return [x.detach().requires_grad_() if name in self._marked else x for name, x in batch.items()]
 
     def graph_in_eval_mode(
         self, description: ModelDescription, schema: InputSchema, batch: Mapping[str, torch.Tensor]
     ) -> ForwardGraph:
         """The forward graph of a module in eval mode, checked on a batch."""
-        with _exporting([*batch.values()]) as given:
+        with _exporting(self._as_marked(batch)) as given:
             forward = export.export_module(
                 self.model, self.loss_fn, description, given, schema=schema, opset=self.settings.opset, evaluates=True
             )

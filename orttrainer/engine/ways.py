@@ -243,6 +243,8 @@ def _are_the_same(a: ForwardGraph, b: ForwardGraph) -> bool:
     """Whether two graphs compute the same of state and inputs."""
     if a.parameters != b.parameters or a.buffers != b.buffers or a.updates != b.updates or a.granted != b.granted:
         return False
+    if a.in_eval_mode is None and b.in_eval_mode is not None:  # it evaluates otherwise now
+        return False
     if a.conditions is not None or b.conditions is not None:  # which are of a batch
         return False
     return _read_outside(a) == _read_outside(b) and _nameless(a) == _nameless(b)

@@ -31,14 +31,23 @@ def count_outputs(module: nn.Module, inputs: Sequence | Mapping) -> int:
         inputs: of a batch that trains or evaluates: a sequence of tensors, or a dict of them by the names that forward has; or of tuples, lists and dicts of them.
     """
     device = next((p.device for p in module.parameters()), None)
-    copies = mapped(lambda x: x.detach().to(device).requires_grad_(is_marked(x)), inputs)
+    copies = mapped(lambda x: _copied(x).to(device).requires_grad_(is_marked(x)), inputs)
 
-    def call():
-        with unchanged(module, [*leaves(copies)]), in_train_mode(module), noticed(module), RunningStatistics():
+    def call(*watching):
+        with (
+            unchanged(module, [*leaves(copies)]), in_train_mode(module), noticed(module), RunningStatistics(),
+            contextlib.ExitStack() as stack,
+        ):  # fmt: skip
+            for context in watching:
+                stack.enter_context(context)
             return module(**copies) if isinstance(copies, dict) else module(*copies)
 
     outputs = [output for output in flat(_returned(call)) if not isinstance(output, PLAIN)]
     return len(list(itertools.takewhile(lambda output: isinstance(output, torch.Tensor), outputs)))
+
+
+def _copied(x: torch.Tensor) -> torch.Tensor:
+    return x.clone() if x.is_inference() else x.detach()
 
 
 def _returned(call):
@@ -47,8 +56,7 @@ def _returned(call):
         # What it says is heard at its export.
         with contextlib.suppress(Exception), torch.set_grad_enabled(gradients), unheard():
             asks = _AsksForGradients()
-            with asks, watched({torch.is_grad_enabled: asks.note}):
-                outputs = call()
+            outputs = call(asks, watched({torch.is_grad_enabled: asks.note}))
             if gradients or not asks.asked:
                 return outputs
     with torch.enable_grad():

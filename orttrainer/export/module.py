@@ -90,7 +90,7 @@ def export_module(
         job.look()
         exported = (child and job.exported_by(child, beside)) or job.exported()
         seen = {"touched": job.observed.touched, "read": job.observed.read, "outside": job.wrapper.taken_in}
-        seen["in_eval_mode"] = job.in_eval_mode
+        seen["in_eval_mode"] = job.in_eval_mode or job.asked_for_mode()
         forward = replace(exported, granted=(*exported.granted, *job.emptiness), **seen)
         if job.compares:
             beside.then(forward)
@@ -255,6 +255,12 @@ class _Job:
         if any("==" in statement.text for statement in set(forward.granted).difference(left)):
             _exporters().of_other_sizes(forward)
         return replace(forward, granted=left)
+
+    def asked_for_mode(self) -> str | None:
+        """That forward may do more in eval mode than the first batch shows; of code of the program's own, which is read."""
+        read = self.observed.read
+        asks = not self.wrapper.evaluates and read is not None and read.asks_for_mode
+        return "its code asks for self.training" if asks else None
 
     def _evaluated(self):
         if self.wrapper.evaluates:

@@ -24,7 +24,7 @@ from orttrainer.errors import ExportMismatchError, RuntimeNotFoundError
 from orttrainer.export.call import in_eval_mode, in_train_mode
 from orttrainer.export.checks.forwards import outputs_of, own
 from orttrainer.export.checks.observation import Observation, observe
-from orttrainer.export.checks.other_values import behind_zeros, further_trained, hiding, with_others_for
+from orttrainer.export.checks.other_values import behind_zeros, further_trained, may_hide, with_others_for
 from orttrainer.export.checks.rounding import MOST_ROUNDING, Rounding, largest, reason_of, rounding_of
 from orttrainer.export.evaluated import by_running_statistics
 from orttrainer.export.faithful import MutedDropout
@@ -340,7 +340,8 @@ def compare_evaluation(wrapper, inputs, symbols, updated=()) -> str | None:
     To evaluate, the graph switches dropout off and takes running statistics. What else forward does by `self.training`
     it cannot know of. That does not depend on the data, so a smaller batch does, where the module takes one. Where forward
     keeps something of the parameters, as spectral norm does, that is up to date in the first step; and what is multiplied
-    by zeros at first cannot be seen. So another look is taken at the parameters as they may be later.
+    by next to nothing at first, or with a buffer that is set later, cannot be seen. So another look is taken at parameters
+    and buffers as they may be later.
 
     Args:
         symbols: per input, {axis: symbol}.
@@ -350,13 +351,19 @@ def compare_evaluation(wrapper, inputs, symbols, updated=()) -> str | None:
     smaller = other is not None and sum(t.numel() for t in other) < sum(t.numel() for t in inputs)
     results = (smaller and _in_both_modes(wrapper, other)) or _in_both_modes(wrapper, inputs)
     difference = _difference_of_modes(wrapper, results)
-    layers = dict(wrapper.named_modules())
-    writes = not all(isinstance(layers.get(name.rpartition(".")[0]), _NormBase) for name in updated)
-    if difference is None and (writes or hiding(wrapper.module, wrapper.loss_fn)):
+    if difference is None and (_has_more_state(wrapper, updated) or may_hide(wrapper)):
         difference = _difference_of_modes(
             wrapper, _in_both_modes(wrapper, other if smaller else inputs, further_trained)
         )
     return difference
+
+
+def _has_more_state(wrapper, updated) -> bool:
+    """Whether forward writes to more than statistics of norms, or there is more that is no trained parameter."""
+    layers = dict(wrapper.named_modules())
+    frozen = [name for name, parameter in wrapper.named_parameters() if not parameter.requires_grad]
+    buffers = [name for name, buffer in wrapper.named_buffers() if buffer.is_floating_point()]
+    return not all(isinstance(layers.get(n.rpartition(".")[0]), _NormBase) for n in (*updated, *frozen, *buffers))
 
 
 def _difference_of_modes(wrapper, results):

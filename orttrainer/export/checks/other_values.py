@@ -10,6 +10,8 @@ import torch
 
 from orttrainer.export.call import named_state
 
+_NEXT_TO_NOTHING = 1e-3
+
 __all__ = ["behind_zeros", "further_trained", "hiding", "with_others_for"]
 
 
@@ -42,19 +44,34 @@ def with_others_for(names: Sequence[str]) -> str:
     return f"with other values for {few}{' and others' if len(names) > 3 else ''}, which {'are' if len(names) > 1 else 'is'} all zeros"
 
 
+def may_hide(wrapper) -> bool:
+    """Whether there are parameters that are next to nothing at first, as a layer's scale of 1e-6 is; but for biases."""
+    return any(
+        x.is_floating_point() and _is_nothing(x) and not _is_bias(name) for name, x in wrapper.named_parameters()
+    )
+
+
 def further_trained(wrapper) -> None:
-    """Give the parameters other values, as they may have later; in memory of their own, likewise."""
-    zeros = {id(parameter) for parameter in hiding(wrapper.module, wrapper.loss_fn).values()}
+    """Give parameters and buffers other values, as they may have later; in memory of their own, likewise."""
+    state = [*wrapper.parameters(), *wrapper.buffers()]
     with torch.no_grad():
-        for index, parameter in enumerate(filter(torch.is_floating_point, wrapper.parameters())):
-            # Each its own, where one may be a copy of another that forward averages.
-            moved = parameter * (1 + 0.3 * _waves(parameter, index)).to(parameter.dtype)
-            parameter.data = _small(parameter, index) if id(parameter) in zeros else moved
+        for index, x in enumerate(x for x in state if x.is_floating_point() and x.numel()):
+            # Each its own, where one may be a copy of another that forward averages. What is nearly nothing hides as zeros do.
+            moved = x * (1 + 0.3 * _waves(x, index)).to(x.dtype)
+            x.data = _small(x, index) if _is_nothing(x) else moved
 
 
 def _hides(name: str, x: torch.Tensor) -> bool:
     trained = isinstance(x, torch.nn.Parameter) and x.requires_grad and x.numel() > 0
-    return trained and "bias" not in name.rpartition(".")[2] and not x.detach()[(0,) * x.dim()] and not x.detach().any()
+    return trained and not _is_bias(name) and not x.detach()[(0,) * x.dim()] and not x.detach().any()
+
+
+def _is_bias(name: str) -> bool:
+    return "bias" in name.rpartition(".")[2]
+
+
+def _is_nothing(x: torch.Tensor) -> bool:
+    return x.numel() > 0 and bool(x.detach().abs().max() <= _NEXT_TO_NOTHING)
 
 
 def _small(parameter: torch.Tensor, index: int) -> torch.Tensor:

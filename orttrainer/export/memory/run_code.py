@@ -32,6 +32,7 @@ class Read(NamedTuple):
         stored: "GLOBAL", "DEREF" (of a function around it) or "ATTR", and a name that the former sets so.
         compiled: some of it may have been compiled, and was not run as it stands.
         modules: names of those of Python's that the former is in.
+        asks_for_mode: code of the program's own, not a library's, names `training`.
     """
 
     names: frozenset[str]
@@ -40,6 +41,7 @@ class Read(NamedTuple):
     stored: frozenset[tuple[str, str]]
     compiled: bool
     modules: frozenset[str]
+    asks_for_mode: bool
 
 
 @functools.lru_cache(_REMEMBERED)
@@ -63,21 +65,22 @@ def _functions(code: CodeType) -> list[CodeType]:
 
 def read_by(run: RunCode, ours: str, torchs: str) -> Read:
     """What code may read; `ours`, `torchs`: the folders that those files are in."""
-    names, of_torch, variables, stored, compiled, modules = set(), set(), {}, set(), False, set()
+    names, of_torch, variables, stored, compiled, modules, asks = set(), set(), {}, set(), False, set(), False
     for code, scope in run.values():
         if code.co_filename.startswith(torchs):
             of_torch |= names_in(code)
             compiled |= os.path.join("_dynamo", "") in code.co_filename
         elif not code.co_filename.startswith(ours):
             names |= names_in(code)
-            modules.add(scope.get("__name__", ""))
+            modules.add(module := scope.get("__name__", ""))
+            asks |= "training" in names_in(code) and not is_installed(module)
             for step, name in _steps(code):
                 if step in _SETS:
                     stored.add((_SETS[step], name))
                 elif name in scope:
                     variables[id(scope), name] = scope, name
     read = frozenset(names), frozenset(of_torch), tuple(variables.values())
-    return Read(*read, frozenset(stored), compiled, frozenset(modules))
+    return Read(*read, frozenset(stored), compiled, frozenset(modules), asks)
 
 
 @contextlib.contextmanager
