@@ -84,11 +84,27 @@ def prompts(count, dice):
     return x, words, torch.randint(0, 3, (6,), generator=dice)
 
 
+class Summed(nn.Module):
+    """A sum over a set, which may have no elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.each = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x, elements):
+        return self.one(x) + self.each(elements).sum(0)
+
+
+def sets(count, dice):
+    return torch.randn(6, 4, generator=dice), torch.randn(count, 4, generator=dice), torch.randn(6, 3, generator=dice)
+
+
 CASES = {  # a module, its loss, its batches, and how often it is exported: for the first one, for none, and for any number
     "objects": (Detector, of_objects, objects, 2),  # the first one is for any number, as all three of a label have it
     "objects, decided by": (Detector, of_objects_if_any, objects, 2),
     "edges": (Graph, F.mse_loss, edges, 3),
     "words": (Prompted, F.cross_entropy, prompts, 3),
+    "a set": (Summed, F.mse_loss, sets, 3),
 }
 OPTIMIZERS = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, 0.05, momentum=0.9, weight_decay=0.01),
@@ -125,7 +141,7 @@ class Twins:
     ("case", "optimizer"),
     [
         ("objects", "Adam"), slow("objects, decided by", "momentum"), slow("objects, decided by", "Adam"),
-        ("edges", "Adam"), ("words", "momentum"),
+        ("edges", "Adam"), ("words", "momentum"), ("a set", "momentum"),
     ],
 )  # fmt: skip
 def test_each_batch_trains_as_in_pytorch(case, optimizer, exports):

@@ -166,6 +166,8 @@ class Builder:
 
     def expand_as(self, a: ir.Value, x: ir.Value) -> ir.Value:
         """`a` broadcast to the shape of `x`."""
+        if x.shape is not None and 0 in x.shape.dims:  # an Expand to nothing ONNX Runtime's optimizations leave out
+            return self.cast_as(self.zeros_like(x), a)
         return a if same_shape(a, x) else self._shaped_like(self.Expand(a, self.shape(x)), x)
 
     def zeros_like(self, x: ir.Value) -> ir.Value:
