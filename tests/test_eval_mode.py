@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 
 import onnx
 import onnxruntime
@@ -440,3 +442,32 @@ def test_what_raises_in_eval_mode_is_evaluated_as_it_trains(caplog):
     _, found = trainer.eval_step(*vectors(5))
     torch.testing.assert_close(found, module(*vectors(5))[1].detach(), rtol=1e-5, atol=1e-6)
     assert "may do more in eval mode" in caplog.text and "no labels, no boxes" in caplog.text
+
+
+class Rings(Shifted):
+    """A time limit ends while it evaluates; of what tells it so no trainer looks at."""
+
+    def forward(self, x):
+        if not self.training and os.environ.get("RINGS"):
+            signal.raise_signal(signal.SIGALRM)
+        return super().forward(x)
+
+
+def test_a_time_limit_in_the_first_evaluation_is_no_reason_to_do_without(monkeypatch, caplog):
+    def end(*_):
+        raise TimeoutError
+
+    module = rebuilt(lambda: Rings(6, 6))
+    trainer = trained(module)
+    monkeypatch.setenv("RINGS", "1")
+    before = signal.signal(signal.SIGALRM, end)
+    try:
+        with pytest.raises(TimeoutError):
+            trainer.eval_step(*vectors(5))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    monkeypatch.delenv("RINGS")
+    torch.testing.assert_close(
+        tuple(trainer.eval_step(*vectors(5))), evaluated(module, *vectors(5)), rtol=1e-5, atol=1e-6
+    )
+    assert "do more in eval mode" not in caplog.text

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import onnx_ir as ir
 import torch
 
-from orttrainer import export
+from orttrainer import export, signals
 from orttrainer.engine.inference import inference_model
 from orttrainer.engine.ways import Ways
 from orttrainer.errors import SchemaError, UnsupportedModelError
@@ -32,11 +32,10 @@ Batch: TypeAlias = Mapping[str, torch.Tensor]
 class EvalMode:
     """The graphs of a module in eval mode, on the tensors that it has at the moment.
 
-    They stand beside the training graph, and change nothing of it: stochastic depth, noise, layers that are merged or averages
-    that are moved, by `if self.training`.
+    They stand beside the training graph, and change nothing of it.
 
     Args:
-        otherwise: what it computes otherwise there.
+        otherwise: why it may compute something else there.
         source: of the module.
         described: names of the inputs.
         device: where its tensors are.
@@ -84,6 +83,7 @@ class EvalMode:
             try:
                 self._begin(batch if len(batch) == len(self._described) else last)
             except Exception as error:  # the module's own, too: nobody has said that it can be called so
+                signals.raise_noted()  # a time limit is none of it
                 if self._ways is not None:
                     raise
                 self._give_up(error)

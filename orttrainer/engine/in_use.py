@@ -407,13 +407,11 @@ class InUse(NotCopied):
                 return None
             if self._eval_mode is None:
                 make = functools.partial(self.source.graph_in_eval_mode, self.description, self._schema)
-                self._eval_mode = EvalMode(
-                    otherwise, self.source, self.input_names, self.device, signals.none_lost()(make)
-                )
+                self._eval_mode = EvalMode(otherwise, self.source, self.input_names, self.device, make)
         else:
             self._follow_module()
             self._state.masked.make_anew()
-        with runtime.garbage_kept():
+        with runtime.garbage_kept(), signals.none_lost():
             return self._eval_mode if self._eval_mode.follow(batch, self._last_batch, self._is_full(batch)) else None
 
     def _follow(self, batch: Mapping[str, torch.Tensor], trains: bool, asks: bool = False) -> None:
