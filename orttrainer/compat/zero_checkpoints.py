@@ -54,7 +54,5 @@ class CombineZeroCheckpoint:
         return checkpoint.whole(states)
 
 
-_list_checkpoint_files, _CombineZeroCheckpoint = (
-    list_checkpoint_files,
-    CombineZeroCheckpoint,
-)  # of the second generation
+# In the second generation.
+_list_checkpoint_files, _CombineZeroCheckpoint = list_checkpoint_files, CombineZeroCheckpoint
