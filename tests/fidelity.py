@@ -61,6 +61,20 @@ def rebuilt(make_layer) -> nn.Module:
     return Loss(make_layer())
 
 
+def evaluated(module: nn.Module, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What PyTorch gives, of a copy."""
+    with torch.no_grad():
+        return copy.deepcopy(module).eval()(*inputs)
+
+
+def trained(module: nn.Module, steps: int = 3):
+    """A trainer that has trained it."""
+    trainer = make(module, loss_fn=None, desc=described(vectors(0)))
+    for step in range(steps):
+        trainer.train_step(*vectors(step), RATE)
+    return trainer
+
+
 def assert_trains_as_in_pytorch(make_layer, batch, evaluates: bool) -> None:
     """Three steps of SGD, each on `batch(step)`; and an evaluation, if the layer has one that a training graph has too."""
     module, ours = rebuilt(make_layer), rebuilt(make_layer)

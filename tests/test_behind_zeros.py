@@ -291,19 +291,3 @@ def test_frozen_zeros_hide_for_ever():
     module = Loss(nn.Sequential(nn.Linear(6, 6), layer))
     loss, _ = make(module, loss_fn=None, desc=described(vectors(0))).train_step(*vectors(0), RATE)
     assert math.isfinite(loss)
-
-
-class OtherInEvaluation(nn.Module):
-    """What it computes otherwise in eval mode a zero hides at first."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.gate = nn.Linear(6, 6), nn.Parameter(torch.zeros(6))
-
-    def forward(self, x):
-        y = self.one(x)
-        return x + self.gate * (y - y.mean(0) if self.training else y)
-
-
-def test_an_evaluation_does_what_zeros_hide():
-    assert_trains_as_in_pytorch(OtherInEvaluation, vectors, evaluates=True)

@@ -44,23 +44,23 @@ def test_one_wrong_value_among_millions_is_found(place, wrong):
     want = torch.rand(2**21 + 3)
     want[5] = 1.0  # the largest
     have = want.clone()
-    check._compare({"y": want}, {"y": have}, "here")
+    check.compare_outputs({"y": want}, {"y": have}, "here")
     have[place] += wrong
     with pytest.raises(ExportMismatchError, match="1 of 2097155 values"):
-        check._compare({"y": want}, {"y": have}, "here")
+        check.compare_outputs({"y": want}, {"y": have}, "here")
 
 
 def test_equal_infinities_and_nans_are_no_difference():
     want = torch.tensor([1.0, float("inf"), -float("inf"), float("nan")])
-    check._compare({"y": want}, {"y": want.clone()}, "here")
+    check.compare_outputs({"y": want}, {"y": want.clone()}, "here")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
 def test_other_dtypes_are_compared_too(dtype):
     want = torch.rand(100).to(dtype)
-    check._compare({"y": want}, {"y": want.clone()}, "here")
+    check.compare_outputs({"y": want}, {"y": want.clone()}, "here")
     with pytest.raises(ExportMismatchError, match="100 of 100 values"):
-        check._compare({"y": want}, {"y": want + 0.2}, "here")
+        check.compare_outputs({"y": want}, {"y": want + 0.2}, "here")
 
 
 def test_an_output_that_is_memory_of_the_module_keeps_its_value():
@@ -150,8 +150,8 @@ def test_a_graph_that_takes_one_axis_for_another_of_equal_size_is_a_mismatch(mon
 
 def test_sizes_that_a_module_takes_only_one_by_one_are_compared_one_by_one(monkeypatch):
     compared = []
-    real = check._compare
-    monkeypatch.setattr(check, "_compare", lambda *args: (compared.append(args[2]), real(*args))[1])
+    real = check.compare_outputs
+    monkeypatch.setattr(check, "compare_outputs", lambda *args: (compared.append(args[2]), real(*args))[1])
 
     def forward(m, x, y):
         if x.shape[0] != 6 and y.shape[0] != 5:

@@ -17,7 +17,8 @@ from orttrainer import signals
 from orttrainer.describe import InputSchema, ModelDescription
 from orttrainer.errors import ExportError, InvalidArgumentError, RuntimeNotFoundError
 from orttrainer.export.call import OUTSIDE, LossModule, check_layers, state_names
-from orttrainer.export.checks.check import check_dropouts, check_values, compare_evaluation
+from orttrainer.export.checks.check import check_dropouts, check_values
+from orttrainer.export.checks.eval_mode import compare_evaluation
 from orttrainer.export.checks.failures import (
     condensed,
     contradicts_itself,

@@ -16,21 +16,15 @@ from types import MappingProxyType
 
 import onnx_ir as ir
 import torch
-from torch.nn.modules.batchnorm import _NormBase
 
 from orttrainer import runtime
 from orttrainer.differentiate.double import DoubleKernelsPass
 from orttrainer.errors import ExportMismatchError, RuntimeNotFoundError
-from orttrainer.export.call import in_eval_mode, in_train_mode
-from orttrainer.export.checks.forwards import outputs_of, own
+from orttrainer.export.checks.forwards import GraphEvaluation, outputs_in_mode
 from orttrainer.export.checks.observation import Observation, observe
-from orttrainer.export.checks.other_values import behind_zeros, further_trained, may_hide, with_others_for
+from orttrainer.export.checks.other_values import behind_zeros, with_others_for
 from orttrainer.export.checks.rounding import MOST_ROUNDING, Rounding, largest, reason_of, rounding_of
-from orttrainer.export.evaluated import by_running_statistics
-from orttrainer.export.faithful import MutedDropout
 from orttrainer.export.initializers import as_real, constant_of, state_as_inputs
-from orttrainer.export.memory.hidden_state import Generators, draws
-from orttrainer.export.untouched import unchanged
 from orttrainer.export.values.granted import Granted
 from orttrainer.export.values.sizes import all_resized, resized
 from orttrainer.graph.passes.axes import AllAxesPass
@@ -44,7 +38,7 @@ from orttrainer.graph.passes.speed.einsum import EinsumProductPass
 from orttrainer.graph.passes.speed.fourier import FourierProductPass
 from orttrainer.graph.passes.wide import WidePass
 
-__all__ = ["check_dropouts", "check_values", "compare_evaluation", "runner_of"]
+__all__ = ["check_dropouts", "check_values", "compare_outputs", "runner_of"]
 
 log = logging.getLogger("orttrainer")
 
@@ -128,7 +122,7 @@ def check_values(forward, wrapper, inputs, observed: Observation, public, symbol
     if observed.outputs is None:  # for the graph of another exporter
         observed.outputs = observe(wrapper, inputs, hidden_state=False).outputs
     expected, got = named(observed), dict(zip(names, run(inputs)))
-    _compare(expected, got, "on the first batch", functools.partial(rounding, inputs, expected))
+    compare_outputs(expected, got, "on the first batch", functools.partial(rounding, inputs, expected))
     del expected, got  # logits may be the largest tensors of all
     observed.outputs = None
     state = {public[name]: x for name, x in (*wrapper.named_parameters(), *wrapper.named_buffers())}
@@ -150,7 +144,7 @@ def _check_behind_zeros(wrapper, inputs, names, named, run, rounding, other_way)
         if not seen.random:
             expected, got = named(seen), dict(zip(names, run(inputs, values)))
             where = f"on the first batch, {with_others_for([*values])}"
-            _compare(expected, got, where, functools.partial(rounding, inputs, expected))
+            compare_outputs(expected, got, where, functools.partial(rounding, inputs, expected))
 
 
 def _check_sizes(forward, wrapper, inputs, symbols, names, run, rounding, other_way):
@@ -203,7 +197,7 @@ def _told_of_training(forward, wrapper, inputs, symbols) -> tuple[Granted, ...]:
         with contextlib.suppress(Exception):  # whatever the module raises that does not train on it
             observe(wrapper, other, hidden_state=False)
             return None
-        if (outputs := _outputs_in_mode(wrapper, other, _GraphEvaluation(), True)) is None:
+        if (outputs := outputs_in_mode(wrapper, other, GraphEvaluation(), True)) is None:
             return None
         try:
             _compare_resized(dict(zip(wrapper.output_names, outputs)), run(), other, where, Rounding)
@@ -270,10 +264,11 @@ def _compare_resized(expected, run, inputs, where, rounding):
             f"the module runs {where}, but the exported graph does not: a size of the first batch was written into it. Declare "
             "the axis with a number, or compute sizes from the inputs' shapes in forward."
         ) from error
-    _compare(expected, dict(zip(expected, got)), where, rounding)
+    compare_outputs(expected, dict(zip(expected, got)), where, rounding)
 
 
-def _compare(expected, got, where, rounding=Rounding):
+def compare_outputs(expected, got, where, rounding=Rounding):
+    """Raise ExportMismatchError unless the graph gave by name what the module gives; `where`: for the message."""
     for name, want in expected.items():
         have = got[name]
         if tuple(have.shape) != tuple(want.shape):
@@ -308,8 +303,8 @@ def _compare_numbers(name, want, have, where, rounding):
         wrong, example = _differences(pieces, tolerance, smallest + more)
     if wrong:
         raise ExportMismatchError(
-            f"output {name!r} of the exported graph differs from the module's {where} (train mode, "
-            f"dropout off): {example}, {wrong} of {want.numel()} values. {reason_of(name, pieces, scale, tolerance, rounding)}"
+            f"output {name!r} of the exported graph differs from the module's {where} (dropout "
+            f"off): {example}, {wrong} of {want.numel()} values. {reason_of(name, pieces, scale, tolerance, rounding)}"
         )
 
 
@@ -329,86 +324,6 @@ def _differences(pieces, rtol, atol):
             example = example or f"{b[at].item():.7g} instead of {a[at].item():.7g}"
             wrong += int((~same).sum())
     return wrong, example
-
-
-# ---------------------------------------------------------------- evaluation
-
-
-def compare_evaluation(wrapper, inputs, symbols, updated=()) -> str | None:
-    """How the module differs in eval mode from what `eval_step` computes; None if it does not, or cannot be asked.
-
-    To evaluate, the graph switches dropout off and takes running statistics. What else forward does by `self.training`
-    it cannot know of. That does not depend on the data, so a smaller batch does, where the module takes one. Where forward
-    keeps something of the parameters, as spectral norm does, that is up to date in the first step; and what is multiplied
-    by next to nothing at first, or with a buffer that is set later, cannot be seen. So another look is taken at parameters
-    and buffers as they may be later.
-
-    Args:
-        symbols: per input, {axis: symbol}.
-        updated: the names of the state that forward writes to.
-    """
-    other = all_resized(inputs, symbols)
-    smaller = other is not None and sum(t.numel() for t in other) < sum(t.numel() for t in inputs)
-    results = (smaller and _in_both_modes(wrapper, other)) or _in_both_modes(wrapper, inputs)
-    difference = _difference_of_modes(wrapper, results)
-    if difference is None and (_has_more_state(wrapper, updated) or may_hide(wrapper)):
-        difference = _difference_of_modes(
-            wrapper, _in_both_modes(wrapper, other if smaller else inputs, further_trained)
-        )
-    return difference
-
-
-def _has_more_state(wrapper, updated) -> bool:
-    """Whether forward writes to more than statistics of norms, or there is more that is no trained parameter."""
-    layers = dict(wrapper.named_modules())
-    frozen = [name for name, parameter in wrapper.named_parameters() if not parameter.requires_grad]
-    buffers = [name for name, buffer in wrapper.named_buffers() if buffer.is_floating_point()]
-    return not all(isinstance(layers.get(n.rpartition(".")[0]), _NormBase) for n in (*updated, *frozen, *buffers))
-
-
-def _difference_of_modes(wrapper, results):
-    if results is None:
-        return None
-    evaluated, trained = (dict(zip(wrapper.output_names, outputs)) for outputs in results)
-    try:
-        _compare(evaluated, trained, "in eval mode")
-    except ExportMismatchError as error:
-        return str(error).split(". ")[0]
-    return None
-
-
-def _in_both_modes(wrapper, inputs, before=lambda wrapper: None):
-    """The outputs in eval mode, and in train mode as `eval_step` computes them; None where the module gives none.
-
-    Args:
-        before: is called with the wrapper first; what it changes is undone.
-    """
-    evaluated = _outputs_in_mode(wrapper, inputs, MutedDropout(), False, before)
-    trained = None if evaluated is None else _outputs_in_mode(wrapper, inputs, _GraphEvaluation(), True, before)
-    return None if trained is None else (evaluated, trained)
-
-
-def _outputs_in_mode(wrapper, inputs, mode, training, before=lambda wrapper: None):
-    """The outputs under `mode`; None where the module gives none, or draws random numbers for them."""
-    with unchanged(wrapper, inputs), contextlib.ExitStack() as stack, wrapper.gradients(training):
-        before(wrapper)
-        stack.enter_context((in_train_mode if training else in_eval_mode)(wrapper.module))
-        generators = Generators(inputs)
-        with mode:
-            try:
-                outputs = own(outputs_of(wrapper, inputs), wrapper, inputs)
-            except Exception:  # whatever the module raises in a mode that nobody asked for
-                return None
-            drawn = generators.used() and draws(lambda: outputs_of(wrapper, inputs), inputs)
-        return None if drawn else outputs
-
-
-class _GraphEvaluation(MutedDropout):
-    """Runs a module in train mode as `eval_step` runs its graph."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        args, kwargs = by_running_statistics(func, args, kwargs or {})
-        return super().__torch_function__(func, types, args, kwargs)
 
 
 # ---------------------------------------------------------------- running the graph

@@ -9,14 +9,25 @@ import torch
 
 from orttrainer.errors import OrtTrainerError
 from orttrainer.export import checkpoints
-from orttrainer.export.call import asks_for_gradients
+from orttrainer.export.call import asks_for_gradients, in_eval_mode, in_train_mode
+from orttrainer.export.evaluated import by_running_statistics
 from orttrainer.export.faithful import MutedDropout
-from orttrainer.export.memory.hidden_state import Generators, sampled
+from orttrainer.export.memory.hidden_state import Generators, draws, sampled
 from orttrainer.export.memory.holdings import same_elements
 from orttrainer.export.quiet import unheard
 from orttrainer.export.untouched import Moved, memory_of, unchanged
 
-__all__ = ["AsksForGradients", "called", "other_values", "outputs_of", "own", "rewind", "values_of_buffers"]
+__all__ = [
+    "AsksForGradients",
+    "GraphEvaluation",
+    "called",
+    "other_values",
+    "outputs_in_mode",
+    "outputs_of",
+    "own",
+    "rewind",
+    "values_of_buffers",
+]
 
 
 class AsksForGradients(Exception):
@@ -94,3 +105,26 @@ def other_values(inputs):
         moved = x.flatten().roll(1).reshape(x.shape)
         others.append(0.75 * moved + 0.125 if x.is_floating_point() else moved)
     return None if all(map(same_elements, inputs, others)) else others
+
+
+def outputs_in_mode(wrapper, inputs, mode, training, before=lambda wrapper: None):
+    """The outputs under `mode`; None where the module gives none, or draws random numbers for them."""
+    with unchanged(wrapper, inputs), contextlib.ExitStack() as stack, wrapper.gradients(training):
+        before(wrapper)
+        stack.enter_context((in_train_mode if training else in_eval_mode)(wrapper.module))
+        generators = Generators(inputs)
+        with mode:
+            try:
+                outputs = own(outputs_of(wrapper, inputs), wrapper, inputs)
+            except Exception:  # whatever the module raises in a mode that nobody asked for
+                return None
+            drawn = generators.used() and draws(lambda: outputs_of(wrapper, inputs), inputs)
+        return None if drawn else outputs
+
+
+class GraphEvaluation(MutedDropout):
+    """Runs a module in train mode as `eval_step` runs its graph."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        args, kwargs = by_running_statistics(func, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs)
