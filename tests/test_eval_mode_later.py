@@ -112,6 +112,41 @@ def test_a_module_that_the_user_has_put_in_eval_mode_is_left_so():
     torch.testing.assert_close(module(*vectors(5)), expected)
 
 
+class Softer(nn.Linear):
+    """`train` sets what forward reads, from what nothing else reads."""
+
+    temperature, of_eval_mode = 1.0, 1.0
+
+    def train(self, mode=True):
+        self.temperature = 1.0 if mode else self.of_eval_mode
+        return super().train(mode)
+
+    def forward(self, x):
+        return super().forward(x) / self.temperature
+
+
+@pytest.mark.parametrize("before", [1.0, 2.0])
+def test_what_a_train_of_the_modules_own_reads_is_followed(before):
+    module = rebuilt(lambda: Softer(6, 6))
+    module.layer.of_eval_mode = before
+    trainer = trained(module)
+    trainer.eval_step(*vectors(5))
+    module.layer.of_eval_mode = 5.0
+    torch.testing.assert_close(
+        tuple(trainer.eval_step(*vectors(5))), evaluated(module, *vectors(5)), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_graph_that_is_made_in_the_midst_of_autocast_computes_as_the_model(dtype):
+    module = rebuilt(lambda: Kept(lambda layer, x, y: y * layer.factor))
+    trainer = trained(module)
+    module.layer.factor = 3.0
+    with torch.autocast("cpu", dtype):
+        found = trainer.eval_step(*vectors(5))
+    torch.testing.assert_close(tuple(found), evaluated(module, *vectors(5)), rtol=1e-5, atol=1e-6)
+
+
 class Forces(nn.Module):
     def __init__(self):
         super().__init__()

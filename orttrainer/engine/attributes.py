@@ -9,7 +9,15 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +53,8 @@ _HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _OF_TORCH = {"training", *vars(torch.nn.Module())}  # each layer's own; what is in them is asked for elsewhere
 _TRAINING = itertools.repeat("training")
 _CALLED = ("forward", "__call__")  # of a layer, or an object of the program's own, by whoever calls it
+# Each is known by itself, also that of a library: whoever has one puts another in its place.
+_FUNCTIONS = (type, FunctionType, BuiltinFunctionType, MethodType, MethodDescriptorType, functools.partial)
 _OF_FUNCTIONS = (*_CALLED, "backward", "setup_context", "jvp", "vmap")  # that autograd calls of a class
 
 
@@ -103,11 +113,16 @@ class Attributes:
             self._names |= read.names | (self._names_in_classes() if read.compiled else set())
             self._names_of_torch |= self._names | read.names_of_torch
             for scope, name in read.variables:
-                if ("GLOBAL", name) not in stored and _is_simple(scope[name]):
-                    path = f"{scope.get('__name__', '')}.{name}"
-                    self._variables[path] = scope, name
-                    if isinstance(scope[name], FunctionType):
-                        self._look_behind(path, scope[name], stored)
+                module, value = scope.get("__name__", ""), scope[name]
+                if ("GLOBAL", name) in stored or not _is_simple(value):
+                    continue
+                if isinstance(value, _FUNCTIONS) and _is_of_library(value):
+                    if not export.is_installed(module):  # a library keeps its own
+                        self._variables[f"{module}.{name}"] = scope, name
+                    continue
+                self._variables[f"{module}.{name}"] = scope, name
+                if isinstance(value, FunctionType):
+                    self._look_behind(f"{module}.{name}", value, stored)
         for root, part in self._parts.items():
             self._look_behind(root, part, stored)
         self.look()
@@ -132,10 +147,13 @@ class Attributes:
         places = [*{(id(held), key): (held, key) for _, held, key in self._places(absent=True)}.values()]
         elsewhere = [*self._enclosed, *(self._hooks if self._hooked else ())]
         self._held = Holdings(places, elsewhere, self._entries, self._state())
+        self._had = self._tensors_there()
         self.look_at_parameters()
 
     def look_at_parameters(self) -> None:
-        """Note whether `requires_grad` or hooks of any are others; who watches the parameters calls this where something happened to one."""
+        """Note whether `requires_grad` or hooks of any are others, or buffers have come; who watches them calls this where something
+        happened to one."""
+        self._has_others = self._tensors_there() != self._had
         self._train_others = self._read_trained() != self._trained
         self._hook_others = self._others_have_hooks()
 
@@ -145,7 +163,7 @@ class Attributes:
         Args:
             trains: for a step that trains, where it matters which layers are in eval mode, and which parameters are frozen.
         """
-        if self._hook_others or (trains and self._train_others):
+        if self._hook_others or self._has_others or (trains and self._train_others):
             return False
         if [*map(len, self._dicts)] != self._lengths or [*map(type, self._all)] != self._kinds:
             return False
@@ -192,6 +210,7 @@ class Attributes:
             ]:
                 elsewhere[path] = others
         found |= {path: comparable(hooks, self._nothing) for path, hooks in elsewhere.items()}
+        found |= dict.fromkeys(self._tensors_there(), torch.Tensor)
         return found | {f"{path}{OF_GRADIENTS}": _Training(flag) for path, flag in self._trained.items()}
 
     def ignore(self, paths: Collection[str]) -> set[str]:
@@ -244,6 +263,16 @@ class Attributes:
         """The identities of parameters and buffers: what is in them the graph has in each step, also of those that lie in a list or dict."""
         held = [x for layer in self._layers.values() for x in (*layer._parameters.values(), *layer._buffers.values())]
         return {id(tensor) for tensor in held if tensor is not None}
+
+    def _tensors_there(self) -> set[str]:
+        """The paths of parameters and buffers that forward may ask for, and that are no None."""
+        return {
+            f"{path}.{key}".strip(".")
+            for path, layer in self._layers.items()
+            for held in (layer._parameters, layer._buffers)
+            for key, tensor in held.items()
+            if tensor is not None and (not self._known or key in self._names or key in self._names_of_torch)
+        }
 
     def _hooks_of_parameters(self) -> dict[str, Mapping]:
         """Those of gradients, which `register_hook` and the like add; of the parameters that have any."""
@@ -307,7 +336,7 @@ class Attributes:
                     self._cells[full] = cell
                 if depth > 0 and content is not part and callable(content) and not isinstance(content, torch.nn.Module):
                     self._look_behind(full, content, stored, depth - 1)
-            said = attributes_of(part) if _is_simple(part) else {}
+            said = {} if _is_of_library(part) else attributes_of(part)
             self._variables |= {f"{path}.{name}": (said, name) for name in said if said[name]}
             self._variables |= {f"{path}.{name}": (vars(part), name) for name in vars(part) if name in self._names}
         elif isinstance(part, functools.partial):
@@ -328,7 +357,7 @@ class Attributes:
         if isinstance(value, (torch.Tensor, torch.nn.Module, *PLAIN, *CONTAINERS)):
             return []
         held = attributes_of(value)
-        if held is None:
+        if held is None or (isinstance(value, type) and _is_of_library(value)):
             return []
         if not self._known:
             return [(held, key) for key, x in held.items() if isinstance(x, PLAIN)]
@@ -374,6 +403,10 @@ def _is_of_torch(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == "torch"
 
 
+def _is_of_library(value: Any) -> bool:
+    return export.is_installed(getattr(value, "__module__", None) or "")
+
+
 class _Training(NamedTuple):
     """Whether a layer is in train mode, or a parameter is trained."""
 
@@ -388,11 +421,11 @@ def _is_record(value: Any) -> bool:
 
 
 def _is_simple(value: Any, depth: int = DEPTH) -> bool:
-    """Whether a variable is one to look at: not what a program does its work with, nor a part of a library."""
+    """Whether a variable is one to look at: not what a program does its work with."""
     if isinstance(value, (*PLAIN, argparse.Namespace, SimpleNamespace, torch.Tensor, torch.nn.Module, np.ndarray)):
         return True
-    if isinstance(value, (type, FunctionType)):  # a class may be in the place of a configuration
-        return not export.is_installed(value.__module__ or "")
+    if isinstance(value, _FUNCTIONS):  # a class may be in the place of a configuration
+        return True
     if isinstance(value, ModuleType):
         return not export.is_installed(value.__name__)
     if is_container(value, depth):

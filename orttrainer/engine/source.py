@@ -280,10 +280,14 @@ class Source:
 def _exporting(batch: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """One export at a time, outside of inference mode, where there are no gradients to compare with, and nothing can be traced.
 
+    Outside of `torch.autocast`, too, whose dtypes a graph that is made in its midst would keep behind it.
+
     Yields:
         The batch that it is to be made on.
     """
-    with _one_export, _uncompiled(), torch.inference_mode(False):
+    with _one_export, _uncompiled(), torch.inference_mode(False), contextlib.ExitStack() as left:
+        for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+            left.enter_context(torch.autocast(kind, enabled=False))
         yield [x.clone() if x.is_inference() else x for x in batch]
 
 

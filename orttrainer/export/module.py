@@ -34,6 +34,7 @@ from orttrainer.export.child import Child, SharedTensors, may_fork
 from orttrainer.export.forward_graph import MAX_OPSET, MIN_OPSET, ForwardGraph
 from orttrainer.export.initializers import copy_constants
 from orttrainer.export.memory.outside import modules_of
+from orttrainer.export.memory.run_code import with_modes
 from orttrainer.export.parcel import packed, unpacked
 from orttrainer.export.values.granted import of_emptiness, unmet
 from orttrainer.export.values.sizes import without_ones
@@ -90,7 +91,8 @@ def export_module(
     with job.forked(beside) as child:
         job.look()
         exported = (child and job.exported_by(child, beside)) or job.exported()
-        seen = {"touched": job.observed.touched, "read": job.observed.read, "outside": job.wrapper.taken_in}
+        read = with_modes(job.observed.read, wrapper.modules())
+        seen = {"touched": job.observed.touched, "read": read, "outside": job.wrapper.taken_in}
         seen["in_eval_mode"] = job.in_eval_mode or job.asked_for_mode()
         forward = replace(exported, granted=(*exported.granted, *job.emptiness), **seen)
         if job.compares:

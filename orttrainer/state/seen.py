@@ -20,7 +20,7 @@ class Seen:
 
     def __init__(self, modules: Iterable[torch.nn.Module]):
         modules = list(modules)
-        owners = [owner for k in modules for owner in (k._parameters, k._buffers) if owner]
+        owners = [owner for k in modules for owner in (k._parameters, k._buffers)]  # also empty ones: more may come
         self._dicts = [*(k._modules for k in modules), *owners]
         nothing: dict = {}  # one for all, so that the comparison touches less memory
         self._contents = [dict(held) if held else nothing for held in self._dicts]

@@ -8,16 +8,18 @@ import functools
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType, FrameType
 from typing import NamedTuple
 
-__all__ = ["Read", "is_installed", "names_in", "read_by", "watched"]
+__all__ = ["Read", "is_installed", "names_in", "read_by", "watched", "with_modes"]
 
 _READS = {dis.opmap[name] for name in ("LOAD_GLOBAL", "LOAD_NAME")}
 _SETS = {dis.opmap[f"STORE_{kind}"]: kind for kind in ("GLOBAL", "DEREF", "ATTR")}
 _REMEMBERED = 2**12  # functions whose code was read: a first step asks of most twice
 _COMPILER = os.path.join("torch", "_dynamo", "convert_frame.py")
+
+_MODES = ("train", "eval")
 
 RunCode = dict[int, tuple[CodeType, dict]]  # id -> code, and its globals
 
@@ -81,6 +83,17 @@ def read_by(run: RunCode, ours: str, torchs: str) -> Read:
                     variables[id(scope), name] = scope, name
     read = frozenset(names), frozenset(of_torch), tuple(variables.values())
     return Read(*read, frozenset(stored), compiled, frozenset(modules), asks)
+
+
+def with_modes(read: Read | None, layers: Iterable[object]) -> Read | None:
+    """`read`, with what `train` and `eval` of these layers' own name: from that they may set what forward reads."""
+    classes = {kind for layer in layers for kind in type(layer).__mro__ if not kind.__module__.startswith("torch.")}
+    functions = [
+        function for kind in classes for function in map(vars(kind).get, _MODES) if hasattr(function, "__code__")
+    ]
+    if read is None or not functions:
+        return read
+    return read._replace(names=read.names.union(*(names_in(function.__code__) for function in functions)))
 
 
 @contextlib.contextmanager
