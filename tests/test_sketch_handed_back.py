@@ -14,6 +14,7 @@ from test_sketch import assert_parameters_close, sgd, torch_step
 from test_sketch_moments import KINDS, Wave, assert_goes_on_alike
 from test_sketch_optimizer import MOMENTS, make
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 
 def trained(case, model=net):
@@ -120,3 +121,19 @@ def test_an_optimizer_without_moments_has_none_in_its_state_dict():
     make(module, optimizer).step(*batch())
     assert optimizer.state_dict()["state"] == {}
     assert_same(dict(copy.deepcopy(optimizer).state), {})
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_a_distributed_checkpoint_reads_and_sets_them_and_changes_nothing(case):
+    """Where `state` is empty it makes a step of zeros by a rate of 0 first, to have entries."""
+    module, ours, trainer, reference, theirs = trained(case)
+    weights, moments = get_state_dict(module, ours)
+    _, expected = get_state_dict(reference, theirs)
+    for name, entry in expected["state"].items():
+        for key, value in entry.items():
+            torch.testing.assert_close(moments["state"][name][key], value, rtol=1e-4, atol=1e-6)
+    assert_goes_on_alike(trainer, module, reference, theirs, range(3, 5))
+    for model, optimizer in ((module, ours), (reference, theirs)):  # back to where they were read
+        saved = copy.deepcopy((weights, moments))
+        set_state_dict(model, optimizer, model_state_dict=saved[0], optim_state_dict=saved[1])
+    assert_goes_on_alike(trainer, module, reference, theirs, range(5, 7))

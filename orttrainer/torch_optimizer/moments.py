@@ -77,7 +77,7 @@ class Moments:
         # The optimizer holds this by its hooks, so that this must not hold the optimizer, nor a trainer.
         self.holder: Any = object()
         self.trainers: weakref.WeakSet = weakref.WeakSet()
-        self._own_state, self._was_edited = OwnState(optimizer), False
+        self._own_state, self._was_edited, self._makes_entries = OwnState(optimizer), False, False
         optimizer.register_step_pre_hook(self.own_hook)
         optimizer.register_step_post_hook(self.own_post_hook)
         optimizer.register_state_dict_post_hook(self._with_moments)
@@ -140,9 +140,12 @@ class Moments:
     def own_hook(self, optimizer, args, kwargs) -> None:
         """What the optimizer calls before its own step, which goes on with the moments that a trainer has."""
         others, written = self.edited(optimizer)
-        self._was_edited = bool(others or written)
+        self._was_edited, self._makes_entries = bool(others or written), False
         computes = len(args) > 1 or kwargs.get("closure") is not None  # the gradients, within the step
         if not computes and all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+            return
+        self._makes_entries = isinstance(self.holder, Holding) and not computes and _makes_entries(optimizer)
+        if self._makes_entries:
             return
         if self.trainers:
             warnings.warn(
@@ -157,8 +160,21 @@ class Moments:
 
     def own_post_hook(self, optimizer, args, kwargs) -> None:
         """What the optimizer calls after its own step."""
+        if self._makes_entries:
+            optimizer.state.clear()
+            return
         if not self._was_edited:  # its own moments are no one's edit
             self.note(optimizer)
+
+
+def _makes_entries(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step, the next one, is to have entries made and nothing else, as torch.distributed.checkpoint takes one that finds none.
+
+    The rates are 0 for it, and the gradients zeros. Moments that a trainer has must not decay by it.
+    """
+    if optimizer.state or any(float(group["lr"]) for group in optimizer.param_groups):
+        return False
+    return not any(p.grad.any() for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
 
 
 _OF_OPTIMIZERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, Moments] = weakref.WeakKeyDictionary()
