@@ -22,6 +22,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import torch
 
 import steps.convolutions
+import steps.distances
 import steps.science
 import steps.structured  # noqa: F401 - likewise
 from steps.families import FAMILIES

@@ -249,6 +249,10 @@ FUNCTIONS = {
     "mvlgamma": (lambda x: torch.mvlgamma(x, 3), [1.1, 2.0, 9.0]),
     "cdist of order 1/2": (lambda x, y: torch.cdist(x, y, 0.5), ROWS, NEAR),
     **{f"cdist of order {p}": (lambda x, y, p=p: torch.cdist(x, y, float(p)), ROWS, NEAR) for p in (1, 2, 3)},
+    "cdist of many rows": (lambda x, y: torch.cdist(x[:, :2].repeat(14, 1) * torch.arange(28.0)[:, None].to(x), y[:, :2]), TIES, OTHER),
+    "cdist by products of batches": (
+        lambda x, y: torch.cdist(x[None], torch.stack([y, 2 * y]), compute_mode="use_mm_for_euclid_dist"), ROWS, NEAR,
+    ),
     "cdist of nothing": (lambda x, y: torch.cdist(x[:0], y), ROWS, NEAR),
     "vecdot of nothing": (lambda x, y: torch.linalg.vecdot(x[:0], y[:0]), ROWS, NEAR),
     "a norm along no axis named": (lambda x: torch.linalg.vector_norm(x, 2, ()), 3.0),

@@ -63,10 +63,37 @@ def _tensor_norm(input, p="fro", dim=None, keepdim=False, dtype=None):
     return _norm(input, p, dim, keepdim, dtype=dtype)
 
 
+_BY_PRODUCTS = {"use_mm_for_euclid_dist": 0, "donot_use_mm_for_euclid_dist": math.inf}
+_ROWS_FOR_PRODUCTS = 25  # more than these, as in torch.cdist
+
+
 def _cdist(x1, x2, p=2.0, compute_mode=None):
-    """The norm of each difference; 0 has the slope 0. The axis is counted from the first: see `spelled_out._vecdot`."""
+    """The norm of each difference; 0 has the slope 0. The axis is counted from the first: see `spelled_out._vecdot`.
+
+    Euclidean ones of many rows by products, as torch computes them: the differences of 512 and 512 rows of 64 take 64 MiB.
+    """
+    least = _BY_PRODUCTS.get(compute_mode, _ROWS_FOR_PRODUCTS)
+    if p == 2 and max(_at_hand(x1.size(-2)), _at_hand(x2.size(-2))) > least:
+        return _distances_by_products(x1, x2)
     differences = x1.unsqueeze(-2) - x2.unsqueeze(-3)
     return _distance(differences, p, differences.dim() - 1)
+
+
+def _at_hand(size) -> float:
+    """A size in the first batch: others are not refused, nor made another graph for, since both forms are right for all."""
+    if isinstance(size, torch.SymInt):
+        return math.inf if size.node.hint is None else size.node.hint
+    return int(size)
+
+
+def _distances_by_products(x1, x2):
+    """[-2 x, |x|^2, 1] [y, 1, |y|^2]^T: the squares of the distances of all x and y, and their roots."""
+    own, others = x1.square().sum(-1, keepdim=True), x2.square().sum(-1, keepdim=True)
+    left = torch.cat([-2 * x1, own, torch.ones_like(own)], -1)
+    right = torch.cat([x2, torch.ones_like(others), others], -1)
+    squares = left @ right.transpose(-2, -1)
+    none = squares <= 0  # below it by rounding
+    return torch.where(none, 0.0, torch.where(none, 1.0, squares).sqrt())
 
 
 def _pdist(input, p=2.0):
