@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import cProfile
+import pstats
+import sys
+
 import pytest
 import torch
 from pairs import Pair
@@ -107,6 +112,40 @@ def test_what_is_replaced_in_a_class_is_followed(name, monkeypatch, exports):
     pair.reference.eval()
     found = pair.engine.eval_step({"x": x, "label": y})[1]
     torch.testing.assert_close(found, pair.reference(x).detach(), rtol=1e-4, atol=1e-5)
+
+
+@contextlib.contextmanager
+def by_c():
+    with cProfile.Profile() as profiler:
+        yield (names := set())
+    names |= {function for _, _, function in pstats.Stats(profiler).stats}
+
+
+@contextlib.contextmanager
+def by_python():
+    before, names = sys.getprofile(), set()
+    sys.setprofile(lambda frame, *_: names.add(frame.f_code.co_name))
+    try:
+        yield names
+    finally:
+        sys.setprofile(before)
+
+
+@pytest.mark.parametrize("profiled", [by_c, by_python])
+@pytest.mark.parametrize("name", ["a property", "a method of an object", "the code of a function"])
+def test_a_first_step_that_somebody_profiles_sees_as_much(name, profiled, monkeypatch):
+    """There is one place for who looks on, and it is back to theirs behind the export."""
+    pair = Pair(Net(), optimizer="SGD with momentum")
+    with profiled() as names:
+        pair.steps(1)
+        squared(2.0)
+    assert "squared" in names
+    pair.change(lambda module: CHANGES[name](module, monkeypatch))
+    pair.steps(2)
+
+
+def squared(x):
+    return x * x
 
 
 def test_a_loss_is_followed_too(monkeypatch):

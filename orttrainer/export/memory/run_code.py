@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import cProfile
 import dis
 import functools
 import os
@@ -105,9 +106,11 @@ def watched(calls: Mapping[object, Callable[[], None]]) -> Iterator[RunCode | No
         calls: functions of C, and what is called when they are.
 
     Yields:
-        It, as it is run; None where somebody profiles, for which there is one place.
+        It, as it is run; None where somebody profiles by other code of C than cProfile, which nobody can put back.
     """
-    if sys.getprofile() is not None:
+    theirs = sys.getprofile()  # there is one place
+    pauses = isinstance(theirs, cProfile.Profile)
+    if theirs is not None and not pauses and not callable(theirs):
         yield None
         return
     run: RunCode = {}
@@ -115,6 +118,8 @@ def watched(calls: Mapping[object, Callable[[], None]]) -> Iterator[RunCode | No
 
     def called(frame, event, function):
         nonlocal within
+        if theirs is not None and not pauses:
+            theirs(frame, event, function)
         if event == "call" and (within or _imports(frame) or frame.f_code.co_filename.endswith(_COMPILER)):
             within += 1
         elif event == "return" and within:
@@ -126,11 +131,15 @@ def watched(calls: Mapping[object, Callable[[], None]]) -> Iterator[RunCode | No
                 if function is other:
                     then()
 
+    if pauses:
+        theirs.disable()
     sys.setprofile(called)
     try:
         yield run
     finally:
-        sys.setprofile(None)
+        sys.setprofile(None if pauses else theirs)
+        if pauses:
+            theirs.enable()
 
 
 def _imports(frame: FrameType) -> bool:
