@@ -112,7 +112,7 @@ def slice_(op, node, dy):
 def _pad_back(op, x: ir.Value, starts: ir.Value, axes: ir.Value | None, y: ir.Value, dy: ir.Value) -> ir.Value:
     axes = op.const(np.arange(starts.shape[0])) if axes is None else op.cast_as(axes, op.const(np.int64(0)))
     begin, places = constant(starts), constant(axes)
-    if begin is not None and places is not None and all_static(x, y):
+    if begin is not None and places is not None and _are_known(x, places) and _are_known(y, places):
         sizes, kept = (np.array([v.shape[k] for k in places], np.int64) for v in (x, y))
         before = np.clip(np.where(begin < 0, begin + sizes, begin), 0, sizes)
         return shaped(op.Pad(dy, np.concatenate([before, sizes - before - kept]), None, axes), x)
@@ -125,6 +125,11 @@ def _pad_back(op, x: ir.Value, starts: ir.Value, axes: ir.Value | None, y: ir.Va
         before = op.Min(op.Max(from_back, np.int64(0)), sizes)
     after = op.Sub(op.Sub(sizes, before), kept)
     return shaped(op.Pad(dy, op.Concat(before, after, axis=0), None, axes), x)
+
+
+def _are_known(value: ir.Value, axes: np.ndarray) -> bool:
+    """Whether the sizes along these axes are numbers."""
+    return value.shape is not None and all(isinstance(value.shape[int(axis)], int) for axis in axes)
 
 
 def _scatter_back(op, node: ir.Node, dy: ir.Value) -> ir.Value:
