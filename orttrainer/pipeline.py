@@ -31,6 +31,7 @@ from orttrainer.graph.passes.speed.gated_add import GatedAddPass
 from orttrainer.graph.passes.speed.gelu import ExpandGeluPass, FuseGeluPass
 from orttrainer.graph.passes.speed.input_shapes import InputShapesPass
 from orttrainer.graph.passes.speed.layout import WideLinearLayoutPass
+from orttrainer.graph.passes.speed.masked_scores import SkipMaskedScoresPass
 from orttrainer.graph.passes.speed.nchwc import BlockedConvolutionPass
 from orttrainer.graph.passes.speed.nchwc_filtering import MinimalFilteringPass
 from orttrainer.graph.passes.speed.nchwc_regions import StayInBlocksPass
@@ -81,6 +82,7 @@ SPEED_PASSES = (
     TakeFromStackPass,
     FuseGeluPass,
     ExpandGeluPass,
+    SkipMaskedScoresPass,  # for the CPU
     AddMaskPass,
     SoftmaxGradientPass,
     ExpandSoftmaxCrossEntropyPass,
@@ -152,6 +154,7 @@ def before_gradients(
         TakeFromStackPass(),
         common.RemoveUnusedNodesPass(),
         FuseGeluPass(),
+        *([] if primitives else [SkipMaskedScoresPass()]),
         AddMaskPass(),
         SplitBatchNormalizationPass(),
         CounterHashDropoutPass(seed, step, training_mode),

@@ -7,7 +7,6 @@ import onnx_ir as ir
 
 from orttrainer.differentiate.registry import non_differentiable, vjp
 from orttrainer.differentiate.rules.tools import (
-    all_static,
     along,
     attribute,
     axis_of,
