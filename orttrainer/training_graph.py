@@ -13,8 +13,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from orttrainer.errors import UnsupportedFeatureError
-from orttrainer.graph.write import write_model
+from orttrainer.errors import InvalidArgumentError, UnsupportedFeatureError
+from orttrainer.graph.write import checked_path, write_model
 
 SEED, STEP = "Random_Seed", "Training_Step"  # what dropout masks are made from
 
@@ -179,22 +179,75 @@ class TrainingGraph:
         """
         if self.compile_plain is not None:
             return self.plain.model
-        proto = ir.to_proto(self.graph)
+        proto = self._without_state()
         for entry in self.signature.state:
-            initializer = proto.graph.initializer.add()  # to append one is to copy it, which protobuf refuses past 2 GB
-            ir.serde.serialize_tensor_into(initializer, self.tensors[entry.name])
-            initializer.name = entry.name
+            self._add_value(proto, entry, entry.name)
         info = proto.training_info.add()
         for entry in self.signature.state:
             if entry.output is not None:
                 info.update_binding.add(key=entry.name, value=entry.output)
+        return proto
+
+    @property
+    def initial_state(self) -> onnx.ModelProto:
+        """An ONNX model without inputs, whose outputs are the present state: each by the name of the input that takes it."""
+        if self.compile_plain is not None:
+            return self.plain.initial_state
+        opset = onnx.helper.make_opsetid("", self.graph.opset_imports[""])
+        proto = onnx.ModelProto(ir_version=self.graph.ir_version, opset_import=[opset])
+        proto.graph.name = "initial_state"
+        names, behind = {entry.name for entry in self.signature.state}, "_value"
+        while not names.isdisjoint([f"{name}{behind}" for name in names]):
+            behind += "_"
+        inputs = {value.name: value for value in self.graph.graph.inputs}
+        for entry in self.signature.state:
+            self._add_value(proto, entry, f"{entry.name}{behind}")
+            proto.graph.node.append(onnx.helper.make_node("Identity", [f"{entry.name}{behind}"], [entry.name]))
+            proto.graph.output.append(ir.to_proto(inputs[entry.name]))
+        return proto
+
+    def save(self, path: str | os.PathLike, initial_state: str | os.PathLike | None = None) -> None:
+        """Write the graph to one file, with the present state as the default of its state inputs; or graph and state apart.
+
+        Each input `<name>` that is state has its next value in the output `<name>_new`, but for state that no step
+        changes. So a program that cannot read the file's metadata trains, too: it feeds each back for the other.
+        Past 2 GB tensors go to `<path>.data` beside a file.
+
+        Args:
+            path: of the training graph.
+            initial_state: of a second file, an ONNX model without inputs, whose outputs are the present state by the
+                names of the inputs that take it. The state inputs of the first then have no defaults: JavaScript and
+                Java cannot feed inputs that have, and tools that optimize files make constants of them.
+
+        Raises:
+            InvalidArgumentError: one of these is no path, or both are one.
+            OSError: a folder does not exist, cannot be written, or is full.
+
+        Example: `trainer.training_graph.save("training.onnx", initial_state="start.onnx")`
+        """
+        if initial_state is None:
+            write_model(self.model, path)
+            return
+        if os.path.realpath(checked_path(path)) == os.path.realpath(checked_path(initial_state)):
+            raise InvalidArgumentError(
+                f"the training graph and its initial_state are two files; both are to be {path!r}"
+            )
+        plain = self.plain
+        write_model(plain.initial_state, initial_state)
+        write_model(plain._without_state(), path)
+
+    def _without_state(self) -> onnx.ModelProto:
+        """The graph and what it says about itself; all state is fed."""
+        proto = ir.to_proto(self.graph)
         signature = json.dumps(asdict(self.signature), sort_keys=True)
         onnx.helper.set_model_props(proto, {"orttrainer.signature": signature})
         return proto
 
-    def save(self, path: str | os.PathLike) -> None:
-        """Write the graph to one file; past 2 GB the tensors go to `<path>.data` beside it."""
-        write_model(self.model, path)
+    def _add_value(self, proto: onnx.ModelProto, entry: StateEntry, name: str) -> None:
+        """Add an initializer with the value of this state."""
+        initializer = proto.graph.initializer.add()  # to append one is to copy it, which protobuf refuses past 2 GB
+        ir.serde.serialize_tensor_into(initializer, self.tensors[entry.name])
+        initializer.name = name
 
     def __reduce_ex__(self, protocol):
         raise UnsupportedFeatureError(

@@ -17,7 +17,7 @@ from marks import slow
 from test_parity import OPTIMIZERS, each, make_trainer, train
 
 from orttrainer import set_seed
-from orttrainer.errors import UnsupportedFeatureError
+from orttrainer.errors import InvalidArgumentError, UnsupportedFeatureError
 from orttrainer.graph.fence import unordered_readers
 from orttrainer.run import Runner
 from orttrainer.training_graph import TrainingGraph
@@ -63,6 +63,75 @@ def test_saved_file_passes_the_checker_and_trains_from_a_bare_session(name, opti
     onnx.checker.check_model(path, full_check=True)
     losses = train_from_file(path, setup, OPTIMIZERS[optimizer][2], 5)
     assert losses == pytest.approx(train(setup, trainer, optimizer, range(5)), rel=1e-6)
+
+
+def bare_session(path) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+@pytest.mark.legacy_runtime
+@pytest.mark.parametrize("name, optimizer", [("mlp", "adam"), ("cnn", "sgd"), ("tied", "lamb")])
+def test_graph_and_state_in_two_files_train_by_the_names_of_inputs_and_outputs_alone(name, optimizer, tmp_path):
+    setup, _, trainer = compiled(name, optimizer)
+    rate = OPTIMIZERS[optimizer][2]
+    train(setup, trainer, optimizer, range(2))
+    training, start = tmp_path / "training.onnx", tmp_path / "start.onnx"
+    trainer.training_graph.save(training, initial_state=start)
+    for path in (training, start):
+        onnx.checker.check_model(str(path), full_check=True)
+    proto = onnx.load(training)
+    assert not {x.name for x in proto.graph.initializer} & {x.name for x in proto.graph.input}
+    init, session = bare_session(start), bare_session(training)
+    assert not init.get_inputs()
+    state = dict(zip([x.name for x in init.get_outputs()], init.run(None, {})))
+    outputs, inputs = [x.name for x in session.get_outputs()], {x.name for x in session.get_inputs()}
+    losses = []
+    for index in range(2, 6):
+        given = dict(zip([d.name_ for d in setup.description().inputs_], map(torch.Tensor.numpy, setup.batch(index))))
+        settings = {"Learning_Rate": np.array([rate], np.float32), "training_mode": np.array(True)}
+        found = dict(zip(outputs, session.run(None, given | state | {n: settings[n] for n in settings if n in inputs})))
+        losses.append(float(found["loss"]))
+        state = {n: found.get(f"{n}_new", value) for n, value in state.items()}
+    assert losses == pytest.approx(train(setup, trainer, optimizer, range(2, 6)), rel=1e-6)
+    own = trainer.state_dict()
+    for parameter in trainer.training_graph.signature.parameters:
+        np.testing.assert_allclose(state[parameter], own[parameter].numpy(), rtol=1e-5, atol=1e-7)
+
+
+def test_wide_weights_and_names_that_are_alike_are_in_the_second_file_as_declared(tmp_path):
+    class Alike(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(4, 8)
+            self.wide = torch.nn.Linear(8, 4096)
+            self.register_buffer("weight_value", torch.randn(8))
+
+        def forward(self, x):
+            y = self.wide(super().forward(x) + self.weight_value)
+            return y.square().mean(), y
+
+    torch.manual_seed(0)
+    module = Alike()
+    description = models.ModelDescription(
+        [models.IODescription("x", ["batch", 4], torch.float32)],
+        [models.IODescription("loss", []), models.IODescription("y", ["batch", 4096])],
+    )
+    trainer = models_trainer(module, description)
+    trainer.train_step(torch.randn(6, 4), 0.1)
+    trainer.training_graph.save(tmp_path / "training.onnx", tmp_path / "start.onnx")
+    init = bare_session(tmp_path / "start.onnx")
+    found = dict(zip([x.name for x in init.get_outputs()], init.run(None, {})))
+    assert found.keys() == module.state_dict().keys()
+    for name, tensor in module.state_dict().items():
+        np.testing.assert_array_equal(found[name], tensor.numpy())
+
+
+def test_graph_and_state_cannot_be_one_file(tmp_path):
+    graph = compiled("mlp", "sgd")[2].training_graph
+    with pytest.raises(InvalidArgumentError, match=r"its initial_state are two files; both are to be .*one\.onnx"):
+        graph.save(str(tmp_path / "one.onnx"), initial_state=tmp_path / "." / "one.onnx")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name, optimizer", [
