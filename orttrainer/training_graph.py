@@ -143,8 +143,8 @@ class TrainingGraph:
     Attributes:
         graph: the graph as an `onnx_ir.Model`, without the values of its state.
         signature: what its inputs and outputs mean.
-        tensors: the value of each state input before the first step, by name. The trainer keeps the trained
-            tensors here, each as the model declares it, so `model` and `save` show the state of the moment.
+        tensors: the value of each state input before the first step, by name. The trainer keeps the trained tensors and
+            its accumulators here, each as the model declares it, so `model` and `save` show the state of the moment.
         compile_plain: compiles the same graph with all state as the model declares it; None if this one has it so.
     """
 
@@ -166,8 +166,7 @@ class TrainingGraph:
         if self.compile_plain is None:
             return self
         plain = self.compile_plain()
-        kept = {entry.name for entry in plain.signature.state if entry.role != "accumulator"}  # those are a runner's
-        plain.tensors.update({name: tensor for name, tensor in self.tensors.items() if name in kept})
+        plain.tensors.update({name: tensor for name, tensor in self.tensors.items() if name in plain.tensors})
         return plain
 
     @property

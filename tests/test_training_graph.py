@@ -103,9 +103,9 @@ def test_graph_and_state_in_two_files_train_by_the_names_of_inputs_and_outputs_a
 def test_wide_weights_and_names_that_are_alike_are_in_the_second_file_as_declared(tmp_path):
     class Alike(torch.nn.Linear):
         def __init__(self):
-            super().__init__(4, 8)
-            self.wide = torch.nn.Linear(8, 4096)
-            self.register_buffer("weight_value", torch.randn(8))
+            super().__init__(4, 64)
+            self.wide = torch.nn.Linear(64, 4096)
+            self.register_buffer("weight_value", torch.randn(64))
 
         def forward(self, x):
             y = self.wide(super().forward(x) + self.weight_value)
@@ -119,6 +119,7 @@ def test_wide_weights_and_names_that_are_alike_are_in_the_second_file_as_declare
     )
     trainer = models_trainer(module, description)
     trainer.train_step(torch.randn(6, 4), 0.1)
+    assert any(entry.transposed for entry in trainer._engine.training_graph.signature.state)
     trainer.training_graph.save(tmp_path / "training.onnx", tmp_path / "start.onnx")
     init = bare_session(tmp_path / "start.onnx")
     found = dict(zip([x.name for x in init.get_outputs()], init.run(None, {})))

@@ -50,7 +50,7 @@ from orttrainer.state.state_dict import (
     cpu_copy,
     of_a_block,
 )
-from orttrainer.state.trained import TrainedState
+from orttrainer.state.trained import TrainedState, ir_view
 from orttrainer.state.update_counts import SHARED_COUNT, counters_fit, counts_in, numbered
 from orttrainer.training_graph import SEED, STEP, TrainingGraph
 
@@ -326,6 +326,7 @@ class InUse(NotCopied):
 
     def _go_on(self, forward: ForwardGraph, graph: TrainingGraph, state: TrainedState, runner: Runner) -> None:
         runner.rebind(state.take_over())
+        graph.tensors.update({name: ir_view(name, tensor) for name, tensor in runner.named_accumulators().items()})
         self._forward, self.training_graph, self._state, self._runner = forward, graph, state, runner
         rates = next(x for x in graph.graph.graph.inputs if x.name == graph.signature.learning_rate)
         self._rates_fed, self._rates_dtype = rates.shape[0], to_torch_dtype(rates.dtype)

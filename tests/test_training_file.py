@@ -1,0 +1,76 @@
+"""Training from the saved file alone, as any program with an ONNX Runtime does."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from small import batch, make, net
+from test_training_graph import bare_session
+from torch import nn
+
+from orttrainer import IODescription, LossScaler, ModelDescription
+
+RATE = 0.05
+
+
+class Stranger:
+    """Trains from a file, by what it says about itself."""
+
+    def __init__(self, trainer, folder):
+        trainer.training_graph.save(folder / "training.onnx", initial_state=folder / "start.onnx")
+        props = {p.key: p.value for p in onnx.load(folder / "training.onnx").metadata_props}
+        self.signature = json.loads(props["orttrainer.signature"])
+        start, self.session = bare_session(folder / "start.onnx"), bare_session(folder / "training.onnx")
+        self.state = dict(zip([x.name for x in start.get_outputs()], start.run(None, {})))
+        self.roles = {entry["name"]: entry["role"] for entry in self.signature["state"]}
+
+    def step(self, given, settings, update=True):
+        """One batch; keeps only what a batch that is accumulated changes, unless `update`."""
+        batch = {name: x.numpy() for name, x in zip(self.signature["inputs"], given)}
+        known = {x.name for x in self.session.get_inputs()}
+        settings = {"Learning_Rate": [RATE], **settings}
+        settings = {name: np.array(value, np.float32) for name, value in settings.items() if name in known}
+        found = self.session.run(None, batch | settings | self.state)
+        found = dict(zip([x.name for x in self.session.get_outputs()], found))
+        for name, role in self.roles.items():
+            if f"{name}_new" in found and (update or role in ("accumulator", "buffer", "random")):
+                self.state[name] = found[f"{name}_new"] * (not update or role != "accumulator")
+        return found
+
+    def assert_has(self, trainer, **tolerances):
+        own = trainer.state_dict()
+        for name in trainer.training_graph.signature.parameters:
+            np.testing.assert_allclose(self.state[name], own[name].numpy(), **tolerances)
+
+
+def wide() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4096))
+
+
+@pytest.mark.parametrize("kind", ["narrow", "wide", "mixed precision"])
+def test_a_file_from_the_midst_of_a_block_of_batches_has_their_gradients(kind, tmp_path):
+    columns = 4096 if kind == "wide" else 3
+    description = ModelDescription(
+        [IODescription("x", ["batch", 4], torch.float32), IODescription("label", ["batch"], torch.int64)],
+        [IODescription("loss", [], torch.float32), IODescription("output", ["batch", columns], torch.float32)],
+    )
+    options, rounding = {}, 1e-5
+    if kind == "mixed precision":
+        options = {"use_mixed_precision": True, "loss_scaler": LossScaler("loss_scale", True, up_scale_window=100)}
+        rounding = 1e-3  # of the activations, which other kernels round elsewhere
+    trainer = make(
+        wide() if kind == "wide" else net(), "AdamOptimizer", desc=description, gradient_accumulation_steps=3, **options
+    )
+    for index in range(4):  # an update, and one batch more
+        trainer.train_step(*batch(index), RATE)
+    stranger = Stranger(trainer, tmp_path)
+    for index in (4, 5):
+        settings = {"accumulated_batches": [index - 2], "loss_scale": [65536.0]}
+        loss = stranger.step(batch(index), settings, update=index == 5)["loss"]
+        np.testing.assert_allclose(loss, trainer.train_step(*batch(index), RATE)[0].numpy(), rtol=rounding)
+    stranger.assert_has(trainer, rtol=rounding, atol=rounding)
