@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -15,6 +16,8 @@ import onnx_ir as ir
 
 from orttrainer.errors import InvalidArgumentError, UnsupportedFeatureError
 from orttrainer.graph.write import checked_path, write_model
+
+log = logging.getLogger("orttrainer")
 
 SEED, STEP = "Random_Seed", "Training_Step"  # what dropout masks are made from
 
@@ -146,6 +149,7 @@ class TrainingGraph:
         tensors: the value of each state input before the first step, by name. The trainer keeps the trained tensors and
             its accumulators here, each as the model declares it, so `model` and `save` show the state of the moment.
         compile_plain: compiles the same graph with all state as the model declares it; None if this one has it so.
+        decisions: where the model decides by values which way it goes, `file:line`; the graph goes one of the ways.
     """
 
     def __init__(
@@ -159,6 +163,7 @@ class TrainingGraph:
         self.signature = signature
         self.tensors = tensors
         self.compile_plain = compile_plain
+        self.decisions: Sequence[str] = ()
 
     @property
     def plain(self) -> TrainingGraph:
@@ -226,14 +231,20 @@ class TrainingGraph:
         """
         if initial_state is None:
             write_model(self.model, path)
-            return
-        if os.path.realpath(checked_path(path)) == os.path.realpath(checked_path(initial_state)):
-            raise InvalidArgumentError(
-                f"the training graph and its initial_state are two files; both are to be {path!r}"
-            )
-        plain = self.plain
-        write_model(plain.initial_state, initial_state)
-        write_model(plain._without_state(), path)
+        else:
+            if os.path.realpath(checked_path(path)) == os.path.realpath(checked_path(initial_state)):
+                raise InvalidArgumentError(
+                    f"the training graph and its initial_state are two files; both are to be {os.fspath(path)!r}"
+                )
+            plain = self.plain
+            write_model(plain.initial_state, initial_state)
+            write_model(plain._without_state(), path)
+        if self.decisions:
+            log.warning(
+                "%s has one of the ways of the model, which decides by values %d times, first at %s; the file is right for "
+                "batches that go this way, and has neither the parameters nor the moments that only others train.",
+                os.fspath(path), len(self.decisions), self.decisions[0],
+            )  # fmt: skip
 
     def _without_state(self) -> onnx.ModelProto:
         """The graph and what it says about itself; all state is fed."""

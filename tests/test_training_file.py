@@ -74,3 +74,26 @@ def test_a_file_from_the_midst_of_a_block_of_batches_has_their_gradients(kind, t
         loss = stranger.step(batch(index), settings, update=index == 5)["loss"]
         np.testing.assert_allclose(loss, trainer.train_step(*batch(index), RATE)[0].numpy(), rtol=rounding)
     stranger.assert_has(trainer, rtol=rounding, atol=rounding)
+
+
+class TwoWays(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.one(x) if x.mean() > 0 else self.other(x)
+
+
+def test_a_file_of_one_way_of_a_model_that_decides_by_values_is_said_to_be_that(tmp_path, caplog):
+    x, label = batch()
+    for module, says in ((TwoWays(), True), (net(), False)):
+        trainer = make(module)
+        trainer.train_step(x.abs(), label, RATE)
+        for more in ({}, {"initial_state": tmp_path / "start.onnx"}):
+            caplog.clear()
+            trainer.training_graph.save(tmp_path / "training.onnx", **more)
+            told = (
+                f"training.onnx has one of the ways of the model, which decides by values 1 times, first at {__file__}:"
+            )
+            assert (told in caplog.text) == ("only others train" in caplog.text) == says

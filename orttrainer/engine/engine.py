@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import onnx
 import onnx_ir as ir
@@ -31,9 +31,6 @@ from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.places import Places
 from orttrainer.profiling import Profile, check_updates, places_of, profiled, watching
 from orttrainer.runtime.failures import CheckFailed
-
-if TYPE_CHECKING:
-    from orttrainer.export import ForwardGraph
 
 log = logging.getLogger("orttrainer")
 
@@ -324,17 +321,11 @@ class Engine(InUse):
         else:
             forward, model, precision = evaluates.forward, evaluates.model(), None  # that of the module
         export_inference(model, outputs, given, evaluate, precision, path, evaluates is not None)
-        self._warn_of_one_way(path, forward)
-
-    def _warn_of_one_way(self, path: str | os.PathLike, forward: ForwardGraph) -> None:
-        """Tell that a file has one way of a forward that decides by values, and does not ask."""
-        conditions = forward.conditions
-        made = () if conditions is None else [x for i, x in enumerate(conditions.made) if i not in conditions.checks]
-        if made:
+        if forward.decisions:
             log.warning(
-                "%s has one of the ways of the model, which decides by values %d times, first at %s:%d; the file is right for "
+                "%s has one of the ways of the model, which decides by values %d times, first at %s; the file is right for "
                 "batches that go this way. export_inference(batch=...) writes that of another batch.",
-                os.fspath(path), len(made), made[0].file, made[0].line,
+                os.fspath(path), len(forward.decisions), forward.decisions[0],
             )  # fmt: skip
 
     def _trained_forward(self) -> ir.Model:

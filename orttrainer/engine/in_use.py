@@ -348,19 +348,21 @@ class InUse(NotCopied):
         return graph
 
     def _compiled(self, forward: ForwardGraph, layouts: bool, counted_with: Mapping[str, int]) -> TrainingGraph:
-        choice = self._optimizer
+        choice, decisions = self._optimizer, forward.decisions
         forward = replace(forward, model=forward.model.clone())
         if not self._tells_checks:
             forward = forward.unchecked()
         optimizer = make_optimizer(choice.name, forward.parameters, choice.attributes, choice.clip, counted_with)
         groups = None if choice.group is None else {name: choice.group(name) for name in forward.parameters}
-        return compile_training_graph(
+        graph = compile_training_graph(
             forward, optimizer, learning_rate=self.settings.learning_rate, groups=groups,
             seed=seed_of_rank(self.collective.rank), primitives=self.device.type == "cuda",
             accumulate=self._accumulation_steps > 1, precision=self.precision,
             recompute=self.settings.recompute and self.settings.recompute.with_sizes(self._sizes), layouts=layouts,
             as_declared=self.source.as_declared, disabled_passes=self.settings.disabled_passes,
         )  # fmt: skip
+        graph.decisions = decisions
+        return graph
 
     def _is_full(self, batch: Mapping[str, torch.Tensor]) -> bool:
         """Whether no part of a batch that was checked is empty."""

@@ -64,6 +64,14 @@ class ForwardGraph:
         """The output, bool [1], that tells whether what forward checks of its layers goes as it did on the first batch."""
         return CHECKS if self.conditions is not None and self.conditions.checks else None
 
+    @property
+    def decisions(self) -> tuple[str, ...]:
+        """Where it decides by values which way it goes, `file:line`; the graph goes one of the ways, and does not ask."""
+        if self.conditions is None:
+            return ()
+        made = enumerate(self.conditions.made)
+        return tuple(f"{x.file}:{x.line}" for index, x in made if index not in self.conditions.checks)
+
     def unchecked(self) -> ForwardGraph:
         """The same without that output, so that the conditions have to be asked."""
         if self.checks is None:
