@@ -34,12 +34,12 @@ from orttrainer.graph.passes.speed.gelu import ExpandGeluPass
 from orttrainer.graph.passes.speed.layout import WideLinearLayoutPass
 from orttrainer.graph.recompute import Recompute
 from orttrainer.graph.subgraphs import node_inputs
+from orttrainer.graph.versions import least_ir_version
 from orttrainer.optim import Optimizer, global_norm
 from orttrainer.optim.scalars import as_double
 from orttrainer.pipeline import after_update, before_gradients, check_disabled_passes, rewritten
 from orttrainer.training_graph import SEED, STEP, Signature, StateEntry, TrainingGraph, transposed_tensor
 
-IR_VERSION = 10  # the newest that ONNX Runtime 1.19 loads
 TRAINING_MODE = "training_mode"
 NORM = "global_gradient_norm"
 FINITE = "all_gradients_finite"
@@ -365,7 +365,7 @@ class _Build:
         state = tuple(self._entry(v.name, v.name not in shared) for v in graph.inputs if v.name in self.tensors)
         TopologicalOrderPass()(self.model)
         common.ClearMetadataAndDocStringPass()(self.model)
-        self.model.ir_version = IR_VERSION
+        self.model.ir_version = least_ir_version(self.model)
         signature = Signature(
             tuple(self.described), tuple(self.outputs), self.learning_rate,
             TRAINING_MODE if any(v.name == TRAINING_MODE for v in graph.inputs) else None,

@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from small import batch, make, net
@@ -13,6 +14,7 @@ from test_training_graph import bare_session
 from torch import nn
 
 from orttrainer import IODescription, LossScaler, ModelDescription
+from orttrainer.graph.versions import least_ir_version
 
 RATE = 0.05
 
@@ -97,3 +99,26 @@ def test_a_file_of_one_way_of_a_model_that_decides_by_values_is_said_to_be_that(
                 f"training.onnx has one of the ways of the model, which decides by values 1 times, first at {__file__}:"
             )
             assert (told in caplog.text) == ("only others train" in caplog.text) == says
+
+
+# the ONNX releases that brought the opsets: 1.13, 1.15 and 1.16
+@pytest.mark.parametrize("opset, version", [(18, 8), (20, 9), (21, 10)])
+def test_files_have_the_oldest_format_that_has_their_opset(opset, version, tmp_path):
+    trainer = make(_opset_version=opset)
+    trainer.train_step(*batch(), RATE)
+    trainer.training_graph.save(tmp_path / "default.onnx")
+    trainer.training_graph.save(tmp_path / "training.onnx", tmp_path / "start.onnx")
+    trainer.export_inference(tmp_path / "inference.onnx")
+    trainer.save_as_onnx(str(tmp_path / "forward.onnx"))
+    for path in tmp_path.iterdir():
+        onnx.checker.check_model(path, full_check=True)
+        proto = onnx.load(path)
+        assert {x.domain: x.version for x in proto.opset_import}[""] == opset
+        assert (path.name, proto.ir_version) == (path.name, version)
+
+
+@pytest.mark.parametrize("dtype, version", [("float", 8), ("float8e4m3fn", 9), ("int4", 10), ("float4e2m1", 11)])
+def test_a_data_type_that_is_newer_than_the_opset_needs_a_newer_format(dtype, version):
+    text = f'<ir_version: 13, opset_import: ["" : 18, "com.example" : 1]> g ({dtype}[2] x) => ({dtype}[2] y)'
+    proto = onnx.parser.parse_model(text + "{ y = com.example.F(x) }")
+    assert least_ir_version(ir.from_proto(proto)) == version

@@ -29,6 +29,7 @@ from orttrainer.errors import ExecutionError, InvalidArgumentError, NonFiniteLos
 from orttrainer.graph.passes.constants import InitializersToConstantsPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.places import Places
+from orttrainer.graph.versions import least_ir_version
 from orttrainer.profiling import Profile, check_updates, places_of, profiled, watching
 from orttrainer.runtime.failures import CheckFailed
 
@@ -295,6 +296,7 @@ class Engine(InUse):
         model = self._trained_forward()
         RemoveGradientMarksPass()(model)
         InitializersToConstantsPass({*self._forward.parameters, *self._forward.buffers})(model)
+        model.ir_version = least_ir_version(model)
         return ir.to_proto(model)
 
     @one_at_a_time

@@ -24,6 +24,7 @@ from orttrainer.graph.passes.padded_pools import PaddedPoolsPass
 from orttrainer.graph.passes.random import MutePass
 from orttrainer.graph.passes.wide import WidePass
 from orttrainer.graph.subgraphs import eliminate_identities, node_inputs
+from orttrainer.graph.versions import least_ir_version
 from orttrainer.graph.write import write_model
 
 # Of the largest number of an output: float32 in another order; half precision has 11 or 8 bits.
@@ -65,6 +66,7 @@ def inference_model(forward: ir.Model, outputs: Sequence[str], evaluates: bool =
     used = {value for node in graph for value in node_inputs(node)} | set(graph.outputs)
     for value in [value for value in graph.inputs if value not in used]:
         graph.inputs.remove(value)
+    forward.ir_version = least_ir_version(forward)
     return forward
 
 
