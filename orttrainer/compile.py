@@ -373,9 +373,8 @@ class _Build:
             {name: groups.get(name, 0) for name in gradients}, self.loss_scale,
             None if self.finite is None else FINITE, None if self.batches is None else BATCHES, checks=self.checks,
         )  # fmt: skip
-        counters = {name: optimizer.counter_of(name) for name in signature.parameters}
-        counters = {name: counter for name, counter in counters.items() if counter is not None}
-        return TrainingGraph(self.model, replace(signature, counters=counters), self.tensors)
+        counters = {n: counter for n in signature.parameters if (counter := optimizer.counter_of(n)) is not None}
+        return TrainingGraph(self.model, replace(signature, counters=counters, fed=optimizer.places), self.tensors)
 
     def _entry(self, name: str, in_place: bool) -> StateEntry:
         output = f"{name}_new" if name in self.new else None

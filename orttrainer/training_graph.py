@@ -21,6 +21,15 @@ log = logging.getLogger("orttrainer")
 
 SEED, STEP = "Random_Seed", "Training_Step"  # what dropout masks are made from
 
+DOC = """One run is one training step: forward, loss, backward and update. Feed the batch, the learning rate and the state;
+where an input <name> has an output <name>_new, feed that in the next run. training_mode is True to train, False to
+evaluate; what is new then is to be thrown away. accumulated_batches is the number of batches in the accumulators, this one
+among them; with fewer than an update has, keep only what is new of accumulators, buffers and random state, and after an
+update feed accumulators of zeros. loss_scale multiplies the loss; where all_gradients_finite is False, keep the old state and
+try a smaller one. forward_checks is True to have a run fail in which a check of the model's own does. What each input and
+output is stands as JSON in the metadata, under "orttrainer.signature"; what was fed last, under "orttrainer.moment".
+docs/training-file.md of orttrainer says more."""
+
 
 @dataclass(frozen=True)
 class StateEntry:
@@ -89,7 +98,8 @@ class Signature:
         outputs: the described outputs, in order, loss first.
         learning_rate: input, float32 [groups], float64 where a parameter is: one rate for each group of parameters, and
             what else of the optimizer each step feeds, such as betas that a schedule changes.
-        training_mode: bool input, False to evaluate; None if nothing in the graph asks for it.
+        training_mode: bool input, False to evaluate: dropout off, running statistics. The new state is to be thrown away
+            then, and modules that do more in eval mode are not in it. None if nothing in the graph asks for it.
         gradient_norm: output, the global L2 norm of all gradients before clipping, 0-d float32, float64 where a parameter is.
         gradients: for each trained parameter the inner value that the update takes for its gradient; with
             accumulation the new value of its accumulator.
@@ -97,10 +107,11 @@ class Signature:
             gradients are; what the update reads.
         state: all state, in the order of the inputs.
         groups: for each trained parameter the index of its learning rate.
+        fed: for each parameter with such the optimizer's attributes that are fed with the learning rates, and their indices.
         loss_scale: input, float32 [1], what the gradients in half precision are multiplied with; None
             without mixed precision.
         all_finite: output, bool [1], whether the norm of all gradients is finite. Where it is False,
-            keep the old state instead of the new one. None without mixed precision.
+            keep the old state instead of the new one, and make the loss scale smaller. None without mixed precision.
         counters: for each trained parameter the state that counts its updates, from 1 on; none where nothing does.
         accumulated_batches: input, float32 [1], how many batches the accumulators will hold with this
             one. None without accumulation. To accumulate, feed the new accumulators back and
@@ -123,6 +134,7 @@ class Signature:
     accumulated_batches: str | None = None
     counters: Mapping[str, str] = field(default_factory=dict)
     checks: str | None = None
+    fed: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def plain_state(self) -> tuple[StateEntry, ...]:
@@ -150,6 +162,7 @@ class TrainingGraph:
             its accumulators here, each as the model declares it, so `model` and `save` show the state of the moment.
         compile_plain: compiles the same graph with all state as the model declares it; None if this one has it so.
         decisions: where the model decides by values which way it goes, `file:line`; the graph goes one of the ways.
+        moment: what who goes on from a file has to know beside the state: asked when one is written.
     """
 
     def __init__(
@@ -164,6 +177,7 @@ class TrainingGraph:
         self.tensors = tensors
         self.compile_plain = compile_plain
         self.decisions: Sequence[str] = ()
+        self.moment: Callable[[], Mapping[str, Any]] = dict
 
     @property
     def plain(self) -> TrainingGraph:
@@ -179,7 +193,8 @@ class TrainingGraph:
         """The graph as an ordinary ONNX model; the present state is the default of its state inputs.
 
         State pairs are in `training_info` (`update_binding`), the signature as JSON in
-        `metadata_props` under "orttrainer.signature".
+        `metadata_props` under "orttrainer.signature", and under "orttrainer.moment" what was last fed: the learning rates,
+        the loss scale, and how many batches of how many are accumulated.
         """
         if self.compile_plain is not None:
             return self.plain.model
@@ -249,8 +264,9 @@ class TrainingGraph:
     def _without_state(self) -> onnx.ModelProto:
         """The graph and what it says about itself; all state is fed."""
         proto = ir.to_proto(self.graph)
-        signature = json.dumps(asdict(self.signature), sort_keys=True)
-        onnx.helper.set_model_props(proto, {"orttrainer.signature": signature})
+        proto.doc_string = DOC
+        said = {"orttrainer.signature": asdict(self.signature), "orttrainer.moment": self.moment()}
+        onnx.helper.set_model_props(proto, {key: json.dumps(value, sort_keys=True) for key, value in said.items()})
         return proto
 
     def _add_value(self, proto: onnx.ModelProto, entry: StateEntry, name: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pathlib
+import re
 
 import numpy as np
 import onnx
@@ -13,6 +15,7 @@ from small import batch, make, net
 from test_training_graph import bare_session
 from torch import nn
 
+import orttrainer
 from orttrainer import IODescription, LossScaler, ModelDescription
 from orttrainer.graph.versions import least_ir_version
 
@@ -122,3 +125,67 @@ def test_a_data_type_that_is_newer_than_the_opset_needs_a_newer_format(dtype, ve
     text = f'<ir_version: 13, opset_import: ["" : 18, "com.example" : 1]> g ({dtype}[2] x) => ({dtype}[2] y)'
     proto = onnx.parser.parse_model(text + "{ y = com.example.F(x) }")
     assert least_ir_version(ir.from_proto(proto)) == version
+
+
+def test_the_loop_of_the_guide_trains_as_the_trainer_does_with_dropout_too(tmp_path, monkeypatch, capsys):
+    guide = (pathlib.Path(__file__).parents[1] / "docs" / "training-file.md").read_text()
+    save, loop = re.findall(r"```python\n(.*?)```", guide, re.S)
+    load = re.search(r"`(trainer\.load_state_dict\(.*?)`", guide)[1]
+    monkeypatch.chdir(tmp_path)
+    trainer = make(net(dropout=0.2), "AdamOptimizer")
+    trainer.train_step(*batch(), 0.01)
+    exec(save, {"trainer": trainer})
+    capsys.readouterr()
+    names = {"batches": [tuple(x.numpy() for x in batch(index)) for index in range(1, 6)]}
+    exec(loop, names)
+    losses = [float(line) for line in capsys.readouterr().out.split()]
+    expected = [trainer.train_step(*batch(index), 0.01)[0].item() for index in range(1, 6)]
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    other = make(net(dropout=0.2, seed=1), "AdamOptimizer")
+    other.eval_step(*batch())
+    exec(load, names | {"trainer": other, "torch": torch})
+    torch.testing.assert_close(other.state_dict(), trainer.state_dict())
+    for each in (trainer, other):
+        each.train_step(*batch(6), 0.01)
+    torch.testing.assert_close(other.state_dict(), trainer.state_dict())
+
+
+def test_the_guide_and_the_file_itself_name_all_inputs_that_are_neither_batch_nor_weights():
+    guide = (pathlib.Path(__file__).parents[1] / "docs" / "training-file.md").read_text()
+    options = {"use_mixed_precision": True, "loss_scaler": LossScaler("scale", True), "gradient_accumulation_steps": 2}
+    trainer = make(net(dropout=0.2), "AdamOptimizer", **options)
+    trainer.train_step(*batch(), 0.01)
+    model = trainer.training_graph.model
+    for name in ("accumulated_batches", "loss_scale", "training_mode"):
+        assert name in {x.name for x in model.graph.input} and f"`{name}`" in guide and name in model.doc_string
+    for name in ("Learning_Rate", "Random_Seed", "Training_Step", "Update_Count"):
+        assert name in {x.name for x in model.graph.input} and f"`{name}`" in guide
+    for name in ("all_gradients_finite", "global_gradient_norm"):
+        assert name in {x.name for x in model.graph.output} and f"`{name}`" in guide
+
+
+def test_a_file_says_what_was_fed_last_and_what_else_is_fed_with_the_learning_rates(tmp_path):
+    module = net()
+    parameters = [*module.parameters()]
+    optimizer = torch.optim.Adam([{"params": parameters[:2], "lr": 0.5}, {"params": parameters[2:]}], lr=0.25)
+    trainer = orttrainer.trainer(module, nn.CrossEntropyLoss(), optimizer, gradient_accumulation_steps=2)
+    trainer.step(*batch())
+    trainer.step(*batch(1))
+    optimizer.param_groups[1]["betas"] = (0.75, 0.875)
+    trainer.step(*batch(2))
+    said = {p.key: json.loads(p.value) for p in trainer.training_graph.model.metadata_props}
+    signature, moment = said["orttrainer.signature"], said["orttrainer.moment"]
+    assert (moment["batches_per_update"], moment["accumulated_batches"]) == (2, 1)
+    rates = moment["learning_rate"]
+    assert [rates[signature["groups"][name]] for name in ("0.weight", "3.weight")] == [0.5, 0.25]
+    assert signature["fed"].keys() == {"3.weight", "3.bias"}
+    assert {key: rates[place] for key, place in signature["fed"]["3.bias"].items()} == {"alpha": 0.75, "beta": 0.875}
+
+
+def test_a_file_says_the_last_loss_scale():
+    trainer = make(use_mixed_precision=True, loss_scaler=LossScaler("loss_scale", True, loss_scale=512.0))
+    trainer.train_step(*batch(), RATE)
+    said = {p.key: json.loads(p.value) for p in trainer.training_graph.model.metadata_props}
+    assert said["orttrainer.moment"] == {
+        "batches_per_update": 1, "accumulated_batches": 0, "learning_rate": [RATE], "loss_scale": 512.0,
+    }  # fmt: skip

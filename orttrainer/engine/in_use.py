@@ -361,8 +361,17 @@ class InUse(NotCopied):
             recompute=self.settings.recompute and self.settings.recompute.with_sizes(self._sizes), layouts=layouts,
             as_declared=self.source.as_declared, disabled_passes=self.settings.disabled_passes,
         )  # fmt: skip
-        graph.decisions = decisions
+        graph.decisions, graph.moment = decisions, self._moment
         return graph
+
+    def _moment(self) -> dict[str, float | list[float]]:
+        """What who goes on from a file has to know beside the state; rates and scale are those of the last step."""
+        moment = {"batches_per_update": self._accumulation_steps, "accumulated_batches": self.accumulated}
+        if self._rates_given is not None:
+            moment["learning_rate"] = [float(rate) for rate in self._rates_given]
+            if self.precision is not None:
+                moment["loss_scale"] = self._scale.item()
+        return moment
 
     def _is_full(self, batch: Mapping[str, torch.Tensor]) -> bool:
         """Whether no part of a batch that was checked is empty."""

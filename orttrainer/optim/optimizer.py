@@ -142,6 +142,15 @@ class Optimizer(abc.ABC):
         """The attributes that each step feeds."""
         return {value for values in self.attributes.values() for value in values.values() if isinstance(value, Fed)}
 
+    @property
+    def places(self) -> dict[str, dict[str, int]]:
+        """For each parameter the attributes that each step feeds, and their places among what it feeds."""
+        found = {
+            parameter: {key: value.place for key, value in values.items() if isinstance(value, Fed)}
+            for parameter, values in self.attributes.items()
+        }
+        return {parameter: places for parameter, places in found.items() if places}
+
     def fed_with(self, scalars: Mapping[Fed, ir.Value]) -> Optimizer:
         """This one with values of a graph, 0-d float64, for what each step feeds."""
         other = copy.copy(self)
