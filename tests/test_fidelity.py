@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import onnxruntime
 import pytest
@@ -232,9 +233,9 @@ FLAT = TOKENS.reshape(-1)
 MODES = ("sum", "mean", "max")
 
 
-def weighted(**options):
+def weighted(by=None, **options):
     def call(m, x):
-        return m.bag(x, per_sample_weights=m.weights * torch.ones_like(x))
+        return m.bag(x, by, per_sample_weights=(m.weights * torch.ones_like(x.reshape(-1, 4))).reshape(x.shape))
 
     bag = nn.EmbeddingBag(6, 3, mode="sum", **options)
     return Model(call, bag=bag, weights=nn.Parameter(torch.tensor([0.5, -1.0, 2.0, 3.0])))
@@ -248,11 +249,23 @@ EMBEDDINGS = {
         )
         for mode in MODES for padding in (None, 5)
     },
-    "bag of rows, padding": (lambda: nn.EmbeddingBag(6, 3, padding_idx=1), [TOKENS]),
-    "bag with the last offset": (
-        lambda: nn.EmbeddingBag(6, 3, mode="sum", include_last_offset=True), [FLAT, torch.tensor([0, 5, 12])],
-    ),
+    **{
+        f"bag of rows, {mode}, padding": (lambda mode=mode: nn.EmbeddingBag(6, 3, mode=mode, padding_idx=1), [TOKENS])
+        for mode in MODES
+    },
+    **{
+        f"bag with the last offset, {mode}, padding {padding}": (
+            lambda mode=mode, padding=padding: nn.EmbeddingBag(
+                6, 3, mode=mode, include_last_offset=True, padding_idx=padding
+            ), [FLAT, torch.tensor([0, 0, 5, 12, 12])],
+        )
+        for mode in MODES for padding in (None, -1)
+    },
+    "bag by offsets of 32 bits": (lambda: nn.EmbeddingBag(6, 3), [FLAT.int(), OFFSETS.int()]),
     "bag with weights": (weighted, [TOKENS]),
+    "bag with weights, padding": (lambda: weighted(padding_idx=2), [TOKENS]),
+    "bag with weights, by offsets": (lambda: weighted(by=OFFSETS), [FLAT]),
+    "bag with weights, by offsets, padding": (lambda: weighted(by=OFFSETS, padding_idx=-2), [FLAT]),
     "sparse bag": (lambda: nn.EmbeddingBag(6, 3, sparse=True), [TOKENS]),
     "by frequency": (lambda: nn.Embedding(6, 3, scale_grad_by_freq=True), [TOKENS]),
     "by frequency with padding": (lambda: nn.Embedding(6, 3, padding_idx=1, scale_grad_by_freq=True), [TOKENS]),
@@ -278,7 +291,12 @@ def test_embeddings_train_as_in_pytorch(case):
     for parameter, gradient, (name, trained) in zip(module.parameters(), gradients, ours.named_parameters()):
         expected = parameter.detach() - RATE * gradient.to_dense()
         torch.testing.assert_close(trained.detach(), expected, msg=lambda text, name=name: f"{name}: {text}")
-    assert all(node.op_type not in ("Loop", "Scan") for node in trainer.training_graph.graph.graph.all_nodes())
+    nodes = list(trainer.training_graph.graph.graph.all_nodes())
+    assert all(node.op_type not in ("Loop", "Scan") for node in nodes)
+    of_all_pairs = len(FLAT) * len(inputs[1]) if len(inputs) > 1 else math.inf  # of an index and a bag
+    assert all(
+        value.shape is None or math.prod(value.shape.dims) < of_all_pairs for node in nodes for value in node.outputs
+    )
 
 
 # ---------------------------------------------------------------- refused by name

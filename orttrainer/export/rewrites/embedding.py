@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 
 import torch
 import torch.nn.functional as F
@@ -67,50 +68,49 @@ def _embedding_bag(
             "the module uses an embedding bag with scale_grad_by_freq, for which PyTorch's CPU and GPU have different "
             "gradients. Leave it out, or use nn.Embedding with it, and sum."
         )
+    if input.dim() == 2 and padding_idx is None:
+        return _of_one_length(_looked_up(input, weight, False), per_sample_weights, mode)
+    bag, bags = _numbered(input, offsets[:-1] if include_last_offset else offsets)
+    input, width = input.flatten(), weight.shape[1]
     rows = _looked_up(input, weight, False)
     if per_sample_weights is not None:
-        rows = rows * per_sample_weights.unsqueeze(-1)
-    counted = torch.ones_like(input, dtype=torch.bool)
-    if padding_idx is not None:
-        counted = ~_is_padding(input, weight, padding_idx)
-    if mode == "max":
-        lowest = torch.finfo(rows.dtype).min
-        rows = torch.where(counted.unsqueeze(-1), rows, lowest)
-    elif padding_idx is not None:
-        rows = torch.where(counted.unsqueeze(-1), rows, 0.0)
-    reduce = _reduce_rows if input.dim() == 2 else _reduce_bags(offsets, include_last_offset)
-    count = reduce(counted.to(rows.dtype).unsqueeze(-1), "sum")  # [bags, 1]
-    if mode == "max":
-        return torch.where(count > 0, reduce(rows, "max"), 0.0)
-    total = reduce(rows, "sum")
-    return total / count.clamp(min=1) if mode == "mean" else total
+        rows = rows * per_sample_weights.reshape(-1, 1)
+    results = bags
+    if padding_idx is not None:  # in one bag more, so that nothing of the size of the rows is masked
+        bag, results = torch.where(_is_padding(input, weight, padding_idx), bags, bag), bags + 1
+    start, places = weight.new_zeros(results, width), bag.unsqueeze(1).expand(-1, width)
+    reduced = _first_maxima(rows, places, start) if mode == "max" else start.scatter_add(0, places, rows)
+    if mode == "mean":
+        count = bag.new_zeros(results).scatter_add(0, bag, torch.ones_like(bag))
+        reduced = reduced / count.clamp(min=1).unsqueeze(1)
+    return reduced if padding_idx is None else reduced[:-1]
 
 
-def _reduce_rows(rows, how):
+def _of_one_length(rows, weights, mode):
     """[bags, length, width] -> [bags, width]."""
-    return rows.sum(1) if how == "sum" else first_maximum(rows, 1)[0]
+    if mode == "max":
+        return first_maximum(rows, 1)[0]
+    if weights is not None:
+        return (weights.unsqueeze(1) @ rows).squeeze(1)
+    return rows.sum(1) / rows.shape[1] if mode == "mean" else rows.sum(1)
 
 
-def _reduce_bags(offsets, include_last_offset):
-    """[length, width] -> [bags, width], where bag i is what lies between offsets i and i + 1."""
-    offsets = offsets[:-1] if include_last_offset else offsets
-
-    def reduce(rows, how):
-        position = torch.arange(rows.shape[0], device=rows.device)
-        bag = (position.unsqueeze(1) >= offsets.unsqueeze(0)).sum(1) - 1
-        bag = bag.unsqueeze(1).expand(-1, rows.shape[1])
-        start = rows.new_zeros(offsets.shape[0], rows.shape[1])
-        return start.scatter_add(0, bag, rows) if how == "sum" else _first_maxima(rows, bag, start)
-
-    return reduce
+def _numbered(input, offsets):
+    """Which bag each index is in, [length], and how many there are: bag i is what lies between offsets i and i + 1."""
+    if input.dim() == 2:
+        return torch.arange(input.shape[0], device=input.device).unsqueeze(1).expand_as(input).flatten(), input.shape[0]
+    offsets, bags = offsets.long(), offsets.shape[0]
+    starts = offsets.new_zeros(input.shape[0] + 1).scatter_add(0, offsets, torch.ones_like(offsets))
+    first = torch.where(offsets[:1] == 0, -1, bags + 1)  # what lies before all bags, PyTorch refuses
+    return starts.cumsum(0)[:-1] + first, bags
 
 
-def _first_maxima(rows, bag, start):
+def _first_maxima(rows, places, start):
     """The largest element of each bag, the first of those that tie: there its gradient goes."""
     nowhere, position = rows.shape[0], torch.arange(rows.shape[0], device=rows.device).unsqueeze(1)
-    best = (start + torch.finfo(rows.dtype).min).scatter_reduce(0, bag, stop_gradient(rows), "amax")
-    tied = torch.where(rows == best.gather(0, bag), position, nowhere)
-    first = (start.long() + nowhere).scatter_reduce(0, bag, tied, "amin")
+    best = (start - math.inf).scatter_reduce(0, places, stop_gradient(rows), "amax")
+    tied = torch.where(rows == best.gather(0, places), position, nowhere)
+    first = (start.long() + nowhere).scatter_reduce(0, places, tied, "amin")
     return torch.cat([rows, torch.zeros_like(rows[:1])]).gather(0, first)
 
 

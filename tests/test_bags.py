@@ -1,0 +1,88 @@
+"""Bags of embeddings in batches of any size: as in PyTorch, at the cost of a lookup, a sum by bag and a scatter."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import orttrainer
+from orttrainer import IODescription, ModelDescription
+
+ROWS, WIDTH = 11, 8
+DTYPES = {torch.float32: {}, torch.float64: {"rtol": 1e-12, "atol": 1e-12}}
+
+
+class Bags(nn.Module):
+    def __init__(self, weighted=False, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.bag, self.linear = nn.EmbeddingBag(ROWS, WIDTH, **options), nn.Linear(WIDTH, 3)
+        self.weights = nn.Parameter(torch.randn(ROWS)) if weighted else None
+
+    def forward(self, tokens, offsets=None):
+        weights = None if self.weights is None else self.weights[tokens]
+        return self.linear(self.bag(tokens, offsets, per_sample_weights=weights).tanh())
+
+
+def by_offsets(bags, seed):
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 4, (bags,), generator=draw)  # 0: empty bags
+    return torch.randint(0, ROWS, (int(lengths.sum()),), generator=draw), lengths.cumsum(0) - lengths
+
+
+def by_rows(bags, seed):
+    return (torch.randint(0, ROWS, (bags, 2 + seed), generator=torch.Generator().manual_seed(seed)),)
+
+
+def trainer_of(module, batch):
+    names = ["tokens", "offsets"]
+    described = [
+        IODescription(name, [f"{name}_{axis}" for axis in range(x.dim())], x.dtype) for name, x in zip(names, batch)
+    ]
+    inputs = [*described, IODescription("labels", [f"{names[len(batch) - 1]}_0"], torch.int64)]
+    description = ModelDescription(
+        inputs, [IODescription("loss", []), IODescription("scores", [f"{names[len(batch) - 1]}_0", 3])]
+    )
+    return orttrainer.trainer(
+        module, nn.CrossEntropyLoss(), torch.optim.SGD(module.parameters(), 0.5), model_desc=description
+    )
+
+
+OPTIONS = {
+    "sum": {"mode": "sum"},
+    "mean, padding": {"mode": "mean", "padding_idx": 5},
+    "max, padding": {"mode": "max", "padding_idx": -1},
+    "sum, weights, padding": {"mode": "sum", "padding_idx": 0, "weighted": True},
+    "sum, weights": {"mode": "sum", "weighted": True},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("draw", [by_offsets, by_rows])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_bags_of_any_size_train_as_in_pytorch(options, draw, dtype):
+    ours = Bags(**options).to(dtype)
+    module = copy.deepcopy(ours)
+    optimizer, trainer = torch.optim.SGD(module.parameters(), 0.5), None
+    for step, bags in enumerate([4, 7, 3]):
+        batch, labels = draw(bags, step), torch.arange(bags) % 3
+        trainer = trainer or trainer_of(ours, batch)
+        trainer.step(*batch, labels)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(module(*batch), labels).backward()
+        optimizer.step()
+        for (name, expected), found in zip(module.named_parameters(), ours.parameters()):
+            torch.testing.assert_close(
+                found.detach(), expected.detach(), **DTYPES[dtype], msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+def test_rows_before_the_first_bag_are_refused_as_in_pytorch():
+    tokens, offsets = torch.tensor([1, 2, 3]), torch.tensor([0, 2])
+    trainer = trainer_of(Bags(), (tokens, offsets))
+    trainer.step(tokens, offsets, torch.tensor([0, 1]))
+    with pytest.raises(Exception, match="out of data bounds"):
+        trainer.step(tokens, offsets + 1, torch.tensor([0, 1]))
