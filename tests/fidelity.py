@@ -75,8 +75,11 @@ def trained(module: nn.Module, steps: int = 3):
     return trainer
 
 
-def assert_trains_as_in_pytorch(make_layer, batch, evaluates: bool) -> None:
-    """Three steps of SGD, each on `batch(step)`; and an evaluation, if the layer has one that a training graph has too."""
+def assert_trains_as_in_pytorch(make_layer, batch, evaluates: bool):
+    """Three steps of SGD, each on `batch(step)`, and an evaluation, if the layer has one that a training graph has too.
+
+    Returns the trainer.
+    """
     module, ours = rebuilt(make_layer), rebuilt(make_layer)
     trainer = make(ours, loss_fn=None, desc=described(batch(0)))
     for step in range(3):
@@ -96,6 +99,7 @@ def assert_trains_as_in_pytorch(make_layer, batch, evaluates: bool) -> None:
     if evaluates:
         expected = module.eval()(*batch(9))[1].detach()  # not under no_grad: forward may ask for gradients
         torch.testing.assert_close(trainer.eval_step(*batch(9))[1], expected, rtol=1e-4, atol=1e-5)
+    return trainer
 
 
 def assert_trains_with_and_without(

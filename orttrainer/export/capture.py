@@ -32,6 +32,7 @@ from orttrainer.export.forms import (
     scalars,
     stop_gradient,
     untraced,
+    windows,
     written_slices,
 )
 from orttrainer.export.forms.assignment import define_assignments
@@ -97,6 +98,7 @@ def capture_dynamo(
                     **masks.TRANSLATIONS,
                     **quotients.TRANSLATIONS,
                     **scalars.TRANSLATIONS,
+                    **windows.TRANSLATIONS,
                     **written_slices.TRANSLATIONS,
                     torch.ops.aten._neg_view.default: core.aten_neg,  # the imaginary part of a conjugate
                 },

@@ -75,6 +75,7 @@ CASES = [
          name="strides, pads, dilations"),
     Case("Col2Im", (2, 4, 9), ints(5, 5), ints(2, 2), strides=[2, 2], pads=[1, 1, 1, 1],
          torch=lambda x: F.fold(x, (5, 5), (2, 2), padding=1, stride=2)),
+    Case("Col2Im", (2, 80, 4), ints(1, 44), ints(1, 40), strides=[1, 2], pads=[0, 1, 0, 1], name="many taps"),
     Case("CenterCropPad", (5, 4), ints(3, 6), name="function body"),
     Case("Trilu", (3, 4), torch=torch.triu),
     Case("Trilu", (2, 3, 4), np.array(1, np.int64), upper=0, torch=lambda x: torch.tril(x, 1)),

@@ -19,6 +19,7 @@ from orttrainer.differentiate.rules.tools import (
     shaped,
     widened,
 )
+from orttrainer.differentiate.rules.unfold import MANY, windows_of_images
 from orttrainer.errors import GradientError
 
 WIDEST_FRAME = 256  # what a padding repeats, and its copies; a wider one is no small product
@@ -271,6 +272,11 @@ def col2im(op, node, dy):
     dims = rank(node, dy) - 2
     pads = np.array(attribute(node, "pads", [0] * 2 * dims))
     padded = op.Pad(dy, pads.astype(np.int64), None, np.arange(2, 2 + dims)) if pads.any() else dy
+    block = constant(node.inputs[2])
+    if block is not None and block.max() < MANY:
+        dilations, strides = (attribute(node, name, [1] * dims) for name in ("dilations", "strides"))
+        offsets = [[k * dilation for k in range(extent)] for extent, dilation in zip(block.tolist(), dilations)]
+        return op.reshape_as(windows_of_images(op, padded, offsets, strides), node.inputs[0])
     pixels = pixels_of_col2im(op, node, dims)
     return op.reshape_as(op.Gather(op.Reshape(padded, [0, 0, -1]), pixels, axis=2), node.inputs[0])
 

@@ -66,6 +66,14 @@ def unfolded(op, x: ir.Value, axis: int, offsets: Sequence[int], stride: int, ch
     return reshape(op, taps, *sizes(taps, *before), merged, *sizes(taps, *behind))
 
 
+def windows_of_images(op, x: ir.Value, offsets: Sequence[Sequence[int]], strides: Sequence[int]) -> ir.Value:
+    """[batch, channels, sizes...] -> [batch, channels, taps along each axis..., windows along each axis...]."""
+    for each, stride in reversed([*zip(offsets, strides)]):  # with each axis of taps the next one of sizes comes there
+        taps = [op.Unsqueeze(tap, [2]) for tap in taps_along(op, x, 1 + len(offsets), each, stride)]
+        x = taps[0] if len(taps) == 1 else op.Concat(*taps, axis=2)
+    return x
+
+
 def padded(op, x: ir.Value, begin: Sequence[int], end: Sequence[int], first: int = 2) -> ir.Value:
     """`x` with zeros around as many axes, from `first` on, as there are numbers; cut where one is negative."""
     if any(n < 0 for n in (*begin, *end)):

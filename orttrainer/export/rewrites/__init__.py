@@ -40,6 +40,7 @@ from orttrainer.export.rewrites import (
     strided,
     triangles,
     value_arguments,
+    windows,
 )
 
 __all__ = ["REWRITES"]
@@ -78,6 +79,7 @@ _FAMILIES = (
     strided,
     triangles,
     value_arguments,
+    windows,
 )
 REWRITES = {function: rewrite for family in _FAMILIES for function, rewrite in family.REWRITES.items()}
 
