@@ -78,3 +78,26 @@ class AtCorners(nn.Module):
 @pytest.mark.parametrize("mode", ["bilinear", pytest.param("bicubic", marks=needs_cubic)])
 def test_at_voxels_and_bounds_the_slope_is_pytorch_s(mode):
     assert_trains_as_in_pytorch(lambda: AtCorners(mode), lambda step: [torch.ones(2 + step, 1)], evaluates=False)
+
+
+class Turned(nn.Module):
+    """Images of some channels that are read at points of a trained field, several at one pixel."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.scale, self.field = (
+            nn.Parameter(torch.rand(channels, 4, 5) + 0.5),
+            nn.Parameter(torch.randn(6, 7, 2) * 0.8),
+        )
+
+    def forward(self, images):
+        grid = self.field.expand(images.shape[0], -1, -1, -1)
+        return F.grid_sample(images.repeat(1, len(self.scale), 1, 1) * self.scale, grid, align_corners=False)
+
+
+@pytest.mark.parametrize("channels, rows", [(8, True), (7, False)])
+def test_many_channels_of_a_pixel_are_read_and_added_as_a_row(channels, rows):
+    images = [torch.randn(2 + step, 1, 4, 5, generator=torch.Generator().manual_seed(step)) for step in range(10)]
+    trainer = assert_trains_as_in_pytorch(lambda: Turned(channels), lambda step: [images[step]], evaluates=False)
+    scatters = [node for node in trainer.training_graph.graph.graph if node.op_type == "ScatterElements"]
+    assert [node.attributes.get_int("axis") for node in scatters] == ([0] if rows else [2])

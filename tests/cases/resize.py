@@ -180,6 +180,7 @@ CASES = [
         align_corners=1,
         torch=grid_sample(align_corners=True),
     ),
+    Case("GridSample", (2, 9, 4, 3), (2, 3, 2, 2), low=-1.7, high=1.7, name="of many channels", torch=grid_sample()),
     Case("GridSample", (2, 2, 4, 3), (2, 3, 2, 2), low=-1.7, high=1.7, name="outside_zeros", torch=grid_sample()),
     Case(
         "GridSample",

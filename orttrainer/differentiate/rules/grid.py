@@ -8,8 +8,12 @@ import numpy as np
 import onnx_ir as ir
 
 from orttrainer.differentiate.registry import vjp
-from orttrainer.differentiate.rules.tools import add_to_zeros, attribute, rank, shaped
+from orttrainer.differentiate.rules.tools import add_to_zeros, attribute, positions, rank, scatter_along, shaped
 from orttrainer.differentiate.rules.windows import flattened, reshape, sizes
+
+LEAST_ROW = (
+    8  # channels of a pixel, from which on they are read and added in one go; alone, 4 times 16 images: 11.1 -> 1.3 ms
+)
 
 
 @vjp("AffineGrid")
@@ -31,21 +35,16 @@ def grid_sample(op, node, dy):
     """Y[p] = sum_k w_k(grid[p]) X[i_k]  ->  dX[i_k] += w_k dY[p],  dgrid[p] = sum_k w_k' dY[p] X[i_k]."""
     x, grid = node.inputs
     spatial = rank(node, x) - 2
-    images = flattened(op, x, 2)  # [batch, channels, positions]
-    flat_dy = op.Unsqueeze(flattened(op, dy, 2), [2])  # [batch, channels, 1, points]
+    images, flat_dy = flattened(op, x, 2), flattened(op, dy, 2)  # [batch, channels, positions], and points
     index, weights, slopes, inside = reads(op, node)
     weight = _flat(op, _product(op, weights + inside))
-    spread = op.Mul(flat_dy, op.Unsqueeze(weight, [1]))  # [batch, channels, taps, points]
-    spread_flat = flattened(op, spread, 2)
-    dx = add_to_zeros(
-        op, images, spread_flat, lambda zeros, dy: op.ScatterElements(zeros, index, dy, axis=2, reduction="add")
-    )
+    channels = x.shape[1]
+    by_rows = isinstance(channels, int) and channels >= LEAST_ROW
+    dx, products = (_by_rows if by_rows else _by_elements)(op, images, flat_dy, index, weight)
     dx = op.reshape_as(dx, x)
     if slopes[0] is None:
         return dx, op.zeros_like(grid)  # nearest: Y is piecewise constant in the grid
-    read = op.Reshape(op.GatherElements(images, index, axis=2), op.Shape(spread))
-    products = op.ReduceSum(op.Mul(read, flat_dy), [1], keepdims=0)  # [batch, taps, points]
-    partials = []
+    products, partials = products(), []
     for axis in reversed(range(spatial)):
         others = [w for k, w in enumerate(weights) if k != axis]
         slope = _flat(op, _product(op, [slopes[axis], *others, *inside]))
@@ -53,19 +52,54 @@ def grid_sample(op, node, dy):
     return dx, op.reshape_as(op.Concat(*partials, axis=2), grid)
 
 
+def _by_elements(op, images: ir.Value, dy: ir.Value, index: ir.Value, weight: ir.Value):
+    """The gradient of the images, and a function of which come the products of `dy` and what each tap reads."""
+    index, dy = _of_channels(op, index, images), op.Unsqueeze(dy, [2])  # [batch, channels, 1, points]
+    spread = op.Mul(dy, op.Unsqueeze(weight, [1]))  # [batch, channels, taps, points]
+    dx = add_to_zeros(
+        op, images, flattened(op, spread, 2),
+        lambda zeros, dy: op.ScatterElements(zeros, index, dy, axis=2, reduction="add"),
+    )  # fmt: skip
+
+    def products() -> ir.Value:
+        read = op.Reshape(op.GatherElements(images, index, axis=2), op.Shape(spread))
+        return op.ReduceSum(op.Mul(read, dy), [1], keepdims=0)  # [batch, taps, points]
+
+    return dx, products
+
+
+def _by_rows(op, images: ir.Value, dy: ir.Value, index: ir.Value, weight: ir.Value):
+    """The same with the channels of a pixel as a row, which is read, and added, as one."""
+    pixels, dy = (op.Transpose(x, perm=[0, 2, 1]) for x in (images, dy))
+    table = op.Reshape(pixels, [-1, images.shape[1]])
+    first = op.Mul(positions(op, op.dim(images, 0)), op.dim(images, 2))  # row of each image
+    rows = op.Reshape(shaped(op.Add(index, op.Unsqueeze(first, [1])), index), [-1])
+    dy = op.Unsqueeze(dy, [1])  # [batch, 1, points, channels]
+    spread = op.Mul(dy, op.Unsqueeze(weight, [3]))  # [batch, taps, points, channels]
+    added = op.Reshape(spread, [-1, images.shape[1]])
+    dx = scatter_along(op, added, rows, 0, op.dim(table, 0), unique=False, like=table)
+    dx = op.Transpose(op.reshape_as(dx, pixels), perm=[0, 2, 1])
+
+    def products() -> ir.Value:
+        return op.ReduceSum(op.Mul(op.reshape_as(op.Gather(table, rows), spread), dy), [3], keepdims=0)
+
+    return dx, products
+
+
 def grid_sample_by_definition(op, node: ir.Node) -> ir.Value:
     """Y[p] = sum_k w_k(grid[p]) X[i_k], by GatherElements."""
     x, grid = node.inputs
     index, weights, _, inside = reads(op, node)
     weight = op.Unsqueeze(_flat(op, _product(op, weights + inside)), [1])  # [batch, 1, taps, points]
-    read = op.GatherElements(flattened(op, x, 2), index, axis=2)
+    images = flattened(op, x, 2)
+    read = op.GatherElements(images, _of_channels(op, index, images), axis=2)
     read = reshape(op, read, *sizes(x, 0, 1), *sizes(weight, 2, 3))
     y = op.ReduceSum(op.Mul(read, weight), [2], keepdims=0)
     return reshape(op, y, *sizes(x, 0, 1), *sizes(grid, *range(1, len(grid.shape) - 1)))
 
 
 def reads(op, node: ir.Node):
-    """What a GridSample reads: flat indices [batch, channels, taps * points], and along each axis the weights, their
+    """What a GridSample reads: flat indices [batch, taps * points], and along each axis the weights, their
     slopes by the grid, and (with zeros around) whether there is such a pixel, each [batch, taps..., points]."""
     x, grid = node.inputs
     spatial = len(x.shape) - 2
@@ -80,9 +114,12 @@ def reads(op, node: ir.Node):
     index = at[0]
     for length, part in zip(lengths[1:], at[1:]):
         index = op.Add(op.Mul(index, length), part)
-    index = flattened(op, index, 1)  # [batch, taps * points]
-    index = op.Expand(op.Unsqueeze(index, [1]), op.Concat(op.dim(x, 0), op.dim(x, 1), [1], axis=0))
-    return index, weights, slopes, [mask for mask in inside if mask is not None]
+    return flattened(op, index, 1), weights, slopes, [mask for mask in inside if mask is not None]
+
+
+def _of_channels(op, index: ir.Value, images: ir.Value) -> ir.Value:
+    """[batch, taps * points] -> [batch, channels, taps * points]."""
+    return op.Expand(op.Unsqueeze(index, [1]), op.Concat(op.dim(images, 0), op.dim(images, 1), [1], axis=0))
 
 
 def _in_pixels(op, node: ir.Node, g: ir.Value, length: ir.Value) -> tuple[ir.Value, ir.Value]:
