@@ -30,11 +30,11 @@ from orttrainer.export.memory.holdings import (
     DEPTH,
     PLAIN,
     Holdings,
+    Without,
     attributes_of,
     comparable,
     content_of,
     function_of,
-    has_objects,
     is_container,
     variables_around,
 )
@@ -63,7 +63,6 @@ class Attributes:
 
     Args:
         parts: the model under "", its loss, a module or any other callable, under "loss_fn"; none for an ONNX model.
-        touched: paths of those that forward changes itself. That makes no difference, as the export has seen.
         read: what the code that forward has run may read; None where that is not known.
         frozen: gives the names of parameters that are not to be trained, whether they need a gradient or not.
     """
@@ -71,7 +70,6 @@ class Attributes:
     def __init__(
         self,
         parts: Mapping[str, Callable],
-        touched: Collection[str],
         read: export.Read | None,
         frozen: Callable[[], Collection[str]] = tuple,
     ):
@@ -85,7 +83,8 @@ class Attributes:
             with unchanged(root, []), export.in_train_mode(root):  # whose own train() may write to weights
                 self._flags = self._read_flags()
         masked = (f"{path}.{name}".strip(".") for path, layer in self._layers.items() for name in masked_in(layer))
-        self._ignored, self._known = {*touched, *masked}, read is not None
+        self._ignored, self._known = {*masked}, read is not None
+        self._without = Without()
         self._names: set[str] = set()  # of attributes that are read
         self._names_of_torch: set[str] = set()  # and where torch's own code reads, too
         self._stored: set[tuple[str, str]] = set()
@@ -94,8 +93,13 @@ class Attributes:
         self._view = functools.cache(vars)  # of a class one view, by which it is known again
         self.also(read)
 
-    def turn_to(self, outside: Sequence[torch.nn.Module]) -> None:
-        """Look at these modules, too, which are no part of the model, in the place of others, under "outside.0" and so on."""
+    def turn_to(self, outside: Sequence[torch.nn.Module], without: Without) -> None:
+        """Look at these modules, too, which are no part of the model, in the place of others, under "outside.0" and so on.
+
+        Args:
+            without: what makes no difference to the graph in use.
+        """
+        self._without = without
         roots = {f"{export.OUTSIDE}.{index}": module for index, module in enumerate(outside)}
         self._layers = self._own_layers | _layers_of(roots)
         self._flags = self._read_flags() | {path: self._flags[path] for path in self._own_layers}
@@ -126,25 +130,27 @@ class Attributes:
         for root, part in self._parts.items():
             self._look_behind(root, part, stored)
         self.look()
-        return {path: value for path, value in self._seen.items() if path not in before}
+        return {path: value for path, value in self.values().items() if path not in before}
 
     def look(self) -> None:
         """Remember them as they are now."""
-        self._seen = self.values()
+        self._seen = self._without.of(values := self.values())
+        unseen = values.keys() - self._seen.keys()
         self._all = [*self._layers.values()]
         self._kinds = [*map(type, self._all)]
         self._dicts = [*map(vars, self._all)]
         self._lengths = [*map(len, self._dicts)]
-        self._training = [
-            *map(dict.get, self._dicts, _TRAINING)
-        ]  # None where it is a property, of what wraps another layer
-        self._enclosed = [*map(content_of, self._cells.values())]
+        # None where it is a property, of what wraps another layer
+        self._training = [*map(dict.get, self._dicts, _TRAINING)]
+        self._open = [cell for path, cell in self._cells.items() if path not in unseen]
+        self._enclosed = [*map(content_of, self._open)]
         self._hooks = [held[key] for held in self._dicts for key in _HOOKS if key in held]
         self._of_parameters = self._hooks_of_parameters()
         self._hooks += [*_HOOKS_OF_ALL.values(), *self._of_parameters.values()]
         self._registered, self._hooked = RemovableHandle.next_id, any(self._hooks)
         # Of a class, which many layers share, once.
-        places = [*{(id(held), key): (held, key) for _, held, key in self._places(absent=True)}.values()]
+        found = ((path, held, key) for path, held, key in self._places(absent=True) if path not in unseen)
+        places = [*{(id(held), key): (held, key) for _, held, key in found}.values()]
         elsewhere = [*self._enclosed, *(self._hooks if self._hooked else ())]
         self._held = Holdings(places, elsewhere, self._entries, self._state())
         self._had = self._tensors_there()
@@ -173,7 +179,7 @@ class Attributes:
             if self._others_have_hooks() or (not self._hooked and any(self._hooks)):
                 return False
             self._registered = RemovableHandle.next_id
-        if self._cells and not all(map(operator.is_, map(content_of, self._cells.values()), self._enclosed)):
+        if self._cells and not all(map(operator.is_, map(content_of, self._open), self._enclosed)):
             return False
         return self._held.are_the_same()
 
@@ -183,7 +189,7 @@ class Attributes:
             return []
         if trains:
             self._trained = self._read_trained()
-        now, before = self.values(), self._seen
+        now, before = self._without.of(self.values()), self._seen
         paths = sorted(path for path in now.keys() | before.keys() if now.get(path) != before.get(path))
         if not paths:  # new ones that forward does not read, or other objects that say the same
             self.look()
@@ -212,18 +218,6 @@ class Attributes:
         found |= {path: comparable(hooks, self._nothing) for path, hooks in elsewhere.items()}
         found |= dict.fromkeys(self._tensors_there(), torch.Tensor)
         return found | {f"{path}{OF_GRADIENTS}": _Training(flag) for path, flag in self._trained.items()}
-
-    def ignore(self, paths: Collection[str]) -> set[str]:
-        """Do not look any more at those of these that are no numbers, flags or texts, which may say something else later.
-
-        Returns:
-            These.
-        """
-        now = self.values()
-        ignored = {path for path in paths if has_objects(now.get(path))}
-        self._ignored |= ignored
-        self.look()
-        return ignored
 
     @contextlib.contextmanager
     def in_train_mode(self) -> Iterator[None]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import onnx
 import onnx_ir as ir
@@ -20,6 +20,7 @@ from orttrainer import export
 from orttrainer.engine.attributes import OF_GRADIENTS, Attributes
 from orttrainer.engine.inference import inference_model
 from orttrainer.errors import ModelError, UnsupportedModelError
+from orttrainer.export.memory.holdings import Without
 from orttrainer.export.values.granted import unmet
 from orttrainer.export.values.told import shown
 from orttrainer.graph.subgraphs import node_inputs, subgraphs
@@ -38,6 +39,19 @@ OPEN = 4  # of these, whose sessions are: each has memory for its activations
 log = logging.getLogger("orttrainer")
 
 
+@dataclass
+class _Made:
+    """Of a graph: the attributes that it was made with, which of them make no difference, and the modules outside that it reads."""
+
+    values: dict[str, Any]
+    without: Without
+    outside: Sequence[torch.nn.Module]
+
+    def fits(self, values: Mapping[str, Any]) -> bool:
+        """Whether it is right for these."""
+        return self.without.of(values) == self.without.of(self.values)
+
+
 class Ways:
     """The forward graphs that were made, one for each way.
 
@@ -53,11 +67,12 @@ class Ways:
     def __init__(self, forward: ForwardGraph, described: Sequence[str], source: Source):
         self.known = [forward]
         frozen = lambda: source.settings.frozen  # noqa: E731
-        self._attributes = Attributes(source.parts, forward.touched, forward.read, frozen)
-        self._attributes.turn_to(forward.outside)
+        self._attributes = Attributes(source.parts, forward.read, frozen)
+        without = Without(frozenset(forward.touched))
+        self._attributes.turn_to(forward.outside, without)
         self._attributes.look()
         self._values = self._attributes.values()  # that the next one is made with
-        self._made_with = {id(forward): self._values}
+        self._made = {id(forward): _Made(self._values, without, forward.outside)}
         self._described, self._warned = frozenset(described), False
         self._warned_of: set[str] = set()  # attributes
         self._fitting: set[tuple] = set()  # sizes of batches that met what a graph takes for granted
@@ -98,8 +113,9 @@ class Ways:
         changed = self._attributes.changes(trains)
         if not changed and self._holds(current, batch, state, trains, told):
             return None
-        self._values = self._attributes.values() if changed else self._made_with[id(current)]
-        others = [forward for forward in others if self._made_with[id(forward)] == self._values]
+        made = self._made[id(current)]
+        self._values = self._attributes.values() if changed or made.without.objects else made.values
+        others = [forward for forward in others if self._made[id(forward)].fits(self._values)]
         found = next((forward for forward in others if self._holds(forward, batch, state, trains)), None)
         if found is None and changed:
             return self._made_again(
@@ -125,7 +141,7 @@ class Ways:
         """Forget all graphs but this one, which is in use."""
         self.known = [forward]
         self._opened = {id(forward): self._opened[id(forward)]}
-        self._made_with = {id(forward): self._made_with[id(forward)]}
+        self._made = {id(forward): self._made[id(forward)]}
         self._fitting.clear()
         self._asked.clear()
 
@@ -135,10 +151,7 @@ class Ways:
         with self._attributes.in_train_mode():
             found = make()
         if same := _are_the_same(current, found):
-            self._made_with[id(current)] = self._values
-            for path in self._attributes.ignore(changed):
-                for values in self._made_with.values():
-                    values.pop(path, None)
+            self._is_also(current, found, changed)
         seconds, difference = time.perf_counter() - begun, ", which made no difference" if same else ""
         read = [path for path in changed if not path.endswith(OF_GRADIENTS)]
         if not self._warned_of.issuperset(read):
@@ -158,16 +171,13 @@ class Ways:
         self.known = [way for way in self.known if way is not forward] + [forward]
         self._opened.pop(id(forward), None)
         self._opened[id(forward)] = graph, state, runner
-        self._attributes.turn_to(forward.outside)
-        if id(forward) not in self._made_with:  # a new one, which may have read more
-            outside = {
-                path: x for path, x in self._attributes.values().items() if path.startswith(f"{export.OUTSIDE}.")
-            }
-            self._made_with[id(forward)] = self._values | outside
-            for path, value in self._attributes.also(forward.read).items():
-                for values in self._made_with.values():
-                    values.setdefault(path, value)
-        if self._attributes.values() == self._made_with[id(forward)]:
+        if is_new := id(forward) not in self._made:
+            self._made[id(forward)] = _Made(self._values, Without(frozenset(forward.touched)), forward.outside)
+        made = self._made[id(forward)]
+        self._attributes.turn_to(made.outside, made.without)
+        if is_new:
+            self._read_by(forward, made)
+        if made.fits(self._attributes.values()):
             self._attributes.look()
         while len(self._opened) > OPEN:
             del self._opened[next(iter(self._opened))]
@@ -175,6 +185,28 @@ class Ways:
             self._forget(self.known.pop(0))
         for way in self.known:  # which else would keep the state that was
             state.show(way.model)
+
+    def _read_by(self, forward: ForwardGraph, made: _Made) -> None:
+        """Look at what the code that was run for `forward` may read, too."""
+        now, outside = self._attributes.values(), f"{export.OUTSIDE}."
+        made.values = {path: x for path, x in made.values.items() if not path.startswith(outside)}
+        made.values |= {path: x for path, x in now.items() if path.startswith(outside)}
+        for path, value in self._attributes.also(forward.read).items():
+            for other in self._made.values():
+                other.values.setdefault(path, value)
+
+    def _is_also(self, current: ForwardGraph, found: ForwardGraph, changed: Collection[str]) -> None:
+        """Note that the present graph is right for the present attributes, too, for which `found` is the same.
+
+        Where nothing but objects are others, these are of no effect, as long as the rest is as it is.
+        """
+        made = self._made[id(current)]
+        had, has = (Without(objects=frozenset(changed)).of(values) for values in (made.values, self._values))
+        alone = all(had.get(path) == has.get(path) for path in changed)
+        without = Without(frozenset(found.touched), made.without.objects.union(changed) if alone else frozenset())
+        self._made[id(current)] = made = _Made(self._values, without, found.outside)
+        self._attributes.turn_to(made.outside, without)
+        self._read_by(found, made)
 
     def opened(self, forward: ForwardGraph) -> tuple[TrainingGraph, TrainedState, Runner] | tuple[None, None, None]:
         """The graph that trains this way, its state and its runner, if they are there still."""
@@ -186,7 +218,7 @@ class Ways:
 
     def _forget(self, forward: ForwardGraph) -> None:
         self._opened.pop(id(forward), None)
-        self._made_with.pop(id(forward))
+        self._made.pop(id(forward))
         self._fitting.clear()  # an id may become another's
         self._asked = {key: asked for key, asked in self._asked.items() if asked[1] is not forward.conditions}
         if not self._warned:

@@ -6,7 +6,7 @@ import collections
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import CellType, CodeType, FunctionType, MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,11 +16,11 @@ __all__ = [
     "DEPTH",
     "PLAIN",
     "Holdings",
+    "Without",
     "attributes_of",
     "comparable",
     "content_of",
     "function_of",
-    "has_objects",
     "is_container",
     "same_elements",
     "variables_around",
@@ -32,6 +32,7 @@ DEPTH = 3  # of containers and objects in each other
 _MOST = (20, 20, 100)  # entries by the depth that is left: what is longer is a table of the user's
 _LARGEST = 4096  # elements of an array
 _VERSION = operator.attrgetter("_version")
+_NONE = type(None), None  # as it is compared
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")  # each of which may be set
 _SAID = operator.attrgetter(*_OF_FUNCTIONS)
 
@@ -160,11 +161,33 @@ def comparable(value: Any, entries: Entries, state: Collection[int] = frozenset(
     return _Is(value, id(value) in state)
 
 
-def has_objects(found: Any) -> bool:
-    """Whether what `comparable` gave has anything in it that is compared as an object."""
-    if isinstance(found, (tuple, list)):
-        return any(map(has_objects, found))
-    return isinstance(found, _Is)
+class Without(NamedTuple):
+    """What makes no difference to a graph.
+
+    Attributes:
+        touched: paths of what forward changes itself, as the export has seen.
+        objects: paths of what holds objects that do nothing themselves, as tensors, which were others once, to no effect; what
+            else it holds may have one.
+    """
+
+    touched: frozenset[str] = frozenset()
+    objects: frozenset[str] = frozenset()
+
+    def of(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The rest of paths and what `comparable` gave of each."""
+        rest = {path: x for path, x in values.items() if path not in self.touched}
+        rest |= {path: _without_objects(rest[path]) for path in self.objects & rest.keys()}
+        return {path: x for path, x in rest.items() if x is not None}
+
+
+def _without_objects(found: Any) -> Any:
+    """What `comparable` gave, without what is compared as an object and does nothing itself, as a tensor; None where nothing is left."""
+    if isinstance(found, _Is):
+        return found if callable(found.value) else None
+    if isinstance(found, tuple) and isinstance(found[-1], list):
+        inside = [*map(_without_objects, found[-1])]
+        return None if all(x is None for x in inside) and found[0] is not FunctionType else (*found[:-1], inside)
+    return None if found == _NONE else found
 
 
 def attributes_of(value: Any) -> Mapping[str, Any] | None:
