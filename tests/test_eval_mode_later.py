@@ -8,7 +8,7 @@ import signal
 
 import pytest
 import torch
-from fidelity import evaluated, rebuilt, trained, vectors
+from fidelity import RATE, evaluated, rebuilt, trained, vectors
 from torch import nn
 
 import orttrainer
@@ -214,3 +214,36 @@ def test_a_time_limit_in_the_first_evaluation_is_no_reason_to_do_without(monkeyp
         tuple(trainer.eval_step(*vectors(5))), evaluated(module, *vectors(5)), rtol=1e-5, atol=1e-6
     )
     assert "do more in eval mode" not in caplog.text
+
+
+def checked(layer, x, y):
+    if x.abs().max() > 99:
+        raise layer.error
+    return y * 2
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("error", [AssertionError("large"), ValueError("large"), MemoryError("large")], ids=repr)
+def test_what_the_module_raises_on_the_first_batch_that_it_evaluates_is_raised(error, steps, caplog):
+    module = rebuilt(lambda: Kept(checked))
+    module.layer.error = error
+    trainer = trained(module, steps)
+    x = vectors(5)[0]
+    if steps == 0 and isinstance(error, ValueError):
+        trainer.train_step(x, RATE)  # else nothing tells it from a module that cannot be called in eval mode
+    for _ in range(2):
+        with pytest.raises(type(error), match="large"):
+            trainer.eval_step(1000 * x)
+    torch.testing.assert_close(tuple(trainer.eval_step(x)), evaluated(module, x), rtol=1e-5, atol=1e-6)
+    assert "may do more in eval mode" not in caplog.text
+
+
+def test_a_label_out_of_range_in_the_first_evaluation():
+    torch.manual_seed(0)
+    module, loss = Kept(lambda layer, x, y: 2 * y), nn.CrossEntropyLoss()
+    trainer = orttrainer.trainer(module, loss, torch.optim.SGD(module.parameters(), lr=0.1))
+    x, label = vectors(0)[0], torch.arange(8) % 6
+    trainer.step(x, label)
+    with pytest.raises(IndexError, match="out of bounds"):
+        trainer.eval_step(x, label + 1)
+    torch.testing.assert_close(trainer.eval_step(x, label)[0], loss(copy.deepcopy(module).eval()(x), label).detach())

@@ -202,8 +202,9 @@ class Engine(InUse):
             fetches: names of described outputs, all by default.
             describe: as for `train_step`.
         """
+        earlier = self._last_batch
         batch = self._fitting_batch(given, describe, trains=False)
-        evaluates, fetches = self._in_eval_mode(batch), fetches or self.output_names
+        evaluates, fetches = self._in_eval_mode(batch, earlier), fetches or self.output_names
         return self._runner.eval_step(batch, fetches) if evaluates is None else evaluates.run(batch, fetches)
 
     def needed(self, fetches: Sequence[str] | None) -> list[str]:
@@ -307,13 +308,14 @@ class Engine(InUse):
         if self._runner is None:
             raise StateError("there is no graph to export before the first step of a torch module; run one eval_step")
         outputs = self.checked_fetches(outputs) or self.output_names[1:] or self.output_names
+        earlier = self._last_batch
         if batch is not None:
             given = listed_batch(batch, self.input_names, "export_inference", whole=False)
             given = self._checked_batch(given)
         elif (given := self._last_batch) is None:
             raise StateError("export_inference compares the file with eval_step: give it a batch=..., or run a step")
 
-        evaluates = self._in_eval_mode(given)
+        evaluates = self._in_eval_mode(given, earlier)
 
         def evaluate() -> list[torch.Tensor]:
             return self.eval_step({name: given[name] for name in self.needed(outputs)}, outputs)

@@ -13,7 +13,7 @@ import torch
 from orttrainer import export, signals
 from orttrainer.engine.inference import inference_model
 from orttrainer.engine.ways import Ways
-from orttrainer.errors import SchemaError, UnsupportedModelError
+from orttrainer.errors import OrtTrainerError, SchemaError, UnsupportedModelError
 from orttrainer.export.initializers import state_as_inputs
 from orttrainer.export.memory.holdings import same_elements
 from orttrainer.run import open_evaluation
@@ -28,6 +28,9 @@ log = logging.getLogger("orttrainer")
 
 Batch: TypeAlias = Mapping[str, torch.Tensor]
 
+_OF_MEMORY = (MemoryError, torch.cuda.OutOfMemoryError)  # which may be there the next time
+_OF_VALUES = (AssertionError, IndexError, ArithmeticError)  # rather than of the mode
+
 
 class EvalMode:
     """The graphs of a module in eval mode, on the tensors that it has at the moment.
@@ -40,6 +43,7 @@ class EvalMode:
         described: names of the inputs.
         device: where its tensors are.
         make: exports the module in eval mode on a whole batch.
+        raised: what the module itself raises on one there, if anything.
     """
 
     def __init__(
@@ -49,8 +53,10 @@ class EvalMode:
         described: Sequence[str],
         device: torch.device,
         make: Callable[[Batch], ForwardGraph],
+        raised: Callable[[Batch], Exception | None],
     ):
         self._source, self._described, self._device, self._make = source, described, device, make
+        self._raised, self._works = raised, False
         self._otherwise, self._ways, self._lacks_form = otherwise, None, False
 
     @property
@@ -63,30 +69,37 @@ class EvalMode:
         """The graph in use."""
         return self._ways.known[-1]
 
-    def follow(self, batch: Batch, last: Batch, full: bool) -> bool:
+    def follow(self, batch: Batch, last: Batch, full: bool, earlier: Batch | None) -> bool:
         """Change to the graph that is right for this batch, and for what the module is now; make it, if there is none yet.
 
         Args:
             batch: inputs, by name.
             last: the last whole batch.
             full: whether no part of it is empty.
+            earlier: the last one before it, if any.
 
         Returns:
             Whether there is one; where there is not, this says so once.
 
         Raises:
-            ExportError: there was one, and is none for this batch. Whatever the module raises.
+            ExportError: there was one, and is none for this batch. Whatever the module raises, where that comes of the batch: the
+                next one is tried anew.
         """
         if self._lacks_form:
             return False
         if self._ways is None or not self._decided_hold():
+            whole = batch if len(batch) == len(self._described) else last
             try:
-                self._begin(batch if len(batch) == len(self._described) else last)
+                self._begin(whole)
             except Exception as error:  # the module's own, too: nobody has said that it can be called so
                 signals.raise_noted()  # a time limit is none of it
-                if self._ways is not None:
+                if self._ways is not None or isinstance(error, _OF_MEMORY):
                     raise
-                self._give_up(error)
+                own = self._raised(whole)
+                signals.raise_noted()
+                if own is not None and self._is_of_the_batch(own, earlier):
+                    raise own from None
+                self._give_up(own or error)
                 return False
         if not (self._ways.right_for_all(False) and full):
             make = lambda batch, trains: self._make(batch)  # noqa: E731
@@ -133,6 +146,17 @@ class EvalMode:
         self._decided = {name: self._live(forward)[name].clone() for name in forward.decided}
         self._take(forward)
         log.info("exported in eval mode, too, in %.1f s", time.perf_counter() - begun)
+
+    def _is_of_the_batch(self, raised: Exception, earlier: Batch | None) -> bool:
+        """Whether the module raises this by the values of a batch, not because it cannot be called in eval mode at all.
+
+        It can where it has evaluated another batch, as one that it was trained on; where none tells, the class of the error does.
+        """
+        if isinstance(raised, OrtTrainerError):
+            return False  # it gives other outputs there
+        if not self._works and earlier is not None and len(earlier) == len(self._described):
+            self._works = self._raised(earlier) is None
+        return self._works or isinstance(raised, (*_OF_MEMORY, *_OF_VALUES))
 
     def _give_up(self, error: Exception) -> None:
         self._lacks_form = True

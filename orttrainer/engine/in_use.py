@@ -411,20 +411,24 @@ class InUse(NotCopied):
             self._runner.rebind(moved)
             self._ways.look_at_parameters()
 
-    def _in_eval_mode(self, batch: Mapping[str, torch.Tensor]) -> EvalMode | None:
-        """What evaluates this batch; None: the graph that trains, which then is the right one for it."""
+    def _in_eval_mode(
+        self, batch: Mapping[str, torch.Tensor], earlier: Mapping[str, torch.Tensor] | None
+    ) -> EvalMode | None:
+        """What evaluates this batch, the next one after `earlier`; None: the graph that trains, which then is the right one for it."""
         if self._eval_mode is None or not self._eval_mode.is_made:
             self._follow(batch, trains=False)
             if (otherwise := self._forward.in_eval_mode) is None:
                 return None
             if self._eval_mode is None:
                 make = functools.partial(self.source.graph_in_eval_mode, self.description, self._schema)
-                self._eval_mode = EvalMode(otherwise, self.source, self.input_names, self.device, make)
+                raised = functools.partial(self.source.raised_in_eval_mode, self.description)
+                self._eval_mode = EvalMode(otherwise, self.source, self.input_names, self.device, make, raised)
         else:
             self._follow_module()
             self._state.masked.make_anew()
         with runtime.garbage_kept(), signals.none_lost():
-            return self._eval_mode if self._eval_mode.follow(batch, self._last_batch, self._is_full(batch)) else None
+            followed = self._eval_mode.follow(batch, self._last_batch, self._is_full(batch), earlier)
+            return self._eval_mode if followed else None
 
     def _follow(self, batch: Mapping[str, torch.Tensor], trains: bool, asks: bool = False) -> None:
         """Change to the graph of what the module is now, and of what it decides on this batch; make it, if there is none yet.
