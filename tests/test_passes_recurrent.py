@@ -61,6 +61,15 @@ def test_the_forward_that_keeps_its_gates_agrees_with_the_operator(case, every_w
     _compare(actual, expected, 1e-12, str(case))
 
 
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+@pytest.mark.parametrize("direction", ["forward", "bidirectional"])
+def test_no_step_copies_a_state_to_keep_it(kind, direction, every_width):
+    model, _ = _model(recurrent.case(kind, "plain", direction, **recurrent.RESET[kind]), np.float64)
+    kept = with_gradients(model, keep=True)
+    bodies = [node.attribute[0].g for node in kept.graph.node if node.op_type == "Scan"]
+    assert bodies and not any(node.op_type == "Identity" for body in bodies for node in body.node)
+
+
 def test_narrow_layers_and_special_ones_keep_the_operator():
     for case in (recurrent.case("LSTM", "narrow"), recurrent.special("RNN", "clip", clip=0.5)):
         model, _ = _model(case, np.float64)

@@ -42,7 +42,7 @@ def lstm(op, node, dy, dy_h=None, dy_c=None):
     """[i o f g] = [sig sig sig tanh](W X + R H' + B),  C = f C' + i g,  H = o tanh(C), at each time, from H' and C'.
 
     dC = dH o (1 - tanh(C)^2) + dC f (of the next time),  dH = dY + R^T dZ (of the next time),
-    dZ = [dC g i(1-i); dH tanh(C) o(1-o); dC C' f(1-f); dC i (1-g^2)],
+    dZ = [dC g i(1-i); dH tanh(C) o(1-o); dC C' f(1-f); dC i (1-g^2)],  where i g, o tanh(C) and f C' are at hand,
     dW = dZ X^T,  dR = dZ H'^T,  dB = sum dZ,  dX = W^T dZ.
     """
     if is_special(node, {"sigmoid tanh tanh"}):
@@ -52,7 +52,7 @@ def lstm(op, node, dy, dy_h=None, dy_c=None):
 
 @vjp("GRU")
 def gru(op, node, dy, dy_h=None):
-    """[z r] = sig(W X + R H' + B),  n = tanh(Wn X + U + b),  H = (1 - z) n + z H', at each time, from H'.
+    """[z r] = sig(W X + R H' + B),  n = tanh(Wn X + U + b),  H = n + z (H' - n), at each time, from H'.
 
     U = r (Rn H' + c) with linear_before_reset, else Rn (r H') + c. With N = dH (1-z)(1-n^2), Z = dH (H'-n) z(1-z):
     linear_before_reset:  S = N (Rn H' + c) r(1-r),  dH' = dH z + [Rz; Rr; Rn]^T [Z; S; N r]
@@ -128,21 +128,20 @@ def _lstm_direction(op, d: Direction) -> Cotangents:
     gates = op.Add(_affine(op, d.w, d.x_t, bias), op.MatMul(d.r, d.before_t))
     i, o, f, g = split_gates(op, gates, d.order, axis=1)
     i, o, f, g = op.Sigmoid(i), op.Sigmoid(o), op.Sigmoid(f), op.Tanh(g)
-    keep, new = f, op.Mul(i, g)
-    if d.valid is not None:
-        keep, new = _or_one(op, f, d.valid), op.Mul(new, d.valid)
+    new = op.Mul(i, g)
+    keep, added = (f, new) if d.valid is None else (_or_one(op, f, d.valid), op.Mul(new, d.valid))
 
     def cell(op, states, inputs):
-        (c,), (keep, new) = states, inputs
-        return [op.Add(op.Mul(keep, c), new)], [c]
+        (c,), (keep, added) = states, inputs
+        return [op.Add(op.Mul(keep, c), added)], [c]
 
-    _, (c_before,) = scan(op, cell, [d.initial_c], [keep, new], d.reverse)
-    c = op.Add(op.Mul(keep, c_before), new)
+    _, (c_before,) = scan(op, cell, [d.initial_c], [keep, added], d.reverse)
+    c = op.Add(op.Mul(keep, c_before), added)
     tanh_c = op.Tanh(c)
-    into_c = op.Mul(o, _one_minus_square(op, tanh_c))
+    old, h = op.Mul(f, c_before), op.Mul(o, tanh_c)
+    into_c = op.Sub(o, op.Mul(h, tanh_c))
     factors = (
-        op.Mul(g, _slope(op, i)), op.Mul(tanh_c, _slope(op, o)), op.Mul(c_before, _slope(op, f)),
-        op.Mul(i, _one_minus_square(op, g)),
+        op.Mul(new, op.Sub(1.0, i)), op.Mul(h, op.Sub(1.0, o)), op.Mul(old, op.Sub(1.0, f)), op.Sub(i, op.Mul(new, g)),
     )  # fmt: skip
     factors = join_gates(op, factors, d.order, axis=1)
     if d.valid is not None:
@@ -158,7 +157,7 @@ def _lstm_direction(op, d: Direction) -> Cotangents:
 
     inputs = [into_c, factors, keep, _past(op, d), d.dy]
     (dh, dc), (dz,) = scan(op, step, [d.dh, d.dc], inputs, not d.reverse)
-    return Cotangents(dz, dz, dh, dc, again=(i, o, f, g, tanh_c, c_before))
+    return Cotangents(dz, dz, dh, dc, again=(i, o, f, g, tanh_c, old, h))
 
 
 def _gru_direction(op, d: Direction, linear_before_reset: bool) -> Cotangents:
@@ -178,8 +177,8 @@ def _gru_direction(op, d: Direction, linear_before_reset: bool) -> Cotangents:
         reset_t = op.Mul(r, d.before_t)
         reset = _swap(op, reset_t)
         n = op.Tanh(op.Add(w_n, _affine(op, rows[2], reset_t, biases[2])))
-    into_n = op.Mul(op.Sub(1.0, z), _one_minus_square(op, n))
-    into_z = op.Mul(op.Sub(d.before_t, n), _slope(op, z))
+    old, rest_of_z = op.Mul(z, op.Sub(d.before_t, n)), op.Sub(1.0, z)
+    into_n, into_z = op.Mul(rest_of_z, _one_minus_square(op, n)), op.Mul(old, rest_of_z)
     keep, slope_r = z, _slope(op, r)
     if d.valid is not None:
         keep, into_n, into_z = _or_one(op, z, d.valid), op.Mul(into_n, d.valid), op.Mul(into_z, d.valid)
@@ -197,7 +196,7 @@ def _gru_direction(op, d: Direction, linear_before_reset: bool) -> Cotangents:
         (dh,), (gates, dh_all) = scan(op, step, [d.dh], [factors, keep, d.dy], not d.reverse)
         dz, dr, _ = split_gates(op, gates, d.order, axis=1)
         w_gates = join_gates(op, (dz, dr, op.Mul(dh_all, into_n)), d.order, axis=1)
-        return Cotangents(w_gates, gates, dh, again=(z, r, n, u))
+        return Cotangents(w_gates, gates, dh, again=(z, r, n, old, u))
 
     into_r = op.Mul(d.before_t, slope_r)
     two, r_n_t = op.Transpose(op.Concat(*rows[:2], axis=0), perm=[1, 0]), op.Transpose(rows[2], perm=[1, 0])
@@ -212,7 +211,7 @@ def _gru_direction(op, d: Direction, linear_before_reset: bool) -> Cotangents:
         return [op.Gemm(two, op.Concat(dz, dr, axis=0), rest)], [op.Concat(dz, dr, dn, axis=0)]
 
     (dh,), (gates,) = scan(op, step_of_reset, [d.dh], [into_z, into_r, into_n, r, keep, d.dy], not d.reverse)
-    return Cotangents(gates, gates, dh, reset=reset, again=(z, r, n))
+    return Cotangents(gates, gates, dh, reset=reset, again=(z, r, n, old))
 
 
 def _rnn_direction(op, d: Direction) -> Cotangents:

@@ -54,24 +54,25 @@ def _write(node: ir.Node, forward: Callable, written: Sequence, op: Builder) -> 
 
 
 def lstm_forward(op: Builder, d) -> Kept:
-    """[i o f g] = [sig sig sig tanh](W X + R H' + B),  C = f C' + i g,  H = o tanh(C);  keeps i o f g tanh(C) C'."""
+    """[i o f g] = [sig sig sig tanh](W X + R H' + B),  C = f C' + i g,  H = o tanh(C);  keeps i o f g tanh(C) f C' H."""
     gates = _products(op, d, None if d.w_bias is None else op.Add(d.w_bias, d.r_bias))
 
     def step(op, states, inputs):
         (h, c), (gates, inside) = states, inputs
         i, o, f, g = split_gates(op, op.Gemm(d.r, h, gates), d.order, axis=0)
         i, o, f, g = op.Sigmoid(i), op.Sigmoid(o), op.Sigmoid(f), op.Tanh(g)
-        new_c = op.Add(op.Mul(f, c), op.Mul(i, g))
+        old = op.Mul(f, c)
+        new_c = op.Add(old, op.Mul(i, g))
         tanh_c = op.Tanh(new_c)
-        new_h = op.Mul(o, tanh_c)
-        states, y = _ended(op, inside, [new_h, new_c], states)
-        return states, [y, i, o, f, g, tanh_c, c]
+        return _ended(op, inside, [op.Mul(o, tanh_c), new_c], states), [i, o, f, g, tanh_c, old]
 
-    return _scan(op, d, step, [d.initial_h, d.initial_c], [gates])
+    last, (i, o, f, g, tanh_c, old) = _scan(op, d, step, [d.initial_h, d.initial_c], [gates])
+    y = op.Mul(o, tanh_c)  # of all times at once: a step would have to copy its state to keep it
+    return _zero_behind(op, d, y), last, [i, o, f, g, tanh_c, old, y]
 
 
 def gru_forward(op: Builder, d, linear_before_reset: bool) -> Kept:
-    """[z r] = sig(W X + R H' + B),  n = tanh(Wn X + U + b),  H = (1 - z) n + z H';  keeps z r n, and Rn H' + c."""
+    """[z r] = sig(W X + R H' + B),  n = tanh(Wn X + U + b),  H = n + z (H' - n);  keeps z r n z(H'-n), and Rn H' + c."""
     if not linear_before_reset:
         return _gru_reset_before(op, d)
     w_z, w_r, w_n = split_gates(op, _products(op, d, d.w_bias), d.order, axis=1)
@@ -82,11 +83,11 @@ def gru_forward(op: Builder, d, linear_before_reset: bool) -> Kept:
         r_z, r_r, u = split_gates(op, product, d.order, axis=0)
         z, r = op.Sigmoid(op.Add(w_z, r_z)), op.Sigmoid(op.Add(w_r, r_r))
         n = op.Tanh(op.Add(w_n, op.Mul(r, u)))
-        new_h = op.Add(op.Mul(op.Sub(1.0, z), n), op.Mul(z, h))
-        states, y = _ended(op, inside, [new_h], states)
-        return states, [y, z, r, n, u]
+        old = op.Mul(z, op.Sub(h, n))
+        return _ended(op, inside, [op.Add(n, old)], states), [z, r, n, old, u]
 
-    return _scan(op, d, step, [d.initial_h], [w_z, w_r, w_n])
+    last, (z, r, n, old, u) = _scan(op, d, step, [d.initial_h], [w_z, w_r, w_n])
+    return _zero_behind(op, d, op.Add(n, old)), last, [z, r, n, old, u]
 
 
 def _gru_reset_before(op: Builder, d) -> Kept:
@@ -98,11 +99,11 @@ def _gru_reset_before(op: Builder, d) -> Kept:
         (h,), (w_z, w_r, w_n, inside) = states, inputs
         z, r = op.Sigmoid(op.Gemm(r_z, h, w_z)), op.Sigmoid(op.Gemm(r_r, h, w_r))
         n = op.Tanh(op.Gemm(r_n, op.Mul(r, h), w_n))
-        new_h = op.Add(op.Mul(op.Sub(1.0, z), n), op.Mul(z, h))
-        states, y = _ended(op, inside, [new_h], states)
-        return states, [y, z, r, n]
+        old = op.Mul(z, op.Sub(h, n))
+        return _ended(op, inside, [op.Add(n, old)], states), [z, r, n, old]
 
-    return _scan(op, d, step, [d.initial_h], [w_z, w_r, w_n])
+    last, (z, r, n, old) = _scan(op, d, step, [d.initial_h], [w_z, w_r, w_n])
+    return _zero_behind(op, d, op.Add(n, old)), last, [z, r, n, old]
 
 
 def rnn_forward(op: Builder, d) -> Kept:
@@ -112,36 +113,45 @@ def rnn_forward(op: Builder, d) -> Kept:
     def step(op, states, inputs):
         (h,), (gates, inside) = states, inputs
         new_h = (op.Relu if d.activations == "relu" else op.Tanh)(op.Gemm(d.r, h, gates))
-        states, y = _ended(op, inside, [new_h], states)
-        return states, [y]
+        return _ended(op, inside, [new_h], states), [new_h]
 
-    return _scan(op, d, step, [d.initial_h], [gates])
+    last, (y,) = _scan(op, d, step, [d.initial_h], [gates])
+    return _zero_behind(op, d, y), last, []
 
 
-def _scan(op: Builder, d, step: Callable, first: list[ir.Value], inputs: list[ir.Value]) -> Kept:
-    inside = None if d.valid is None else op.Cast(d.valid, to=int(ir.DataType.BOOL))
-    last, (y, *kept) = scan(op, step, first, [*inputs, inside], d.reverse)
+def _scan(op: Builder, d, step: Callable, first: list[ir.Value], inputs: list[ir.Value]) -> tuple[list, list]:
+    """The last states, and what the steps keep."""
+    last, kept = scan(op, step, first, [*inputs, _inside(op, d)], d.reverse)
     if d.filled is not None:
         last = [op.Mul(state, d.filled) for state in last]
-    return y, last, kept
+    return last, kept
 
 
-def _ended(op: Builder, inside: ir.Value | None, new: list, old: Sequence) -> tuple[list[ir.Value], ir.Value]:
-    """The states after a step, and its output, where some sequences may have ended."""
-    if inside is None:
-        return new, new[0]
-    y = op.Where(inside, new[0], op.scalar(0.0, new[0]))
-    return [op.Where(inside, after, before) for after, before in zip(new, old)], y
+def _inside(op: Builder, d) -> ir.Value | None:
+    return None if d.valid is None else op.Cast(d.valid, to=int(ir.DataType.BOOL))
+
+
+def _ended(op: Builder, inside: ir.Value | None, new: list[ir.Value], old: Sequence[ir.Value]) -> list[ir.Value]:
+    """The states after a step, where some sequences may have ended."""
+    return new if inside is None else [op.Where(inside, after, before) for after, before in zip(new, old)]
+
+
+def _zero_behind(op: Builder, d, y: ir.Value) -> ir.Value:
+    """The hidden states of all times, 0 behind the end of a sequence."""
+    return y if d.valid is None else op.Where(_inside(op, d), y, op.scalar(0.0, y))
 
 
 def _products(op: Builder, d, bias: ir.Value | None) -> ir.Value:
-    """W X + b of all times, by one product: [time, gates, batch]."""
+    """W X + b of all times, by one product: [time, gates, batch].
+
+    Its rows are those of X: to exchange gates and batch within a time is several times faster than gates and time.
+    """
     rows = op.Reshape(d.x, join(op, -1, op.dim(d.x, 2)))  # [time * batch, input]
-    product = op.MatMul(d.w, op.Transpose(rows, perm=[1, 0]))
-    product = product if bias is None else op.Add(product, bias)
-    by_time = op.Reshape(product, join(op, op.dim(d.w, 0), op.dim(d.x, 0), -1))
+    operands = (rows, d.w) if bias is None else (rows, d.w, op.Squeeze(bias, [1]))
+    product = op.Gemm(*operands, transB=1)
+    by_time = op.Reshape(product, join(op, op.dim(d.x, 0), -1, op.dim(d.w, 0)))
     if d.w.shape is not None and d.x.shape is not None:
         by_time.shape = ir.Shape(
-            [d.w.shape[0], *d.x.shape.dims[:2]]
+            [*d.x.shape.dims[:2], d.w.shape[0]]
         )  # which inference does not see if these have names
-    return op.Transpose(by_time, perm=[1, 0, 2])
+    return op.Transpose(by_time, perm=[0, 2, 1])
