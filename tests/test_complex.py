@@ -9,6 +9,7 @@ from torch import nn
 
 from orttrainer import IODescription, ModelDescription, ORTTrainer, load_checkpoint, save_checkpoint
 from orttrainer.errors import StateError
+from orttrainer.export.rewrites import complex_functions
 
 
 class Spectrum(nn.Module):
@@ -220,6 +221,20 @@ def diagonal_recurrence(m, z):
     """The kernel of a diagonal state space model (Gu et al. 2022, section 3.3)."""
     steps = m.a.exp()[:, None] ** torch.arange(6)
     return torch.einsum("n,nl->l", m.c * (m.a.exp() - 1) / m.a, steps).real * z.real.sum()
+
+
+@pytest.mark.parametrize("equation", ["hn,hnl->lh", "hnl,hn->lh"])
+def test_of_the_factors_of_an_einsum_the_one_of_fewer_axes_is_made_a_matrix(equation):
+    sizes = {"h": 3, "n": 4, "l": 7}
+    factors = [number(*(sizes[letter] for letter in term)) for term in equation.split("->")[0].split(",")]
+    read = []
+
+    def einsum(equation, *operands):
+        read.extend(operands)
+        return torch.einsum(equation, *operands)
+
+    torch.testing.assert_close(complex_functions._einsum(einsum, equation, *factors), torch.einsum(equation, *factors))
+    assert sorted(x.numel() for x in read) == [4 * 3 * 4, 2 * 3 * 4 * 7]
 
 
 def moving_average(write):

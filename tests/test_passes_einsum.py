@@ -99,6 +99,15 @@ def test_what_is_nearly_a_product_is_one_with_no_transpose_but_a_matrix_s_own(eq
     )
 
 
+@pytest.mark.parametrize("equation", ["bhi,dbhij->djh", "dbhij,bhi->hdj"])
+def test_of_as_many_transposes_those_that_keep_the_last_axis_are_made(equation):
+    model = einsum(equation)
+    EinsumProductPass()(model)
+    transposes = [node for node in model.graph if node.op_type == "Transpose" and len(node.inputs[0].shape) == 5]
+    assert [node.attributes.get_ints("perm")[-1] for node in transposes] == [4]
+    assert_numpy_s(model, equation)
+
+
 @pytest.mark.parametrize("equation", ["ii,id->d", "ii->i", "ii->"])
 def test_what_is_no_product_stays(equation):
     assert not EinsumProductPass()(einsum(equation)).modified

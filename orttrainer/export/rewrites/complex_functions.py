@@ -254,7 +254,7 @@ def _norm(norm):
 
 
 def _einsum(einsum: Callable, equation, *operands):
-    """One of the parts, which are one axis more: x and [[Re w, Im w], [-Im w, Re w]]."""
+    """One of the parts, which are one axis more: x and [[Re w, Im w], [-Im w, Re w]], w the one of fewer axes."""
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = operands[0]
     free = [letter for letter in string.ascii_letters if letter not in str(equation)]
@@ -263,6 +263,8 @@ def _einsum(einsum: Callable, equation, *operands):
         return _einsum_of_parts(einsum, equation, *operands)
     (left, right), result = equation.split("->")[0].split(","), equation.split("->")[1]
     (x, w), (inner, outer) = operands, free[:2]
+    if len(left) < len(right):
+        x, w, left, right = w, x, right, left
     a, b = parts(w)
     x, w = torch.stack(parts(x)), torch.stack((torch.stack((a, b)), torch.stack((-b, a))))
     return torch.complex(*einsum(f"{inner}{left},{inner}{outer}{right}->{outer}{result}", x, w).unbind(0))

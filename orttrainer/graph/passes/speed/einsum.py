@@ -98,12 +98,13 @@ class _Plan:
         )
 
     def moves(self) -> float:
-        """How many tensors are transposed; a matrix alone ONNX Runtime's product reads either way."""
+        """How many tensors are transposed: more, where the last axis does not stay, of which memory moves are then single
+        numbers; a matrix alone ONNX Runtime's product reads either way."""
         batch, count = self.batch, 0.0
         for (_, term), (rows, columns) in zip(self.operands, ((self.left, self.summed), (self.summed, self.right))):
             turned = len(rows) == len(columns) == 1 and term == batch + columns + rows
-            count += 0.1 if turned else term != batch + rows + columns
-        return count + (self.result != batch + self.left + self.right)
+            count += 0.1 if turned else _cost(term, batch + rows + columns)
+        return count + _cost(batch + self.left + self.right, self.result)
 
     def product(self, op: Builder) -> ir.Value:
         x, y = (term.ordered(op, "".join(before)) for term, (before, _) in zip(self.operands, self._reshapes()))
@@ -135,6 +136,11 @@ class _Plan:
 
     def _reshaped(self, op: Builder, value: ir.Value, before: list[str], after: list[str]) -> ir.Value:
         return value if before == after else op.Reshape(value, np.array(self._shape(before, after), np.int64))
+
+
+def _cost(before: str, after: str) -> float:
+    """Of a transpose between two orders of axes."""
+    return 0.0 if before == after else 1.0 if before[-1] == after[-1] else 1.1
 
 
 def _product(op: Builder, terms: list[_Term], result: str) -> ir.Value:
