@@ -31,6 +31,7 @@ from orttrainer.graph.passes.speed.nchwc_sums import SumIntoConvolutionPass
 from orttrainer.graph.passes.speed.nchwc_weights import BlockedWeightGradientsPass
 from orttrainer.graph.passes.speed.pools import SeparatePoolGradientsPass
 from orttrainer.graph.passes.speed.products import FewRowsProductPass
+from orttrainer.graph.passes.speed.reductions import ReduceOnesPass
 from orttrainer.graph.passes.speed.rows import FlatScatterPass
 from orttrainer.graph.passes.speed.scaled_gradient import ScaledGradientPass
 from orttrainer.graph.passes.speed.small_images import SmallImagesPass
@@ -172,6 +173,8 @@ def open_phase(
         FlatScatterPass(sizes, adds_in_turn)(cut)
     if on_cpu:
         LongSumsPass(sizes)(cut)
+    if place.allows(ReduceOnesPass) and on_cpu:
+        ReduceOnesPass()(cut)
     made = list(written_through(cut.graph, through))
     cut.graph.outputs.extend(value for _, value in made)
     inputs = {value.name for value in cut.graph.inputs}  # an update that does not clip reads no norm
