@@ -207,3 +207,25 @@ def test_parts_that_are_repeated_to_meet_each_other_are_added():
         }"""
     )
     assert not JoinPadsPass()(model).modified
+
+
+def test_gradients_of_slices_are_parts_where_only_other_axes_vary():
+    model = ir.from_onnx_text(
+        """<ir_version: 8, opset_import: ["" : 18]>
+        g (double[N,4] x) => (double[N,2] y) <int64[1] zero = {0}, int64[1] one = {1}, int64[1] two = {2}, int64[1] end = {9}> {
+          a = Slice (x, zero, two, one)
+          b = Slice (x, two, end, one)
+          y = Mul (a, b)
+        }"""
+    )
+    model = prepare(model)
+    x, y = model.graph.inputs[0], model.graph.outputs[0]
+    (dx,) = differentiate(Builder(model.graph), {y: y}, [x]).values()
+    model.graph.outputs.append(dx)
+    assert JoinPadsPass()(model).modified
+    common.RemoveUnusedNodesPass()(model)
+    assert not {"Pad", "Shape"} & {node.op_type for node in model.graph}
+    given = np.random.default_rng(0).standard_normal((3, 4))
+    a, b = given[:, :2], given[:, 2:]
+    found = evaluate(ir.to_proto(model), {"x": given})[model.graph.outputs[1].name]
+    np.testing.assert_allclose(found, np.concatenate([a * b * b, a * b * a], 1), rtol=1e-14)
