@@ -39,6 +39,7 @@ def operators(model: ir.Model) -> list[str]:
 @pytest.mark.parametrize("equation", [
     "bhid,bhjd->bhij", "bhij,bhjd->bhid", "bihd,bjhd->bhij", "bhij,bjhd->bihd", "id,dj->ij", "id,jd->ji", "bid,dj->bij",
     "bixy,ijxy->bjxy", "bhid,hde->bihe", "bd,bd->b", "bid,bd->bi", "d,d->", "bi,bj->ij", "ixyd,dxyj->ij", "bxi,byi->bxy", "bid,jd->bij", "bid,jd->jib",
+    "bhid,hjd->bhij", "bhid,hjd->jbhi", "hjd,bhid->bhji", "ibhd,jhd->ijbh", "bihd,jhd->bhij", "bhi,bxhij->xhj", "bxid,bid->bxi", "bxyd,bhyd->bxyh",
 ])  # fmt: skip
 def test_it_gives_what_numpy_gives(equation, symbolic):
     model = einsum(equation, symbolic=symbolic)
@@ -108,6 +109,40 @@ def test_of_as_many_transposes_those_that_keep_the_last_axis_are_made(equation):
     assert_numpy_s(model, equation)
 
 
+def transposed(model: ir.Model) -> list[tuple[list, tuple]]:
+    """The shapes of what is transposed, each with the order of its axes."""
+    nodes = [node for node in model.graph if node.op_type == "Transpose"]
+    return [(list(node.inputs[0].shape.dims), tuple(node.attributes.get_ints("perm"))) for node in nodes]
+
+
+@pytest.mark.parametrize("equation", ["bhid,hrd->bhir", "hrd,bhid->bhri"])
+def test_a_large_product_is_made_in_its_order_where_a_small_operand_can_be_multiplied_anew(equation):
+    model = einsum(equation, {"b": 8, "h": 4, "i": 128, "d": 32, "r": 255})
+    EinsumProductPass()(model)
+    assert operators(model) == ["Transpose", "MatMul"]  # of a matrix, which ONNX Runtime's product reads either way
+
+
+def test_one_of_few_rows_is_not_multiplied_anew():
+    model = einsum("bhid,hjd->bhij", {"b": 64, "h": 4, "i": 1, "d": 64, "j": 64})
+    EinsumProductPass()(model)
+    product = next(node for node in model.graph if node.op_type == "MatMul")
+    assert [len(x.shape) for x in product.inputs] == [3, 3]  # 4 products of 64 rows, not 256 of one
+
+
+def test_the_last_axis_of_a_large_tensor_stays_in_its_place():
+    model = einsum("chn,cohnl->ohl", {"c": 2, "o": 2, "h": 64, "n": 16, "l": 256})  # as of complex numbers
+    EinsumProductPass()(model)
+    ((_, perm),) = [found for found in transposed(model) if math.prod(found[0]) == 2 * 2 * 64 * 16 * 256]
+    assert perm[-1] == 4
+
+
+def test_axes_that_stay_side_by_side_are_transposed_as_a_matrix():
+    model = einsum("ibnd,jbnd->ijbn", {"i": 64, "j": 64, "b": 8, "n": 8, "d": 32})
+    EinsumProductPass()(model)
+    (perm,) = [perm for shape, perm in transposed(model) if math.prod(shape) == 64 * 64 * 8 * 8]
+    assert perm == (2, 3, 0, 1)
+
+
 @pytest.mark.parametrize("equation", ["ii,id->d", "ii->i", "ii->"])
 def test_what_is_no_product_stays(equation):
     assert not EinsumProductPass()(einsum(equation)).modified
@@ -144,6 +179,18 @@ class Attention(nn.Module):
         return self.out(torch.einsum("bhlm,bmhd->blhd", weights, v).flatten(2)).square().mean()
 
 
+class Relative(nn.Module):
+    """Attention's scores of distances, as in Transformer-XL and DeBERTa."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.distances = nn.Linear(8, 8), nn.Parameter(torch.randn(2, 9, 4))
+
+    def forward(self, x):
+        q = self.q(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        return torch.einsum("bhid,hrd->bhir", q, self.distances).softmax(-1).square().mean()
+
+
 class Experts(nn.Module):
     """A mixture of experts, each weighted."""
 
@@ -163,6 +210,10 @@ def test_experts_train_as_in_pytorch_with_and_without():
 
 def test_attention_by_einsum_trains_as_in_pytorch_with_and_without():
     assert_trains_with_and_without("EinsumProductPass", Attention, [5, 8], replaces="Einsum")
+
+
+def test_scores_of_distances_train_as_in_pytorch_with_and_without():
+    assert_trains_with_and_without("EinsumProductPass", Relative, [40, 8], replaces="Einsum")
 
 
 SUM = """<ir_version: 8, opset_import: ["" : 18]>

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import string
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder, same_dim, take_place
+from orttrainer.graph.passes.speed.einsum_plans import Term, guessed, plan_of
 
 
 class EinsumProductPass(ir.passes.InPlacePass):
@@ -20,8 +18,9 @@ class EinsumProductPass(ir.passes.InPlacePass):
     ONNX Runtime's operator transposes both in any case and multiplies one matrix after the other: the scores of attention,
     "bhid,bhjd->bhij" of 8 x 4 heads, 128 tokens and 32 numbers, 0.46 -> 0.22 ms, "blhd,bmhd->bhlm" 0.46 -> 0.28. It takes more
     than two from left to right, and has a tensor of all their letters in between: of experts, "ebf,efd,be->bd", and its
-    gradients. Here NumPy's `einsum_path` says which two are next. To come before gradients, which are matrices' then; the
-    passes behind it see to their transposes. Letters that become one axis need sizes that are known, but for one of them.
+    gradients. Here NumPy's `einsum_path` says which two are next, and `plan_of` how two are multiplied with the least that is
+    copied: the scores of distances, "bhid,hrd->bhir", both ways 17 -> 3 ms. To come before gradients, which are matrices'
+    then; the passes behind it see to their transposes. Letters that become one axis need sizes that are known, but for one.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -45,7 +44,7 @@ class SumOfProductsPass(ir.passes.InPlacePass):
         found = [(node, terms) for node in model.graph if (terms := _factors(node)) is not None]
         op = Builder(model.graph, "products") if found else None
         for node, terms in found:
-            factors = [_Term(_squeezed(op, x, term), term.replace("1", "")) for x, term in terms]
+            factors = [Term(_squeezed(op, x, term), term.replace("1", "")) for x, term in terms]
             letters, axes = string.ascii_letters[: len(node.inputs[0].shape)], _axes(node)
             y = _product(op, factors, "".join(letter for k, letter in enumerate(letters) if k not in axes))
             take_place(op.Unsqueeze(y, axes) if node.attributes.get_int("keepdims", 1) else y, node)
@@ -54,96 +53,7 @@ class SumOfProductsPass(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, bool(found))
 
 
-class _Term(NamedTuple):
-    """A tensor, and a letter for each of its axes."""
-
-    value: ir.Value
-    letters: str
-
-    def summed(self, op: Builder, kept: Iterable[str]) -> _Term:
-        """Without the axes of other letters than `kept`."""
-        axes = [axis for axis, letter in enumerate(self.letters) if letter not in kept]
-        if not axes:
-            return self
-        left = "".join(letter for letter in self.letters if letter in kept)
-        return _Term(op.ReduceSum(self.value, axes, keepdims=0), left)
-
-    def ordered(self, op: Builder, order: str) -> ir.Value:
-        """Its axes in the order of `order`, which has the same letters."""
-        if self.letters == order:
-            return self.value
-        return op.Transpose(self.value, perm=[self.letters.index(letter) for letter in order])
-
-    def spread(self, op: Builder, order: str) -> ir.Value:
-        """With an axis of size 1 for each letter of `order` that it has not."""
-        value = self.ordered(op, "".join(letter for letter in order if letter in self.letters))
-        missing = [axis for axis, letter in enumerate(order) if letter not in self.letters]
-        return op.Unsqueeze(value, missing) if missing else value
-
-
-class _Plan:
-    """A product of `x` and `y`: its letters are of both and the result, of one and the result, or of both alone."""
-
-    def __init__(self, x: _Term, y: _Term, sizes: dict, result: str):
-        self.operands, self.sizes, self.result = (x, y), sizes, result
-        self.batch = "".join(letter for letter in result if letter in x.letters and letter in y.letters)
-        self.left = "".join(letter for letter in result if letter not in y.letters)
-        self.right = "".join(letter for letter in result if letter not in x.letters)
-        self.summed = "".join(letter for letter in x.letters if letter in y.letters and letter not in result)
-
-    def fits(self) -> bool:
-        """Whether no Reshape needs two sizes that are not known."""
-        return self._stack() or all(
-            before == after or self._shape(before, after).count(-1) < 2 for before, after in self._reshapes()
-        )
-
-    def moves(self) -> float:
-        """How many tensors are transposed: more, where the last axis does not stay, of which memory moves are then single
-        numbers; a matrix alone ONNX Runtime's product reads either way."""
-        batch, count = self.batch, 0.0
-        for (_, term), (rows, columns) in zip(self.operands, ((self.left, self.summed), (self.summed, self.right))):
-            turned = len(rows) == len(columns) == 1 and term == batch + columns + rows
-            count += 0.1 if turned else _cost(term, batch + rows + columns)
-        return count + _cost(batch + self.left + self.right, self.result)
-
-    def product(self, op: Builder) -> ir.Value:
-        x, y = (term.ordered(op, "".join(before)) for term, (before, _) in zip(self.operands, self._reshapes()))
-        if self._stack():
-            z = op.MatMul(x, y)
-        else:
-            of_x, of_y, of_z = self._reshapes()
-            z = op.MatMul(self._reshaped(op, x, *of_x), self._reshaped(op, y, *of_y))
-            z = self._reshaped(op, z, *of_z)
-        return _Term(z, self.batch + self.left + self.right).ordered(op, self.result)
-
-    def _stack(self) -> bool:
-        """Whether MatMul takes x as it is, a stack of as many matrices as it has axes for: it makes one of them."""
-        return not self.batch and len(self.summed) == len(self.right) == 1 and len(self.left) > 1
-
-    def _reshapes(self) -> list[tuple[list[str], list[str]]]:
-        """The axes before and after, by their letters: of x and y, which become matrices, and of their product."""
-        batch, left, right = list(self.batch), list(self.left), list(self.right)
-        x, y = (left, list(self.summed)), (list(self.summed), right)
-        become = [([*batch, *m, *n], [*batch, "".join(m), "".join(n)]) for m, n in (x, y)]
-        return [*become, ([*batch, self.left, self.right], [*batch, *left, *right])]
-
-    def _shape(self, before: list[str], after: list[str]) -> list[int]:
-        """What Reshape takes: 0 for an axis that stays where it is, -1 for another one whose size is not known."""
-        known = [math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None
-                 for sizes in ([self.sizes[letter] for letter in axis] for axis in after)]  # fmt: skip
-        stays = [axis == old for axis, old in itertools.zip_longest(after, before[: len(after)])]
-        return [0 if stay else -1 if size is None else size for size, stay in zip(known, stays)]
-
-    def _reshaped(self, op: Builder, value: ir.Value, before: list[str], after: list[str]) -> ir.Value:
-        return value if before == after else op.Reshape(value, np.array(self._shape(before, after), np.int64))
-
-
-def _cost(before: str, after: str) -> float:
-    """Of a transpose between two orders of axes."""
-    return 0.0 if before == after else 1.0 if before[-1] == after[-1] else 1.1
-
-
-def _product(op: Builder, terms: list[_Term], result: str) -> ir.Value:
+def _product(op: Builder, terms: list[Term], result: str) -> ir.Value:
     """Of all terms, in the order of axes of `result`."""
     sizes, terms = _sizes(terms), list(terms)
     for places in _path(terms, sizes, result):
@@ -153,26 +63,19 @@ def _product(op: Builder, terms: list[_Term], result: str) -> ir.Value:
     return terms[0].summed(op, result).ordered(op, result)
 
 
-def _of_two(op: Builder, x: _Term, y: _Term, sizes: dict, kept: set[str], result: str | None) -> _Term:
+def _of_two(op: Builder, x: Term, y: Term, sizes: dict, kept: set[str], result: str | None) -> Term:
     """The product of `x` and `y`, which has the letters `kept`; in the order of `result`, if that matters."""
     x, y = x.summed(op, kept.union(y.letters)), y.summed(op, kept.union(x.letters))
     empty = any(sizes[letter] == 0 for letter in x.letters + y.letters)  # what no Reshape to known sizes can say
     if empty or set(x.letters + y.letters) <= kept:
         order = "".join(dict.fromkeys(x.letters + y.letters))
         order = result if result is not None and set(result) == set(order) else order
-        return _Term(op.Mul(x.spread(op, order), y.spread(op, order)), order).summed(op, kept)
-    plan = _plan(x, y, sizes, kept, result)
+        return Term(op.Mul(x.spread(op, order), y.spread(op, order)), order).summed(op, kept)
+    plan = plan_of(x, y, sizes, kept, result)
     if plan is not None:
-        return _Term(plan.product(op), plan.result)
+        return plan.product(op)
     result = _natural(x.letters, y.letters, kept) if result is None else result
-    return _Term(op.Einsum(x.value, y.value, equation=f"{x.letters},{y.letters}->{result}"), result)
-
-
-def _plan(x: _Term, y: _Term, sizes: dict, kept: Iterable[str], result: str | None) -> _Plan | None:
-    """With the fewest transposes."""
-    results = (_natural(a.letters, b.letters, kept) if result is None else result for a, b in ((x, y), (y, x)))
-    plans = [_Plan(*pair, sizes, order) for pair, order in zip(((x, y), (y, x)), results)]
-    return min((plan for plan in plans if plan.fits()), key=_Plan.moves, default=None)
+    return Term(op.Einsum(x.value, y.value, equation=f"{x.letters},{y.letters}->{result}"), result)
 
 
 def _natural(x: str, y: str, kept: Iterable[str]) -> str:
@@ -181,11 +84,11 @@ def _natural(x: str, y: str, kept: Iterable[str]) -> str:
     return "".join([*both, *(letter for letter in x if letter not in y), *(letter for letter in y if letter not in x)])
 
 
-def _path(terms: list[_Term], sizes: dict, result: str) -> list[tuple[int, ...]]:
+def _path(terms: list[Term], sizes: dict, result: str) -> list[tuple[int, ...]]:
     """Which two are multiplied next, by the places of those that are left; a product is put behind them."""
     if len(terms) < 3:
         return [(0, 1)] * (len(terms) - 1)
-    guess = {letter: size if isinstance(size, int) else 64 for letter, size in sizes.items()}
+    guess = guessed(sizes)
     arrays = [np.broadcast_to(np.float32(0), [guess[letter] for letter in term.letters]) for term in terms]
     equation = ",".join(term.letters for term in terms) + "->" + result
     search = "optimal" if len(terms) < 6 else "greedy"
@@ -205,10 +108,10 @@ def _changes(node: ir.Node) -> bool:
     x, y = (term.letters for term in terms)
     if 0 in sizes.values() or (set(x) ^ set(y)) - kept or set(x + y) <= kept:
         return True
-    return _plan(*terms, sizes, kept, result) is not None
+    return plan_of(*terms, sizes, kept, result) is not None
 
 
-def _read(node: ir.Node) -> tuple[list[_Term], str] | None:
+def _read(node: ir.Node) -> tuple[list[Term], str] | None:
     """Its operands and the letters of its result, where each letter has one size and stands once in a term."""
     if node.op_type != "Einsum" or node.domain or any(v.shape is None for v in node.inputs):
         return None
@@ -219,7 +122,7 @@ def _read(node: ir.Node) -> tuple[list[_Term], str] | None:
     letters = left.split(",")
     if any(len(set(term)) != len(term) for term in (*letters, result)):
         return None
-    terms = [_Term(value, term) for value, term in zip(node.inputs, letters)]
+    terms = [Term(value, term) for value, term in zip(node.inputs, letters)]
     sizes: dict[str, set] = {}
     for value, term in terms:
         for letter, size in zip(term, value.shape.dims):
@@ -229,7 +132,7 @@ def _read(node: ir.Node) -> tuple[list[_Term], str] | None:
     return terms, result
 
 
-def _factors(node: ir.Node) -> list[_Term] | None:
+def _factors(node: ir.Node) -> list[Term] | None:
     """What a sum multiplies, with "1" for each axis of size 1, if that is a product of matrices and worth it."""
     if node.op_type != "ReduceSum" or node.domain:
         return None
@@ -246,14 +149,14 @@ def _factors(node: ir.Node) -> list[_Term] | None:
         behind = list(zip(x.shape.dims, letters[len(letters) - len(x.shape) :], sizes[len(sizes) - len(x.shape) :]))
         if not all(size == 1 or same_dim(size, whole) for size, _, whole in behind):
             return None
-        terms.append(_Term(x, "".join("1" if size == 1 else letter for size, letter, _ in behind)))
+        terms.append(Term(x, "".join("1" if size == 1 else letter for size, letter, _ in behind)))
     x, y = (set(term.letters) - {"1"} for term in terms)
     summed, kept = {letters[axis] for axis in axes}, {letter for k, letter in enumerate(letters) if k not in axes}
     if x | y != set(letters) or x == x | y or y == x | y or not summed & x & y:
         return None  # one of both is as large as the products are
-    named = [_Term(term.value, term.letters.replace("1", "")) for term in terms]
-    left = [_Term(value, "".join(c for c in term if c in kept or c in x & y)) for value, term in named]
-    fits = _plan(*left, dict(zip(letters, sizes)), kept, "".join(sorted(kept, key=letters.index))) is not None
+    named = [Term(term.value, term.letters.replace("1", "")) for term in terms]
+    left = [Term(value, "".join(c for c in term if c in kept or c in x & y)) for value, term in named]
+    fits = plan_of(*left, dict(zip(letters, sizes)), kept, "".join(sorted(kept, key=letters.index))) is not None
     return terms if fits else None
 
 
@@ -270,7 +173,7 @@ def _squeezed(op: Builder, x: ir.Value, term: str) -> ir.Value:
     return op.Squeeze(x, ones) if ones else x
 
 
-def _sizes(terms: Iterable[_Term]) -> dict[str, int | ir.SymbolicDim]:
+def _sizes(terms: Iterable[Term]) -> dict[str, int | ir.SymbolicDim]:
     """Of each letter; a number, where any of its axes has one."""
     sizes: dict[str, int | ir.SymbolicDim] = {}
     for value, letters in terms:
