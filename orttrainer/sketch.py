@@ -80,7 +80,7 @@ def trainer(
             Where an epoch ends with fewer, `trainer.update()` makes the update of these.
         mixed_precision: "float16" or "bfloat16": forward and backward in it; parameters stay in float32.
         loss_scaler: an `orttrainer.LossScaler`; by default a dynamic one for float16, none for bfloat16.
-        settings: more fields of `orttrainer.engine.engine.Settings`, such as `providers` or `check_export`.
+        settings: more fields of `orttrainer.engine.settings.Settings`, such as `providers` or `check_export`.
 
     Raises:
         InvalidArgumentError: an argument has a value that cannot be used; a parameter of the
@@ -160,8 +160,7 @@ class Trainer(FrontEnd):
 
         Raises:
             SchemaError: the batch does not fit the description, or the sizes of the first batch.
-            InvalidArgumentError: a number of the optimizer other than the learning rate has
-                changed, or the learning rate cannot be used. Nothing was updated.
+            InvalidArgumentError: a number of the optimizer, such as the learning rate, cannot be used. Nothing was updated.
             UnsupportedFeatureError: the optimizer has a `step_pre_hook`. Nothing was updated.
             StateError: in `optimizer.state` something was changed that the trainer has had for itself since its first
                 step. Nothing was updated.

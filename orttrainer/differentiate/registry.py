@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from orttrainer.errors import InvalidArgumentError
+
 OpId = tuple[str, str]  # (domain, op_type)
 
 _rules: dict[OpId, Callable] = {}
@@ -25,25 +27,39 @@ def vjp(*op_types: str, domain: str = "") -> Callable[[Callable], Callable]:
     capture: None where the input has no gradient (indices, shapes, conditions), a bare value if
     the node has one input. A cotangent may still carry the broadcast shape; the driver sums it
     to the input's own.
+
+    Raises:
+        InvalidArgumentError: this package has the operator's gradient already.
     """
 
     def register(rule: Callable) -> Callable:
         for op_type in op_types:
             key = (canonical(domain), op_type)
-            if key in _rules or key in _non_differentiable:
-                raise ValueError(f"{op_type!r} (domain {domain!r}) is registered twice")
+            _check_free(key, "there is none" if key in _non_differentiable else _own_rule(key))
             _rules[key] = rule
         return rule
 
     return register
 
 
+def _check_free(key: OpId, known: str | None) -> None:
+    if known is not None:
+        domain, op_type = key
+        raise InvalidArgumentError(f"the gradient of {op_type!r} (domain {domain!r}) is known already: {known}")
+
+
+def _own_rule(key: OpId) -> str | None:
+    """That of this package. One of a program's own may be given anew, as by a cell of a notebook that is run once more."""
+    rule = _rules.get(key)
+    own = rule is not None and rule.__module__.startswith("orttrainer.")
+    return f"{rule.__module__}.{rule.__qualname__}" if own else None
+
+
 def non_differentiable(*op_types: str, domain: str = "") -> None:
     """Declare operators whose outputs are constant, integer or boolean functions of their inputs."""
     for op_type in op_types:
         key = (canonical(domain), op_type)
-        if key in _rules:
-            raise ValueError(f"{op_type!r} (domain {domain!r}) already has a rule")
+        _check_free(key, _own_rule(key))
         _non_differentiable.add(key)
 
 

@@ -7,6 +7,7 @@ evaluator first, because float32 differences are too coarse to prove anything.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ import onnx
 import onnx_ir as ir
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
 
 from orttrainer.differentiate.build import gradient_of
 from orttrainer.testing import (
@@ -53,6 +55,8 @@ class Case:
         domain, opset: of the operator (the model imports version 1 of a foreign domain).
         torch: the same function in PyTorch on the differentiated inputs, for a second opinion.
         runtime: also run in float32 on ONNX Runtime; False where it has no kernel.
+        reference: the operator in NumPy, a class derived from `onnx.reference.op_run.OpRun`, where ONNX's own evaluator
+            does not know it, as one of a domain of your own.
         symbolic: also check with every dimension symbolic.
         name: what tells this case from its neighbours in a test report.
         attributes: the node's attributes.
@@ -68,15 +72,17 @@ class Case:
     opset: int = 18
     torch: Callable | None = None
     runtime: bool = True
+    reference: type[OpRun] | None = None
     symbolic: bool = True
     name: str = ""
     attributes: dict = field(default_factory=dict)
 
     def __init__(self, op_type: str, *inputs, low=-2.0, high=2.0, distinct=False, outputs=1, domain="", opset=18,
-                 torch=None, runtime=True, symbolic=True, name="", **attributes):  # fmt: skip
+                 torch=None, runtime=True, reference=None, symbolic=True, name="", **attributes):  # fmt: skip
         for key, value in dict(
             op_type=op_type, inputs=inputs, low=low, high=high, distinct=distinct, outputs=outputs, domain=domain,
-            opset=opset, torch=torch, runtime=runtime, symbolic=symbolic, name=name, attributes=attributes,
+            opset=opset, torch=torch, runtime=runtime, reference=reference, symbolic=symbolic, name=name,
+            attributes=attributes,
         ).items():  # fmt: skip
             object.__setattr__(self, key, value)
 
@@ -105,10 +111,12 @@ def check_vjp(case: Case, rtol: float = 1e-7, runtime_rtol: float = 2e-4) -> Non
         AssertionError: naming the input whose gradient is wrong.
     """
     model, feeds = _model(case, np.float64)
-    gradients, cotangents = check_gradient(model, feeds, rtol=rtol, what=str(case))
+    own = () if case.reference is None else (case.reference,)
+    gradients, cotangents = check_gradient(model, feeds, rtol=rtol, what=str(case), new_ops=own)
     if case.symbolic:
         symbolic, _ = _model(case, np.float64, symbolic=True)
-        _compare(_gradients(symbolic, feeds, cotangents), gradients, 1e-12, f"{case}: symbolic dimensions")
+        run = functools.partial(evaluate, new_ops=own)
+        _compare(_gradients(symbolic, feeds, cotangents, run), gradients, 1e-12, f"{case}: symbolic dimensions")
     if case.runtime:
         single, single_feeds = _model(case, np.float32)
         single_cotangents = {k: v.astype(np.float32) for k, v in cotangents.items()}
@@ -119,24 +127,32 @@ def check_vjp(case: Case, rtol: float = 1e-7, runtime_rtol: float = 2e-4) -> Non
 
 
 def check_gradient(
-    model: onnx.ModelProto, feeds: dict[str, np.ndarray], rtol: float = 1e-7, what: str = "model"
+    model: onnx.ModelProto,
+    feeds: dict[str, np.ndarray],
+    rtol: float = 1e-7,
+    what: str = "model",
+    new_ops: Sequence[type[OpRun]] = (),
 ) -> tuple[dict, dict]:
     """Check `build_gradient` of a float64 model with respect to all its float64 inputs.
+
+    Args:
+        new_ops: operators in NumPy that ONNX's evaluator does not know.
 
     Returns:
         The gradients by input name, and the random cotangents by output name, for further checks.
     """
     rng = np.random.default_rng(7)
     wrt = [v.name for v in model.graph.input if v.type.tensor_type.elem_type == TensorProto.DOUBLE]
-    values = evaluate(model, feeds)
+    run = functools.partial(evaluate, new_ops=new_ops)
+    values = run(model, feeds)
     outputs = [name for name, value in values.items() if value.dtype == np.float64]
     cotangents = {name: np.asarray(rng.standard_normal(values[name].shape)) for name in outputs}
     if len(outputs) > 1:  # `build_gradient` gives each scalar output the cotangent 1
         cotangents |= {name: np.ones(()) for name in outputs if values[name].ndim == 0}
-    gradients = _gradients(model, feeds, cotangents)
+    gradients = _gradients(model, feeds, cotangents, run)
 
     def projection(shifted: dict[str, np.ndarray]) -> float:
-        result = evaluate(model, shifted)
+        result = run(model, shifted)
         return sum(float(np.vdot(result[name], cotangents[name])) for name in outputs)
 
     for name in wrt:
@@ -153,9 +169,11 @@ def check_gradient(
     return gradients, cotangents
 
 
-def evaluate(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Run a model on ONNX's reference evaluator, with `REFERENCE_OPS` where that is wrong."""
-    session = ReferenceEvaluator(model, new_ops=list(REFERENCE_OPS))
+def evaluate(
+    model: onnx.ModelProto, feeds: dict[str, np.ndarray], new_ops: Sequence[type[OpRun]] = ()
+) -> dict[str, np.ndarray]:
+    """Run a model on ONNX's reference evaluator, with `REFERENCE_OPS` where that is wrong, and with `new_ops`."""
+    session = ReferenceEvaluator(model, new_ops=[*REFERENCE_OPS, *new_ops])
     return dict(zip(session.output_names, map(np.asarray, session.run(None, feeds))))
 
 
@@ -255,15 +273,17 @@ def _model(case: Case, dtype: type, symbolic: bool = False) -> tuple[onnx.ModelP
     graph = helper.make_graph([node], "case", inputs, infos, initializers)
     model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
     model = onnx.shape_inference.infer_shapes(model, data_prop=True)
-    _type_outputs(model, feeds, symbolic)
+    _type_outputs(model, feeds, symbolic, () if case.reference is None else (case.reference,))
     return model, feeds
 
 
-def _type_outputs(model: onnx.ModelProto, feeds: dict[str, np.ndarray], symbolic: bool) -> None:
+def _type_outputs(
+    model: onnx.ModelProto, feeds: dict[str, np.ndarray], symbolic: bool, new_ops: Sequence[type[OpRun]]
+) -> None:
     """Declare the outputs that ONNX does not infer, as a model must, by what they are when run."""
     if all(output.type.tensor_type.HasField("shape") for output in model.graph.output):
         return
-    values = evaluate(model, feeds)
+    values = evaluate(model, feeds, new_ops)
     for output in model.graph.output:
         if not output.type.tensor_type.HasField("shape"):
             value, name = values[output.name], output.name
