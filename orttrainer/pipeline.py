@@ -62,6 +62,7 @@ from orttrainer.graph.passes.speed.stacks import TakeFromStackPass
 from orttrainer.graph.passes.speed.thresholds import ThresholdPass
 from orttrainer.graph.passes.speed.tiles import TileUpdatesPass
 from orttrainer.graph.passes.speed.transpose import CancelTransposePairsPass, TransposedProductPass
+from orttrainer.graph.passes.speed.tuples import TuplesAsRowsPass
 from orttrainer.graph.passes.speed.turned import TurnConvolutionPass
 from orttrainer.graph.passes.speed.volumes import VolumesAsImagesPass
 from orttrainer.graph.passes.wide import WidePass
@@ -81,6 +82,7 @@ SPEED_PASSES = (
     EinsumProductPass,
     SumOfProductsPass,
     TakeFromStackPass,
+    TuplesAsRowsPass,
     FuseGeluPass,
     ExpandGeluPass,
     SkipMaskedScoresPass,  # for the CPU
@@ -154,6 +156,7 @@ def before_gradients(
         EinsumProductPass(),
         SumOfProductsPass(),
         TakeFromStackPass(),
+        TuplesAsRowsPass(),
         common.RemoveUnusedNodesPass(),
         FuseGeluPass(),
         *([] if primitives else [SkipMaskedScoresPass()]),

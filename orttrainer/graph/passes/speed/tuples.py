@@ -1,0 +1,85 @@
+"""Places that are given by several numbers, as the number of a row."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+import onnx_ir as ir
+
+from orttrainer.graph.builder import Builder, constant_array, same_shape
+from orttrainer.graph.scopes import put_all_in_place
+
+
+class TuplesAsRowsPass(ir.passes.InPlacePass):
+    """GatherND(x, Concat(i, j)) -> Gather(rows of x, i * columns + j).
+
+    GatherND computes and checks each place by itself, and its gradient adds to each number by a place of its own. Those of
+    rows know better: of 16,384 rows of 32 numbers the gradient takes 17 -> 2 ms. `i * columns` is looked up by i, so that
+    what is outside of x is an error still, and counts from the back as before. To come before gradients.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        nodes = [node for node in model.graph if node.op_type == "GatherND" and not node.domain and _has_rows(node)]
+        return put_all_in_place(model, "tuples", nodes, _by_rows)
+
+
+def _has_rows(node: ir.Node) -> bool:
+    x, indices = node.inputs
+    if x.shape is None or indices.shape is None or node.attributes.get_int("batch_dims", 0):
+        return False
+    depth = indices.shape[-1]
+    return depth == 1 or (isinstance(depth, int) and all(isinstance(n, int) and n > 0 for n in x.shape.dims[1:]))
+
+
+def _by_rows(op: Builder, node: ir.Node) -> ir.Value:
+    x, indices = node.inputs
+    parts = _parts(op, indices)
+    if len(parts) == 1:
+        return op.Gather(x, parts[0], axis=0)
+    starts = []
+    for axis, part in enumerate(parts):
+        size, stride = x.shape[axis], math.prod(x.shape.dims[axis + 1 : len(parts)])
+        known = isinstance(size, int)
+        end = np.int64(size * stride) if known else op.Squeeze(op.Mul(op.dim(x, axis), np.int64(stride)), [0])
+        starts.append(op.Gather(op.Range(np.int64(0), end, np.int64(stride)), part, axis=0))
+    row = functools.reduce(op.Add, starts)
+    row.shape = ir.Shape(indices.shape.dims[:-1])
+    return op.Gather(op.Reshape(x, [-1, *x.shape.dims[len(parts) :]]), row, axis=0)
+
+
+def _parts(op: Builder, indices: ir.Value) -> list[ir.Value]:
+    """The numbers of each place, apart: as they were before they were put together; what others repeat, once."""
+    depth, joined = indices.shape[-1], indices.producer()
+    columns = list(joined.inputs) if joined is not None and _joins_columns(joined, len(indices.shape)) else []
+    if len(columns) != depth:
+        columns = [indices] if depth == 1 else op.Split(indices, np.ones(depth, np.int64), axis=-1, outputs=depth)
+    parts = [_without_last(op, column) for column in columns]
+    whole = [part for part in parts if _repeated(part) is None]
+    return [_repeated(p) if p not in whole and any(same_shape(p, other) for other in whole) else p for p in parts]
+
+
+def _joins_columns(node: ir.Node, rank: int) -> bool:
+    """Whether a Concat puts columns, each of one number, side by side."""
+    return (
+        node.op_type == "Concat"
+        and not node.domain
+        and node.attributes.get_int("axis") % rank == rank - 1
+        and all(x.shape is not None and x.shape[-1] == 1 for x in node.inputs)
+    )
+
+
+def _without_last(op: Builder, column: ir.Value) -> ir.Value:
+    node, last = column.producer(), len(column.shape) - 1
+    if node is not None and node.op_type == "Unsqueeze" and not node.domain:
+        axes = constant_array(node.inputs[1])
+        if axes is not None and [axis % (last + 1) for axis in axes.tolist()] == [last]:
+            return node.inputs[0]
+    return op.Squeeze(column, [last])
+
+
+def _repeated(part: ir.Value) -> ir.Value | None:
+    """What an Expand repeats."""
+    node = part.producer()
+    return node.inputs[0] if node is not None and node.op_type == "Expand" and not node.domain else None
