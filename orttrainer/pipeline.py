@@ -31,6 +31,7 @@ from orttrainer.graph.passes.speed.gated_add import GatedAddPass
 from orttrainer.graph.passes.speed.gelu import ExpandGeluPass, FuseGeluPass
 from orttrainer.graph.passes.speed.input_shapes import InputShapesPass
 from orttrainer.graph.passes.speed.layout import WideLinearLayoutPass
+from orttrainer.graph.passes.speed.logsumexp import LogSumExpPass
 from orttrainer.graph.passes.speed.masked_scores import SkipMaskedScoresPass
 from orttrainer.graph.passes.speed.nchwc import BlockedConvolutionPass
 from orttrainer.graph.passes.speed.nchwc_filtering import MinimalFilteringPass
@@ -81,6 +82,7 @@ SPEED_PASSES = (
     FourierProductPass,
     EinsumProductPass,
     SumOfProductsPass,
+    LogSumExpPass,
     TakeFromStackPass,
     TuplesAsRowsPass,
     FuseGeluPass,
@@ -155,6 +157,7 @@ def before_gradients(
         WidePass(),
         EinsumProductPass(),
         SumOfProductsPass(),
+        *([] if primitives else [LogSumExpPass()]),
         TakeFromStackPass(),
         TuplesAsRowsPass(),
         common.RemoveUnusedNodesPass(),
