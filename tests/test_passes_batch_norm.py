@@ -186,13 +186,6 @@ def test_switching_needs_the_split_first():
         SwitchBatchNormalizationPass("training_mode")(ir.from_proto(two_layers()))
 
 
-def test_switching_needs_the_running_statistics_by_name():
-    model = split(two_layers())
-    model.graph.inputs[3].name = "renamed"
-    with pytest.raises(ModelError, match=r"\['mean1'\] of BatchNormalization 'norm1/split' are not in the graph"):
-        SwitchBatchNormalizationPass("training_mode")(model)
-
-
 def test_the_condition_may_already_be_an_input():
     model = split(two_layers())
     model.graph.inputs.append(ir.Value(name="train", type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([])))

@@ -35,7 +35,7 @@ from orttrainer.graph.passes.empty_tensors import EmptyTensorsPass
 from orttrainer.graph.passes.gradient_marks import stops_as_identities
 from orttrainer.graph.passes.order import TopologicalOrderPass
 from orttrainer.graph.passes.output_padding import OutputPaddingPass
-from orttrainer.graph.passes.random import RANDOM_OPS, random_nodes_apart
+from orttrainer.graph.passes.random import RANDOM_OPS, nodes_apart
 from orttrainer.graph.passes.scalar_axes import ReduceScalarPass
 from orttrainer.graph.passes.sigmoid import SmallSigmoidPass
 from orttrainer.graph.passes.unique import UniqueTypesPass
@@ -173,7 +173,7 @@ def optimize(model) -> None:
     UniqueTypesPass()(model)
     # A pattern's constant is met with a tolerance: x + 1e-8 would be x, and so would x * 1.000005.
     exact = mock.patch.object(_matcher, "math", SimpleNamespace(isclose=lambda found, expected, **_: found == expected))
-    with silence(), random_nodes_apart(model), _left_out(), exact:
+    with silence(), nodes_apart(model), _left_out(), exact:
         onnxscript.optimizer.optimize_ir(model, should_fold=_may_fold, inline=False)
     keep_scopes(model)
     eliminate_identities(model)

@@ -9,7 +9,8 @@ running statistics. These passes take it apart, one before differentiation and o
         mean' = mean + (m_b - mean) (1 - m);  var' likewise             SplitBatchNormalizationPass
     ->  Y, m_b, v_b = If(training_mode) {the same} else {inference; mean; var}     SwitchBatchNormalizationPass
 
-In the last form the If comes before whatever writes mean' and var', and all other readers of mean
+So mean' and var' are mean and var in evaluation, for a second call of the module, and for other networks whose statistics
+are made of these. In the last form the If comes before whatever writes mean' and var', and all other readers of mean
 and var are on the way to these: so the running statistics can be updated in their own memory.
 
 ONNX Runtime lets the statistics that the operator returns overwrite its inputs 3 and 4, be they
@@ -20,13 +21,16 @@ in a branch of an If they may be.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import onnx_ir as ir
 
 from orttrainer.errors import ModelError
 from orttrainer.graph.builder import Builder
+from orttrainer.graph.passes.gradient_marks import STOP_GRADIENT
 
-# Metadata of a split node: the names of its running statistics.
-RUNNING = ("orttrainer.running_mean", "orttrainer.running_var")
+_SPLIT = "orttrainer.split_norm"  # metadata of a split node
+_CORRECTED = "orttrainer.corrected_of"  # of what makes its `corrected_variance`: the name of the split node
 # Metadata of a node of float64: its attributes before float32 rounded them, which files have them in.
 EXACT = {"epsilon": "orttrainer.epsilon", "momentum": "orttrainer.momentum"}
 
@@ -35,7 +39,7 @@ class SplitBatchNormalizationPass(ir.passes.InPlacePass):
     """Training BatchNormalization(momentum m) -> the same with momentum 0, and nodes that move the running statistics.
 
     Its outputs 1 and 2 then are the mean and the biased variance of the batch. Its running inputs
-    become zeros, because 0 * inf is not 0; the node remembers their names for the second pass.
+    become zeros made of them, because 0 * inf is not 0, by which the second pass finds them.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -59,7 +63,9 @@ class SplitBatchNormalizationPass(ir.passes.InPlacePass):
         split = y.producer()
         split.name = f"{node.name}/split"
         split.metadata_props.update(node.metadata_props)
-        split.metadata_props.update({key: state_behind(value).name for key, value in zip(RUNNING, running)})
+        split.metadata_props[_SPLIT] = "1"
+        if (corrected := corrected_variance(node)) is not None:
+            corrected.producer().metadata_props[_CORRECTED] = split.name
         _take_over(y, node.outputs[0])
         for batch, value, moved in zip((mean, var), running, node.outputs[1:]):
             if moved.name:  # else nobody asked for it
@@ -91,16 +97,12 @@ class SwitchBatchNormalizationPass(ir.passes.InPlacePass):
         if not all(_is_split(n) for n in nodes):
             raise ModelError("SplitBatchNormalizationPass has to run before SwitchBatchNormalizationPass")
         condition = self._condition(model.graph)
-        values = {v.name: v for v in model.graph.inputs} | dict(model.graph.initializers)
-        values |= {v.name: v for n in model.graph for v in n.outputs}
+        corrected = {n.metadata_props.get(_CORRECTED): n.outputs[0] for n in model.graph}
         for node in nodes:
-            missing = [node.metadata_props[key] for key in RUNNING if node.metadata_props[key] not in values]
-            if missing:
-                raise ModelError(
-                    f"the running statistics {missing} of BatchNormalization {node.name!r} are not in the graph any "
-                    "more; keep their names between SplitBatchNormalizationPass and SwitchBatchNormalizationPass"
-                )
-            self._switch(node, condition, [values[node.metadata_props[key]] for key in RUNNING])
+            running = [zeros.producer().inputs[0].producer().inputs[0] for zeros in node.inputs[3:5]]
+            _, _, var = self._switch(node, condition, running)
+            if node.name in corrected:
+                self._stay(corrected[node.name], var, condition)
         model.graph.sort()
         return ir.passes.PassResult(model, modified=True)
 
@@ -112,7 +114,14 @@ class SwitchBatchNormalizationPass(ir.passes.InPlacePass):
         graph.inputs.append(value)
         return value
 
-    def _switch(self, node: ir.Node, condition: ir.Value, running: list[ir.Value]) -> None:
+    def _stay(self, corrected: ir.Value, var: ir.Value, condition: ir.Value) -> None:
+        """To evaluate, let what reads a corrected variance read what the If gives, which is the old one."""
+        if uses := [*corrected.uses()]:
+            kept = Builder(corrected.graph, corrected.name).Where(condition, corrected, var)
+            for reader, index in uses:
+                reader.replace_input_with(index, kept)
+
+    def _switch(self, node: ir.Node, condition: ir.Value, running: list[ir.Value]) -> Sequence[ir.Value]:
         graph = node.graph
         double = node.inputs[0].dtype == ir.DataType.DOUBLE  # the operator would round epsilon to float32
         body = _with_primitives if self.primitives or double else _with_operator
@@ -126,6 +135,7 @@ class SwitchBatchNormalizationPass(ir.passes.InPlacePass):
             new.type, new.shape = old.type, old.shape
             _take_over(new, old)
         graph.remove(node, safe=True)
+        return switch.outputs
 
 
 def switched(node: ir.Node) -> ir.Node | None:
@@ -209,7 +219,7 @@ def _trains(node: ir.Node) -> bool:
 
 
 def _is_split(node: ir.Node) -> bool:
-    return all(key in node.metadata_props for key in RUNNING)
+    return _SPLIT in node.metadata_props
 
 
 def _named(node: ir.Node) -> str:
@@ -224,19 +234,33 @@ def without_copy(value: ir.Value) -> ir.Value:
     return producer.inputs[0] if copied else value
 
 
-def state_behind(value: ir.Value) -> ir.Value:
-    """The state that a running statistic was computed from.
+def corrected_variance(node: ir.Node) -> ir.Value | None:
+    """What is made of the new running variance of a BatchNormalization that trains, so that it counts the batch's unbiased one.
 
-    The second call of a module starts from what the first made; to evaluate, both use the state itself.
+    new + (new - old * a) * b, or new * a - old * b: PyTorch's; only evaluation has to know, where it is the old one.
     """
-    found, queue = set(), [value]
-    while queue:
-        producer = (x := queue.pop()).producer()
-        if producer is None and (x.is_graph_input() or x.is_initializer()):
-            found.add(x)
-        elif producer is not None and producer.op_type != "BatchNormalization":
-            queue += [y for y in producer.inputs if y is not None and y.shape == value.shape and y.dtype == value.dtype]
-    return found.pop() if len(found) == 1 else value
+    old, new = without_copy(node.inputs[4]), node.outputs[2]
+    for reader in _readers(new):
+        (y,) = reader.outputs
+        if reader.op_type == "Add" and _is_scaled(reader.inputs[1]):
+            inner = reader.inputs[1].producer().inputs[0].producer()
+            if inner is not None and inner.op_type == "Sub" and _is_scaled(inner.inputs[1], old):
+                return y
+        for last in _readers(y) if reader.op_type == "Mul" else ():
+            if last.op_type == "Sub" and last.inputs[0] is y and _is_scaled(last.inputs[1], old):
+                return last.outputs[0]
+    return None
+
+
+def _readers(value: ir.Value) -> list[ir.Node]:
+    found = [node for node, _ in value.uses()]
+    return [x for n in found for x in (_readers(n.outputs[0]) if n.op_type == STOP_GRADIENT else [n])]
+
+
+def _is_scaled(value: ir.Value, x: ir.Value | None = None) -> bool:
+    """Whether a value is a product, of `x` if one is given."""
+    producer = value.producer()
+    return producer is not None and producer.op_type == "Mul" and (x is None or producer.inputs[0] is x)
 
 
 def _take_over(new: ir.Value, old: ir.Value) -> None:

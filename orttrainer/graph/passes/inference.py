@@ -7,7 +7,7 @@ import onnx_ir as ir
 
 from orttrainer.graph.builder import take_place
 from orttrainer.graph.optimizers import is_clip_of_relu
-from orttrainer.graph.passes.batch_norm import state_behind, without_copy
+from orttrainer.graph.passes.batch_norm import corrected_variance, without_copy
 
 
 class InferenceBatchNormalizationPass(ir.passes.InPlacePass):
@@ -20,7 +20,9 @@ class InferenceBatchNormalizationPass(ir.passes.InPlacePass):
             if node.op_type == "BatchNormalization" and node.domain in ("", "ai.onnx") and len(node.outputs) > 1
         ]
         for node in nodes:
-            statistics = [state_behind(without_copy(value)) for value in node.inputs[3:5]]
+            statistics = [without_copy(value) for value in node.inputs[3:5]]
+            if (corrected := corrected_variance(node)) is not None and not corrected.is_graph_output():
+                corrected.replace_all_uses_with(statistics[1])
             epsilon = ir.AttrFloat32("epsilon", node.attributes.get_float("epsilon", 1e-5))
             new = ir.Node("", "BatchNormalization", [*node.inputs[:3], *statistics], [epsilon], name=node.name)
             node.graph.insert_before(node, new)

@@ -22,10 +22,13 @@ _MOVES = frozenset(["Abs", "Gather", "Identity", "Reshape", "Slice", "Squeeze", 
 
 
 @contextlib.contextmanager
-def random_nodes_apart(model: ir.Model) -> Iterator[None]:
-    """Give each random node an attribute of its own meanwhile, so that no pass takes two for one."""
+def nodes_apart(model: ir.Model) -> Iterator[None]:
+    """Give each random node an attribute of its own meanwhile, so that no pass takes two for one.
+
+    And each copy, which a Sum of one is: a training BatchNormalization writes over its own.
+    """
     for site, node in enumerate(model.graph.all_nodes()):
-        if node.op_type in RANDOM_OPS:
+        if node.op_type in RANDOM_OPS or (node.op_type == "Sum" and len(node.inputs) == 1):
             node.attributes[_MARK] = ir.AttrInt64(_MARK, site)
     try:
         yield
@@ -51,7 +54,7 @@ class ShareSubexpressionsPass(ir.passes.InPlacePass):
         own = len(outputs)
         outputs.extend(value for value in values if not value.is_graph_output())  # whose names the pass keeps
         # Of a constant that is an output it says that it stays, as a flag that forward sets is.
-        with random_nodes_apart(model), without_warnings(common.initializer_deduplication.__name__):
+        with nodes_apart(model), without_warnings(common.initializer_deduplication.__name__):
             modified = [rewrite(model).modified for rewrite in _SHARING]
         del outputs[own:]
         return ir.passes.PassResult(model, any(modified))
