@@ -36,15 +36,18 @@ def may_be_zero(size: int | ir.SymbolicDim, given: set[str]) -> bool:
 
 
 def size_at_hand(size: int | ir.SymbolicDim, sizes: Mapping[str, int]) -> int | None:
-    """A size in the batch at hand, also of what an exporter calls "128*batch"; None where that is not known.
+    """A size in the batch at hand, also of what an exporter calls "128*batch" or "batch + 1"; None where that is not known.
 
     Args:
         sizes: of the symbolic dimensions of the batch.
     """
     if isinstance(size, int):
         return size
-    factors = [int(f) if f.isdecimal() else sizes.get(f) for f in (size.value or "?").split("*")]
-    return None if None in factors else math.prod(factors)
+    terms = [
+        [int(f) if f.isdecimal() else sizes.get(f) for f in term.split("*")]
+        for term in (size.value or "?").split(" + ")
+    ]
+    return None if any(None in factors for factors in terms) else sum(map(math.prod, terms))
 
 
 def product_of(dims: Sequence[int | ir.SymbolicDim], among: Sequence[int | ir.SymbolicDim] = ()) -> int | str | None:

@@ -19,7 +19,7 @@ TIMES = 5
 def adds_in_turn() -> bool:
     """Whether ScatterND loses none of `PIECE` numbers that are added at one place.
 
-    It goes through them with several threads from about 200,000 on, in 1.19.2 and 1.31.1, and then loses some in each of 60
+    It goes through them with several threads from 210,000 on, in 1.19.2 and 1.31.1, and then loses some in each of 60
     runs. What else may fail, such as an operator that is missing, counts as well.
     """
     try:

@@ -12,15 +12,13 @@ import onnx_ir as ir
 from orttrainer.graph.builder import Builder, same_dim, static_dims
 from orttrainer.graph.infinite import is_backward, may_be_infinite
 from orttrainer.graph.passes.scatter import added_to_zeros
-from orttrainer.graph.passes.speed.pieces import PLACED, Pieces, added, even_shares, pieces_of
-from orttrainer.graph.passes.speed.usual_batch import either
+from orttrainer.graph.passes.speed.pieces import PLACED, SHAPED, Pieces, added, pieces_of
 from orttrainer.graph.scopes import put_all_in_place, put_in_place
 
 LEAST_ROW = 8  # elements, from which on their places are computed faster than ONNX Runtime goes down the columns
 LEAST_LINES = 1024  # of which one element each is placed, likewise
 ONE_NS = 1.5  # to make one element of a matrix of ones and zeros; with two threads of an Intel Xeon, as the next
 PRODUCT_NS = 0.008  # to multiply it by a number of a row
-SHAPED = {"Identity", "Reshape", "Squeeze", "Unsqueeze"}
 
 
 class GatherRowsPass(ir.passes.InPlacePass):
@@ -51,9 +49,10 @@ class FlatScatterPass(ir.passes.InPlacePass):
 
     ScatterND adds whole rows as vectors, to the same bits, but in several threads at once where there is much to add: so in
     blocks of rows or of columns, where the table is quickly copied for each. 4,000 rows of 64 numbers into 500: 0.76 -> 0.13 ms.
+    Rows that are gathered, or repeated, just for this, are so a block at a time: they are never all there.
 
     Args:
-        sizes: of symbolic dimensions, in the batch at hand; an `If` has the other form for more rows than these tell.
+        sizes: of symbolic dimensions, in the batch at hand.
         in_turn: whether ScatterND adds `PIECE` numbers in one thread.
     """
 
@@ -123,22 +122,7 @@ def _flat(op: Builder, node: ir.Node) -> ir.Value:
 
 
 def _in_pieces(op: Builder, node: ir.Node, pieces: Pieces) -> ir.Value:
-    """Some rows after the others; where their number is not known, one that is not too large for so many pieces."""
-    table, places, updates = node.inputs
-    rows, blocks = updates.shape[0], pieces.rows
-    at = op.Reshape(_column(places, 0), [-1, 1])
-    if isinstance(rows, int):
-        return added(op, node, at, even_shares(op, rows, blocks), pieces)
-    count = op.dim(updates, 0)
-    most = pieces.most(math.prod(table.shape.dims[1:]))
-    fits = op.And(op.GreaterOrEqual(count, np.array([blocks**2])), op.LessOrEqual(count, np.array([most])))
-    each = op.Div(op.Add(count, np.array([blocks - 1])), np.array([blocks]))
-    last = op.Sub(count, op.Mul(each, np.array([blocks - 1])))
-    shares = op.Concat(*[each] * (blocks - 1), last, axis=0)
-    return either(
-        op, op.Squeeze(fits), table,
-        lambda inner: added(inner, node, at, shares, pieces), lambda inner: _flat(inner, node),
-    )  # fmt: skip
+    return added(op, node, op.Reshape(_column(node.inputs[1], 0), [-1, 1]), pieces)
 
 
 def _numbers(op: Builder, updates: ir.Value, axis: int, dtype: ir.DataType) -> ir.Value:
