@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
 from fidelity import assert_trains_with_and_without
 from onnx import TensorProto, helper
+from onnx_ir.passes import common
 from small import make
 from torch import nn
 
@@ -112,6 +114,76 @@ class Filter(nn.Module):
 
 def test_a_fourier_filter_trains_as_in_pytorch_with_and_without():
     assert_trains_with_and_without("FourierProductPass", Filter, [8, 9], replaces="DFT")
+
+
+AROUND = """<ir_version: 8, opset_import: ["" : 18]>
+g (double[n,3,5] x) => (double[n,3,{size}] y) <int64[6] pads = {{0, 0, {before}, 0, 0, {after}}}, double zero = {{{fill}}},
+  int64[1] start = {{{start}}}, int64[1] end = {{{end}}}, int64[1] axis = {{2}}, int64[1] last = {{-1}}, int64[1] none = {{0}},
+  int64[1] one = {{1}}> {{
+  p = Pad (x, pads, zero)
+  u = Unsqueeze (p, last)
+  f = DFT <axis = 2, onesided = 1> (u)
+  i = DFT <axis = 2, onesided = 1, inverse = 1> (f)
+  r = Slice (i, none, one, last)
+  s = Squeeze (r, last)
+  y = Slice (s, start, end, axis)
+}}"""
+
+
+def around(before: int, after: int, start: int, end: int, fill: float = 0) -> ir.Model:
+    size = len(range(5 + before + after)[start:end])
+    text = AROUND.format(before=before, after=after, start=start, end=end, fill=fill, size=size)
+    return ir.from_proto(onnx.shape_inference.infer_shapes(ir.to_proto(ir.from_onnx_text(text)), data_prop=True))
+
+
+@pytest.mark.parametrize(
+    "before, after, start, end, fill, shapes",
+    [
+        (0, 5, 0, 5, 0, [(5, 12), (12, 5)]),
+        (2, 3, -4, 99, 0, [(5, 12), (12, 4)]),
+        (0, 5, 0, 10, 0, [(5, 12), (12, 10)]),
+        (0, 5, 3, 4, 1, [(10, 12), (12, 1)]),  # no zeros
+        (-1, 2, 1, 4, 0, [(6, 8), (8, 3)]),  # some are cut off
+    ],
+)
+def test_zeros_are_not_multiplied_and_what_nobody_reads_is_not_made(before, after, start, end, fill, shapes):
+    model = around(before, after, start, end, fill)
+    x = np.random.default_rng(0).standard_normal((2, 3, 5))
+    padded = np.pad(x[..., max(-before, 0) :], [(0, 0), (0, 0), (max(before, 0), after)], constant_values=fill)
+    y = as_product(model, x)
+    common.RemoveUnusedNodesPass()(model)
+    np.testing.assert_allclose(y, padded[..., start:end], atol=1e-14)
+    matrices = [node.inputs[1].const_value.shape for node in model.graph if node.op_type == "MatMul"]
+    assert [tuple(shape) for shape in matrices] == shapes
+    assert ("Pad" in [node.op_type for node in model.graph]) == (shapes[0][0] != 5)
+
+
+def test_what_others_read_too_is_made():
+    model = around(0, 5, 0, 5)
+    (signal,) = [node.outputs[0] for node in model.graph if node.op_type == "Squeeze"]
+    model.graph.outputs.append(signal)
+    x = np.random.default_rng(0).standard_normal((2, 3, 5))
+    model = FourierProductPass()(model).model
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    y, whole = session.run(None, {"x": x})
+    np.testing.assert_allclose(y, x, atol=1e-14)
+    np.testing.assert_allclose(whole, np.pad(x, [(0, 0), (0, 0), (0, 5)]), atol=1e-14)
+
+
+class Convolution(nn.Module):
+    """With a filter as long as the signal, which does not go round."""
+
+    def __init__(self):
+        super().__init__()
+        self.taps = nn.Parameter(torch.randn(3, 8))
+
+    def forward(self, x):
+        y = torch.fft.irfft(torch.fft.rfft(x, n=16) * torch.fft.rfft(self.taps, n=16), n=16)[..., :8]
+        return y.square().mean()
+
+
+def test_a_convolution_by_transforms_trains_as_in_pytorch_with_and_without():
+    assert_trains_with_and_without("FourierProductPass", Convolution, [3, 8], replaces="DFT")
 
 
 WIDE = [(18, 0, 0), (20, 0, 1), (20, 1, 0), (20, 1, 1)]  # opset, inverse, onesided

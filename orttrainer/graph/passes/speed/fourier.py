@@ -7,6 +7,7 @@ import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder, take_place
 from orttrainer.graph.passes.fourier import transformed
+from orttrainer.graph.passes.speed.ends import cut_of, without_zeros
 
 LONGEST = {(True, False): 256, (False, False): 512, (True, True): 1024, (False, True): 2048}  # see `is_product`
 
@@ -15,15 +16,16 @@ class FourierProductPass(ir.passes.InPlacePass):
     """DFT(x) of at most 256 points (512 where that is no power of two; 1,024 and 2,048 real ones), if known -> x @ F, with the matrix of it.
 
     ONNX Runtime's operator uses one thread, and two longer transforms where there is no power of two of points: 4,096 real
-    signals of 32, 6.3 -> 0.2 ms, of 30, 26 -> 0.2; 256 complex ones of 256, 1.0 -> 0.8, of 400, 10 -> 6. To come before
-    gradients, which are products then, too.
+    signals of 32, 6.3 -> 0.2 ms, of 30, 26 -> 0.2; 256 complex ones of 256, 1.0 -> 0.8, of 400, 10 -> 6. Zeros behind a
+    signal are not multiplied, nor is made what is cut off the result: half of each, where signals are convolved so. To come
+    before gradients, which are products then, too.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         nodes = [(node, found) for node in model.graph if (found := _transform(node, model.graph)) is not None]
         op = Builder(model.graph, "fourier") if nodes else None
         for node, (axis, matrix) in nodes:
-            take_place(_product(op, node.inputs[0], axis, matrix, node.outputs[0].shape.dims[-1]), node)
+            _put_product(op, node, axis, matrix)
         if nodes:
             model.graph.sort()  # the builder appends
         return ir.passes.PassResult(model, bool(nodes))
@@ -62,6 +64,19 @@ def _matrix(points: int, parts: int, size: int, inverse: bool, onesided: bool) -
     return np.where(
         np.abs(matrix) < 1e-12, 0.0, matrix
     )  # a real frequency has no imaginary part, nor a phase of its rounding
+
+
+def _put_product(op: Builder, node: ir.Node, axis: int, matrix: np.ndarray) -> None:
+    """Let a product take the place of `node`, without the zeros that it reads and what nobody reads of it."""
+    x, y = node.inputs[0], node.outputs[0]
+    parts_in, parts = x.shape.dims[-1], y.shape.dims[-1]
+    inner, cut = without_zeros(op, x, axis), cut_of(y, axis)
+    matrix = matrix[inner.start * parts_in : inner.end * parts_in]
+    if cut is None:
+        take_place(_product(op, inner.value, axis, matrix, parts), node)
+    else:
+        cut.put(op, _product(op, inner.value, axis, matrix[:, cut.start * parts : cut.end * parts], parts))
+        node.graph.remove(node, safe=True)
 
 
 def _product(op: Builder, x: ir.Value, axis: int, matrix: np.ndarray, parts: int) -> ir.Value:
