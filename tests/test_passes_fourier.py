@@ -20,6 +20,7 @@ from orttrainer import IODescription, ModelDescription
 from orttrainer.differentiate.double import DoubleKernelsPass
 from orttrainer.graph.passes.speed.fourier import FourierProductPass
 from orttrainer.graph.passes.wide import WidePass
+from orttrainer.testing import evaluate
 
 
 def transform(x: np.ndarray, axis: int, opset: int, length: int | None, **attributes) -> ir.Model:
@@ -168,6 +169,72 @@ def test_what_others_read_too_is_made():
     y, whole = session.run(None, {"x": x})
     np.testing.assert_allclose(y, x, atol=1e-14)
     np.testing.assert_allclose(whole, np.pad(x, [(0, 0), (0, 0), (0, 5)]), atol=1e-14)
+
+
+CORNERS = """<ir_version: 8, opset_import: ["" : 18]>
+g (double[n,9,8,1] x) => (double[n,2,3] low, double[n,3,4] high, double[n,1,5,2] row, int64[3] sizes) <
+  int64 re = {{0}}, int64 im = {{1}}, int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[1] two = {{2}}, int64[1] three = {{3}},
+  int64[1] four = {{4}}, int64[1] seven = {{7}}, int64[1] end = {{99}}, int64[1] back = {{-3}}> {{
+  r = DFT <axis = 2, onesided = 1> (x)
+  f = DFT <axis = 1> (r)
+  a = Gather <axis = 3> (f, re)
+  b = Gather <axis = -1> (f, im)
+  p = Slice (a, zero, two, one)
+  low = Slice (p, one, four, two)
+  q = Slice (b, back, end, one, one)
+  high = Slice (q, zero, four, two)
+  row = {row}
+  sizes = Shape (a)
+}}"""
+
+
+@pytest.mark.parametrize("row, shapes", [
+    ("Slice (f, one, two, one)", [(8, 10), (18, 10)]),
+    ("Slice (f, three, four, one)", [(8, 10), (18, 12)]),
+    ("Slice (r, three, four, one)", [(8, 10), (18, 10)]),  # of what is between the two
+])  # fmt: skip
+def test_corners_of_a_spectrum_are_all_that_is_made_of_it(row, shapes):
+    assert _matrices_of_the_same(CORNERS.format(row=row)) == shapes
+
+
+def test_a_spectrum_cut_to_some_columns_is_made_of_them():
+    text = CORNERS.format(row="Slice (all, one, four, two)").replace("row =", "all = Slice (f, one, two, one)\n row =")
+    text = text.replace("double[n,1,5,2] row", "double[n,1,3,2] row")
+    text = text.replace("(q, zero, four", "(q, one, four").replace("double[n,3,4] high", "double[n,3,3] high")
+    assert _matrices_of_the_same(text) == [(8, 6), (18, 10)]  # columns 1 to 3; rows 0, 1, 6, 7, 8
+
+
+def _matrices_of_the_same(text: str) -> list[tuple[int, ...]]:
+    """The shapes of the matrices that the pass makes, whose products give what the transforms give."""
+    model = ir.from_proto(onnx.shape_inference.infer_shapes(ir.to_proto(ir.from_onnx_text(text)), data_prop=True))
+    feeds = {"x": np.random.default_rng(0).standard_normal((2, 9, 8, 1))}
+    expected = evaluate(ir.to_proto(model), feeds)
+    assert FourierProductPass()(model).modified
+    found = evaluate(ir.to_proto(model), feeds)
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, atol=1e-13)
+    matrices = [node.inputs[1].const_value.shape for node in model.graph if node.op_type == "MatMul"]
+    return [tuple(shape) for shape in matrices]
+
+
+class Corners(nn.Module):
+    """A Fourier neural operator's layer: two corners of the spectrum."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(2, 2, 3, 3, 2)), nn.Parameter(torch.randn(2, 2, 3, 3, 2))
+
+    def forward(self, x):
+        f = torch.fft.rfft2(x)
+        o = torch.zeros_like(f)
+        first, second = torch.view_as_complex(self.first), torch.view_as_complex(self.second)
+        o[:, :, :3, :3] = torch.einsum("bixy,ioxy->boxy", f[:, :, :3, :3], first)
+        o[:, :, -3:, :3] = torch.einsum("bixy,ioxy->boxy", f[:, :, -3:, :3], second)
+        return torch.fft.irfft2(o, s=x.shape[-2:]).square().mean()
+
+
+def test_a_fourier_operator_trains_as_in_pytorch_with_and_without():
+    assert_trains_with_and_without("FourierProductPass", Corners, [2, 8, 10], replaces="DFT")
 
 
 class Convolution(nn.Module):

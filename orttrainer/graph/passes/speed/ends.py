@@ -1,13 +1,14 @@
-"""Zeros that a tensor has at its ends, and ends of a tensor that nobody reads, as around a convolution by transforms."""
+"""Zeros that surround a tensor, and parts of a tensor that nobody reads, as around Fourier transforms."""
 
 from __future__ import annotations
 
+import bisect
 from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
-from orttrainer.graph.builder import Builder, constant_array
+from orttrainer.graph.builder import Builder, constant_array, take_place
 
 
 class Inner(NamedTuple):
@@ -41,40 +42,77 @@ def without_zeros(op: Builder, x: ir.Value, axis: int) -> Inner:
     return Inner(source, start, whole.end - int(after[wide[0]]))
 
 
-class Cut(NamedTuple):
-    """What alone is read of a tensor along an axis; `nodes` lead to the Slice that takes it, some may squeeze its last axis."""
+Places = dict[int, list[int]]  # of an axis, those that are read; an axis of which all are is not in it
 
-    nodes: list[ir.Node]
-    start: int
-    end: int
 
-    def put(self, op: Builder, new: ir.Value) -> None:
-        """Let `new`, from `start` to `end` of that tensor, take the place of what is read."""
-        if any(node.op_type == "Squeeze" for node in self.nodes):
-            new = op.Squeeze(new, [-1])
-        old = self.nodes[-1].outputs[0]
-        old.replace_all_uses_with(new, replace_graph_outputs=True)
-        for node in reversed(self.nodes):
+def places_read(y: ir.Value, rank: int) -> Places:
+    """What is read of `y` along its first `rank` axes, by Slices, behind which one more axis may have gone."""
+    sizes = [] if y.shape is None else y.shape.dims[:rank]
+    everything = {axis: set(range(size)) for axis, size in enumerate(sizes) if isinstance(size, int)}
+    read: dict[int, set[int]] = {axis: set() for axis in everything}
+    for use in y.uses():
+        if _is_shape(use.node):
+            continue
+        found = _reader(use.node, y, rank)
+        if found is None or y.is_graph_output():
+            return {}
+        inner = places_read(use.node.outputs[0], rank)
+        for axis, places in everything.items():
+            start, end = found.get(axis, (0, len(places)))
+            read[axis].update(start + place for place in inner.get(axis, range(end - start)))
+    return {axis: sorted(places) for axis, places in read.items() if places and places != everything[axis]}
+
+
+def let_read(op: Builder, y: ir.Value, rank: int, places: Places) -> None:
+    """`y` is to have these places alone: let its Slices take what they took. Those that would take all are left out."""
+    if not places:
+        return
+    readers = [use.node for use in y.uses()]
+    ranges_of = {node: _reader(node, y, rank) for node in readers if not _is_shape(node)}
+    for node in readers:
+        if node not in ranges_of:
+            _put_shape(op, node)
+    y.shape = ir.Shape([len(places[k]) if k in places else size for k, size in enumerate(y.shape.dims)])
+    for node, ranges in ranges_of.items():
+        out, left, whole = node.outputs[0], dict(places), False
+        for axis, (start, end) in ranges.items():
+            if axis in places:
+                left[axis] = [place - start for place in places[axis] if start <= place < end]
+                if len(left[axis]) == end - start:
+                    del left[axis]
+                first, last = (bisect.bisect_left(places[axis], place) for place in (start, end))
+                node.replace_input_with(1, op.const([first], node.inputs[1].dtype))
+                node.replace_input_with(2, op.const([last], node.inputs[2].dtype))
+                whole = last - first == len(places[axis])
+        let_read(op, out, rank, left)
+        if whole and not out.is_graph_output():
+            out.replace_all_uses_with(y)
             node.graph.remove(node, safe=True)
-        new.type, new.shape, new.name = old.type, old.shape, old.name
 
 
-def cut_of(y: ir.Value, axis: int) -> Cut | None:
-    """What is read of `y` along `axis`, which is not its last one, if that is not all of it."""
-    nodes: list[ir.Node] = []
-    while len(uses := list(y.uses())) == 1 and not y.is_graph_output() and y.shape is not None:
-        node = uses[0].node
-        nodes.append(node)
-        if node.op_type == "Slice" and not node.domain and (found := _slice(node)) is not None:
-            at, start, end = found
-            if at == axis and start < end:
-                return Cut(nodes, start, end)
-            if (start, end) != (0, y.shape[at]):
-                return None
-        elif node.op_type != "Squeeze" or node.domain or not _is_last(node.inputs[1], len(y.shape)) or len(nodes) > 9:
-            return None
-        y = node.outputs[0]
-    return None
+def _put_shape(op: Builder, node: ir.Node) -> None:
+    """Let the sizes that are known take the place of a Shape."""
+    y = node.inputs[0]
+    sizes = [op.dim(y, axis) for axis in range(len(y.shape))]
+    start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", len(sizes))
+    take_place(op.Concat(*sizes[start:end], axis=0), node)
+
+
+def _is_shape(node: ir.Node) -> bool:
+    return node.op_type == "Shape" and not node.domain
+
+
+def _reader(node: ir.Node, y: ir.Value, rank: int) -> dict[int, tuple[int, int]] | None:
+    """Where the range starts and ends that `node` reads of `y`, by its axis; none of one behind the first `rank`."""
+    if node.domain or node.graph is not y.producer().graph or node.inputs[0] is not y or y.shape is None:
+        return None
+    if node.op_type == "Slice" and (found := _slice(node)) is not None:
+        axis, start, end = found
+        return {} if axis >= rank else {axis: (start, end)} if start < end else None
+    last = len(y.shape) - 1
+    if node.op_type == "Gather" and node.attributes.get_int("axis", 0) in (last, -1) and last >= rank:
+        return {} if node.inputs[1].shape == () else None
+    return {} if node.op_type == "Squeeze" and last >= rank and _is_last(node.inputs[1], last + 1) else None
 
 
 def _slice(node: ir.Node) -> tuple[int, int, int] | None:
