@@ -17,6 +17,7 @@ from torch import nn
 
 import orttrainer
 from orttrainer import IODescription, LossScaler, ModelDescription
+from orttrainer.errors import StateError
 from orttrainer.graph.versions import least_ir_version
 
 RATE = 0.05
@@ -189,3 +190,52 @@ def test_a_file_says_the_last_loss_scale():
     assert said["orttrainer.moment"] == {
         "batches_per_update": 1, "accumulated_batches": 0, "learning_rate": [RATE], "loss_scale": 512.0,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("pending", [False, True], ids=["after the first step", "before the first step"])
+@pytest.mark.parametrize("optimizer", ["SGDOptimizer", "AdamOptimizer", "LambOptimizer"])
+def test_the_state_of_a_file_has_all_names_that_a_strict_load_asks_for(optimizer, pending, tmp_path):
+    trainer, other = make(optimizer=optimizer), make(net(seed=1), optimizer)
+    for index in range(3):
+        trainer.train_step(*batch(index), RATE)
+    stranger = Stranger(trainer, tmp_path)
+    for index in (3, 4):
+        stranger.step(batch(index), {})
+        trainer.train_step(*batch(index), RATE)
+    if not pending:
+        other.eval_step(*batch())
+    other.load_state_dict({name: torch.from_numpy(value) for name, value in stranger.state.items()}, strict=True)
+    for each in (trainer, other):
+        each.train_step(*batch(5), RATE)
+    torch.testing.assert_close(other.state_dict(), trainer.state_dict())
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_several_counts_of_a_file_are_loaded_as_the_counts_of_named_parameters_alone(strict, tmp_path):
+    module = net()
+    trainer = orttrainer.trainer(module, nn.CrossEntropyLoss(), torch.optim.Adam(module.parameters(), lr=0.1))
+    trainer.step(*batch())
+    module[3].requires_grad_(False)
+    trainer.step(*batch(1))
+    module[3].requires_grad_(True)
+    trainer.step(*batch(2))
+    stranger = Stranger(trainer, tmp_path)
+    counts = {name: x.item() for name, x in stranger.state.items() if name.startswith("Update_Count")}
+    assert counts == {"Update_Count": 4, "Update_Count.1": 3}
+    given = {name: torch.from_numpy(value) for name, value in stranger.state.items()}
+    other = net(seed=1)
+    other = orttrainer.trainer(other, nn.CrossEntropyLoss(), torch.optim.Adam(other.parameters(), lr=0.1))
+    other.step(*batch())
+    before = {name: x.clone() for name, x in other.state_dict().items() if isinstance(x, torch.Tensor)}
+    with pytest.raises(
+        StateError, match=r"several counts of updates, \['Update_Count', 'Update_Count.1'\].*'Update_Count_<"
+    ):
+        other.load_state_dict(given, strict=strict)
+    torch.testing.assert_close({name: x for name, x in other.state_dict().items() if name in before}, before)
+    for name, counter in stranger.signature["counters"].items():
+        given[f"Update_Count_{name}"] = given[counter]
+    del given["Update_Count"], given["Update_Count.1"]
+    other.load_state_dict(given, strict=strict)
+    for each in (trainer, other):
+        each.step(*batch(3))
+    torch.testing.assert_close(other.state_dict(), trainer.state_dict())

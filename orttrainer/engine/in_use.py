@@ -51,7 +51,7 @@ from orttrainer.state.state_dict import (
     of_a_block,
 )
 from orttrainer.state.trained import TrainedState, ir_view
-from orttrainer.state.update_counts import SHARED_COUNT, counters_fit, counts_in, numbered
+from orttrainer.state.update_counts import counters_fit, counts_in, numbered
 from orttrainer.training_graph import SEED, STEP, TrainingGraph
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class InUse(NotCopied):
         """Whether it has all weights and nothing but what an optimizer may have beside them; what that is the graph knows."""
         own = self.source.weights()
         known = tuple(f"{slot}_" for slot in self.slot_names), {
-            SEED, STEP, ACCUMULATED, ACCUMULATED_SCALE, ACCUMULATED_BY, SHARED_COUNT,
+            SEED, STEP, ACCUMULATED, ACCUMULATED_SCALE, ACCUMULATED_BY, self._kept.count,
         }  # fmt: skip
         rest = given.keys() - own.keys()
         return own.keys() <= given.keys() and all(
@@ -304,7 +304,8 @@ class InUse(NotCopied):
         if self.collective.size == 1:
             return
         slots = tuple(f"{slot}_" for slot in self.slot_names)
-        loaded = {n: x for n, x in given.items() if n == SHARED_COUNT or str(n).startswith(slots)} | dict(elsewhere)
+        own = {n: x for n, x in given.items() if n == self._kept.count or str(n).startswith(slots)}
+        loaded = own | dict(elsewhere)
         sums = [(n, str(x.double().sum().item() if isinstance(x, torch.Tensor) else x)) for n, x in loaded.items()]
         advice = "Load the same checkpoint on every rank, or on none."
         check_ranks_agree(self.collective, "the optimizer's state that they loaded", sorted(sums), advice)

@@ -336,13 +336,13 @@ class TrainedState:
             own |= sums
             given = {name: value for name, value in given.items() if name not in _OF_A_BLOCK}
             free |= {f"{name}{BEFORE}": like for name, like in self._moving().items()}
-        if self._kept.count == SHARED_COUNT:  # there is one, or one for each parameter
-            counts = {SHARED_COUNT, *self.signature.counted}
-            free |= dict.fromkeys(counts, torch.zeros(1, dtype=torch.float32))
-            own = {name: tensor for name, tensor in own.items() if name not in counts}
-            own |= {} if counts & given.keys() else {SHARED_COUNT: torch.zeros(1, dtype=torch.float32)}
-        check_fits(own, given, strict, free)
+        if (one := self._kept.count) == SHARED_COUNT or (one in given and self.signature.counters):  # or one for each
+            names = {one, *self.signature.counted}
+            free |= dict.fromkeys(names, torch.zeros(1, dtype=torch.float32))
+            own = {name: tensor for name, tensor in own.items() if name not in names}
+            own |= {} if names & given.keys() else {one: torch.zeros(1, dtype=torch.float32)}
         counts = self.counts_in(given)
+        check_fits(own, given, strict, free)
         for name in self.signature.counters:
             count = counts.get(name, given.get(f"{self._kept.count}_{name}", 1))  # the second where it is no number
             if not isinstance(count, int) or count < 0:

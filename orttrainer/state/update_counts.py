@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
+
+from orttrainer.errors import StateError
 
 __all__ = ["counters_fit", "counts_in", "counts_to_load", "numbered"]
 
@@ -17,13 +20,23 @@ def counts_in(state: Mapping[str, Any], counter: str | None, parameters: Collect
     """What a state dict says of the updates of parameters; of those that it does not know nothing.
 
     Args:
-        state: with an entry `<counter>_<parameter>` for each; or one `<counter>`, as legacy's LAMB has it, for all whose
-            moments are there, too, if any are.
+        state: with an entry `<counter>_<parameter>` for each; or one `<counter>`, as legacy's LAMB and the state of a saved
+            training graph have it, for all whose moments are there, too, if any are.
         counter: "Update_Count" or "Step"; None for an optimizer that does not count.
         parameters: those to be looked for.
+
+    Raises:
+        StateError: it has several counters, as such a graph may, and does not say whose they are.
     """
     if counter is None:
         return {}
+    several = [name for name in state if isinstance(name, str) and re.fullmatch(rf"{counter}(\.\d+)?", name)]
+    if len(several) > 1 and any(f"{counter}_{parameter}" not in state for parameter in parameters):
+        raise StateError(
+            f"the state has several counts of updates, {sorted(several)}, and does not say of which parameters. Have it say so, "
+            f"in {counter + '_<parameter>'!r} for each: `counters` of a training graph's signature has the name of each one's "
+            "count. Nothing was loaded"
+        )
     some_moments = any(isinstance(name, str) and name.startswith("Moment_1_") for name in state)
     found = {}
     for parameter in parameters:
