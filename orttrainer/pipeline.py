@@ -207,6 +207,7 @@ def after_update(
         ScalarRankPass(),
         MultiplesPass(),
         *([TransposeSmallOperandPass(), CheckedDivisorsPass()] if on_cpu else []),
+        common.RemoveUnusedNodesPass(),
     ]
 
 

@@ -239,3 +239,24 @@ def test_several_counts_of_a_file_are_loaded_as_the_counts_of_named_parameters_a
     for each in (trainer, other):
         each.step(*batch(3))
     torch.testing.assert_close(other.state_dict(), trainer.state_dict())
+
+
+def unread(path) -> set[str]:
+    """Initializers that no node reads and no output is."""
+    graph = ir.load(path).graph
+    return {name for name, x in graph.initializers.items() if not x.uses() and x not in [*graph.inputs, *graph.outputs]}
+
+
+def test_files_have_no_initializers_that_nothing_reads(tmp_path):
+    torch.manual_seed(0)
+    pools = nn.AvgPool2d(3, 2, 1), nn.AdaptiveAvgPool2d(2), nn.Flatten()
+    for module in (
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.MaxPool2d(2, padding=1), *pools, nn.Linear(16, 3)),
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), *pools, nn.Linear(16, 3), nn.LayerNorm(3)).double(),
+    ):
+        trainer = orttrainer.trainer(module, nn.CrossEntropyLoss(), torch.optim.SGD(module.parameters(), lr=0.1))
+        dtype = next(module.parameters()).dtype
+        trainer.step(torch.randn(4, 3, 10, 10, dtype=dtype), torch.tensor([0, 1, 2, 0]))
+        trainer.training_graph.save(tmp_path / "training.onnx", tmp_path / "start.onnx")
+        trainer.export_inference(tmp_path / "inference.onnx")
+        assert [unread(tmp_path / name) for name in ("training.onnx", "start.onnx", "inference.onnx")] == [set()] * 3
