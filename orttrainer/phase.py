@@ -18,6 +18,7 @@ from orttrainer.errors import ExecutionError
 from orttrainer.graph import optimizers
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.half_kernels import EmulateHalfPass, has_cpu_kernel, has_cuda_kernel
+from orttrainer.graph.passes.long_norms import LongBatchNormsPass
 from orttrainer.graph.passes.long_sums import LongSumsPass
 from orttrainer.graph.passes.order import RootsFirstPass
 from orttrainer.graph.passes.speed import nchwc_nodes
@@ -172,6 +173,7 @@ def open_phase(
     if place.allows(FlatScatterPass) and on_cpu:
         FlatScatterPass(sizes, adds_in_turn)(cut)
     if on_cpu:
+        LongBatchNormsPass(sizes)(cut)
         LongSumsPass(sizes)(cut)
     if place.allows(ReduceOnesPass) and on_cpu:
         ReduceOnesPass()(cut)

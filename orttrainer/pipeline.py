@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 
 import onnx_ir as ir
@@ -15,6 +16,7 @@ from orttrainer.graph.passes.batch_norm import SplitBatchNormalizationPass, Swit
 from orttrainer.graph.passes.divisors import CheckedDivisorsPass
 from orttrainer.graph.passes.draws import CounterHashDrawsPass
 from orttrainer.graph.passes.dropout import CounterHashDropoutPass
+from orttrainer.graph.passes.long_norms import MANY, LongNormsPass
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogSoftmaxNllPass
 from orttrainer.graph.passes.matmul import MultiplesPass, VectorMatMulPass
 from orttrainer.graph.passes.order import RootsFirstPass, TopologicalOrderPass
@@ -187,6 +189,7 @@ def after_update(
         *([KeepActivationsPass()] if keep and on_cpu else []),
         SwitchBatchNormalizationPass(training_mode, primitives=primitives),
         ExpandSoftmaxCrossEntropyPass(),
+        LongNormsPass(at_once=MANY if on_cpu else math.inf),
         *([DoubleKernelsPass()] if on_cpu else []),
         CancelReshapePairsPass(),
         CancelTransposePairsPass(),

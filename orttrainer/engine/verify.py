@@ -29,6 +29,7 @@ from orttrainer.graph import optimizers
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.axes import AllAxesPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
+from orttrainer.graph.passes.long_norms import LongBatchNormsPass, LongNormsPass
 from orttrainer.graph.passes.long_sums import LongSumsPass
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogSoftmaxNllPass
 from orttrainer.graph.passes.matmul import MultiplesPass, VectorMatMulPass
@@ -257,6 +258,8 @@ def gradient_errors(
         AllAxesPass(),
         PaddedPoolsPass(),
         ScatterReductionPass(),
+        LongNormsPass(sizes),
+        LongBatchNormsPass(sizes),
         LongSumsPass(sizes, at_once=_AT_ONCE),  # else what is left of many numbers is less exact than PyTorch's
         InputShapesPass(),  # else results stay to the end that nobody reads
     ):

@@ -343,12 +343,16 @@ def _name_dims(value: ir.Value) -> None:
         value.shape = ir.Shape(named)
 
 
-def take_place(new: ir.Value, node: ir.Node) -> None:
-    """Let `new` be what the only output of `node` was, under the same name: it may be the gradient of a parameter."""
-    (y,) = node.outputs
-    y.replace_all_uses_with(new, replace_graph_outputs=True)
+def take_place(new: ir.Value | Sequence[ir.Value], node: ir.Node) -> None:
+    """Let `new` be what the outputs of `node` were, under the same names: one may be the gradient of a parameter."""
+    pairs = list(zip(node.outputs, [new] if isinstance(new, ir.Value) else new))
+    assert len(pairs) == len(node.outputs)
+    for y, value in pairs:
+        y.replace_all_uses_with(value, replace_graph_outputs=True)
     node.graph.remove(node, safe=True)
-    new.type, new.shape, new.name = y.type, y.shape, y.name
+    for y, value in pairs:
+        if y.name:  # else nobody asked for it
+            value.type, value.shape, value.name = y.type, y.shape, y.name
 
 
 def static_dims(x: ir.Value) -> tuple[int, ...] | None:

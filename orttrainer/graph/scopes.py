@@ -9,6 +9,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from orttrainer.graph.builder import Builder, take_place
+from orttrainer.graph.names import values_apart
 
 SCOPE = "orttrainer.scope"  # metadata of a node: "encoder.layers.0.linear1", or "" for the module itself
 _TORCH = "pkg.torch.onnx.name_scopes"
@@ -31,7 +32,10 @@ def copy_scope(source: ir.Node, node: ir.Node) -> None:
         node.metadata_props[SCOPE] = scope
 
 
-def put_in_place(op: Builder, node: ir.Node, form: Callable[[Builder, ir.Node], ir.Value]) -> None:
+Form = Callable[[Builder, ir.Node], "ir.Value | Sequence[ir.Value]"]
+
+
+def put_in_place(op: Builder, node: ir.Node, form: Form) -> None:
     """Let what `form` makes of `node` take its place, under its name and from where it comes."""
     before = set(op.graph)
     y = form(op, node)
@@ -41,15 +45,19 @@ def put_in_place(op: Builder, node: ir.Node, form: Callable[[Builder, ir.Node], 
     take_place(y, node)
 
 
-def put_all_in_place(
-    model: ir.Model, prefix: str, nodes: Sequence[ir.Node], form: Callable[[Builder, ir.Node], ir.Value]
-) -> ir.passes.PassResult:
-    """The same for some nodes of the graph; `prefix`: of the names of what is made."""
-    op = Builder(model.graph, prefix) if nodes else None
+def put_all_in_place(model: ir.Model, prefix: str, nodes: Sequence[ir.Node], form: Form) -> ir.passes.PassResult:
+    """The same for some nodes of the graph and its bodies; `prefix`: of the names of what is made."""
+    graphs = {node.graph: [] for node in nodes}
     for node in nodes:
-        put_in_place(op, node, form)
-    if nodes:
-        model.graph.sort()  # the builder appends
+        graphs[node.graph].append(node)
+    for graph, inside in graphs.items():
+        graph.opset_imports.update(model.opset_imports)
+        op = Builder(graph, prefix)
+        for node in inside:
+            put_in_place(op, node, form)
+        graph.sort()  # the builder appends
+    if graphs.keys() - {model.graph}:
+        values_apart(model)  # each builder gives the same names
     return ir.passes.PassResult(model, bool(nodes))
 
 

@@ -31,6 +31,7 @@ from orttrainer.graph.passes.axes import AllAxesPass
 from orttrainer.graph.passes.divisors import NonzeroDivisorsPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.inference import InferenceBatchNormalizationPass
+from orttrainer.graph.passes.long_norms import LongBatchNormsPass, LongNormsPass
 from orttrainer.graph.passes.long_sums import LongSumsPass
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass
 from orttrainer.graph.passes.random import MutePass
@@ -350,6 +351,8 @@ def runner_of(forward, *more):
         EinsumProductPass(),  # as it trains: the operator ends the process where a tensor is empty
         NonzeroDivisorsPass(),
         AllAxesPass(),  # as it trains, and else wrong where a tensor is empty
+        LongNormsPass(),  # as it trains, and the next two
+        LongBatchNormsPass(),
         LongSumsPass(),  # as it trains, and else the sums are less exact than PyTorch's
         *more,
     )

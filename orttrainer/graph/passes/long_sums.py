@@ -36,7 +36,9 @@ class LongSumsPass(ir.passes.InPlacePass):
         self._sizes, self._at_once = sizes or {}, at_once
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        nodes = [node for node in model.graph if node.op_type in ("ReduceSum", "ReduceMean") and not node.domain]
+        nodes = [
+            node for node in model.graph.all_nodes() if node.op_type in ("ReduceSum", "ReduceMean") and not node.domain
+        ]
         return put_all_in_place(model, "long", [node for node in nodes if self._is_cut(node)], self._staged)
 
     def _is_cut(self, node: ir.Node) -> bool:
