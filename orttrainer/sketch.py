@@ -299,7 +299,7 @@ class Trainer(FrontEnd):
         with failing_together(engine.collective, "reading the first batch"):
             _warn_of_autocast(engine, stacklevel=6 if call == "step" else 5)  # where the step or evaluation is called
             given = self._by_name(batch, call)
-        engine.compile(given)
+        engine.compile(given, trains=call != "eval_step")
         return given
 
     def _by_name(self, batch: tuple, call: str) -> dict[str, torch.Tensor]:

@@ -259,13 +259,13 @@ class Attributes:
         return {id(tensor) for tensor in held if tensor is not None}
 
     def _tensors_there(self) -> set[str]:
-        """The paths of parameters and buffers that forward may ask for, and that are no None."""
+        """The paths of parameters and buffers that are no None: forward may ask for all that there are."""
         return {
             f"{path}.{key}".strip(".")
             for path, layer in self._layers.items()
             for held in (layer._parameters, layer._buffers)
             for key, tensor in held.items()
-            if tensor is not None and (not self._known or key in self._names or key in self._names_of_torch)
+            if tensor is not None
         }
 
     def _hooks_of_parameters(self) -> dict[str, Mapping]:

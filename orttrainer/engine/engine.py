@@ -284,9 +284,13 @@ class Engine(InUse):
         return places_of(self.training_graph, self._forward.model, self.source.module_names)
 
     @one_at_a_time
-    def compile(self, given: Mapping[str, torch.Tensor]) -> None:
-        """Compile for this batch, a whole one, unless that was done before; run nothing."""
-        self._checked_batch(given)
+    def compile(self, given: Mapping[str, torch.Tensor], trains: bool = True) -> None:
+        """Compile for this batch, a whole one, unless that was done before; run nothing.
+
+        Args:
+            trains: for a step that trains, so that there has to be something to train.
+        """
+        self._checked_batch(given, trains)
 
     @property
     @one_at_a_time
@@ -346,22 +350,22 @@ class Engine(InUse):
     ) -> dict[str, torch.Tensor]:
         """`_checked_batch`, of one that the model may have to be described anew for."""
         try:
-            return self._checked_batch(given)
+            return self._checked_batch(given, trains)
         except SchemaError as error:
             if describe is None or self._schema is None:
                 raise
             describe(given, error, trains)
         return self._checked_batch(given)
 
-    def _checked_batch(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The batch on the engine's device, checked; the first whole one compiles."""
+    def _checked_batch(self, given: Mapping[str, torch.Tensor], trains: bool = True) -> dict[str, torch.Tensor]:
+        """The batch on the engine's device, checked; the first whole one compiles, to what trains something, if it `trains`."""
         batch, whole = list(given.values()), len(given) == len(self.input_names)
         schema = self._schema
         if schema is None:
             with failing_together(self.collective, "describing the first batch"):
                 schema = self.source.schema(self.description, batch)
             self._sizes = schema.sizes(batch)
-            self._compile(lambda then: self.source.first_graph(self.description, batch, schema, then))
+            self._compile(lambda then: self.source.first_graph(self.description, batch, schema, then), trains)
             self._schema = schema  # last: whatever fails before, the next step begins anew
             signals.let_go()
         elif schema.is_open:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import onnx_ir as ir
 import torch
+from onnx_ir.tensor_adapters import to_torch_dtype
 
 from orttrainer import export, signals
 from orttrainer.engine.inference import inference_model
@@ -57,6 +58,7 @@ class EvalMode:
     ):
         self._source, self._described, self._device, self._make = source, described, device, make
         self._raised, self._works = raised, False
+        self._has_other_forms: bool | None = False  # None: is to be asked
         self._otherwise, self._ways, self._lacks_form = otherwise, None, False
 
     @property
@@ -68,6 +70,12 @@ class EvalMode:
     def forward(self) -> ForwardGraph:
         """The graph in use."""
         return self._ways.known[-1]
+
+    def look_at_parameters(self) -> None:
+        """As `Ways` does."""
+        if self._ways is not None:
+            self._ways.look_at_parameters()
+            self._has_other_forms = None
 
     def follow(self, batch: Batch, last: Batch, full: bool, earlier: Batch | None) -> bool:
         """Change to the graph that is right for this batch, and for what the module is now; make it, if there is none yet.
@@ -87,7 +95,7 @@ class EvalMode:
         """
         if self._lacks_form:
             return False
-        if self._ways is None or not self._decided_hold():
+        if self._ways is None or not self._fits_the_state():
             whole = batch if len(batch) == len(self._described) else last
             try:
                 self._begin(whole)
@@ -145,6 +153,7 @@ class EvalMode:
         self._ways = Ways(forward, self._described, self._source)
         self._decided = {name: self._live(forward)[name].clone() for name in forward.decided}
         self._take(forward)
+        self._has_other_forms = False
         log.info("exported in eval mode, too, in %.1f s", time.perf_counter() - begun)
 
     def _is_of_the_batch(self, raised: Exception, earlier: Batch | None) -> bool:
@@ -171,10 +180,22 @@ class EvalMode:
         _, _, phases = self._ways.opened(forward)
         self._ways.took(forward, None, self, {} if phases is None else phases)
 
-    def _decided_hold(self) -> bool:
-        """Whether buffers whose values are in the graph have these."""
+    def _fits_the_state(self) -> bool:
+        """Whether parameters and buffers have the forms that the graphs are for, and buffers whose values are in one these."""
+        if self._has_other_forms is None:
+            self._has_other_forms = not all(map(self._has_its_forms, self._ways.known))
+        if self._has_other_forms:
+            return False
         live = self._live() if self._decided else {}
         return all(same_elements(live[name], value) for name, value in self._decided.items())
+
+    def _has_its_forms(self, forward: ForwardGraph) -> bool:
+        live, graph = self._live(forward), forward.model.graph
+        made = {name: graph.initializers[name] for name in (*forward.parameters, *forward.buffers)}
+        return all(
+            name in live and (live[name].dtype, live[name].shape) == (to_torch_dtype(x.dtype), tuple(x.shape))
+            for name, x in made.items()
+        )
 
     def _phase(self, fetches: Sequence[str]) -> Phase:
         """A session that takes the state as it takes a batch: the module may have it elsewhere each time."""

@@ -265,8 +265,8 @@ class InUse(NotCopied):
         self._schema = schema
         self.describe(description)
 
-    def _compile(self, make: Callable[[Callable[[ForwardGraph], None]], None]) -> None:
-        """Compile the forward graph that `make` gives to what it is called with."""
+    def _compile(self, make: Callable[[Callable[[ForwardGraph], None]], None], trains: bool = True) -> None:
+        """Compile the forward graph that `make` gives to what it is called with; refuse one that trains nothing, if it is to."""
         graph = None
 
         def compile_(forward: ForwardGraph) -> None:
@@ -274,7 +274,9 @@ class InUse(NotCopied):
             self._forward = self.source.frozen(forward)
             self._ways = Ways(self._forward, self.input_names, self.source)
             counts = counts_in(self._given_early[0], self._kept.count, self._forward.parameters)
-            check_trains(graph := self._training_graph(self._forward, counts))
+            graph = self._training_graph(self._forward, counts)
+            if trains:
+                check_trains(graph)
 
         with runtime.garbage_kept(), failing_together(self.collective, "compiling the model"), signals.none_lost():
             make(compile_)
@@ -411,6 +413,8 @@ class InUse(NotCopied):
         if (moved := self._state.follow_module()) is not None:
             self._runner.rebind(moved)
             self._ways.look_at_parameters()
+            if self._eval_mode is not None:
+                self._eval_mode.look_at_parameters()
 
     def _in_eval_mode(
         self, batch: Mapping[str, torch.Tensor], earlier: Mapping[str, torch.Tensor] | None
