@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from unittest import mock
 
 import torch
 from small import batch, description, make
@@ -82,6 +83,35 @@ class Beside(nn.Module):
     def forward(self, x):
         at_once([lambda: torch.rand(3)])
         return self.layer(x)
+
+
+class Exchanges(nn.Module):
+    """Has another forward for a class while it is exported, as what looks on at it has, until `step` is made; at most half a second."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.begun, self.made = nn.Linear(4, 3), threading.Event(), threading.Event()
+
+    def forward(self, x):
+        if not self.begun.is_set():
+            with mock.patch.object(nn.Tanh, "forward", lambda layer, x: torch.tanh(x)):
+                self.begun.set()
+                self.made.wait(0.5)
+        return self.linear(x)
+
+
+def test_what_an_export_in_another_thread_changes_for_the_moment_is_not_followed(caplog):
+    module, other = net(0), Exchanges()
+    trainer = orttrainer.trainer(module, nn.CrossEntropyLoss(), sgd(module))
+    trainer.step(*batch(0))
+
+    def step() -> None:
+        other.begun.wait()
+        trainer.step(*batch(1))
+        other.made.set()
+
+    at_once([step, lambda: make(other).train_step(*batch(0), 0.1)])
+    assert "2.forward" not in caplog.text
 
 
 def test_what_another_thread_draws_meanwhile_is_not_taken_for_a_draw_of_forward(caplog):

@@ -25,6 +25,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from orttrainer import export
+from orttrainer.engine.turns import outside_of_exports
 from orttrainer.export.memory.holdings import (
     CONTAINERS,
     DEPTH,
@@ -104,6 +105,7 @@ class Attributes:
         self._layers = self._own_layers | _layers_of(roots)
         self._flags = self._read_flags() | {path: self._flags[path] for path in self._own_layers}
 
+    @outside_of_exports
     def also(self, read: export.Read | None) -> dict[str, Any]:
         """Look at what this code reads, too, which another way of forward has run.
 
@@ -132,6 +134,7 @@ class Attributes:
         self.look()
         return {path: value for path, value in self.values().items() if path not in before}
 
+    @outside_of_exports
     def look(self) -> None:
         """Remember them as they are now."""
         self._seen = self._without.of(values := self.values())
@@ -183,6 +186,7 @@ class Attributes:
             return False
         return self._held.are_the_same()
 
+    @outside_of_exports
     def changes(self, trains: bool) -> list[str]:
         """The paths of those that are not as when `look` was called."""
         if self.hold(trains):
@@ -195,6 +199,7 @@ class Attributes:
             self.look()
         return paths if trains else [path for path in paths if not isinstance(now.get(path), _Training)]
 
+    @outside_of_exports
     def values(self) -> dict[str, Any]:
         """Path -> what can be compared."""
         if self._roots and self._roots[0].training:  # else all may be in eval mode, also those that train

@@ -8,7 +8,6 @@ import functools
 import itertools
 import logging
 import sys
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ from onnx_ir import tensor_adapters
 from orttrainer import export, signals
 from orttrainer.describe import InputSchema, InputSpec, ModelDescription
 from orttrainer.engine.settings import Settings
+from orttrainer.engine.turns import one_export
 from orttrainer.engine.verify import GradientCheck
 from orttrainer.errors import (
     InvalidArgumentError,
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     Then = Callable[[ForwardGraph], None]
 
 log = logging.getLogger("orttrainer")
-
-_one_export = threading.RLock()  # torch's exporter, and what shows how a module computes, change torch for all threads
 
 
 class Source:
@@ -294,7 +292,7 @@ def _exporting(batch: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     Yields:
         The batch that it is to be made on.
     """
-    with _one_export, _uncompiled(), torch.inference_mode(False), contextlib.ExitStack() as left:
+    with one_export, _uncompiled(), torch.inference_mode(False), contextlib.ExitStack() as left:
         for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
             left.enter_context(torch.autocast(kind, enabled=False))
         yield [x.clone() if x.is_inference() else x for x in batch]

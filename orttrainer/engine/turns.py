@@ -1,8 +1,9 @@
-"""Calls of one engine in turn: threads wait for each other, ranks fail together."""
+"""Calls of one engine in turn, and exports of all: threads wait for each other, ranks fail together."""
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ from orttrainer.signals import Held, Whole
 
 if TYPE_CHECKING:
     from orttrainer.engine.engine import Engine
+
+one_export = threading.RLock()  # torch's exporter, and what shows how a module computes, change torch for all threads
 
 
 def one_at_a_time(method: Callable) -> Callable:
@@ -66,6 +69,17 @@ def made_whole(method: Callable) -> Callable:
 
     taking_turns = one_at_a_time(method)
     return whole
+
+
+def outside_of_exports(method: Callable) -> Callable:
+    """A method that waits until no other thread exports: it would see what that has changed for the moment, as of classes."""
+
+    @functools.wraps(method)
+    def alone(self, *args, **kwargs):
+        with one_export:
+            return method(self, *args, **kwargs)
+
+    return alone
 
 
 class PreparingAStep:
