@@ -7,6 +7,7 @@ import torch
 from fidelity import assert_trains_as_in_pytorch
 from marks import slow
 from torch import nn
+from torch.autograd import Function
 
 
 def lengths(place):
@@ -16,6 +17,21 @@ def lengths(place):
 def written(x, index, value):
     x[index] = value
     return x
+
+
+class Subtracts(Function):
+    """Takes 1 from the probability of a class, as losses with a gradient of their own do."""
+
+    @staticmethod
+    def forward(ctx, x, label):
+        y = torch.softmax(x, 1).scatter_add_(1, label, torch.full_like(x, -1))
+        ctx.save_for_backward(y)
+        return y.square()
+
+    @staticmethod
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        return g * y, None
 
 
 # Of rows of a batch, [n, 6], and where each goes, [n].
@@ -48,6 +64,17 @@ FUNCTIONS = {
         + written(torch.zeros(4, 6), (torch.tensor([2, 0]).int(), torch.tensor([5, 1]).int()), x[0, :2])
         + x[place.int()[:4, None] // 2, torch.arange(6)]
     ),
+    "scatter, of the corner of what is larger": lambda x, place: torch.cat(
+        [
+            x.scatter(1, place[:, None], torch.full_like(x, -1)),
+            torch.zeros(4, 6).scatter(0, place[:3, None].sort(0).indices.expand(3, 2), x.detach()),
+            x.scatter_reduce(1, place[:, None], x.detach() + 1, "amax"),
+            x.scatter_reduce(1, place[:, None], torch.ones(64, 8), "mean"),
+            x.clone().scatter_add_(1, place[:, None], torch.full_like(x, -1)),
+            x.clone().scatter_(1, place[:, None], torch.full_like(x, -1)),
+            Subtracts.apply(x, place[:, None]),
+        ]
+    ),
     "repeat_interleave": lambda x, place: x.repeat_interleave(torch.tensor([2, 0, 1, 1, 3, 0]), dim=1, output_size=7),
 }  # fmt: skip
 
@@ -77,6 +104,7 @@ def rows(step: int):
             "index_reduce",
             "combinations",
             "index_put, by int32 and int64",
+            "scatter, of the corner of what is larger",
         )
         else slow(name)
         for name in FUNCTIONS

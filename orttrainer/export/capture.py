@@ -30,6 +30,7 @@ from orttrainer.export.forms import (
     masks,
     quotients,
     scalars,
+    scattered,
     stop_gradient,
     untraced,
     windows,
@@ -98,6 +99,7 @@ def capture_dynamo(
                     **masks.TRANSLATIONS,
                     **quotients.TRANSLATIONS,
                     **scalars.TRANSLATIONS,
+                    **scattered.TRANSLATIONS,
                     **windows.TRANSLATIONS,
                     **written_slices.TRANSLATIONS,
                     torch.ops.aten._neg_view.default: core.aten_neg,  # the imaginary part of a conjugate
