@@ -7,7 +7,8 @@ import copy
 import onnx
 import pytest
 import torch
-from marks import slow
+from fidelity import assert_trains_as_in_pytorch, vectors
+from marks import in_turn, slow
 from small import assert_same
 from torch import nn
 from torch.nn import functional as F
@@ -221,3 +222,40 @@ def test_an_onnx_model_which_has_one_graph_takes_no_empty_part():
     engine = Engine(model, None, description, OptimizerChoice("SGDOptimizer", clip=False), Settings())
     with pytest.raises(SchemaError, match=r"input 'y', axis 0 \('m'\): expected at least 1 element, got 0"):
         engine.train_step({"x": torch.ones(2, 3), "y": torch.ones(0, 3)}, 0.1)
+
+
+# ---------------------------------------------------------------- vectors of no elements, among what is joined
+
+
+class Joined(nn.Linear):
+    """Begins with an empty vector, as loops do, which PyTorch joins with tensors of any rank."""
+
+    def __init__(self, join):
+        super().__init__(6, 6)
+        self.join = join
+
+    def forward(self, x):
+        y = super().forward(x).unsqueeze(1)
+        return self.join(torch.empty(0).to(x), y).flatten(1)
+
+
+def appended(none, y):
+    for k in range(3):
+        none = torch.cat([none, y * k], 1)
+    return none
+
+
+JOINS = {
+    "first": lambda none, y: torch.cat([none, y[:1], y[1:]]),
+    "last, with another": lambda none, y: torch.concat([y, none, none.detach()], dim=-1),
+    "among more": lambda none, y: torch.hstack([y, none, y.square()]),
+    "in a loop": appended,
+    "of what is cut off": lambda none, y: torch.cat([torch.clamp(none[:-1], -1, 1), y, y[0, 0, :0].sin()], 2),
+    "of another dtype": lambda none, y: torch.cat([torch.empty(0, dtype=torch.float64), y.round()]).to(y.dtype) + y,
+    "of vectors": lambda none, y: torch.cat([none, y[:, 0, 0], none]).unsqueeze(1) * y[:, 0],
+}
+
+
+@pytest.mark.parametrize("join", in_turn(JOINS))
+def test_an_empty_vector_is_left_out_of_what_is_joined_as_in_pytorch(join):
+    assert_trains_as_in_pytorch(lambda: Joined(join), vectors, evaluates=True)

@@ -27,6 +27,7 @@ from orttrainer.export.faithful import faithful
 from orttrainer.export.forms import (
     batch_norm,
     double_precision,
+    joined,
     masks,
     quotients,
     scalars,
@@ -96,6 +97,7 @@ def capture_dynamo(
                     **batch_norm.TRANSLATIONS,
                     **double_precision.TRANSLATIONS,
                     **(double_precision.NUMBERS if double else {}),
+                    **joined.TRANSLATIONS,
                     **masks.TRANSLATIONS,
                     **quotients.TRANSLATIONS,
                     **scalars.TRANSLATIONS,
