@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from steps.families import Residual, Then, by_position, family, images
+from steps.families import Residual, Then, by_position, family, head, images
 
 NODES, EDGES = 500, 4000
 
@@ -200,3 +200,45 @@ def enlarged():
     larger = Then(nn.Identity(), lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"))
     module = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), larger, nn.Conv2d(16, 3, 3, padding=1))
     return module, F.mse_loss, lambda: (torch.randn(4, 3, 32, 32), torch.randn(4, 3, 64, 64))
+
+
+class LocalAttention(nn.Module):
+    """Each pixel attends to its 3 x 3 neighbours, in four heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Conv2d(32, 32, 1) for _ in range(4))
+
+    def forward(self, x):
+        k, v = (F.unfold(y, 3, padding=1).unflatten(1, (4, 8, 9)) for y in (self.key(x), self.value(x)))
+        scores = (self.query(x).flatten(2).unflatten(1, (4, 8)).unsqueeze(3) * k).sum(2, keepdim=True)
+        return x + self.out((scores.softmax(3) * v).sum(3).flatten(1, 2).view_as(x))
+
+
+@family
+def local_attention():
+    model = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), LocalAttention(), LocalAttention(), *head(32, 10))
+    return model, F.cross_entropy, images(4, 3, 32, 10)
+
+
+class LongCausal(nn.Module):
+    """Two layers of a language model of 1,024 tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.out = nn.Embedding(1000, 128), nn.Linear(128, 1000)
+        self.norms, self.both = (
+            nn.ModuleList(layers) for layers in zip(*((nn.LayerNorm(128), nn.Linear(128, 384)) for _ in range(2)))
+        )
+
+    def forward(self, x):
+        x = self.tokens(x)
+        for norm, both in zip(self.norms, self.both):
+            q, k, v = both(norm(x)).unflatten(-1, (3, 4, 32)).permute(2, 0, 3, 1, 4)
+            x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return self.out(x)
+
+
+@family
+def long_causal():
+    return LongCausal(), by_position, lambda: (torch.randint(0, 1000, (1, 1024)), torch.randint(0, 1000, (1, 1024)))
