@@ -40,19 +40,10 @@ from orttrainer.pipeline import check_disabled_passes
 from orttrainer.run import Runner
 from orttrainer.seed import seed_of_rank
 from orttrainer.state.kept import KeptState
-from orttrainer.state.state_dict import (
-    ACCUMULATED,
-    ACCUMULATED_BY,
-    ACCUMULATED_SCALE,
-    BEFORE,
-    SUM,
-    accumulated_scale,
-    cpu_copy,
-    of_a_block,
-)
+from orttrainer.state.state_dict import accumulated_scale, cpu_copy, of_a_block, seems_to_fit
 from orttrainer.state.trained import TrainedState, ir_view
 from orttrainer.state.update_counts import counters_fit, counts_in, numbered
-from orttrainer.training_graph import SEED, STEP, TrainingGraph
+from orttrainer.training_graph import TrainingGraph
 
 if TYPE_CHECKING:
     from orttrainer.export import ForwardGraph
@@ -192,7 +183,8 @@ class InUse(NotCopied):
             raise StateError(f"load_state_dict takes a dict of name -> tensor, got {type(state_dict).__name__}")
         if self._runner is None:
             # By other names than those of the weights a strict load may be refused when all are known.
-            loaded = self.source.load(state_dict) if not strict or self._seems_to_fit(state_dict) else set()
+            fits = not strict or seems_to_fit(state_dict, self.source.weights(), self.slot_names, self._kept.count)
+            loaded = self.source.load(state_dict) if fits else set()
             earlier, names = ({}, set()) if strict else (self._given_early[0], self._loaded_early)
             self._given_early, self._loaded_early = (earlier | dict(state_dict), strict), names | loaded
             return
@@ -207,18 +199,6 @@ class InUse(NotCopied):
     def _pending_state(self) -> dict[str, torch.Tensor]:
         """What is to be loaded into the graph that the first step makes."""
         return self.source.as_it_is(self._given_early[0], self._loaded_early)
-
-    def _seems_to_fit(self, given: Mapping[str, torch.Tensor]) -> bool:
-        """Whether it has all weights and nothing but what an optimizer may have beside them; what that is the graph knows."""
-        own = self.source.weights()
-        known = tuple(f"{slot}_" for slot in self.slot_names), {
-            SEED, STEP, ACCUMULATED, ACCUMULATED_SCALE, ACCUMULATED_BY, self._kept.count,
-        }  # fmt: skip
-        rest = given.keys() - own.keys()
-        return own.keys() <= given.keys() and all(
-            isinstance(name, str) and (name in known[1] or name.startswith(known[0]) or name.endswith((SUM, BEFORE)))
-            for name in rest
-        )
 
     @one_at_a_time
     def renew_update(self) -> None:

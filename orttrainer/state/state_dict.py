@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,12 +11,34 @@ import torch
 from orttrainer.distributed import Collective
 from orttrainer.errors import StateError
 from orttrainer.tensors import has_memory
+from orttrainer.training_graph import SEED, STEP
 
 ACCUMULATED = "Accumulated_Batches"
 SUM = "_grad_accumulator"  # behind a parameter's name: that of the gradients of these batches
 ACCUMULATED_SCALE = "Accumulated_Scale"  # the loss scale that these are multiplied with, where that is not 1
 BEFORE = "_before_block"  # behind the name of a statistic or counter: as it was before these batches
 ACCUMULATED_BY = "Accumulated_By"  # rank and world size, where there are several ranks: each has sums of its own
+
+
+def seems_to_fit(
+    given: Mapping[str, torch.Tensor], weights: Collection[str], slot_names: Iterable[str], count: str | None
+) -> bool:
+    """Whether it has all weights and nothing but what an optimizer may have beside them; what that is the graph knows.
+
+    Args:
+        weights: their names.
+        slot_names: what the optimizer calls its state of a parameter, without the parameter's name behind it.
+        count: what it calls its counts of updates.
+    """
+    beside, slots = (
+        {SEED, STEP, ACCUMULATED, ACCUMULATED_SCALE, ACCUMULATED_BY, count},
+        tuple(f"{s}_" for s in slot_names),
+    )
+    return all(name in given for name in weights) and all(
+        isinstance(name, str) and (name in beside or name.startswith(slots) or name.endswith((SUM, BEFORE)))
+        for name in given
+        if name not in weights
+    )
 
 
 def of_a_block(
