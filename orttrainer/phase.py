@@ -35,6 +35,7 @@ from orttrainer.graph.passes.speed.products import FewRowsProductPass
 from orttrainer.graph.passes.speed.reductions import ReduceOnesPass
 from orttrainer.graph.passes.speed.rows import FlatScatterPass
 from orttrainer.graph.passes.speed.scaled_gradient import ScaledGradientPass
+from orttrainer.graph.passes.speed.short_rows import ShortRowsPass
 from orttrainer.graph.passes.speed.small_images import SmallImagesPass
 from orttrainer.graph.passes.speed.small_updates import JoinSmallUpdatesPass
 from orttrainer.graph.passes.speed.sparse_update import (
@@ -172,6 +173,8 @@ def open_phase(
         views, library, first = _rewrite_updates(place, cut, through, sizes), None, {}
     if place.allows(FlatScatterPass) and on_cpu:
         FlatScatterPass(sizes, adds_in_turn)(cut)
+    if place.allows(ShortRowsPass) and on_cpu:
+        ShortRowsPass(sizes)(cut)
     if on_cpu:
         LongBatchNormsPass(sizes)(cut)
         LongSumsPass(sizes)(cut)

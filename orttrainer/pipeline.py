@@ -55,6 +55,7 @@ from orttrainer.graph.passes.speed.reductions import ReduceOnesPass
 from orttrainer.graph.passes.speed.rows import FlatScatterPass, GatherRowsPass
 from orttrainer.graph.passes.speed.scalar_rank import ScalarRankPass
 from orttrainer.graph.passes.speed.scaled_gradient import ScaledGradientPass
+from orttrainer.graph.passes.speed.short_rows import ShortRowsPass
 from orttrainer.graph.passes.speed.small_images import SmallImagesPass
 from orttrainer.graph.passes.speed.small_updates import JoinSmallUpdatesPass
 from orttrainer.graph.passes.speed.softmax import SoftmaxAcrossPass
@@ -125,6 +126,7 @@ SPEED_PASSES = (
     GatherRowsPass,
     FlatScatterPass,  # of the sessions on a CPU
     ReduceOnesPass,  # likewise
+    ShortRowsPass,  # likewise
     RootsFirstPass,  # likewise
 )
 
