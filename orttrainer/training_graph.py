@@ -15,6 +15,7 @@ import onnx
 import onnx_ir as ir
 
 from orttrainer.errors import InvalidArgumentError, UnsupportedFeatureError
+from orttrainer.graph.passes.stock import ForStockSessionsPass
 from orttrainer.graph.write import checked_path, write_model
 
 log = logging.getLogger("orttrainer")
@@ -263,7 +264,7 @@ class TrainingGraph:
 
     def _without_state(self) -> onnx.ModelProto:
         """The graph and what it says about itself; all state is fed."""
-        proto = ir.to_proto(self.graph)
+        proto = ir.to_proto(ForStockSessionsPass()(self.graph.clone()).model)
         proto.doc_string = DOC
         said = {"orttrainer.signature": asdict(self.signature), "orttrainer.moment": self.moment()}
         onnx.helper.set_model_props(proto, {key: json.dumps(value, sort_keys=True) for key, value in said.items()})

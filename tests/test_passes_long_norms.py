@@ -115,7 +115,7 @@ def test_sizes_at_hand_say_what_is_long():
     assert LongNormsPass({"H": 640, "W": 640})(graph).modified
 
 
-SIDE = 512
+SIDE = 384
 LAYERS = {
     "all channels": lambda: nn.GroupNorm(1, 6),
     "layers": lambda: nn.LayerNorm([6, SIDE, SIDE]),

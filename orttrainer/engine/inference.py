@@ -17,11 +17,12 @@ from orttrainer.graph.light import without_weights
 from orttrainer.graph.passes.axes import AllAxesPass
 from orttrainer.graph.passes.batch_norm import SplitBatchNormalizationPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
-from orttrainer.graph.passes.inference import ExactDoublePass, InferenceBatchNormalizationPass
+from orttrainer.graph.passes.inference import InferenceBatchNormalizationPass
 from orttrainer.graph.passes.matmul import MultiplesPass, VectorMatMulPass
 from orttrainer.graph.passes.order import TopologicalOrderPass
 from orttrainer.graph.passes.padded_pools import PaddedPoolsPass
 from orttrainer.graph.passes.random import MutePass
+from orttrainer.graph.passes.stock import ForStockSessionsPass
 from orttrainer.graph.passes.wide import WidePass
 from orttrainer.graph.subgraphs import eliminate_identities, node_inputs
 from orttrainer.graph.versions import least_ir_version
@@ -47,7 +48,6 @@ def inference_model(forward: ir.Model, outputs: Sequence[str], evaluates: bool =
         VectorMatMulPass(),
         WidePass(),
         DoubleKernelsPass(),
-        ExactDoublePass(),
         MultiplesPass(),
         MutePass({"Dropout"}),
         SplitBatchNormalizationPass() if evaluates else InferenceBatchNormalizationPass(),
@@ -55,6 +55,7 @@ def inference_model(forward: ir.Model, outputs: Sequence[str], evaluates: bool =
         common.OutputFixPass(),
         AllAxesPass(),
         PaddedPoolsPass(),
+        ForStockSessionsPass(),
         common.RemoveUnusedNodesPass(),
         common.LiftConstantsToInitializersPass(lift_all_constants=False),
         TopologicalOrderPass(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-__all__ = ["is_clip_of_relu", "left_out"]
+__all__ = ["is_clip_of_relu", "left_out", "nearly_neutral"]
 
 
 def left_out(model: ir.Model) -> list[str]:
@@ -20,13 +20,15 @@ def left_out(model: ir.Model) -> list[str]:
 # ---------------------------------------------------------------- what would change a number
 
 # They make of constants attributes, which are of float32. Of an epsilon of float64 SimplifiedLayerNormFusion makes 1e-5, whatever
-# it is (1.31.1). LayerNormFusion, as 1.19 calls it, runs at two levels there, each with a name of its own.
+# it is (1.31.1). LayerNormFusion, as 1.19 calls it, runs at two levels there, each with a name of its own. Of a Transpose and a
+# product of float64 MatmulTransposeFusion makes an operator that has no kernel before 1.25.
 _FUSIONS = [
     "LayerNormFusion",
     "LayerNormFusionL1",
     "LayerNormFusionL2",
     "SimplifiedLayerNormFusion",
     "MatMulScaleFusion",
+    "MatmulTransposeFusion",
 ]
 _DROPS = ["NoopElimination"]  # x + c and x * c, where float32 has 0 and 1 for c
 _CLIPS = ["FuseReluClip"]  # raises an error where the bounds are of another type
@@ -44,8 +46,15 @@ def _is_fused(node: ir.Node) -> bool:
 
 
 def _is_dropped(node: ir.Node) -> bool:
+    return nearly_neutral(node) is not None
+
+
+def nearly_neutral(node: ir.Node) -> tuple[int, float] | None:
+    """Which input of a node is a number that float32 has as the one that changes nothing, and that number."""
     neutral = _NEUTRAL.get(node.op_type)
-    return neutral is not None and any(_is_nearly(value, neutral) for value in node.inputs)
+    near = neutral is not None and (at for at, value in enumerate(node.inputs) if _is_nearly(value, neutral))
+    at = next(near, None) if near else None
+    return None if at is None else (at, float(ir.convenience.get_const_tensor(node.inputs[at]).numpy().reshape(())))
 
 
 def is_clip_of_relu(node: ir.Node) -> bool:
