@@ -40,7 +40,7 @@ from orttrainer.optim.scalars import as_double
 from orttrainer.pipeline import after_update, before_gradients, check_disabled_passes, rewritten
 from orttrainer.training_graph import SEED, STEP, Signature, StateEntry, TrainingGraph, transposed_tensor
 
-TRAINING_MODE = "training_mode"
+RATE, TRAINING_MODE = "Learning_Rate", "training_mode"
 NORM = "global_gradient_norm"
 FINITE = "all_gradients_finite"
 LOSS_SCALE = "loss_scale"
@@ -52,7 +52,7 @@ def compile_training_graph(
     forward,
     optimizer: Optimizer,
     *,
-    learning_rate: str = "Learning_Rate",
+    learning_rate: str | None = None,
     groups: Mapping[str, int] | None = None,
     seed: int = 0,
     primitives: bool = False,
@@ -68,7 +68,7 @@ def compile_training_graph(
     Args:
         forward: a `ForwardGraph`; its model is used up.
         optimizer: emits the update of `forward.parameters`.
-        learning_rate: name of the learning rate's input.
+        learning_rate: name of the learning rate's input; None: one that the model does not use.
         groups: for each parameter the index of its learning rate, from 0; None: one rate for all. What else of the
             optimizer is `Fed` has its place among them.
         seed: what dropout masks start from.
@@ -118,7 +118,7 @@ class _Build:
     def __init__(
         self,
         forward,
-        learning_rate: str,
+        learning_rate: str | None,
         seed: int,
         rates: int,
         precision: ir.DataType | None,
@@ -134,12 +134,13 @@ class _Build:
         self.tensors: dict[str, ir.TensorProtocol] = {}
         self.roles: dict[str, tuple[str, str | None]] = {}  # state name -> role, parameter
         self.new: dict[str, ir.Value] = {}  # state name -> its value after the step
+        self.new_names: dict[str, str] = {}  # and what that is called among the outputs
         # transposed state -> its last row, of which parameter
         self.last_rows: dict[str, tuple[str | None, str | None]] = {}
         self.learning_rate, self.disabled = learning_rate, disabled
         self.batches: ir.Value | None = None
         self.scale: ir.Value | None = None  # what the gradients have yet to be multiplied with
-        self.finite: ir.Value | None = None
+        self.finite, self.finite_name = None, None
         self._take_state(forward.model.graph, forward)  # before what is not read, but written, is dropped
         model = prepare(forward.model)
         graph = model.graph
@@ -150,11 +151,11 @@ class _Build:
         self.taken = (
             {v.name for v in graph.inputs} | {v.name for node in graph for v in node.outputs} | set(graph.initializers)
         )
-        for name in (learning_rate, TRAINING_MODE, NORM, FINITE, BATCHES):
-            self._free(name)
+        self.learning_rate = self._unused(RATE) if learning_rate is None else self._free(learning_rate)
+        self.training_mode = self._unused(TRAINING_MODE)
         self.described = described
-        self._input(graph, learning_rate, self._rate_type(), [rates])
-        self._input(graph, TRAINING_MODE, ir.DataType.BOOL, [])
+        self._input(graph, self.learning_rate, self._rate_type(), [rates])
+        self._input(graph, self.training_mode, ir.DataType.BOOL, [])
         self.loss_scale = self._unused(LOSS_SCALE) if precision is not None else None
         if self.loss_scale is not None:
             self._input(graph, self.loss_scale, ir.DataType.FLOAT, [1])
@@ -166,7 +167,7 @@ class _Build:
         updates = set(forward.updates.values())
         frozen = {n: self.tensors[n] for n in forward.buffers if n not in forward.updates and n in self.tensors}
         half = [] if precision is None else [HalfPrecisionPass(precision, self.parameters, frozen, updates)]
-        model = self._rewritten(model, *before_gradients(half, SEED, STEP, TRAINING_MODE, primitives))
+        model = self._rewritten(model, *before_gradients(half, SEED, STEP, self.training_mode, primitives))
         self.model, self.op = model, Builder(model.graph, "step")
         outputs = {value.name: value for value in model.graph.outputs}
         self.new.update({name: outputs[output] for name, output in forward.updates.items()})
@@ -192,7 +193,7 @@ class _Build:
             producer = gradient.producer()
             if producer is None or producer.domain == MARKS or gradient.name in {f"{n}_grad" for n in gradients}:
                 gradient = op.Identity(gradient)
-            gradient.name = self._free(f"{name}_grad")
+            gradient.name = self._unused(f"{name}_grad")
             gradients[name] = gradient
             self.roles[name] = ("parameter", None)
         return self._simplified(gradients)
@@ -243,13 +244,13 @@ class _Build:
 
     def accumulate(self, gradients: dict[str, ir.Value]) -> dict[str, ir.Value]:
         """Add each gradient to a buffer of its own; the sums, which the update takes for gradients."""
-        sums, batches = {}, self._input(self.model.graph, BATCHES, ir.DataType.FLOAT, [1])
+        sums, batches = {}, self._input(self.model.graph, self._unused(BATCHES), ir.DataType.FLOAT, [1])
         for name, gradient in gradients.items():
             tensor = self.tensors[name]
             zeros = np.zeros(tensor.shape.numpy(), tensor.dtype.numpy())
             old = self._state(self.model.graph, f"{name}_grad_accumulator", zeros, "accumulator", name)
             sums[name] = self.new[old.name] = self.op.Add(old, gradient)
-            sums[name].name = f"{old.name}_new"  # as it will be called among the outputs, and the signature says
+            sums[name].name = self._unused(f"{old.name}_new")  # as the output will be called, and the signature says
             if name in self.last_rows:
                 bias = self.last_rows[name][0]
                 self.last_rows[old.name] = (bias and f"{bias}_grad_accumulator", bias)
@@ -267,15 +268,15 @@ class _Build:
             norm = op.Mul(norm, self.scale)
         if self.loss_scale is not None:
             self.finite = op.Reshape(op.Equal(op.Sub(norm, norm), op.scalar(0.0, norm)), [1])
-            self.finite.name = FINITE
+            self.finite.name = self.finite_name = self._unused(FINITE)
         self.norm = op.Identity(norm)
-        self.norm.name = NORM
+        self.norm.name = self.norm_name = self._unused(NORM)
         late = unordered_readers(self.model.graph, {inputs[name]: norm for name in gradients}, norm)
         # The driver leaves nodes that nobody reads. They will be removed, unless the update waits for them.
         used = ancestors([norm, *self.model.graph.outputs, *self.new.values()])
         nodes = dict.fromkeys(node for readers in late.values() for node in readers if node in used)
         self.rate = fence(op, inputs[self.learning_rate], [norm, *(node.outputs[0] for node in nodes)])
-        self.rate.name = self._free(f"{self.learning_rate}_ordered")
+        self.rate.name = self._unused(f"{self.learning_rate}_ordered")
 
     def update(self, optimizer: Optimizer, gradients: dict[str, ir.Value], groups: Mapping[str, int]) -> None:
         """Let the optimizer emit the new value of every parameter and of its own state."""
@@ -340,10 +341,10 @@ class _Build:
             value = self.new[name]
             if value.producer() is None or value.is_graph_output() or value.name in self.fetchable:
                 value = self.op.Identity(value)
-            value.name = self._free(f"{name}_new")
+            value.name = self.new_names[name] = self._unused(f"{name}_new")
             self.new[name] = value
             graph.outputs.append(value)
-        self.model = self._rewritten(self.model, *after_update(TRAINING_MODE, primitives, keep, gradients))
+        self.model = self._rewritten(self.model, *after_update(self.training_mode, primitives, keep, gradients))
 
     def _rewritten(self, model: ir.Model, *passes: ir.passes.PassBase) -> ir.Model:
         return rewritten(model, passes, self.disabled)
@@ -353,7 +354,7 @@ class _Build:
         graph, shared = self.model.graph, set()
         outputs = {value.name: value for value in graph.outputs}
         inputs = self._inputs()
-        updates = {inputs[name]: outputs[f"{name}_new"] for name in self.new}
+        updates = {inputs[name]: outputs[output] for name, output in self.new_names.items()}
         for old, readers in unordered_readers(graph, updates, self.rate).items():
             if not self._fence_counter(old, updates[old], readers):
                 shared.add(old.name)
@@ -368,18 +369,17 @@ class _Build:
         self.model.ir_version = least_ir_version(self.model)
         signature = Signature(
             tuple(self.described), tuple(self.outputs), self.learning_rate,
-            TRAINING_MODE if any(v.name == TRAINING_MODE for v in graph.inputs) else None,
-            NORM, gradients, self.rate.name, state,
+            self.training_mode if any(v.name == self.training_mode for v in graph.inputs) else None,
+            self.norm_name, gradients, self.rate.name, state,
             {name: groups.get(name, 0) for name in gradients}, self.loss_scale,
-            None if self.finite is None else FINITE, None if self.batches is None else BATCHES, checks=self.checks,
+            self.finite_name, self.batches and self.batches.name, checks=self.checks,
         )  # fmt: skip
         counters = {n: counter for n in signature.parameters if (counter := optimizer.counter_of(n)) is not None}
         return TrainingGraph(self.model, replace(signature, counters=counters, fed=optimizer.places), self.tensors)
 
     def _entry(self, name: str, in_place: bool) -> StateEntry:
-        output = f"{name}_new" if name in self.new else None
-        row, owner = self.last_rows.get(name, (None, None))
-        return StateEntry(name, output, *self.roles[name], in_place, name in self.last_rows, row, owner)
+        last = self.last_rows.get(name, (None, None))
+        return StateEntry(name, self.new_names.get(name), *self.roles[name], in_place, name in self.last_rows, *last)
 
     # -- state ----------------------------------------------------------------------------
 
@@ -406,6 +406,7 @@ class _Build:
         self, graph: ir.Graph, name: str, initial: np.ndarray, role: str, parameter: str | None = None
     ) -> ir.Value:
         self.tensors[self._free(name)] = ir.tensor(initial, name=name)
+        self.taken.add(name)
         self.roles[name] = (role, parameter)
         return self._input(graph, name, self.tensors[name].dtype, initial.shape)
 

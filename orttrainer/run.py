@@ -125,7 +125,8 @@ class Runner:
                 rows = max((x.numel() for x in indices), default=0)
                 self._step = self._make_step(rows, {name: x.shape for name, x in inputs.items()})
         self._scale_sums(loss_scale)
-        feeds = {**inputs, **self._settings_of_a_step(learning_rate, loss_scale), "training_mode": self._on}
+        feeds = {**inputs, **self._settings_of_a_step(learning_rate, loss_scale)}
+        feeds[self.graph.signature.training_mode] = self._on
         if self.graph.signature.checks is not None:
             feeds[self.graph.signature.checks] = self._on if checked else self._off
         return self._step(feeds, update)
@@ -231,7 +232,7 @@ class Runner:
         key = tuple(fetches)
         if key not in self._evaluate:
             self._evaluate[key] = self._phase("evaluate", self._cut(None, fetches), fetches)
-        return self._evaluate[key].run({**inputs, "training_mode": self._off})
+        return self._evaluate[key].run({**inputs, self.graph.signature.training_mode: self._off})
 
     def inputs_of(self, fetches: Sequence[str]) -> set[str]:
         """Names of the described inputs that the fetched outputs depend on."""

@@ -92,7 +92,6 @@ ONNX_MODELS = {
     "an unknown frozen weight": (onnx_model(), dict(frozen_weights=["V"]), ModelError, "frozen_weights=['V'] are not weights of the model; it has ['W']"),
     "all weights frozen": (onnx_model(), dict(frozen_weights=["W"]), ModelError, "nothing to train: no parameter reaches the loss"),
     "the rate named as an inner value": (onnx_model(), dict(rate=IODescription("d", [1])), ModelError, "the name 'd' is needed...give the learning rate another name"),
-    "an inner value named as a gradient": (onnx_model(LINEAR.replace(" d ", " W_grad ").replace("(d, d)", "(W_grad, W_grad)")), {}, ModelError, "the name 'W_grad' is needed...rename it there"),
     "half-precision weights": (
         onnx_model("h = Cast <to = 10> (x) p = MatMul (h, W) output = Cast <to = 1> (p) " + ROOT, weight=W.astype(np.float16)), {}, OptimizerError, "cannot update parameter 'W' of dtype FLOAT16; it needs float32 or float64...Convert the model to float32 and train it in mixed precision, or name in frozen_weights=",
     ),

@@ -16,6 +16,7 @@ import torch
 from marks import slow
 from test_parity import OPTIMIZERS, each, make_trainer, train
 
+import orttrainer
 from orttrainer import set_seed
 from orttrainer.errors import InvalidArgumentError, UnsupportedFeatureError
 from orttrainer.graph.fence import unordered_readers
@@ -228,3 +229,49 @@ def test_a_graph_is_copied_and_pickled_as_its_onnx_model(copied):
     ):
         copied(graph)
     assert copy.deepcopy(graph.model) == pickle.loads(pickle.dumps(graph.model)) == graph.model
+
+
+class Named(torch.nn.Module):
+    def __init__(self, names):
+        super().__init__()
+        for name in names:
+            self.register_parameter(name, torch.nn.Parameter(torch.randn(4, 2)))
+
+    def forward(self, x):
+        return sum(x @ parameter for parameter in self.parameters())
+
+
+NAMES = [
+    "w",
+    "w_new",
+    "w_grad",
+    "w_new_1",
+    "Learning_Rate",
+    "Learning_Rate_ordered",
+    "training_mode",
+    "global_gradient_norm",
+]
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_names_of_the_graphs_own_give_way_to_those_of_parameters(accumulation_steps):
+    torch.manual_seed(0)
+    module = Named([*NAMES, "accumulated_batches", "Moment_1_w_new", "w_grad_accumulator_new"])
+    reference = copy.deepcopy(module)
+    trainer = orttrainer.trainer(
+        module,
+        torch.nn.MSELoss(),
+        torch.optim.SGD(module.parameters(), 0.1, momentum=0.9),
+        gradient_accumulation_steps=accumulation_steps,
+    )
+    optimizer = torch.optim.SGD(reference.parameters(), 0.1, momentum=0.9)
+    for step in range(4):
+        x, label = torch.randn(3, 4), torch.randn(3, 2)
+        trainer.step(x, label)
+        (torch.nn.functional.mse_loss(reference(x), label) / accumulation_steps).backward()
+        if step % accumulation_steps == accumulation_steps - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter, reference.get_parameter(name))
+    onnx.checker.check_model(trainer.training_graph.model, full_check=True)

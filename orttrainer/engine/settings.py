@@ -41,7 +41,7 @@ class Settings:
         accumulation_steps: batches per update.
         precision: None, "float16" or "bfloat16": forward and backward in it, parameters in float32.
         frozen: names of parameters that are not trained.
-        learning_rate: name of the learning rate's input in the graph.
+        learning_rate: name of the learning rate's input in the graph; None: one that the model leaves free.
         opset: of the exported graph.
         strict: a description that differs from the first batch is an error, not a warning.
         check_export: compare the exported graph and its gradients with the module on the first batch.
@@ -65,7 +65,7 @@ class Settings:
     accumulation_steps: int = 1
     precision: str | None = None
     frozen: Sequence[str] = ()
-    learning_rate: str = "Learning_Rate"
+    learning_rate: str | None = None
     opset: int = 18
     strict: bool = False
     check_export: bool = True

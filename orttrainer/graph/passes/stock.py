@@ -44,7 +44,11 @@ class ExactDoublePass(ir.passes.InPlacePass):
             nodes = [node for node in model.graph.all_nodes() if not node.domain and wanted(node)]
             modified |= put_all_in_place(model, "exact", nodes, form).modified
         turned = _transposed(model)
-        nodes = [x for x in model.graph.all_nodes() if not x.domain and x.op_type == "MatMul" and not turned.isdisjoint(x.inputs)]
+        nodes = [
+            x
+            for x in model.graph.all_nodes()
+            if not x.domain and x.op_type == "MatMul" and not turned.isdisjoint(x.inputs)
+        ]
         apart = functools.partial(_product_of_copies, turned=turned)
         return ir.passes.PassResult(model, put_all_in_place(model, "exact", nodes, apart).modified or modified)
 
