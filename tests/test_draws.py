@@ -1,10 +1,12 @@
-"""Random numbers of a generator of the user's: the graph draws its own; what forward seeds itself is refused, not drawn anew."""
+"""Random numbers: of a generator of the user's the graph draws its own; what forward seeds itself is refused, not drawn anew; what they always say is no decision."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
+from fidelity import assert_trains_as_in_pytorch, vectors
+from marks import in_turn
 from torch import nn
 
 import orttrainer
@@ -125,3 +127,37 @@ def test_numbers_that_are_drawn_until_they_fit_are_refused_where_they_are(name):
     """Where all draws are the same, the loop has no end."""
     with pytest.raises(UnsupportedModelError, match=r"until they are as it wants them, at .*test_draws\.py:\d+ \("):
         losses(REJECTED[name], sizes=(4,))
+
+
+class Dropped(nn.Linear):
+    """A layer that is left out with a probability of 0, as torchaudio asks for it, or always."""
+
+    def __init__(self, skips):
+        super().__init__(6, 6)
+        self.skips = skips
+
+    def forward(self, x):
+        return x + self.bias if self.training and self.skips(torch.rand(1)) else super().forward(x)
+
+
+SKIPS = {
+    "never, up to 0": lambda draw: draw.item() <= 0.0,
+    "never, below": lambda draw: float(draw) < 0,
+    "never, to keep it": lambda draw: not draw.item() < 1 - 0.0,
+    "never, from 1": lambda draw: draw.item() >= 1.0,
+    "never, of each": lambda draw: torch.rand(2, 3).tolist()[1][2] > 1,
+    "never, by a truth": lambda draw: draw <= 0.0,
+    "always, up to 1": lambda draw: draw.item() <= 1.0,
+    "always, from 0": lambda draw: draw.item() >= 0,
+}
+
+
+@pytest.mark.parametrize("skips", in_turn(SKIPS))
+def test_what_drawn_numbers_always_say_is_no_decision_by_chance(skips):
+    assert_trains_as_in_pytorch(lambda: Dropped(skips), vectors, evaluates=False)
+
+
+@pytest.mark.parametrize("change", [lambda draw: draw - 0.5, lambda draw: draw.sub_(0.5)])
+def test_what_is_computed_of_drawn_numbers_is_a_decision_by_chance(change):
+    with pytest.raises(UnsupportedModelError, match="decides by random numbers"):
+        assert_trains_as_in_pytorch(lambda: Dropped(lambda draw: change(draw).item() <= 0.0), vectors, evaluates=False)

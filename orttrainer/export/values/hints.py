@@ -21,10 +21,13 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from orttrainer.export.values.domains import Domains
+from orttrainer.export.values.numbers import is_drawn, said_of_drawn
 from orttrainer.export.values.sizes import of_trace
 from orttrainer.export.values.told import Told, leaves, place, what
 
 __all__ = ["Decided", "Hints", "builtins_of"]
+
+_COMPARISONS = {"<": "lt", "<=": "le", ">": "gt", ">=": "ge"}
 
 
 class Decided(NamedTuple):
@@ -56,6 +59,7 @@ class Hints:
         self._numbers: dict[sympy.Symbol, float] = {}
         self._tensors: dict[sympy.Symbol, torch.Tensor] = {}  # of one element
         self._of_numpy: set[sympy.Symbol] = set()  # those that forward has as NumPy's
+        self._drawn: set[sympy.Symbol] = set()  # those of [0, 1) that are drawn
         self._answers: dict[sympy.Basic, sympy.Basic] = {}
         # Where, what was what, and whether it decides on an error.
         self._decided: list[tuple[str, int, sympy.Basic, sympy.Basic, bool]] = []
@@ -77,6 +81,8 @@ class Hints:
                 self._env = leaf.node.shape_env
                 self._numbers[symbol] = +number  # of a truth, too
                 self._tensors[symbol] = _taken(args[0], index) if known.taken else _size(result, index)
+                if known.taken and is_drawn(args[0]):
+                    self._drawn.add(symbol)
                 if known.function in ("numpy", "__array__"):
                     self._of_numpy.add(symbol)
 
@@ -145,6 +151,8 @@ class Hints:
     def _answer(self, env: ShapeEnv, expression: sympy.Basic, file: str, line: int) -> sympy.Basic | None:
         if expression in self._answers:
             return self._answers[expression]
+        if (always := self._always(expression)) is not None:
+            return self._answers.setdefault(expression, sympy.true if always else sympy.false)
         answer = self._value(expression)
         truth = answer in (sympy.true, sympy.false)
         # That a float is the same again is too much to hope for.
@@ -160,6 +168,14 @@ class Hints:
         self._decided.append((file, line, expression, answer, self._raising))
         env.guard_or_defer_runtime_assert(true, "as it was observed")  # so that what follows from it is known, too
         return self._answers.setdefault(expression, answer)
+
+    def _always(self, expression: sympy.Basic) -> bool | None:
+        """What a comparison of a drawn number with another always says: no graph depends on that."""
+        if not isinstance(expression, sympy.core.relational.Relational):
+            return None
+        relation = expression.reversed if expression.rhs in self._drawn else expression
+        known = relation.lhs in self._drawn and relation.rhs.is_number and relation.rel_op in _COMPARISONS
+        return said_of_drawn(_COMPARISONS[relation.rel_op], float(relation.rhs)) if known else None
 
     def end(self, inputs: Sequence[torch.Tensor]) -> list[Decided]:
         """What forward, traced to its end on `inputs`, decided by them."""

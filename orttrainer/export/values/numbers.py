@@ -26,7 +26,7 @@ try:
 except ImportError:  # a private name: other torch versions may lack it
     _outside_of_the_trace = None
 
-__all__ = ["Numbers"]
+__all__ = ["Numbers", "is_drawn", "said_of_drawn"]
 
 _MOST = 2**20  # elements
 _FACTORIES = {
@@ -263,9 +263,18 @@ class Numbers:
 
 def _always(name: str, draw: Any = None, bound: Any = None, *others) -> bool | None:
     """What a comparison of drawn numbers always says: a layer that is dropped with probability 0 stays."""
-    drawn = getattr(draw, "drawn", None)
-    known = drawn is not None and drawn == draw._version and type(bound) in (int, float) and name in _SAYS
-    return _SAYS[name](bound) if known else None
+    return said_of_drawn(name, bound) if is_drawn(draw) and type(bound) in (int, float) else None
+
+
+def is_drawn(tensor: Any) -> bool:
+    """Whether these are numbers of [0, 1) as they were drawn, in a trace."""
+    drawn = getattr(tensor, "drawn", None)
+    return drawn is not None and drawn == tensor._version
+
+
+def said_of_drawn(name: str, bound: float) -> bool | None:
+    """Whether such a number is always less than `bound` ("lt"), and so on, or never; None where the number matters."""
+    return _SAYS[name](bound) if name in _SAYS else None
 
 
 def _script_name(tensor: torch.Tensor) -> str:
