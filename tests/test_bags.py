@@ -42,10 +42,8 @@ def trainer_of(module, batch):
     described = [
         IODescription(name, [f"{name}_{axis}" for axis in range(x.dim())], x.dtype) for name, x in zip(names, batch)
     ]
-    inputs = [*described, IODescription("labels", [f"{names[len(batch) - 1]}_0"], torch.int64)]
-    description = ModelDescription(
-        inputs, [IODescription("loss", []), IODescription("scores", [f"{names[len(batch) - 1]}_0", 3])]
-    )
+    inputs = [*described, IODescription("labels", ["labels_0"], torch.int64)]
+    description = ModelDescription(inputs, [IODescription("loss", []), IODescription("scores", ["labels_0", 3])])
     return orttrainer.trainer(
         module, nn.CrossEntropyLoss(), torch.optim.SGD(module.parameters(), 0.5), model_desc=description
     )
@@ -56,6 +54,7 @@ OPTIONS = {
     "mean, padding": {"mode": "mean", "padding_idx": 5},
     "max, padding": {"mode": "max", "padding_idx": -1},
     "sum, weights, padding": {"mode": "sum", "padding_idx": 0, "weighted": True},
+    "max, last offset": {"mode": "max", "include_last_offset": True},
     "sum, weights": {"mode": "sum", "weighted": True},
 }
 
@@ -69,6 +68,8 @@ def test_bags_of_any_size_train_as_in_pytorch(options, draw, dtype):
     optimizer, trainer = torch.optim.SGD(module.parameters(), 0.5), None
     for step, bags in enumerate([4, 7, 3]):
         batch, labels = draw(bags, step), torch.arange(bags) % 3
+        if ours.bag.include_last_offset and len(batch) > 1:
+            batch = batch[0], torch.cat([batch[1], torch.tensor([len(batch[0])])])
         trainer = trainer or trainer_of(ours, batch)
         trainer.step(*batch, labels)
         optimizer.zero_grad()

@@ -101,7 +101,7 @@ def _numbered(input, offsets):
         return torch.arange(input.shape[0], device=input.device).unsqueeze(1).expand_as(input).flatten(), input.shape[0]
     offsets, bags = offsets.long(), offsets.shape[0]
     starts = offsets.new_zeros(input.shape[0] + 1).scatter_add(0, offsets, torch.ones_like(offsets))
-    first = torch.where(offsets[:1] == 0, -1, bags + 1)  # what lies before all bags, PyTorch refuses
+    first = torch.where(starts[0] > 0, -1, bags + 1)  # what lies before all bags, PyTorch refuses
     return starts.cumsum(0)[:-1] + first, bags
 
 
