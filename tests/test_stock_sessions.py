@@ -8,12 +8,15 @@ import json
 
 import numpy as np
 import onnx
+import onnx.parser
+import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
 from torch import nn
 
 import orttrainer
+from orttrainer.graph.passes.stock import ForStockSessionsPass
 
 
 def session(path) -> onnxruntime.InferenceSession:
@@ -150,3 +153,16 @@ def test_an_exported_file_has_means_of_many_numbers(tmp_path):
     (found,) = opened.run(None, {opened.get_inputs()[0].name: x.numpy()})
     expected = copy.deepcopy(module).double()(x.double()).detach()
     torch.testing.assert_close(torch.from_numpy(found).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_float16_is_added_to_places_on_the_cpu():
+    """As the gradient of a max pool is."""
+    proto = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["": 18]> g (float16[4] x, int64[3] i, float16[3] u) => (float16[4] y) '
+        '{ y = ScatterElements <reduction = "add"> (x, i, u) }'
+    )
+    graph = ForStockSessionsPass()(ir.from_proto(proto)).model
+    opened = onnxruntime.InferenceSession(ir.to_proto(graph).SerializeToString(), providers=["CPUExecutionProvider"])
+    x, u = np.float16([1, 2, 3, 4]), np.float16([0.5, 0.25, 8])
+    (y,) = opened.run(None, {"x": x, "i": np.array([1, 1, 3]), "u": u})
+    assert y.dtype == np.float16 and y.tolist() == [1, 2.75, 3, 12]

@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.optimizers import is_clip_of_relu, nearly_neutral
+from orttrainer.graph.passes.half_kernels import EmulateHalfPass
 from orttrainer.graph.passes.long_norms import LongBatchNormsPass, LongNormsPass
 from orttrainer.graph.passes.long_sums import LongSumsPass
 from orttrainer.graph.scopes import put_all_in_place
@@ -23,11 +24,23 @@ _ELEMENTWISE = frozenset(
 
 
 class ForStockSessionsPass(ir.passes.InPlacePass):
-    """The long sums of our own sessions, and in float64 what their `disabled_optimizers` are for."""
+    """The long sums of our own sessions, in float64 what their `disabled_optimizers` are for, and sums of float16 in float32."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        passes = LongNormsPass(), LongBatchNormsPass(), LongSumsPass(), ExactDoublePass()
+        passes = (
+            LongNormsPass(),
+            LongBatchNormsPass(),
+            LongSumsPass(),
+            ExactDoublePass(),
+            EmulateHalfPass(_runs_in_half),
+        )
         return ir.passes.PassResult(model, any([rewrite(model).modified for rewrite in passes]))
+
+
+def _runs_in_half(node: ir.Node, dtype: ir.DataType, opset: int) -> bool:
+    """Not what adds to places: the CPU has a kernel that refuses float16, where it has none ONNX Runtime casts by itself."""
+    adds = node.attributes.get_string("reduction", "none") != "none"
+    return not (adds and node.op_type in ("ScatterElements", "ScatterND") and dtype == ir.DataType.FLOAT16)
 
 
 class ExactDoublePass(ir.passes.InPlacePass):
