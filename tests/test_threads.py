@@ -106,7 +106,7 @@ def test_what_an_export_in_another_thread_changes_for_the_moment_is_not_followed
     trainer.step(*batch(0))
 
     def step() -> None:
-        other.begun.wait()
+        other.begun.wait(60)
         trainer.step(*batch(1))
         other.made.set()
 
