@@ -278,7 +278,7 @@ def _model(case: Case, dtype: type, symbolic: bool = False) -> tuple[onnx.ModelP
 
 
 def _type_outputs(
-    model: onnx.ModelProto, feeds: dict[str, np.ndarray], symbolic: bool, new_ops: Sequence[type[OpRun]]
+    model: onnx.ModelProto, feeds: dict[str, np.ndarray], symbolic: bool, new_ops: Sequence[type[OpRun]] = ()
 ) -> None:
     """Declare the outputs that ONNX does not infer, as a model must, by what they are when run."""
     if all(output.type.tensor_type.HasField("shape") for output in model.graph.output):
