@@ -19,6 +19,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from orttrainer.differentiate.build import gradient_of
+from orttrainer.errors import InvalidArgumentError
 from orttrainer.testing import (
     reference_arrays,
     reference_control_flow,
@@ -109,7 +110,14 @@ def check_vjp(case: Case, rtol: float = 1e-7, runtime_rtol: float = 2e-4) -> Non
 
     Raises:
         AssertionError: naming the input whose gradient is wrong.
+        InvalidArgumentError: the operator is of a domain that is not ONNX's, and the case has no `reference`.
     """
+    known = {(operator.op_domain, operator.__name__) for operator in REFERENCE_OPS}
+    if case.reference is None and case.domain and (case.domain, case.op_type) not in known:
+        raise InvalidArgumentError(
+            f"nobody has told what {case.op_type!r} of {case.domain!r} computes: give the case the operator in NumPy, "
+            f"Case({case.op_type!r}, ..., reference=...), a class derived from onnx.reference.op_run.OpRun"
+        )
     model, feeds = _model(case, np.float64)
     own = () if case.reference is None else (case.reference,)
     gradients, cotangents = check_gradient(model, feeds, rtol=rtol, what=str(case), new_ops=own)

@@ -9,10 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from orttrainer.graph.builder import Builder, constant_array
-from orttrainer.graph.passes.counter_hash import replace
+from orttrainer.graph.builder import Builder, constant_array, take_place
+from orttrainer.graph.passes.speed.attention import PRECISE
 
-PRECISE = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 LEAST_ROWS, MOST_BLOCKS = 128, 8  # of queries; smaller products are slower than what they spare
 LARGEST_SHARE = 0.7  # of the scores that are still computed: two blocks of a causal mask, 0.75, take as long as one
 _LARGEST_MASK = 2**26  # elements
@@ -92,13 +91,8 @@ class _Attention:
 
     def rewrite(self, op: Builder) -> None:
         parts = [self._part(op, block) for block in self.blocks]
-        (old,) = self.output.outputs
-        new = op.Concat(*parts, axis=len(old.shape) - 2)
-        new.type, new.shape = old.type, old.shape
-        name, old.name = old.name, f"{old.name}/of_all"
-        replace(old, new)
-        new.name = name
-        for node in (self.output, *reversed(self.between), self.product):
+        take_place(op.Concat(*parts, axis=len(self.output.outputs[0].shape) - 2), self.output)
+        for node in (*reversed(self.between), self.product):
             node.graph.remove(node, safe=True)
 
     def _part(self, op: Builder, block: Block) -> ir.Value:
