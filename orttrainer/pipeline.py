@@ -69,6 +69,7 @@ from orttrainer.graph.passes.speed.transpose import CancelTransposePairsPass, Tr
 from orttrainer.graph.passes.speed.tuples import TuplesAsRowsPass
 from orttrainer.graph.passes.speed.turned import TurnConvolutionPass
 from orttrainer.graph.passes.speed.volumes import VolumesAsImagesPass
+from orttrainer.graph.passes.unused import RemoveUnusedPass
 from orttrainer.graph.passes.wide import WidePass
 from orttrainer.signals import raise_noted
 
@@ -212,7 +213,7 @@ def after_update(
         ScalarRankPass(),
         MultiplesPass(),
         *([TransposeSmallOperandPass(), CheckedDivisorsPass()] if on_cpu else []),
-        common.RemoveUnusedNodesPass(),
+        RemoveUnusedPass(gradients),
     ]
 
 

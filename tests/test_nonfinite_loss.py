@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -63,6 +64,28 @@ def test_as_an_error_it_changes_nothing_and_training_goes_on(optimizer):
     for step in (1, 2):
         assert torch.equal(trainer.train_step(*batch(step), LR)[0], twin.train_step(*batch(step), LR)[0])
     assert_same(snapshot(trainer), snapshot(twin))
+
+
+def test_parameters_of_one_gradient_are_updated_each_where_a_check_comes_between():
+    class TwoBiases(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.bias = nn.Linear(4, 3), nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return self.linear(x) + self.bias
+
+    torch.manual_seed(0)
+    ours = TwoBiases()
+    module, trainer = copy.deepcopy(ours), make(ours, "SGDOptimizer", nonfinite_loss="error")
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    for step in range(2):
+        x, y = batch(step)
+        trainer.train_step(x, y, 0.1)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(module(x), y).backward()
+        optimizer.step()
+    torch.testing.assert_close(dict(ours.named_parameters()), dict(module.named_parameters()))
 
 
 def test_within_a_block_the_state_is_that_of_before_the_block_and_the_next_batch_begins_another():

@@ -253,7 +253,7 @@ def taken_out(
             DoubleKernelsPass()(copy)
         conditions = Conditions(ir.to_proto(copy).SerializeToString(), tuple(made), frozenset(checks))
     asked = model.graph.outputs[-len(made) :]
-    del model.graph.outputs[-len(made) :]
+    model.graph.outputs[-len(made) :] = []  # del would leave them marked as outputs
     if checks:
         _tell(model.graph, [(asked[index], made[index].value) for index in sorted(checks)])
     common.RemoveUnusedNodesPass()(model)

@@ -10,6 +10,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from orttrainer.graph.logs import without_warnings
+from orttrainer.graph.passes.unused import kept_as_outputs
 
 RANDOM_OPS = frozenset(
     ["Bernoulli", "Dropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"]
@@ -49,14 +50,10 @@ class ShareSubexpressionsPass(ir.passes.InPlacePass):
         self._kept = frozenset(kept)
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        outputs = model.graph.outputs
-        values = [value for node in model.graph for value in node.outputs if value.name in self._kept]
-        own = len(outputs)
-        outputs.extend(value for value in values if not value.is_graph_output())  # whose names the pass keeps
         # Of a constant that is an output it says that it stays, as a flag that forward sets is.
-        with nodes_apart(model), without_warnings(common.initializer_deduplication.__name__):
+        quiet = without_warnings(common.initializer_deduplication.__name__)
+        with kept_as_outputs(model, self._kept), nodes_apart(model), quiet:
             modified = [rewrite(model).modified for rewrite in _SHARING]
-        del outputs[own:]
         return ir.passes.PassResult(model, any(modified))
 
 

@@ -1,0 +1,38 @@
+"""What nothing reads, but for values that stay for their names."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator
+
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+
+@contextlib.contextmanager
+def kept_as_outputs(model: ir.Model, names: Collection[str]) -> Iterator[None]:
+    """Let values of these names be outputs meanwhile, which passes neither remove nor rename."""
+    outputs = model.graph.outputs
+    values = [value for node in model.graph for value in node.outputs if value.name in names]
+    own = len(outputs)
+    outputs.extend(value for value in values if not value.is_graph_output())
+    try:
+        yield
+    finally:
+        outputs[own:] = []  # del would leave them marked as outputs
+
+
+class RemoveUnusedPass(ir.passes.InPlacePass):
+    """Nodes and initializers that nothing reads -> none.
+
+    Args:
+        kept: names of values that stay: gradients, which a step in parts hands on, have theirs though an equal one is read.
+    """
+
+    def __init__(self, kept: Collection[str] = ()):
+        super().__init__()
+        self._kept = frozenset(kept)
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        with kept_as_outputs(model, self._kept):
+            return ir.passes.PassResult(model, common.RemoveUnusedNodesPass()(model).modified)
