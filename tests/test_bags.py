@@ -49,6 +49,7 @@ def trainer_of(module, batch):
     )
 
 
+LAST_AND_PADDING = {"include_last_offset": True, "padding_idx": 0}
 OPTIONS = {
     "sum": {"mode": "sum"},
     "mean, padding": {"mode": "mean", "padding_idx": 5},
@@ -87,3 +88,24 @@ def test_rows_before_the_first_bag_are_refused_as_in_pytorch():
     trainer.step(tokens, offsets, torch.tensor([0, 1]))
     with pytest.raises(Exception, match="out of data bounds"):
         trainer.step(tokens, offsets + 1, torch.tensor([0, 1]))
+
+
+def test_offsets_with_which_pytorch_would_read_past_its_memory_are_refused():
+    """So those of the batches of other sizes that the export makes up of the first one are: the process ended."""
+    trainer = trainer_of(Bags(**LAST_AND_PADDING), (torch.arange(6),) * 2)
+    with pytest.raises(RuntimeError, match=r"have to ascend, but are \[0, 9, 6\]"):
+        trainer.step(torch.arange(6), torch.tensor([0, 9, 6]), torch.tensor([1, 0]))
+
+
+def test_bags_in_other_numbers_train_as_in_pytorch_where_nobody_described_them():
+    ours = Bags(**LAST_AND_PADDING)
+    module, loss = copy.deepcopy(ours), nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(module.parameters(), 0.5)
+    trainer = orttrainer.trainer(ours, loss, torch.optim.SGD(ours.parameters(), 0.5))
+    for tokens, offsets in ([3, 9, 1, 0, 8, 5], [0, 3, 4, 6]), ([3, 2, 10, 0], [0, 2, 2, 4]), ([1, 6, 5, 7], [0, 2, 4]):
+        batch, labels = (torch.tensor(tokens), torch.tensor(offsets)), torch.arange(len(offsets) - 1) % 3
+        optimizer.zero_grad()
+        expected = loss(module(*batch), labels)
+        expected.backward()
+        optimizer.step()
+        torch.testing.assert_close(trainer.step(batch, labels)[0].detach(), expected.detach())

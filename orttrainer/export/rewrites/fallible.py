@@ -1,6 +1,6 @@
 """Functions of torch's that raise by the values of a batch, where a graph goes on with NaN: factors that a matrix does not have.
 
-Whether they do is a decision of forward's, which may catch the error.
+Whether they do is a decision of forward's, which may catch the error. And one that should raise, and reads past its memory.
 """
 
 from __future__ import annotations
@@ -43,8 +43,29 @@ def _may_fail(func: Callable) -> bool:
     return func in _FAILED and not torch._C._are_functorch_transforms_active()
 
 
+def _check_bags(
+    weight, indices, offsets, scale_grad_by_freq=False, mode=0, sparse=False, per_sample_weights=None,
+    include_last_offset=False, padding_idx=None,
+) -> None:  # fmt: skip
+    """Of batches that the export makes up of the first one, offsets may be any; with some, torch (2.13) ends the process.
+
+    Raises:
+        RuntimeError: offsets descend, or there is no bag for what there is.
+    """
+    if (offsets[1:] < offsets[:-1]).any():
+        raise RuntimeError(f"embedding_bag: the offsets of bags have to ascend, but are {offsets.tolist()}")
+    if len(indices) and len(offsets) <= include_last_offset:
+        raise RuntimeError(f"embedding_bag: no bags, but {len(indices)} indices for them")
+
+
 def observed(func: Callable, args: Sequence, kwargs: Mapping[str, Any], decisions: list[Condition]) -> Any:
-    """What `func` gives; whether it raises is added to `decisions`, if that is by values."""
+    """What `func` gives; whether it raises is added to `decisions`, if that is by values.
+
+    Raises:
+        RuntimeError: see `_check_bags`.
+    """
+    if func is torch.embedding_bag and not torch._C._are_functorch_transforms_active():
+        _check_bags(*args, **kwargs)
     if not _may_fail(func):
         return func(*args, **kwargs)
     try:
