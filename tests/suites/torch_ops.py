@@ -71,7 +71,8 @@ def check(entry: str, limit: int | None = None) -> Iterator[Outcome]:
     exporters = {"torchscript": _Exporter("torchscript"), "dynamo": _Exporter("dynamo")}
     if entry in DYNAMO_ONLY:
         del exporters["torchscript"]
-    for index in sorted(chosen, key=lambda index: index not in dynamo_first):
+    # Without elements last: an exporter that refuses these may take all others.
+    for index in sorted(chosen, key=lambda index: (_is_empty(samples[index]), index not in dynamo_first)):
         order = list(exporters.values())
         outcome = _outcome(_Function(op, samples[index]), order[::-1] if index in dynamo_first else order)
         if outcome is not None:
@@ -93,6 +94,11 @@ def _samples(op) -> list:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return list(op.sample_inputs("cpu", torch.float32, requires_grad=True))
+
+
+def _is_empty(sample) -> bool:
+    leaves, _ = tree_flatten((sample.input, sample.args, sample.kwargs))
+    return any(isinstance(x, torch.Tensor) and not x.numel() for x in leaves)
 
 
 def _spread(count: int, limit: int) -> list[int]:
