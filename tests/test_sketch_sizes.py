@@ -88,6 +88,31 @@ def windows(x):
     return x.transpose(2, 3).reshape(-1, 16, channels)
 
 
+class Turned(nn.Module):
+    """A picture of many channels, read where it was before a turn that is learnt."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution, self.turn, self.out = nn.Conv2d(3, 9, 1), nn.Parameter(torch.eye(2, 3) + 0.1), nn.Linear(9, 3)
+
+    def forward(self, images):
+        grid = F.affine_grid(self.turn.expand(len(images), 2, 3), [len(images), 9, 3, 4], align_corners=False)
+        return self.out(F.grid_sample(self.convolution(images), grid, align_corners=False).mean((2, 3)))
+
+
+class Projected(Words):
+    """With first states that are learnt, the same for each sentence."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LSTM(8, 12, proj_size=8, batch_first=True)
+        self.h, self.c = nn.Parameter(torch.randn(1, 1, 8)), nn.Parameter(torch.randn(1, 1, 12))
+
+    def forward(self, words):
+        states = [state.expand(-1, len(words), -1).contiguous() for state in (self.h, self.c)]
+        return self.out(self.layer(self.embedding(words), states)[0]).transpose(1, 2)
+
+
 def words(rows, length, step):
     return torch.randint(0, 20, (rows, length), generator=torch.Generator().manual_seed(step))
 
@@ -123,6 +148,8 @@ BATCHES = {
     "two lengths that are equal at first": (Translation, [of_two(4, 4), of_two(6, 6), of_two(3, 5), of_two(5, 2)], 3),
     "squares, then others": (images, [of_images(4, 8, 8), of_images(4, 12, 12), of_images(2, 9, 10), of_images(3, 7, 7)], 3),
     "windows": (Windows, [of_images(2, 16, 16), of_images(2, 18, 20), of_images(3, 16, 12)], 2),
+    "turns": (Turned, [of_images(2, 10, 6), of_images(2, 9, 6), of_images(3, 12, 6)], 2),
+    "rows, then one": (Projected, [of_words(4, 5), of_words(1, 5), of_words(2, 5)], 2),
     "spectra": (Blurred, [of_images(4, 8, 7), of_images(4, 6, 6), of_images(2, 9, 10)], 2),
 }  # fmt: skip
 
@@ -153,7 +180,16 @@ class Twins:
 
 
 @pytest.mark.parametrize(
-    "case", usual(BATCHES, "lengths", "two lengths that are equal at first", "squares, then others", "spectra")
+    "case",
+    usual(
+        BATCHES,
+        "lengths",
+        "two lengths that are equal at first",
+        "squares, then others",
+        "spectra",
+        "turns",
+        "rows, then one",
+    ),
 )
 def test_each_batch_trains_as_in_pytorch(case, exports):
     torch.manual_seed(0)

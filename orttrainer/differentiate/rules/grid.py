@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import numpy as np
@@ -39,7 +40,8 @@ def grid_sample(op, node, dy):
     weight = _flat(op, _product(op, weights + inside))
     channels = x.shape[1]
     by_rows = isinstance(channels, int) and channels >= LEAST_ROW
-    dx, products = (_by_rows if by_rows else _by_elements)(op, images, flat_dy, index, weight)
+    form = functools.partial(_by_rows, channels) if by_rows else _by_elements
+    dx, products = form(op, images, flat_dy, index, weight)
     dx = op.reshape_as(dx, x)
     if slopes[0] is None:
         return dx, op.zeros_like(grid)  # nearest: Y is piecewise constant in the grid
@@ -67,15 +69,15 @@ def _by_elements(op, images: ir.Value, dy: ir.Value, index: ir.Value, weight: ir
     return dx, products
 
 
-def _by_rows(op, images: ir.Value, dy: ir.Value, index: ir.Value, weight: ir.Value):
+def _by_rows(channels: int, op, images: ir.Value, dy: ir.Value, index: ir.Value, weight: ir.Value):
     """The same with the channels of a pixel as a row, which is read, and added, as one."""
     pixels, dy = (op.Transpose(x, perm=[0, 2, 1]) for x in (images, dy))
-    table = op.Reshape(pixels, [-1, images.shape[1]])
+    table = op.Reshape(pixels, [-1, channels])
     first = op.Mul(positions(op, op.dim(images, 0)), op.dim(images, 2))  # row of each image
     rows = op.Reshape(shaped(op.Add(index, op.Unsqueeze(first, [1])), index), [-1])
     dy = op.Unsqueeze(dy, [1])  # [batch, 1, points, channels]
     spread = op.Mul(dy, op.Unsqueeze(weight, [3]))  # [batch, taps, points, channels]
-    added = op.Reshape(spread, [-1, images.shape[1]])
+    added = op.Reshape(spread, [-1, channels])
     dx = scatter_along(op, added, rows, 0, op.dim(table, 0), unique=False, like=table)
     dx = op.Transpose(op.reshape_as(dx, pixels), perm=[0, 2, 1])
 

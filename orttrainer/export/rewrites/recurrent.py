@@ -176,7 +176,10 @@ def _projected_direction(steps, h, c, w_hh, w_hr, reverse):
         return (h, c), h.clone()
 
     steps = tuple(x.flip(0) for x in steps) if reverse else steps
-    (h, c), y = scan(step, (h.clone(), c.clone()), steps, dim=0)
+    state = tuple(
+        x.clone(memory_format=torch.contiguous_format) for x in (h, c)
+    )  # of one sample expanded, clone keeps strides
+    (h, c), y = scan(step, state, steps, dim=0)
     return y.flip(0) if reverse else y, h, c
 
 
