@@ -21,7 +21,8 @@ _WITH_NONZERO = {ir.DataType.BOOL, ir.DataType.FLOAT, ir.DataType.INT32, ir.Data
 def _index(self, indices):
     """aten.index: self[indices]."""
     given = [index for index in indices if index is not None]
-    return core.aten_index(self, indices if len(given) == 1 else _places(indices))
+    alone = len(given) == 1 and _is_mask(given[0])
+    return core.aten_index(self, indices if alone else _places(indices))
 
 
 def _index_put(self, indices, values, accumulate=False):

@@ -7,6 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from orttrainer.export.rewrites import pairs
 from orttrainer.export.rewrites.extrema import largest_difference
 from orttrainer.export.rewrites.spectra import spectral_norm
 from orttrainer.export.rewrites.spelled_out import functions
@@ -98,7 +99,7 @@ def _distances_by_products(x1, x2):
 
 def _pdist(input, p=2.0):
     """The distances of all pairs of rows."""
-    first, second = torch.triu_indices(input.size(0), input.size(0), 1)
+    first, second = pairs.above(input.size(0), 1, input.device)
     return _distance(input[first] - input[second], p, -1)
 
 

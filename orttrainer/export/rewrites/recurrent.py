@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch._higher_order_ops.scan import scan
 
 from orttrainer.export.rewrites import packed
+from orttrainer.export.rewrites.triangles import dense
 
 __all__ = ["REWRITES"]
 
@@ -176,10 +177,7 @@ def _projected_direction(steps, h, c, w_hh, w_hr, reverse):
         return (h, c), h.clone()
 
     steps = tuple(x.flip(0) for x in steps) if reverse else steps
-    state = tuple(
-        x.clone(memory_format=torch.contiguous_format) for x in (h, c)
-    )  # of one sample expanded, clone keeps strides
-    (h, c), y = scan(step, state, steps, dim=0)
+    (h, c), y = scan(step, (dense(h), dense(c)), steps, dim=0)
     return y.flip(0) if reverse else y, h, c
 
 
