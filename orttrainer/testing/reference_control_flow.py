@@ -19,7 +19,11 @@ class Scan(OnnxScan):
         OpRun.__init__(self, onnx_node, run_params)
         self.input_names, self.output_names = self.body.input_names, self.body.output_names
 
-    def _run(self, *args, context=None, num_scan_inputs=None, bindings=None, **attributes):
+    def need_context(self):
+        """ONNX 1.21's hands its body nothing of the graph around it."""
+        return True
+
+    def _run(self, *args, context=None, num_scan_inputs=None, **attributes):
         count = len(args) - num_scan_inputs
         state, scanned = list(args[:count]), args[count:]
 
@@ -31,7 +35,7 @@ class Scan(OnnxScan):
         scanned = [np.moveaxis(x, axis, 0)[:: -1 if flip else 1] for x, (axis, flip) in zip(scanned, ways("input"))]
         steps = []
         for slices in zip(*scanned):
-            values = self._run_body((context or {}) | dict(zip(self.input_names, [*state, *slices])), bindings=bindings)
+            values = self._run_body((context or {}) | dict(zip(self.input_names, [*state, *slices])))
             state, results = list(values[:count]), values[count:]
             steps.append(results)
         outputs = [
@@ -45,11 +49,11 @@ class Loop(OnnxLoop):
 
     op_domain = ""
 
-    def _run(self, trips, condition, *state, context=None, bindings=None, **_):
+    def _run(self, trips, condition, *state, context=None, **_):
         names, steps = self.body.input_names, []
         while (trips is None or len(steps) < trips) and (condition is None or condition):
             before = [np.array(len(steps)), np.array(True), *state]
-            condition, *values = self._run_body((context or {}) | dict(zip(names, before)), bindings=bindings)
+            condition, *values = self._run_body((context or {}) | dict(zip(names, before)))
             state = values[: len(state)]
             steps.append(values[len(state) :])
         return (*state, *map(np.stack, zip(*steps)))
