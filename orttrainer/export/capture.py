@@ -40,7 +40,7 @@ from orttrainer.export.forms import (
 from orttrainer.export.forms.assignment import define_assignments
 from orttrainer.export.forms.grouped import define_grouped_products
 from orttrainer.export.forms.promoted import one_dtype
-from orttrainer.export.initializers import state_tensor
+from orttrainer.export.initializers import make_real, state_tensor
 from orttrainer.export.quiet import silence
 from orttrainer.export.untouched import unchanged
 from orttrainer.export.values.granted import Granted, granted_by, takes_for_equal
@@ -111,6 +111,7 @@ def capture_dynamo(
                 verbose=False,
             )
     model = onnx_program.model
+    make_real(model.graph)
     define_assignments(model)
     define_grouped_products(model)
     if takes_for_equal(program):

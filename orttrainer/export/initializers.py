@@ -14,6 +14,7 @@ __all__ = [
     "constant_of",
     "copy_constants",
     "inputs_as_state",
+    "make_real",
     "state_as_inputs",
     "state_tensor",
 ]
@@ -45,6 +46,15 @@ def copy_constants(graph, state) -> None:
         shared = getattr(value.const_value, "raw", None)
         if name not in state and isinstance(shared, torch.Tensor):
             value.const_value = TorchTensor(shared.detach().clone(), name=name)
+
+
+def make_real(graph) -> None:
+    """Give complex initializers as graphs have them, which PyTorch 2.9 leaves as they are, with a shape that has no parts."""
+    for name, value in graph.initializers.items():
+        raw = getattr(value.const_value, "raw", None)
+        if isinstance(raw, torch.Tensor) and raw.is_complex():
+            value.const_value = state_tensor(raw, name)
+            value.shape, value.dtype = value.const_value.shape, value.const_value.dtype
 
 
 def add_initializer(graph, tensor) -> ir.Value:
