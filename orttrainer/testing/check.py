@@ -225,13 +225,17 @@ def _gradients(model, feeds, cotangents, run=evaluate) -> dict[str, np.ndarray]:
     return {name: results[f"{name}_grad"] * factor for name in wrt}
 
 
-def _run_onnxruntime(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _run_onnxruntime(
+    model: onnx.ModelProto, feeds: dict[str, np.ndarray], disabled: Sequence[str] = ()
+) -> dict[str, np.ndarray]:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = 1
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"], disabled_optimizers=list(disabled)
+    )
     names = [output.name for output in session.get_outputs()]
     return dict(zip(names, session.run(names, feeds)))
 

@@ -52,12 +52,26 @@ _ATANH = (
 _HALF_PI = 1.57079632673412561417, 6.07710050630396597660e-11, 2.02226624871116645580e-21, 8.47842766036889956997e-32
 _FAR_AWAY = 2.0**19
 _HUGE = 2.0**28  # beyond it x^2 + 1 and x^2 - 1 are x^2
+_LARGEST = 2.0**1022  # of which 2 x is no infinity
 _LOG_2 = math.log(2)
 _PI_LOST = 6.123233995736765886130e-17  # what pi / 2 has more than the number of float64
 
 
+def cos(op, node):
+    """1 - 2 sin(x / 2)^2, to 2e-15: ONNX Runtime has long had the sine only (1.28 has)."""
+    return _cos(op, node.inputs[0])
+
+
+def _cos(op, x: ir.Value) -> ir.Value:
+    half = op.Sin(op.Mul(x, 0.5))
+    return op.Sub(op.scalar(1.0, x), op.Mul(op.Mul(half, half), 2.0))
+
+
 def tan(op, node):
-    """Of the rest of x by pi / 2 its series, or -1 / that; ONNX Runtime's sin and cos lose digits where they are near 0."""
+    """Of the rest of x by pi / 2 its series, or -1 / that; ONNX Runtime's sine loses digits where it is near 0.
+
+    Not so far away, where cos(x) = sin(2 x) / (2 sin(x)).
+    """
     (x,) = node.inputs
     count = op.Round(op.Mul(x, 2 / math.pi))
     rest = x
@@ -66,7 +80,9 @@ def tan(op, node):
     odd = op.Equal(op.Mul(op.Floor(op.Mul(count, 0.5)), 2.0), op.Sub(count, 1.0))
     series = _series(op, _TAN, rest)
     near = op.Where(odd, op.Neg(op.Reciprocal(series)), series)
-    return op.Where(op.Greater(op.Abs(x), _FAR_AWAY), op.Div(op.Sin(x), op.Cos(x)), near)
+    size, sine = op.Abs(x), op.Sin(x)
+    cosine = op.Where(op.Greater(size, _LARGEST), _cos(op, x), op.Div(op.Sin(op.Mul(x, 2.0)), op.Mul(sine, 2.0)))
+    return op.Where(op.Greater(size, _FAR_AWAY), op.Div(sine, cosine), near)
 
 
 def sinh(op, node):
@@ -180,6 +196,7 @@ FORMS = {
     "Asinh": asinh,
     "Atan": atan,
     "Atanh": atanh,
+    "Cos": cos,
     "Cosh": cosh,
     "Sinh": sinh,
     "Tan": tan,
