@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV := .venv
 LEGACY := .venv-legacy
 NEWEST := .venv-newest
+LOWEST := .venv-lowest
 BIN := $(VENV)/bin
 # Python compiles the files that it imports; pip would compile all of PyTorch's, half of an installation's time.
 UNPINNED := --quiet --no-compile --disable-pip-version-check
@@ -13,13 +14,14 @@ PIP_FLAGS := $(UNPINNED) -c constraints.txt
 # Some containers forbid Python to keep that: then every process compiles PyTorch again, and the tests start hundreds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test test-gpu test-slow test-forms test-legacy-runtime test-newest coverage bench bench-scaling bench-ablation bench-families lint clean
+.PHONY: help train test test-gpu test-slow test-forms test-legacy-runtime test-newest test-lowest coverage bench bench-scaling bench-ablation bench-families lint clean
 
 help:
 	@echo "make train                train the getting-started sample on the CPU"
 	@echo "make test                 run the tests"
 	@echo "make test-legacy-runtime  run a slice of them on onnxruntime-training-cpu 1.19.2"
 	@echo "make test-newest          run the tests on the newest PyTorch, ONNX and ONNX Runtime that pip finds (PyTorch may be 3 GB)"
+	@echo "make test-lowest          run the tests on the lowest releases that pyproject.toml promises (PyTorch is 3 GB)"
 	@echo "make test-gpu             run the tests that need a CUDA device (installs onnxruntime-gpu)"
 	@echo "make test-forms           run suites of whole models without the passes that serve speed, with all of them at any size, and with kernels in C"
 	@echo "make test-slow            run the long suites"
@@ -85,6 +87,18 @@ test-newest:
 	@$(NEWEST)/bin/python -m pip install $(UNPINNED) --upgrade --no-deps timm
 	@$(NEWEST)/bin/python -m pytest -q -n 2 --dist loadgroup $(ARGS)
 
+# PyPI's PyTorch of that time has no build without CUDA: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu takes PyTorch's own.
+$(LOWEST)/.test: pyproject.toml tests/lowest.py
+	@echo "setting up $(LOWEST) with the lowest releases (Python 3.11 or 3.12) ..."
+	@test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	@$(LOWEST)/bin/python tests/lowest.py > $(LOWEST)/constraints.txt
+	@$(LOWEST)/bin/python -m pip install $(UNPINNED) -c $(LOWEST)/constraints.txt -e '.[cpu,text,mpi,test]'
+	@$(LOWEST)/bin/python -m pip install $(UNPINNED) --no-deps timm
+	@touch $@
+
+test-lowest: $(LOWEST)/.test
+	@$(LOWEST)/bin/python -m pytest -q -n 2 --dist loadgroup $(ARGS)
+
 coverage: $(VENV)/.test
 	@cd tests && ../$(BIN)/python -m suites $(ARGS)
 
@@ -110,4 +124,4 @@ lint: $(VENV)/.test
 	@$(BIN)/ruff format --check orttrainer samples tests benchmarks
 
 clean:
-	rm -rf $(VENV) $(LEGACY) $(NEWEST)
+	rm -rf $(VENV) $(LEGACY) $(NEWEST) $(LOWEST)
