@@ -63,6 +63,15 @@ def test_a_graph_is_fused_as_without_it(made, tmp_path):
     assert made in {op_type for _, op_type in found}
 
 
+@pytest.mark.parametrize(("elsewhere", "fused"), [("", False), ("u = Tanh (c)", True)])
+def test_a_convolution_that_bodies_alone_read_is_not_fused(elsewhere, fused):
+    """Older releases abort there."""
+    proto = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 18]>
+        g (float[1, 3, 4, 4] x, float[3, 3, 3, 3] w, bool t) => (float[1, 3, 2, 2] y) {{ c = Conv (x, w) {elsewhere}
+          y = If (t) <then_branch = a () => (r) {{ r = Relu (c) }}, else_branch = b () => (s) {{ s = Tanh (c) }}> }}""")
+    assert ("ConvActivationFusion" not in left_out(ir.from_proto(proto))) == fused
+
+
 class Transformer(nn.Module):
     def __init__(self):
         super().__init__()

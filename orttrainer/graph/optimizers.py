@@ -1,4 +1,4 @@
-"""Which of ONNX Runtime's optimizations a graph goes without: those that would change a number, and those that can find nothing."""
+"""Which of ONNX Runtime's optimizations a graph goes without: those that change a number, that abort, or that can find nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def left_out(model: ir.Model) -> list[str]:
         *model.graph.all_nodes(),
         *(node for function in model.functions.values() for node in function.all_nodes()),
     ]
-    return _inexact(nodes) + _idle({node.op_type for node in nodes})
+    return _inexact(nodes) + _fatal(nodes) + _idle({node.op_type for node in nodes})
 
 
 # ---------------------------------------------------------------- what would change a number
@@ -72,6 +72,20 @@ def _is_nearly(value: ir.Value, neutral: float) -> bool:
     number = constant.numpy().reshape(())
     with np.errstate(over="ignore"):
         return bool(number != neutral and number.astype(np.float32) == neutral)
+
+
+# ---------------------------------------------------------------- what would abort
+
+
+def _fatal(nodes: list[ir.Node]) -> list[str]:
+    """Those that end the process: before 1.24 ConvActivationFusion takes what a body reads for an input of the If."""
+    return ["ConvActivationFusion"] if any(map(_is_for_bodies, nodes)) else []
+
+
+def _is_for_bodies(node: ir.Node) -> bool:
+    """Whether it is a convolution that bodies alone read, as those of an If before a BatchNormalization."""
+    uses = node.outputs[0].uses() if node.op_type == "Conv" else ()
+    return bool(uses) and all(use.node.graph is not node.graph for use in uses)
 
 
 # ---------------------------------------------------------------- what can find nothing
