@@ -229,16 +229,23 @@ def _value(x: torch.Tensor | np.ndarray):
     value = load().OrtValue
     if isinstance(x, torch.Tensor):
         x = x.detach().cpu().contiguous()
-        if x.dtype != torch.bool and hasattr(value, "from_dlpack"):  # no bool; and none at all before 1.20
-            return value.from_dlpack(x)
+        if x.dtype != torch.bool and (share := _shared_value()):  # no bool
+            return value(share(torch.utils.dlpack.to_dlpack(x), False))
         x = x.numpy()
     return value.ortvalue_from_numpy(x)
 
 
+def _shared_value():
+    """The function that makes a value in the memory of a tensor; values in Python have such a method in newer releases only."""
+    from onnxruntime.capi import onnxruntime_pybind11_state
+
+    return getattr(onnxruntime_pybind11_state.OrtValue, "from_dlpack", None)
+
+
 def _tensor(value) -> torch.Tensor:
-    if value.data_type() != "tensor(bool)" and hasattr(value, "from_dlpack"):
+    if value.data_type() != "tensor(bool)" and _shared_value():
         with contextlib.suppress(RuntimeError):  # of 8 bits there is none
-            return torch.from_dlpack(value)
+            return torch.utils.dlpack.from_dlpack(value._ortvalue.to_dlpack())
     return torch.from_numpy(np.array(value.numpy()))
 
 
