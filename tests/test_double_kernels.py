@@ -16,25 +16,17 @@ from cases import (
     shape,
     signal,
 )
+from double import written_out
 from marks import of_each_operator
 
-from orttrainer.differentiate.double.kernels import DoubleKernelsPass, lacks_kernels
+from orttrainer.differentiate.double.kernels import lacks_kernels
 from orttrainer.differentiate.rules import convolution_weights
-from orttrainer.graph.optimizers import left_out
 from orttrainer.testing import Case, check_vjp
-from orttrainer.testing.check import _gradients, _model, _run_onnxruntime, evaluate
+from orttrainer.testing.check import _gradients, _model, evaluate
 
 FAMILIES = activation, convolution, convolution_transposed, elementwise, normalization, pooling, resize, shape, signal
 # ONNX's evaluator has the scales in float32; of a kernel of unknown size there are no taps to write out.
 LESS_EXACT = {"cubic_down", "cubic_align_corners", "cubic_exclude_outside", "cubic_antialias"}
-
-
-def written_out(model, feeds):
-    """Outputs of a float64 model as ONNX Runtime computes them for a trainer."""
-    model = ir.from_proto(model)
-    DoubleKernelsPass()(model)
-    assert not lacks_kernels(model)
-    return _run_onnxruntime(ir.to_proto(model), feeds, left_out(model))
 
 
 def lacking(case) -> bool:
