@@ -33,6 +33,22 @@ class GatherElements(OpRun):
         return (data[tuple(places)],)
 
 
+class ScatterElements(OpRun):
+    """ScatterElements of any rank; ONNX 1.21's reference evaluator knows four axes at most."""
+
+    op_domain = ""
+
+    def _run(self, data, indices, updates, axis=None, reduction=None):
+        y, places = data.copy(), list(np.indices(indices.shape))
+        places[axis] = indices
+        if reduction in (None, "none"):
+            y[tuple(places)] = updates
+        else:
+            join = {"add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum}[reduction]
+            join.at(y, tuple(places), updates)
+        return (y,)
+
+
 class Inverse(OpRun):
     """com.microsoft: the inverse of each matrix."""
 
@@ -110,4 +126,5 @@ OPS = (
     LpNormalization,
     MeanVarianceNormalization,
     Pad,
+    ScatterElements,
 )

@@ -29,6 +29,7 @@ from orttrainer.errors import GradientError, ModelError
 from orttrainer.export import normalize
 from orttrainer.export.capture import capture_dynamo, capture_torchscript
 from orttrainer.export.values.conditions import Followed
+from orttrainer.graph.optimizers import left_out
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from suites.outcome import Outcome, State
 
@@ -290,7 +291,12 @@ def _run(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> dict[str, np.n
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(),
+        options,
+        providers=["CPUExecutionProvider"],
+        disabled_optimizers=left_out(ir.from_proto(model)),
+    )
     names = [output.name for output in session.get_outputs()]
     taken = {value.name for value in session.get_inputs()}
     return dict(
