@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import older
 import onnx
 import onnx_ir as ir
 import pytest
@@ -50,7 +51,16 @@ FORWARD = [
 ]
 
 
-@pytest.mark.parametrize("case", FORWARD, ids=str)
+# Of these ONNX Runtime 1.22 crashes, gives what is in the memory, or refuses, and ONNX 1.21 takes one sequence's length for all.
+WRONG_BEFORE = "ExpandDims((3, 4)x[])[]", "STFT-complex", "Attention-lengths", "FusedConv-HardSwish"
+
+
+def forward(case):
+    wrong = older.is_older() and str(case) in WRONG_BEFORE
+    return pytest.param(case, id=str(case), marks=pytest.mark.skipif(wrong, reason="older releases are wrong here"))
+
+
+@pytest.mark.parametrize("case", map(forward, FORWARD))
 def test_the_reference_computes_what_onnxruntime_computes(case):
     expected = evaluate(*_model(case, np.float64))
     actual = _run_onnxruntime(*_model(case, np.float32))

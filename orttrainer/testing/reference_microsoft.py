@@ -50,7 +50,9 @@ class FusedGemm(_Microsoft):
 class FusedConv(_Microsoft):
     def compute(self, x, w, b=None, z=None, activation="", activation_params=(), **given):
         defaults = {"auto_pad": "NOTSET", "dilations": None, "group": 1, "kernel_shape": w.shape[2:], "pads": None}
-        y = _conv_implementation(x, w, b, **(defaults | {"strides": None} | given))
+        y = _conv_implementation(x, w, b, **(defaults | {"strides": None} | given)).astype(
+            x.dtype
+        )  # ONNX 1.21 makes float64
         y = y if z is None else y + z
         return named_activation(activation, y, *activation_params) if activation else y
 
