@@ -28,6 +28,10 @@ from orttrainer.errors import (
 
 LINEAR = "output = MatMul (x, W) d = Sub (output, label) q = Mul (d, d) loss = ReduceMean <keepdims = 0> (q)"
 W = np.linspace(-1, 1, 8, dtype=np.float32).reshape(4, 2)
+# Later releases of ONNX see it themselves.
+TRUNCATED = (
+    "'W' has 3 bytes" if onnx.__version__.startswith("1.21.") else "broken: TensorProto (tensor name: W) raw_data size"
+)
 
 
 def onnx_model(
@@ -111,7 +115,7 @@ ONNX_MODELS = {
     "one name for two values": (onnx_model(LINEAR + " q = Neg (d)"), {}, ModelError, "broken: Graph must be in single static assignment (SSA) form, however 'q'"),
     "an operator that ONNX does not have": (onnx_model(LINEAR.replace("Sub", "Minus")), {}, ModelError, "broken: No Op registered for Minus"),
     "a weight of another shape": (onnx_model(weight=W[:3]), {}, ModelError, "broken: ...MatMul...Incompatible dimensions"),
-    "a truncated weight": (changed(lambda m: setattr(m.graph.initializer[0], "raw_data", b"123")), {}, ModelError, "broken: TensorProto (tensor name: W) raw_data size"),
+    "a truncated weight": (changed(lambda m: setattr(m.graph.initializer[0], "raw_data", b"123")), {}, ModelError, TRUNCATED),
     "a weight with another's bytes": (changed(lambda m: setattr(m.graph.initializer[0], "raw_data", bytes(64))), {}, ModelError, "initializer 'W' has 64 bytes, and its shape [4, 2] takes 32"),
     "external data that is missing": (changed(move_data_away), {}, ModelError, "the data of 'W' is in a file 'weights.bin', which is not here...onnx.load(path)"),
     "wrong declarations, strictly": (
@@ -119,6 +123,8 @@ ONNX_MODELS = {
         "differs from the model in 2 places:...'x': declared dtype torch.int64, the model has torch.float32...'x': declared 3 axes [3, 4, 5], the model has ['batch', 4]",
     ),
 }  # fmt: skip
+if onnx.__version__.startswith("1.21."):  # whose converter takes them
+    del ONNX_MODELS["an opset of the past"]
 
 
 @cases(ONNX_MODELS)
