@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
+from exported import without_dynamo
 from torch import nn
 
 import orttrainer
 from orttrainer import IODescription, ModelDescription
+from orttrainer.graph.passes.speed import pieces
 
 ROWS, WIDTH = 11, 8
 DTYPES = {torch.float32: {}, torch.float64: {"rtol": 1e-12, "atol": 1e-12}}
@@ -49,12 +52,29 @@ def trainer_of(module, batch):
     )
 
 
+def assert_steps_as_in_pytorch(ours, batches, **tolerances):
+    module = copy.deepcopy(ours)
+    optimizer, trainer = torch.optim.SGD(module.parameters(), 0.5), None
+    for batch, labels in batches:
+        trainer = trainer or trainer_of(ours, batch)
+        trainer.step(*batch, labels)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(module(*batch), labels).backward()
+        optimizer.step()
+        for (name, expected), found in zip(module.named_parameters(), ours.parameters()):
+            torch.testing.assert_close(
+                found.detach(), expected.detach(), **tolerances, msg=lambda text, name=name: f"{name}: {text}"
+            )
+    return trainer
+
+
 LAST_AND_PADDING = {"include_last_offset": True, "padding_idx": 0}
 OPTIONS = {
     "sum": {"mode": "sum"},
     "mean, padding": {"mode": "mean", "padding_idx": 5},
     "max, padding": {"mode": "max", "padding_idx": -1},
     "sum, weights, padding": {"mode": "sum", "padding_idx": 0, "weighted": True},
+    "max": {"mode": "max"},
     "max, last offset": {"mode": "max", "include_last_offset": True},
     "sum, weights": {"mode": "sum", "weighted": True},
 }
@@ -64,22 +84,41 @@ OPTIONS = {
 @pytest.mark.parametrize("draw", [by_offsets, by_rows])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_bags_of_any_size_train_as_in_pytorch(options, draw, dtype):
-    ours = Bags(**options).to(dtype)
-    module = copy.deepcopy(ours)
-    optimizer, trainer = torch.optim.SGD(module.parameters(), 0.5), None
+    batches = []
     for step, bags in enumerate([4, 7, 3]):
-        batch, labels = draw(bags, step), torch.arange(bags) % 3
-        if ours.bag.include_last_offset and len(batch) > 1:
+        batch = draw(bags, step)
+        if options.get("include_last_offset") and len(batch) > 1:
             batch = batch[0], torch.cat([batch[1], torch.tensor([len(batch[0])])])
-        trainer = trainer or trainer_of(ours, batch)
-        trainer.step(*batch, labels)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(module(*batch), labels).backward()
-        optimizer.step()
-        for (name, expected), found in zip(module.named_parameters(), ours.parameters()):
-            torch.testing.assert_close(
-                found.detach(), expected.detach(), **DTYPES[dtype], msg=lambda text, name=name: f"{name}: {text}"
-            )
+        batches.append((batch, torch.arange(bags) % 3))
+    assert_steps_as_in_pytorch(Bags(**options).to(dtype), batches, **DTYPES[dtype])
+
+
+@pytest.mark.parametrize("mode", ["sum", "max"])
+def test_bags_of_more_rows_than_are_read_at_once(mode, monkeypatch):
+    for name, number in {"PIECE": 64 * WIDTH, "NODE": 0, "ROW": 0}.items():  # blocks as of larger bags
+        monkeypatch.setattr(pieces, name, number)
+    batches = [(by_offsets(bags, bags), torch.arange(bags) % 3) for bags in (200, 90)]
+    ours = Bags(mode=mode, padding_idx=2)
+    with torch.no_grad():
+        ours.bag.weight.copy_(ours.bag.weight.round())  # so that many tie
+    trainer = assert_steps_as_in_pytorch(ours, batches)
+    assert "Loop" in str(trainer.profile(steps=1))
+
+
+def test_a_trace_to_torchscript(monkeypatch):
+    without_dynamo(monkeypatch)
+    batches = [(by_offsets(bags, step), torch.arange(bags) % 3) for step, bags in enumerate([4, 7, 3])]
+    assert_steps_as_in_pytorch(Bags(mode="max"), batches)
+
+
+def test_a_first_row_that_is_no_number_is_the_largest_as_in_pytorch():
+    ours, tokens, offsets = Bags(mode="max"), torch.tensor([1, 3, 2, 1, 2, 2, 1]), torch.tensor([0, 2, 4, 6])
+    with torch.no_grad():
+        ours.bag.weight[2] = math.nan
+    expected = ours(tokens, offsets).detach()
+    assert expected[:, 0].isnan().tolist() == [False, True, True, False]
+    _, scores = trainer_of(ours, (tokens, offsets)).eval_step(tokens, offsets, torch.tensor([0, 1, 2, 0]))
+    torch.testing.assert_close(scores, expected, equal_nan=True)
 
 
 def test_rows_before_the_first_bag_are_refused_as_in_pytorch():

@@ -8,7 +8,6 @@ import onnxruntime
 import pytest
 import torch
 from fidelity import assert_trains_with_and_without
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 from torch import nn
 
 from orttrainer import runtime
@@ -262,43 +261,6 @@ def test_many_rows_are_added_some_at_a_time(blocks, columns, count, table, zeros
                 run(model, feeds)
 
 
-ROWS_FROM = {
-    "gathered": "float[30,64] x, int64[{n}] j) => (float[20,64] y) {{ u = Gather <axis = 0> (x, j)",
-    "gathered by matrices": """float[30,64] x, int64[{m},3] j) => (float[20,64] y) <int64[2] whole = {{-1, 64}}>
-        {{ r = Gather <axis = 0> (x, j) u = Reshape (r, whole)""",
-    "repeated": """float[{m},1,64] x) => (float[20,64] y) <int64[2] whole = {{-1, 64}}, int64[3] three = {{1, 3, 1}}>
-        {{ r = Expand (x, three) u = Reshape (r, whole)""",
-}
-
-
-@pytest.mark.parametrize("n, m, given", [("42", "14", 42), ("N", "M", 42), ("N", "M", 3), ("N", "M", 0)])
-@pytest.mark.parametrize("form", ROWS_FROM)
-def test_rows_from_elsewhere_are_read_a_block_at_a_time(form, n, m, given, monkeypatch):
-    monkeypatch.setattr(rows_of_tables, "pieces_of", lambda node, sizes: pieces.Pieces(8, 6, 1))
-    model = ir.from_onnx_text(f"""<ir_version: 8, opset_import: ["" : 18]>
-    g (float[20,64] t, int64[{n},1] i, {ROWS_FROM[form].format(n=n, m=m)}
-       k = Shape (u) e = Expand (i, k) s = ScatterElements <axis = 0, reduction = "add"> (t, e, u) y = Neg (s) }}""")
-    values = {value.name: value for node in model.graph for value in node.outputs}
-    sizes = {"u": [n, 64], "e": [n, 64], "s": [20, 64], "r": [m, 3, 64]}
-    for name in sizes.keys() & values.keys():
-        values[name].shape = ir.Shape([int(d) if str(d).isdigit() else d for d in sizes[name]])
-        values[name].type = ir.TensorType(ir.DataType.INT64 if name == "e" else ir.DataType.FLOAT)
-    assert FlatScatterPass({}, lambda: True)(model).modified
-    RemoveUnusedNodesPass()(model)
-    found = {(node.op_type, node.graph is model.graph) for node in model.graph.all_nodes()}
-    assert ("Gather", False) in found and "u" not in {x.name for node in model.graph for x in node.outputs}
-    rng = np.random.default_rng(0)
-    places, source = rng.integers(-20, 20, (given, 1)), rng.integers(0, 30, given)
-    x = rng.standard_normal({"repeated": (given // 3, 1, 64)}.get(form, (30, 64))).astype(np.float32)
-    feeds = {"t": np.ones((20, 64), np.float32), "i": places, "x": x}
-    if form != "repeated":
-        feeds["j"] = source.reshape(-1, 3) if "matrices" in form else source
-    sums = feeds["t"].copy()
-    for place, row in zip(places[:, 0], x[:, 0].repeat(3, 0) if form == "repeated" else x[source]):
-        sums[place] += row
-    np.testing.assert_array_equal(run(model, feeds), -sums)
-
-
 def scattered_rows(rows, width, height) -> ir.Node:
     model = looked_up(rows="5", table=f"{height},{width}", count=str(rows), width=width)
     return next(node for node in model.graph if node.op_type == "ScatterElements")
@@ -353,8 +315,26 @@ def test_a_table_of_unknown_size_is_not_added_to_in_pieces():
     assert "ScatterND" not in operators(model)
 
 
-@pytest.mark.parametrize("reduction, dtype", [("mul", "float"), ("max", "float"), ("none", "float"), ("add", "double")])
-def test_other_reductions_and_types_are_not_added_in_pieces(reduction, dtype):
+REDUCED = [("mul", "float"), ("max", "float"), ("min", "double"), ("add", "double"), ("max", "int32"), ("add", "int64")]
+
+
+@pytest.mark.parametrize("reduction, dtype", REDUCED)
+@pytest.mark.parametrize("rows, given", [(400, 400), ("N", 400), ("N", 3000), (3000, 3000)])
+def test_rows_are_combined_in_pieces_by_any_reduction(rows, given, reduction, dtype):
+    model = scatter((5, 64), (rows, 1), (rows, 64), 0, reduction, dtype)
+    assert FlatScatterPass({"N": given}, lambda: True)(model).modified
+    found = {node.op_type for node in model.graph.all_nodes()}
+    assert "ScatterND" in found and "ScatterElements" not in found and ("Loop" in found) == (given > 400 or rows == "N")
+    feeds = feeds_for((5, 64), (given, 1), (given, 64), 5, np.dtype(dtype.replace("float", "float32")))
+    feeds["u"] = 1 + feeds["u"] / 100 if "int" not in dtype else feeds["u"] + np.arange(64, dtype=dtype)
+    reduced = {"mul": np.multiply, "max": np.maximum, "min": np.minimum, "add": np.add}[reduction]
+    wanted = feeds["t"].copy()
+    reduced.at(wanted, feeds["i"][:, 0], feeds["u"])
+    np.testing.assert_allclose(run(model, feeds), -wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("reduction, dtype", [("none", "float"), ("add", "float16")])
+def test_what_is_only_placed_and_other_types_are_not_added_in_pieces(reduction, dtype):
     model = scatter((5, 64), (400, 1), (400, 64), 0, reduction, dtype)
     assert FlatScatterPass({}, lambda: True)(model).modified
     assert "ScatterND" not in operators(model)

@@ -329,8 +329,16 @@ def capture_torchscript(wrapper, inputs, symbols, opset, decided: set[str]) -> i
         )
     caught.check()
     model = ir.from_proto(onnx.load_from_string(file.getvalue()))
+    _forget_sizes(model, symbols)
     _attach_state(model, wrapper, dict(zip(names, inputs)), symbols)
     return model
+
+
+def _forget_sizes(model, symbols):
+    """The names that the exporter makes up for sizes: it gives one to sizes that differ in other batches."""
+    given = {name for axes in symbols for name in axes.values()}
+    for value in (value for node in model.graph.all_nodes() for value in node.outputs if value.shape is not None):
+        value.shape = ir.Shape([dim if isinstance(dim, int) or dim.value in given else None for dim in value.shape])
 
 
 def _attach_state(model, wrapper, given, symbols):

@@ -71,15 +71,16 @@ def _embedding_bag(
     if input.dim() == 2 and padding_idx is None:
         return _of_one_length(_looked_up(input, weight, False), per_sample_weights, mode)
     bag, bags = _numbered(input, offsets[:-1] if include_last_offset else offsets)
-    input, width = input.flatten(), weight.shape[1]
+    input, results = input.flatten(), bags
+    if padding_idx is not None:  # in one bag more, so that nothing of the size of the rows is masked
+        bag, results = torch.where(_is_padding(input, weight, padding_idx), bags, bag), bags + 1
+    if mode == "max":
+        return _first_maxima(input, weight, bag, results)[:bags]
     rows = _looked_up(input, weight, False)
     if per_sample_weights is not None:
         rows = rows * per_sample_weights.reshape(-1, 1)
-    results = bags
-    if padding_idx is not None:  # in one bag more, so that nothing of the size of the rows is masked
-        bag, results = torch.where(_is_padding(input, weight, padding_idx), bags, bag), bags + 1
-    start, places = weight.new_zeros(results, width), bag.unsqueeze(1).expand(-1, width)
-    reduced = _first_maxima(rows, places, start) if mode == "max" else start.scatter_add(0, places, rows)
+    start = weight.new_zeros(results, weight.shape[1])
+    reduced = start.scatter_add(0, bag.unsqueeze(1).expand_as(rows), rows)
     if mode == "mean":
         count = bag.new_zeros(results).scatter_add(0, bag, torch.ones_like(bag))
         reduced = reduced / count.clamp(min=1).unsqueeze(1)
@@ -105,13 +106,23 @@ def _numbered(input, offsets):
     return starts.cumsum(0)[:-1] + first, bags
 
 
-def _first_maxima(rows, places, start):
-    """The largest element of each bag, the first of those that tie: there its gradient goes."""
-    nowhere, position = rows.shape[0], torch.arange(rows.shape[0], device=rows.device).unsqueeze(1)
-    best = (start - math.inf).scatter_reduce(0, places, stop_gradient(rows), "amax")
-    tied = torch.where(rows == best.gather(0, places), position, nowhere)
-    first = (start.long() + nowhere).scatter_reduce(0, places, tied, "amin")
-    return torch.cat([rows, torch.zeros_like(rows[:1])]).gather(0, first)
+def _first_maxima(input, weight, bag, bags):
+    """The largest element of each bag, of those that tie the first: there its gradient goes; 0 of none.
+
+    What has the size of all rows is not differentiated, and made for one reader each: so it need never all be there.
+    """
+    rows = stop_gradient(_looked_up(input, weight, False))
+    places, count = bag.unsqueeze(1).expand_as(rows), input.shape[0]
+    left = count - torch.arange(count, dtype=torch.int32, device=input.device)  # rows from here on, 0 from none
+    nothing = weight.new_zeros(bags, weight.shape[1])
+    best = (nothing - math.inf).scatter_reduce(0, places, rows, "amax")
+    tied = torch.where(rows == best.gather(0, places), left.unsqueeze(1), 0)
+    first = nothing.int().scatter_reduce(0, places, tied, "amax")
+    start = left.new_zeros(bags).scatter_reduce(0, bag, left, "amax")
+    row, start, first = F.pad(input, (0, 1)), start.long().unsqueeze(1), first.long()  # of an empty bag any row
+    unordered = F.embedding(row[count - start].squeeze(1), weight).isnan()  # PyTorch asks what is larger than the first
+    chosen = weight.gather(0, row[count - torch.where(unordered | (first == 0), start, first)])
+    return torch.where(start > 0, chosen, 0.0)
 
 
 REWRITES = {F.embedding: _embedding, F.embedding_bag: _embedding_bag, torch.embedding_renorm_: _renorm_}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -12,7 +12,8 @@ import onnx_ir as ir
 from orttrainer.graph.builder import Builder, same_dim, static_dims
 from orttrainer.graph.infinite import is_backward, may_be_infinite
 from orttrainer.graph.passes.scatter import added_to_zeros
-from orttrainer.graph.passes.speed.pieces import PLACED, SHAPED, Pieces, added, pieces_of
+from orttrainer.graph.passes.speed.pieces import PLACED, Pieces, added, pieces_of
+from orttrainer.graph.passes.speed.row_blocks import SHAPED
 from orttrainer.graph.scopes import put_all_in_place, put_in_place
 
 LEAST_ROW = 8  # elements, from which on their places are computed faster than ONNX Runtime goes down the columns
@@ -64,19 +65,25 @@ class FlatScatterPass(ir.passes.InPlacePass):
         graph = model.graph
         nodes = [node for node in graph if node.op_type == "ScatterElements" and not node.domain and _pays(node)]
         op = Builder(graph, "flat") if nodes else None
+        pieces = {node: found for node in nodes if (found := self._pieces(node)) is not None}
+        some_at_a_time = {node for node, found in pieces.items() if found.blocks > 1 and found.columns == 1}
         for node in nodes:
+            if node in pieces:
+                form = functools.partial(_in_pieces, pieces=pieces[node], others=some_at_a_time)
+            else:
+                form = _product if _is_small(node) else _flat
             with op.scope(node.name):
-                put_in_place(op, node, self._form(node))
+                put_in_place(op, node, form)
         if nodes:
             graph.sort()  # the builder appends
         return ir.passes.PassResult(model, bool(nodes))
 
-    def _form(self, node: ir.Node) -> Callable[[Builder, ir.Node], ir.Value]:
-        if _is_small(node):
-            return _product
-        adds = node.attributes.get_string("reduction", "none") == "add" and _axis(node) == 0
-        pieces = pieces_of(node, self.sizes) if adds and _column(node.inputs[1], 0) is not None else None
-        return _flat if pieces is None or not self.in_turn() else functools.partial(_in_pieces, pieces=pieces)
+    def _pieces(self, node: ir.Node) -> Pieces | None:
+        reduces = node.attributes.get_string("reduction", "none") != "none"
+        if not reduces or _is_small(node) or _axis(node) or _column(node.inputs[1], 0) is None:
+            return None
+        found = pieces_of(node, self.sizes)
+        return found if found is not None and self.in_turn() else None
 
 
 def _gathered(op: Builder, node: ir.Node) -> ir.Value:
@@ -121,8 +128,8 @@ def _flat(op: Builder, node: ir.Node) -> ir.Value:
     return op.reshape_as(whole, table)
 
 
-def _in_pieces(op: Builder, node: ir.Node, pieces: Pieces) -> ir.Value:
-    return added(op, node, op.Reshape(_column(node.inputs[1], 0), [-1, 1]), pieces)
+def _in_pieces(op: Builder, node: ir.Node, pieces: Pieces, others: Collection[ir.Node]) -> ir.Value:
+    return added(op, node, op.Reshape(_column(node.inputs[1], 0), [-1, 1]), pieces, others)
 
 
 def _numbers(op: Builder, updates: ir.Value, axis: int, dtype: ir.DataType) -> ir.Value:
