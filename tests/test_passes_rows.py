@@ -293,6 +293,9 @@ def test_one_thread_adds_each_piece_and_no_other_pieces_would_be_faster(rows, wi
         (1_024, 768, 1_024, pieces.Pieces(1024, 1, 6)),  # a copy of it is much, and places are few
         (7, 64, 20_000, None),  # a copy of it is more than all that is added
         (60_000, 1_000, 60_000, None),  # too many pieces
+        (32_768, 2, 16_384, pieces.Pieces(65_536, 1, 1)),  # short rows
+        (32_768, 1, 16_384, None),  # no rows
+        (500, 2, 16_384, None),  # few
     ],
 )
 def test_how_rows_are_added(rows, width, height, expected):
@@ -313,6 +316,17 @@ def test_a_table_of_unknown_size_is_not_added_to_in_pieces():
     model = scatter(("R", 64), (400, 1), (400, 64))
     assert FlatScatterPass({}, lambda: True)(model).modified
     assert "ScatterND" not in operators(model)
+
+
+@pytest.mark.parametrize("width, changes", [(1, False), (2, True), (3, True), (7, True)])
+def test_short_rows_are_added_as_rows_or_stay(width, changes):
+    sizes = (50, width), (9_000, 1), (9_000, width)
+    model = scatter(*sizes)
+    assert FlatScatterPass({}, lambda: True)(model).modified == changes
+    assert ("ScatterND" in operators(model)) == changes
+    feeds = feeds_for(*sizes, 50)
+    np.testing.assert_array_equal(run(model, feeds), run(scatter(*sizes), feeds))  # in the same order
+    assert not FlatScatterPass({}, lambda: False)(scatter(*sizes)).modified
 
 
 REDUCED = [("mul", "float"), ("max", "float"), ("min", "double"), ("add", "double"), ("max", "int32"), ("add", "int64")]

@@ -18,9 +18,9 @@ from orttrainer.graph.passes.speed.usual_batch import either
 PIECE = 2**17  # numbers that ScatterND adds in one thread: it takes two from 210,000 on, which race
 MOST = 64  # blocks of columns
 REDUCED = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT32, ir.DataType.INT64}
-# Nanoseconds, of a Zen 3 and a Zen 4.
+# Nanoseconds, of a Zen 3 and two Zen 4.
 PLACED = 4.0  # to add a number at its place, as ScatterElements does
-ADDED, ROW = 0.5, 20.0  # as one of a row, and for the row
+ADDED, ROW = 0.5, 6.0  # as one of a row, and for the row
 COPIED = 0.2  # a number of the table, of which ScatterND makes a copy first, or one that is split off or joined
 COPIED_FAR, FAR = 0.45, 2**21  # of a table of so many, which is not in the cache
 NODE = 5000.0
