@@ -136,7 +136,7 @@ def open_phase(
         rows: of the largest lookup in a table, about; 0 where the gradients of tables are read by others.
         shapes: of inputs, in the batch at hand.
     """
-    state, overwritten = place.state, place.overwrites()
+    state, overwritten, options = place.state, place.overwrites(), options_of(place.configure, part)
     if rows and place.allows(SparseUpdatePass):
         SparseUpdatePass(rows, place.native)(cut)
     through = {name: output for name, output in (updates or {}).items() if name in overwritten}
@@ -172,7 +172,8 @@ def open_phase(
             ScaledGradientPass()(cut)
         views, library, first = _rewrite_updates(place, cut, through, sizes), None, {}
     if place.allows(FlatScatterPass) and on_cpu:
-        FlatScatterPass(sizes, adds_in_turn)(cut)
+        alone = options.intra_op_num_threads == 1 and options.use_per_session_threads
+        FlatScatterPass(sizes, adds_in_turn, alone)(cut)
     if place.allows(ShortRowsPass) and on_cpu:
         ShortRowsPass(sizes)(cut)
     if on_cpu:
@@ -203,7 +204,7 @@ def open_phase(
     common.RemoveUnusedNodesPass()(cut)  # ONNX Runtime runs what nobody reads
     if place.allows(RootsFirstPass):
         RootsFirstPass()(cut)
-    session = open_session(cut, place.providers, place.configure, part, blocked, library)
+    session = open_session(cut, place.providers, options, blocked, library)
     return Phase(session, place.device, free, fetches, bound_in, bound_out, copies)
 
 
@@ -404,28 +405,27 @@ def _to_torch(value, device: torch.device) -> torch.Tensor:
     return tensor.bool() if tensor.dtype is torch.uint8 and value.data_type() == "tensor(bool)" else tensor
 
 
-def open_session(
-    model: ir.Model,
-    providers: Sequence,
-    configure,
-    part: str,
-    blocked: bool = False,
-    library: str | None = None,
-):
+def options_of(configure: Callable | None, part: str):
+    """The options of a session, with what `configure` changes in them."""
+    options = runtime.session_options()
+    options.intra_op_num_threads = torch.get_num_threads()  # one setting, torch.set_num_threads, for both
+    if configure is not None:
+        configure(options, part)
+    return options
+
+
+def open_session(model: ir.Model, providers: Sequence, options, blocked: bool = False, library: str | None = None):
     """A session.
 
     Args:
+        options: made by `options_of`.
         blocked: its convolutions work in blocks of channels already, and nothing else should.
         library: with operators of our own.
     """
     disabled = optimizers.left_out(model) + (["NchwcTransformer"] if blocked else [])
     onnxruntime = runtime.load()
-    options = runtime.session_options()
-    options.intra_op_num_threads = torch.get_num_threads()  # one setting, torch.set_num_threads, for both
     if library is not None:
         options.register_custom_ops_library(library)
-    if configure is not None:
-        configure(options, part)
     try:
         session = onnxruntime.InferenceSession(
             ir.to_proto(model).SerializeToString(), options, providers=list(providers), enable_fallback=0,

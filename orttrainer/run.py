@@ -21,7 +21,7 @@ from orttrainer import runtime, signals
 from orttrainer.distributed import Collective, SingleProcess
 from orttrainer.distributed.agreement import SIGNALS
 from orttrainer.graph.subgraphs import node_inputs
-from orttrainer.phase import Phase, Place, open_phase, open_session
+from orttrainer.phase import Phase, Place, open_phase, open_session, options_of
 from orttrainer.step import FusedStep, SplitStep
 from orttrainer.training_graph import TrainingGraph
 
@@ -348,7 +348,8 @@ def open_evaluation(
         fetches: the outputs to return.
         device, providers, session_options: as a `Runner` takes them.
     """
-    session = open_session(model, runtime.choose_providers(device, providers), session_options, "evaluate")
+    options = options_of(session_options, "evaluate")
+    session = open_session(model, runtime.choose_providers(device, providers), options)
     return Phase(session, device, [value.name for value in model.graph.inputs], fetches, {}, {}, [])
 
 

@@ -6,8 +6,11 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
+import torch
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+import orttrainer
+from orttrainer import phase
 from orttrainer.graph.passes.speed import pieces
 from orttrainer.graph.passes.speed import rows as rows_of_tables
 from orttrainer.graph.passes.speed.rows import FlatScatterPass
@@ -30,7 +33,7 @@ ROWS_FROM = {
 @pytest.mark.parametrize("n, m, given", [("42", "14", 42), ("N", "M", 42), ("N", "M", 3), ("N", "M", 0)])
 @pytest.mark.parametrize("form", ROWS_FROM)
 def test_rows_from_elsewhere_are_read_a_block_at_a_time(form, n, m, given, monkeypatch):
-    monkeypatch.setattr(rows_of_tables, "pieces_of", lambda node, sizes: pieces.Pieces(8, 6, 1))
+    monkeypatch.setattr(rows_of_tables, "pieces_of", lambda node, sizes, alone: pieces.Pieces(8, 6, 1))
     model = ir.from_onnx_text(f"""<ir_version: 8, opset_import: ["" : 18]>
     g (float[20,64] t, int64[{n},1] i, {ROWS_FROM[form].format(n=n, m=m)}
        k = Shape (u) e = Expand (i, k) s = ScatterElements <axis = 0, reduction = "add"> (t, e, u) y = Neg (s) }}""")
@@ -71,7 +74,7 @@ g (float[30,64] x, int64[{n}] j, int64[{n},1] i, float[20,64] low, int32[20,64] 
     ids=["for blocks alone", "rows that are read", "what is made of them that is read"],
 )
 def test_what_is_made_of_rows_element_by_element_is_made_a_block_at_a_time(more, there, monkeypatch):
-    monkeypatch.setattr(rows_of_tables, "pieces_of", lambda node, sizes: pieces.Pieces(8, 6, 1))
+    monkeypatch.setattr(rows_of_tables, "pieces_of", lambda node, sizes, alone: pieces.Pieces(8, 6, 1))
     model = ir.from_onnx_text(MAXIMA.format(n=42, rows=42, more=more))
     values = {value.name: value for node in model.graph for value in node.outputs}
     values["at"].shape, values["at"].type = ir.Shape([42]), ir.TensorType(ir.DataType.INT64)
@@ -96,3 +99,44 @@ def test_what_is_made_of_rows_element_by_element_is_made_a_block_at_a_time(more,
     np.testing.assert_array_equal(
         firsts, -np.stack([(tied * i)[i[:, 0] == bag].max(0, initial=0) for bag in range(20)])
     )
+
+
+@pytest.mark.parametrize("given", [42, 3, 0])
+def test_one_thread_adds_any_number_of_rows_at_once(given, monkeypatch):
+    monkeypatch.setattr(rows_of_tables, "pieces_of", lambda node, sizes, alone: pieces.Pieces(None, 1, 1))
+    model = ir.from_onnx_text("""<ir_version: 8, opset_import: ["" : 18]>
+    g (float[20,64] t, int64[N,1] i, float[N,64] u) => (float[20,64] y) {
+       k = Shape (u) e = Expand (i, k) s = ScatterElements <axis = 0, reduction = "add"> (t, e, u) y = Neg (s) }""")
+    values = {value.name: value for node in model.graph for value in node.outputs}
+    values["e"].shape, values["e"].type = ir.Shape(["N", 64]), ir.TensorType(ir.DataType.INT64)
+    values["s"].shape, values["s"].type = ir.Shape([20, 64]), ir.TensorType(ir.DataType.FLOAT)
+    assert FlatScatterPass({}, lambda: True, alone=True)(model).modified
+    RemoveUnusedNodesPass()(model)
+    assert {node.op_type for node in model.graph.all_nodes()} == {"ScatterND", "Neg", "Reshape"}
+    rng = np.random.default_rng(0)
+    feeds = {"t": np.ones((20, 64), np.float32), "i": rng.integers(-20, 20, (given, 1))}
+    feeds["u"] = rng.standard_normal((given, 64)).astype(np.float32)
+    sums = feeds["t"].copy()
+    np.add.at(sums, feeds["i"][:, 0], feeds["u"])
+    np.testing.assert_array_equal(run(model, feeds)[0], -sums)
+
+
+@pytest.mark.parametrize("threads, own, alone", [(1, None, True), (2, None, False), (1, 2, False), (2, 1, True)])
+def test_a_session_is_asked_for_its_threads(threads, own, alone, monkeypatch):
+    found, before = [], torch.get_num_threads()
+    monkeypatch.setattr(
+        phase, "FlatScatterPass", lambda sizes, in_turn, alone: found.append(alone) or FlatScatterPass(sizes, in_turn)
+    )
+
+    def configure(options, part):
+        options.intra_op_num_threads = own
+
+    module = torch.nn.Linear(2, 1)
+    settings = {} if own is None else {"session_options": configure}
+    try:
+        torch.set_num_threads(threads)
+        trainer = orttrainer.trainer(module, torch.nn.MSELoss(), torch.optim.SGD(module.parameters(), 0.1), **settings)
+        trainer.step(torch.ones(2, 2), torch.ones(2, 1))
+    finally:
+        torch.set_num_threads(before)
+    assert found and set(found) == {alone}

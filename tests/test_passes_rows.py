@@ -244,7 +244,7 @@ def test_these_are_added_at_their_places(changed):
 @pytest.mark.parametrize("blocks, columns", [(1, 1), (4, 1), (7, 1), (1, 4), (1, 7), (2, 3)])
 def test_many_rows_are_added_some_at_a_time(blocks, columns, count, table, zeros, monkeypatch):
     found = pieces.Pieces(-(-41 // blocks), blocks, columns)
-    monkeypatch.setattr(rows_of_tables, "pieces_of", lambda node, sizes: found)
+    monkeypatch.setattr(rows_of_tables, "pieces_of", lambda node, sizes, alone: found)
     model = looked_up(rows="150", table=f"{table},64", count=count, zeros=zeros)
     assert FlatScatterPass({}, lambda: True)(model).modified
     for_any_number = "Loop" in [node.op_type for node in model.graph.all_nodes()]
@@ -300,6 +300,13 @@ def test_one_thread_adds_each_piece_and_no_other_pieces_would_be_faster(rows, wi
 )
 def test_how_rows_are_added(rows, width, height, expected):
     assert pieces.pieces_of(scattered_rows(rows, width, height), {}) == expected
+
+
+@pytest.mark.parametrize("rows, height, at_once", [(60_000, 20_000, True), (60_000, 100, False), (1_000, 100, False)])
+def test_one_thread_adds_all_rows_at_once_where_a_copy_of_the_table_is_much(rows, height, at_once):
+    node = scattered_rows(rows, 64, height)
+    assert (pieces.pieces_of(node, {}, alone=True) == pieces.Pieces(None, 1, 1)) == at_once
+    assert pieces.pieces_of(node, {}, alone=False) != pieces.Pieces(None, 1, 1)
 
 
 def test_sizes_of_a_batch_and_their_products_are_known():

@@ -22,6 +22,7 @@ REDUCED = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT32, ir.DataType
 PLACED = 4.0  # to add a number at its place, as ScatterElements does
 ADDED, ROW = 0.5, 6.0  # as one of a row, and for the row
 COPIED = 0.2  # a number of the table, of which ScatterND makes a copy first, or one that is split off or joined
+WRITTEN = 0.4  # a number of all rows, which a block has in the cache
 COPIED_FAR, FAR = 0.45, 2**21  # of a table of so many, which is not in the cache
 NODE = 5000.0
 
@@ -34,12 +35,12 @@ class Pieces:
     places.
 
     Attributes:
-        rows: in a block.
+        rows: in a block; None for any number in one.
         blocks: of rows, in the batch at hand.
         columns: blocks of columns.
     """
 
-    rows: int
+    rows: int | None
     blocks: int
     columns: int
 
@@ -47,14 +48,17 @@ class Pieces:
         """Of `rows` into a table of `size` numbers."""
         split = 2 * COPIED * (rows * width + size) if self.columns > 1 else 0.0
         each = NODE * self.blocks * self.columns + ROW * rows * self.columns + ADDED * rows * width
+        if self.rows is None and rows * width > PIECE:
+            each += WRITTEN * rows * width
         return each + split + (self.blocks + (self.blocks > 1)) * size * _to_copy(size)
 
 
-def pieces_of(node: ir.Node, sizes: Mapping[str, int]) -> Pieces | None:
+def pieces_of(node: ir.Node, sizes: Mapping[str, int], alone: bool = False) -> Pieces | None:
     """How to add the rows of a ScatterElements along the first axis; None where that is not faster.
 
     Args:
         sizes: of symbolic dimensions, in the batch at hand.
+        alone: whether there is one thread, so that no two race.
     """
     table, _, updates = node.inputs
     lengths = [length_at_hand(x, 0, sizes) for x in (table, updates)]
@@ -63,6 +67,7 @@ def pieces_of(node: ir.Node, sizes: Mapping[str, int]) -> Pieces | None:
     (height, rows), width = lengths, math.prod(table.shape.dims[1:])
     size = height * width
     found = [_pieces(rows, width, columns) for columns in range(-(-width // PIECE), MOST + 1)]
+    found += [Pieces(None, 1, 1)] if alone else []
     best = min(found, key=lambda pieces: pieces.nanoseconds(rows, width, size), default=None)
     in_one_go = rows * width * PLACED + size * _to_copy(size)
     return best if best is not None and best.nanoseconds(rows, width, size) < in_one_go else None
@@ -104,7 +109,7 @@ class _Added:
     def to(self, table: ir.Value, updates: ir.Value) -> ir.Value:
         if self.pieces.blocks > 1:
             return self._some_at_a_time(self.op, table, updates)
-        if isinstance(updates.shape[0], int):
+        if self.pieces.rows is None or isinstance(updates.shape[0], int):
             return self._at_once(self.op, table, self.at, updates)
         return either(
             self.op, self.op.Squeeze(self.op.LessOrEqual(self.op.dim(self.at, 0), np.array([self.pieces.rows]))), table,

@@ -49,18 +49,21 @@ class FlatScatterPass(ir.passes.InPlacePass):
     into 65, 49 ms in one thread -> 4.9 in two, 1,024 of 256 into 2, 0.73 -> 0.06.
 
     ScatterND adds whole rows as vectors, to the same bits, but in several threads at once where there is much to add: so in
-    blocks of rows or of columns, where the table is quickly copied for each. 4,000 rows of 64 numbers into 500: 0.76 -> 0.13 ms.
+    blocks of rows or of columns, where the table is quickly copied for each; one thread adds them all at once. 4,000 rows of 64 numbers into 500: 0.76 -> 0.13 ms.
     A row costs about the same whether it has two numbers or eight: 32,768 of 4 into 16,384, 0.43 -> 0.16 ms. Rows that are
     gathered, or repeated, just for this, are so a block at a time: they are never all there.
 
     Args:
         sizes: of symbolic dimensions, in the batch at hand.
         in_turn: whether ScatterND adds `PIECE` numbers in one thread.
+        alone: whether there is one thread, which adds any number.
     """
 
-    def __init__(self, sizes: Mapping[str, int] | None = None, in_turn: Callable[[], bool] = lambda: False):
+    def __init__(
+        self, sizes: Mapping[str, int] | None = None, in_turn: Callable[[], bool] = lambda: False, alone: bool = False
+    ):
         super().__init__()
-        self.sizes, self.in_turn = sizes or {}, in_turn
+        self.sizes, self.in_turn, self.alone = sizes or {}, in_turn, alone
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
@@ -84,7 +87,7 @@ class FlatScatterPass(ir.passes.InPlacePass):
         reduces = node.attributes.get_string("reduction", "none") != "none"
         if not reduces or _is_small(node) or _axis(node) or _column(node.inputs[1], 0) is None:
             return None
-        found = pieces_of(node, self.sizes)
+        found = pieces_of(node, self.sizes, self.alone)
         return found if found is not None and self.in_turn() else None
 
 
