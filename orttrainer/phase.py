@@ -32,7 +32,7 @@ from orttrainer.graph.passes.speed.nchwc_sums import SumIntoConvolutionPass
 from orttrainer.graph.passes.speed.nchwc_weights import BlockedWeightGradientsPass
 from orttrainer.graph.passes.speed.pools import SeparatePoolGradientsPass
 from orttrainer.graph.passes.speed.products import FewRowsProductPass
-from orttrainer.graph.passes.speed.reductions import ReduceOnesPass
+from orttrainer.graph.passes.speed.reductions import ReduceOnesPass, ShortSumsPass
 from orttrainer.graph.passes.speed.rows import FlatScatterPass
 from orttrainer.graph.passes.speed.scaled_gradient import ScaledGradientPass
 from orttrainer.graph.passes.speed.short_rows import ShortRowsPass
@@ -181,6 +181,8 @@ def open_phase(
         LongSumsPass(sizes)(cut)
     if place.allows(ReduceOnesPass) and on_cpu:
         ReduceOnesPass()(cut)
+    if place.allows(ShortSumsPass) and on_cpu:
+        ShortSumsPass(sizes)(cut)
     made = list(written_through(cut.graph, through))
     cut.graph.outputs.extend(value for _, value in made)
     inputs = {value.name for value in cut.graph.inputs}  # an update that does not clip reads no norm

@@ -51,7 +51,7 @@ from orttrainer.graph.passes.speed.products import (
     TransposeSmallOperandPass,
 )
 from orttrainer.graph.passes.speed.recurrent import KeepActivationsPass
-from orttrainer.graph.passes.speed.reductions import ReduceOnesPass
+from orttrainer.graph.passes.speed.reductions import ReduceOnesPass, ShortSumsPass
 from orttrainer.graph.passes.speed.rows import FlatScatterPass, GatherRowsPass
 from orttrainer.graph.passes.speed.scalar_rank import ScalarRankPass
 from orttrainer.graph.passes.speed.scaled_gradient import ScaledGradientPass
@@ -127,6 +127,7 @@ SPEED_PASSES = (
     GatherRowsPass,
     FlatScatterPass,  # of the sessions on a CPU
     ReduceOnesPass,  # likewise
+    ShortSumsPass,  # likewise
     ShortRowsPass,  # likewise
     RootsFirstPass,  # likewise
 )
