@@ -89,6 +89,33 @@ def test_of_any_dtype_and_operator(operator, dtype):
     assert_same_bits(run(changed, a=a, b=b), expected)
 
 
+def choice(c: str, a: str, b: str, y: str) -> ir.Model:
+    text = f"""<ir_version: 8, opset_import: ["" : 18]>
+    g (bool[{c}] c, float[{a}] a, float[{b}] b) => (float[{y}] y) {{ y = Where (c, a, b) }}"""
+    return ir.from_proto(onnx.shape_inference.infer_shapes(onnx.parser.parse_model(text)))
+
+
+@pytest.mark.parametrize("n", [2048, 1, 0])
+@pytest.mark.parametrize("c, a, b, y", [
+    ("n,1", "n,3", "n,3", "n,3"), ("n,1", "n,3", "1", "n,3"), ("8,3", "n,1,3", "n,1,3", "n,8,3"), ("n,1", "3", "n,3", "n,3"),
+    ("n,3", "n,1", "3", "n,3"), ("n,3", "n,3", "n,1", "n,3"), ("n,1", "1", "n,3", "n,3"), ("n,3", "n,1", "1", "n,3"),
+])  # fmt: skip
+def test_choices_of_short_rows_are_the_same(c, a, b, y, n):
+    changed = choice(c, a, b, y)
+    assert ShortRowsPass(AT_HAND)(changed).modified and "Expand" in operators(changed)
+    feeds = {"a": numbers(sizes(a, n=n), 0), "b": numbers(sizes(b, n=n), 1), "c": numbers(sizes(c, n=n), 2) > 0}
+    found = run(changed, **feeds)
+    np.testing.assert_array_equal(found, np.where(feeds["c"], feeds["a"], feeds["b"]))
+    assert_same_bits(found, run(choice(c, a, b, y), **feeds))  # in which -0 may be 0
+
+
+@pytest.mark.parametrize("c, a, b, y", [
+    ("n,3", "n,3", "1", "n,3"), ("n,64", "n,1", "n,64", "n,64"), ("m,1", "m,3", "m,3", "m,3"), ("n,1", "n,1", "n,1", "n,1"),
+])  # fmt: skip
+def test_other_choices_stay(c, a, b, y):
+    assert not ShortRowsPass(AT_HAND)(choice(c, a, b, y)).modified
+
+
 @pytest.mark.parametrize("n", [0, 1, 5])
 @pytest.mark.parametrize("a, b, y", [("n,1", "n,3", "n,3"), ("n,1", "8", "n,8"), ("n,1,3", "m,3", "n,m,3")])
 def test_batches_of_nothing_and_of_few(a, b, y, n):
