@@ -31,6 +31,7 @@ from orttrainer.graph.passes.speed.einsum import EinsumProductPass, SumOfProduct
 from orttrainer.graph.passes.speed.fourier import FourierProductPass
 from orttrainer.graph.passes.speed.gated_add import GatedAddPass
 from orttrainer.graph.passes.speed.gelu import ExpandGeluPass, FuseGeluPass
+from orttrainer.graph.passes.speed.halves import ProductByHalvesPass
 from orttrainer.graph.passes.speed.input_shapes import InputShapesPass
 from orttrainer.graph.passes.speed.layout import WideLinearLayoutPass
 from orttrainer.graph.passes.speed.logsumexp import LogSumExpPass
@@ -87,6 +88,7 @@ SPEED_PASSES = (
     EinsumProductPass,
     SumOfProductsPass,
     LogSumExpPass,
+    ProductByHalvesPass,
     TakeFromStackPass,
     TuplesAsRowsPass,
     FuseGeluPass,
@@ -164,6 +166,7 @@ def before_gradients(
         EinsumProductPass(),
         SumOfProductsPass(),
         *([] if primitives else [LogSumExpPass()]),
+        ProductByHalvesPass(),
         TakeFromStackPass(),
         TuplesAsRowsPass(),
         common.RemoveUnusedNodesPass(),
