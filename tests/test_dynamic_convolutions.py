@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -79,7 +81,7 @@ class Dynamic(nn.Module):
     def __init__(self, function, numbers: int):
         super().__init__()
         self.function, self.head = function, nn.Linear(3, numbers)
-        self.weight = nn.Parameter(torch.randn(6, 3, 3, 3) / 5)
+        self.weight, self.gain = nn.Parameter(torch.randn(6, 3, 3, 3) / 5), nn.Parameter(torch.ones(()))
 
     def kernels(self, x, rows: int, columns: int, kernel: tuple) -> torch.Tensor:
         """[batch * rows, columns, *kernel] of the means of each sample."""
@@ -87,7 +89,7 @@ class Dynamic(nn.Module):
         return self.head(x.flatten(2).mean(2))[:, :numbers].reshape(-1, columns, *kernel)
 
     def forward(self, x):
-        return self.function(self, x) + self.weight.mean() * self.head.bias.mean()
+        return self.function(self, x * self.gain) + self.weight.mean() * self.head.bias.mean()
 
 
 @pytest.mark.parametrize("name", usual(FUNCTIONS, "a plane up", "modulated"))
@@ -97,4 +99,7 @@ def test_kernels_of_each_sample_train_as_in_pytorch(name):
     def images(step: int):
         return [torch.randn(2 + step, 3, *(7, 6, 5)[:axes], generator=torch.Generator().manual_seed(step))]
 
-    assert_trains_as_in_pytorch(lambda: Dynamic(function, 18 * torch.Size(kernel).numel()), images, evaluates=True)
+    make = functools.partial(Dynamic, function, 18 * torch.Size(kernel).numel())
+    trainer = assert_trains_as_in_pytorch(make, images, evaluates=True)
+    operators = [node.op_type for node in trainer.training_graph.graph.graph]
+    assert operators.count("Col2Im") == (axes < 3), "what the taps read is added up at once"

@@ -14,6 +14,8 @@ import math
 import torch
 import torch.nn.functional as F
 
+from orttrainer.export.rewrites.windows import im2col
+
 __all__ = ["REWRITES"]
 
 
@@ -52,23 +54,36 @@ def _by_products(input, weight, bias, stride, pads, dilation, groups):
     """The convolution of `input` [N, groups * C, *sizes], or without N, by `weight` [groups * M, C, *kernel]."""
     axes, kernel = len(stride), weight.shape[2:]
     batched = input if input.dim() == axes + 2 else input.unsqueeze(0)
-    for axis, (before, after) in enumerate(pads, start=-axes):
-        batched = _padded(batched, axis, before, after)
-    sizes = [(n - d * (k - 1) - 1) // s + 1 for n, d, k, s in zip(batched.shape[2:], dilation, kernel, stride)]
-    taps = [_read(batched, places, sizes, stride, dilation) for places in itertools.product(*map(range, kernel))]
-    rows = (groups, batched.shape[1] // groups, math.prod(sizes))
-    columns = torch.stack([tap.reshape(-1, *rows) for tap in taps], dim=3).flatten(2, 3)  # [N, groups, C * taps, sizes]
+    padding = [min(before, after) if axes < 3 and min(before, after) > 0 else 0 for before, after in pads]
+    for axis, (both, (before, after)) in enumerate(zip(padding, pads), start=-axes):
+        batched = _padded(batched, axis, before - both, after - both)
+    window = kernel, dilation, padding, stride
+    spans = [d * (k - 1) + 1 for d, k in zip(dilation, kernel)]
+    sizes = [(n + 2 * p - span) // s + 1 for n, span, p, s in zip(batched.shape[2:], spans, padding, stride)]
+    columns = _of_images(batched, *window) if axes < 3 else _of_volumes(batched, sizes, *window)
+    columns = columns.reshape(-1, groups, weight[0].numel(), math.prod(sizes))
     result = weight.reshape(groups, weight.shape[0] // groups, -1) @ columns
     result = result.reshape(-1, weight.shape[0], *sizes)
     result = result if bias is None else result + bias.view(-1, *[1] * axes)
     return result if batched.dim() == input.dim() else result.squeeze(0)
 
 
-def _read(input, places, sizes, stride, dilation):
-    """What the tap at `places` of the kernel reads."""
-    for axis, (place, size, step, gap) in enumerate(zip(places, sizes, stride, dilation), start=2):
-        input = input[(slice(None),) * axis + (slice(place * gap, place * gap + (size - 1) * step + 1, step),)]
-    return input
+def _of_images(input, kernel, dilation, padding, stride):
+    """What each tap reads, [N, channels * taps, windows], of images or of lines."""
+    if input.dim() == 4:
+        return im2col(input, kernel, dilation, padding, stride)
+    return im2col(input.unsqueeze(2), (1, *kernel), (1, *dilation), (0, *padding), (1, *stride))
+
+
+def _of_volumes(input, sizes, kernel, dilation, padding, stride):
+    """The same of volumes, that `sizes` windows see along each axis, [N, channels, taps, *sizes]; without padding."""
+    taps = []
+    for places in itertools.product(*map(range, kernel)):
+        tap = input
+        for axis, (place, size, step, gap) in enumerate(zip(places, sizes, stride, dilation), start=2):
+            tap = tap[(slice(None),) * axis + (slice(place * gap, place * gap + (size - 1) * step + 1, step),)]
+        taps.append(tap)
+    return torch.stack(taps, dim=2)
 
 
 def _padded(input, axis, before, after):

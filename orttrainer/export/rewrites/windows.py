@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import Function
 
-__all__ = ["REWRITES"]
+__all__ = ["REWRITES", "im2col"]
 
 _MANY = 32  # taps along an axis, from which on the graph would become large
 
@@ -28,7 +28,7 @@ class _Windows(Function):
         return torch._C._nn.col2im(g, ctx.sizes, *ctx.window), *[None] * len(ctx.window)
 
 
-def _im2col(input, kernel_size, dilation, padding, stride):
+def im2col(input, kernel_size, dilation, padding, stride):
     """torch's im2col. The CUDA provider has no Col2Im; for TorchScript's exporter and in `torch.vmap` no Function has a gradient."""
     differentiated = torch.compiler.is_exporting() and not torch._C._are_functorch_transforms_active()
     unfold = _by_slices if input.is_cuda or not differentiated else _Windows.apply
@@ -68,4 +68,4 @@ def _pair(value):
     return values * 2 if len(values) == 1 else values
 
 
-REWRITES = {torch._C._nn.col2im: _col2im, torch._C._nn.im2col: _im2col}
+REWRITES = {torch._C._nn.col2im: _col2im, torch._C._nn.im2col: im2col}
