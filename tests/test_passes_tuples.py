@@ -68,6 +68,57 @@ def test_others_stay(sizes, attribute):
     assert not TuplesAsRowsPass()(ir.from_onnx_text(text)).modified
 
 
+@pytest.mark.parametrize("places", [(5,), (2, 3), (0,)], ids=str)
+@pytest.mark.parametrize("lead, depth", [(["B"], 2), (["B", "C"], 2), ([2, "C"], 3)], ids=str)
+def test_rows_as_long_as_the_batch_are_read_number_by_number(lead, depth, places):
+    sizes = (4, 3, 5)[:depth]
+    front, rank = len(lead), len(lead) + depth
+    perm = [*range(front, rank), *range(front)]
+    x, moved, i, y = ([*lead, *sizes], [*sizes, *lead], [*places, depth], [*places, *lead])
+    listed = [",".join(map(str, given)) for given in (x, i, y, perm)]
+    model = ir.from_onnx_text(f"""<ir_version: 8, opset_import: ["" : 18]>
+    g (float[{listed[0]}] x, int64[{listed[1]}] i) => (float[{listed[2]}] y) {{
+        t = Transpose <perm = [{listed[3]}]> (x) y = GatherND (t, i) }}""")
+    t = model.graph[0].outputs[0]
+    t.shape, t.type = ir.Shape(moved), ir.TensorType(ir.DataType.FLOAT)
+    assert TuplesAsRowsPass()(model).modified
+    assert "GatherElements" in operators(model) and not operators(model) & {"GatherND"}
+    rng = np.random.default_rng(0)
+    for batch in (3, 0):
+        given = rng.standard_normal(([batch, 2] if lead[0] == "B" else [2, batch])[:front] + list(sizes))
+        given, at = given.astype(np.float32), np.stack([rng.integers(-n, n, places) for n in sizes], -1)
+        expected = given.transpose(perm)[tuple(np.moveaxis(at, -1, 0))]
+        np.testing.assert_array_equal(run(model, {"x": given, "i": at}), expected)
+        if at.size and batch:
+            at[..., -1] = sizes[-1]
+            with pytest.raises(Exception, match="indices element out of data bounds"):
+                run(model, {"x": given, "i": at})
+
+
+class Pairs(nn.Module):
+    """Products of all features by one another, each once, as in DLRM; points of images, some more than once."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 12)
+        self.register_buffer("pairs", torch.tril_indices(4, 4, -1))
+
+    def forward(self, x):
+        features = self.linear(x).unflatten(1, (4, 3))
+        images = features.unsqueeze(3) * features.detach().unsqueeze(2)
+        near = features @ features.mT
+        points = images[:, :, self.pairs % 3, -self.pairs % 3]
+        return (
+            near[:, self.pairs[0], self.pairs[1]].sin().mean()
+            + points.square().mean()
+            + near[:, [3, 3], [-1, 0]].mean()
+        )
+
+
+def test_pairs_train_as_in_pytorch_with_and_without():
+    assert_trains_with_and_without("TuplesAsRowsPass", Pairs, [6], replaces="GatherND")
+
+
 class Neighbours(nn.Module):
     """The nearest points of each, and a table that is looked up by two numbers."""
 

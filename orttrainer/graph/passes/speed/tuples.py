@@ -13,16 +13,22 @@ from orttrainer.graph.scopes import put_all_in_place
 
 
 class TuplesAsRowsPass(ir.passes.InPlacePass):
-    """GatherND(x, Concat(i, j)) -> Gather(rows of x, i * columns + j).
+    """GatherND(x, Concat(i, j)) -> Gather(rows of x, i * columns + j); GatherElements where rows are of any length.
 
     GatherND computes and checks each place by itself, and its gradient adds to each number by a place of its own. Those of
     rows know better: of 16,384 rows of 32 numbers the gradient takes 17 -> 2 ms. `i * columns` is looked up by i, so that
     what is outside of x is an error still, and counts from the back as before. To come before gradients.
+
+    What each pair of features gives, `z[:, i, j]`, torch's exporter reads between two Transposes: its rows are as long as
+    the batch. Number by number along the last axis it is read as it lies: of 1,024 x 40 x 40, both ways, 18 -> 5 ms.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        nodes = [node for node in model.graph if node.op_type == "GatherND" and not node.domain and _has_rows(node)]
-        return put_all_in_place(model, "tuples", nodes, _by_rows)
+        nodes = [node for node in model.graph if node.op_type == "GatherND" and not node.domain]
+        nodes = [node for node in nodes if _has_rows(node) or _of_last_axes(node)]
+        return put_all_in_place(
+            model, "tuples", nodes, lambda op, n: (_by_rows if _has_rows(n) else _by_numbers)(op, n)
+        )
 
 
 def _has_rows(node: ir.Node) -> bool:
@@ -33,20 +39,57 @@ def _has_rows(node: ir.Node) -> bool:
     return depth == 1 or (isinstance(depth, int) and all(isinstance(n, int) and n > 0 for n in x.shape.dims[1:]))
 
 
+def _of_last_axes(node: ir.Node) -> ir.Value | None:
+    """What a Transpose has brought the last axes of to the front, where each place is one number in these."""
+    (x, indices), moved = node.inputs, node.inputs[0].producer()
+    if (
+        moved is None
+        or moved.op_type != "Transpose"
+        or indices.shape is None
+        or node.attributes.get_int("batch_dims", 0)
+    ):
+        return None
+    if x.shape is None or not isinstance(depth := indices.shape[-1], int) or not 0 < depth < len(x.shape):
+        return None
+    axes, first = list(range(len(x.shape))), len(x.shape) - depth
+    whole = list(moved.attributes.get_ints("perm", [])) == axes[first:] + axes[:first]
+    return moved.inputs[0] if whole and all(isinstance(n, int) and n > 0 for n in x.shape.dims[:depth]) else None
+
+
+def _by_numbers(op: Builder, node: ir.Node) -> ir.Value:
+    """From `x` [.., sizes] at places [..] the numbers, [places, ..]."""
+    (front, indices), x = node.inputs, _of_last_axes(node)
+    depth, lead = indices.shape[-1], len(x.shape) - indices.shape[-1]
+    table = op.Reshape(x, [0] * lead + [math.prod(front.shape.dims[:depth])])
+    row = _row(op, front, _parts(op, indices))
+    repeats = op.Concat(*(op.dim(x, axis) for axis in range(lead)), [1], axis=0)
+    found = op.GatherElements(table, op.Expand(op.Reshape(row, [-1]), repeats), axis=lead)
+    found = op.Transpose(found, perm=[lead, *range(lead)])
+    if len(indices.shape) == 2:
+        return found
+    sizes = (op.dim(indices, axis) for axis in range(len(indices.shape) - 1))
+    return op.Reshape(found, op.Concat(*sizes, *(op.dim(x, axis) for axis in range(lead)), axis=0), allowzero=1)
+
+
 def _by_rows(op: Builder, node: ir.Node) -> ir.Value:
     x, indices = node.inputs
     parts = _parts(op, indices)
     if len(parts) == 1:
         return op.Gather(x, parts[0], axis=0)
+    row = _row(op, x, parts)
+    row.shape = ir.Shape(indices.shape.dims[:-1])
+    return op.Gather(op.Reshape(x, [-1, *x.shape.dims[len(parts) :]]), row, axis=0)
+
+
+def _row(op: Builder, x: ir.Value, parts: list[ir.Value]) -> ir.Value:
+    """The numbers of the places, of all in the first axes of `x`."""
     starts = []
     for axis, part in enumerate(parts):
         size, stride = x.shape[axis], math.prod(x.shape.dims[axis + 1 : len(parts)])
         known = isinstance(size, int)
         end = np.int64(size * stride) if known else op.Squeeze(op.Mul(op.dim(x, axis), np.int64(stride)), [0])
         starts.append(op.Gather(op.Range(np.int64(0), end, np.int64(stride)), part, axis=0))
-    row = functools.reduce(op.Add, starts)
-    row.shape = ir.Shape(indices.shape.dims[:-1])
-    return op.Gather(op.Reshape(x, [-1, *x.shape.dims[len(parts) :]]), row, axis=0)
+    return functools.reduce(op.Add, starts)
 
 
 def _parts(op: Builder, indices: ir.Value) -> list[ir.Value]:
