@@ -69,7 +69,7 @@ def test_others_stay(sizes, attribute):
 
 
 @pytest.mark.parametrize("places", [(5,), (2, 3), (0,)], ids=str)
-@pytest.mark.parametrize("lead, depth", [(["B"], 2), (["B", "C"], 2), ([2, "C"], 3)], ids=str)
+@pytest.mark.parametrize("lead, depth", [(["B"], 2), (["B"], 1), (["B", "C"], 2), ([2, "C"], 3)], ids=str)
 def test_rows_as_long_as_the_batch_are_read_number_by_number(lead, depth, places):
     sizes = (4, 3, 5)[:depth]
     front, rank = len(lead), len(lead) + depth

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder, constant_array, same_shape
-from orttrainer.graph.scopes import put_all_in_place
+from orttrainer.graph.scopes import Form, put_all_in_place
 
 
 class TuplesAsRowsPass(ir.passes.InPlacePass):
@@ -25,40 +25,34 @@ class TuplesAsRowsPass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         nodes = [node for node in model.graph if node.op_type == "GatherND" and not node.domain]
-        nodes = [node for node in nodes if _has_rows(node) or _of_last_axes(node)]
-        return put_all_in_place(
-            model, "tuples", nodes, lambda op, n: (_by_rows if _has_rows(n) else _by_numbers)(op, n)
-        )
+        forms = {node: form for node in nodes if (form := _form(node)) is not None}
+        return put_all_in_place(model, "tuples", list(forms), lambda op, node: forms[node](op, node))
 
 
-def _has_rows(node: ir.Node) -> bool:
+def _form(node: ir.Node) -> Form | None:
     x, indices = node.inputs
     if x.shape is None or indices.shape is None or node.attributes.get_int("batch_dims", 0):
-        return False
-    depth = indices.shape[-1]
-    return depth == 1 or (isinstance(depth, int) and all(isinstance(n, int) and n > 0 for n in x.shape.dims[1:]))
+        return None
+    depth, known = indices.shape[-1], [isinstance(n, int) and n > 0 for n in x.shape.dims]
+    if not isinstance(depth, int):
+        return None
+    if all(known[1:]):
+        return _by_rows
+    if all(known[:depth]) and _brings_to_front(x.producer(), depth):
+        return _by_numbers
+    return _by_rows if depth == 1 else None
 
 
-def _of_last_axes(node: ir.Node) -> ir.Value | None:
-    """What a Transpose has brought the last axes of to the front, where each place is one number in these."""
-    (x, indices), moved = node.inputs, node.inputs[0].producer()
-    if (
-        moved is None
-        or moved.op_type != "Transpose"
-        or indices.shape is None
-        or node.attributes.get_int("batch_dims", 0)
-    ):
-        return None
-    if x.shape is None or not isinstance(depth := indices.shape[-1], int) or not 0 < depth < len(x.shape):
-        return None
-    axes, first = list(range(len(x.shape))), len(x.shape) - depth
-    whole = list(moved.attributes.get_ints("perm", [])) == axes[first:] + axes[:first]
-    return moved.inputs[0] if whole and all(isinstance(n, int) and n > 0 for n in x.shape.dims[:depth]) else None
+def _brings_to_front(node: ir.Node | None, count: int) -> bool:
+    """Whether a Transpose moves the last `count` axes, and not all, before the others."""
+    perm = list(node.attributes.get_ints("perm", [])) if node is not None and node.op_type == "Transpose" else []
+    return count < len(perm) and perm == [*range(len(perm) - count, len(perm)), *range(len(perm) - count)]
 
 
 def _by_numbers(op: Builder, node: ir.Node) -> ir.Value:
     """From `x` [.., sizes] at places [..] the numbers, [places, ..]."""
-    (front, indices), x = node.inputs, _of_last_axes(node)
+    front, indices = node.inputs
+    x = front.producer().inputs[0]
     depth, lead = indices.shape[-1], len(x.shape) - indices.shape[-1]
     table = op.Reshape(x, [0] * lead + [math.prod(front.shape.dims[:depth])])
     row = _row(op, front, _parts(op, indices))
