@@ -67,15 +67,24 @@ def _index_reduce(input, dim, index, source, reduce, *, include_self=True):
 
 
 def _repeat_interleave(input, repeats=None, dim=None, *, output_size=None):
-    """torch.repeat_interleave; where its size is given, the place that each element is from follows from the ends of all."""
+    """torch.repeat_interleave; the place that each element is from follows from the ends of all."""
     if repeats is None:
         input, repeats = torch.arange(input.shape[0], device=input.device), input
-    if output_size is None or not isinstance(repeats, torch.Tensor):
-        return torch.repeat_interleave(input, repeats, dim)
+    if not isinstance(repeats, torch.Tensor) or (output_size is None and not torch.compiler.is_exporting()):
+        return torch.repeat_interleave(input, repeats, dim, output_size=output_size)
     input, dim = (input.flatten(), 0) if dim is None else (input, dim)
-    ends = torch.cumsum(repeats.expand(input.shape[dim]), 0)
-    place = torch.arange(output_size, device=input.device)
-    return input.index_select(dim, (place.unsqueeze(-1) >= ends).sum(-1))
+    repeats = repeats.expand(input.shape[dim])
+    if output_size is None:
+        output_size = repeats.sum().item()
+        torch._check(output_size >= 0)
+    return input.index_select(dim, _ended(torch.cumsum(repeats, 0), output_size))
+
+
+def _ended(ends, size):
+    """[..., size]: how many of `ends`, [..., segments], are at or before each place."""
+    ends = ends.long()
+    at = ends.new_zeros(*ends.shape[:-1], size + 1).scatter_add(-1, ends, torch.ones_like(ends))
+    return at.cumsum(-1)[..., :-1]
 
 
 _NEUTRAL = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "max": -math.inf, "min": math.inf}
@@ -90,7 +99,7 @@ def _segment_reduce(data, reduce, *, lengths=None, indices=None, offsets=None, a
         return torch.segment_reduce(data, reduce, indices=indices, axis=axis, unsafe=unsafe, initial=initial)
     ends = torch.cumsum(lengths, -1) if offsets is None else offsets[..., 1:]
     count, place = ends.shape[-1], torch.arange(data.shape[axis], device=data.device)
-    segment = (place.unsqueeze(-1) >= ends.unsqueeze(-2)).sum(-1)
+    segment = _ended(ends, data.shape[axis])
     if offsets is not None:  # what is before the first segment, in none, goes behind the last
         segment = torch.where(place < offsets.select(-1, 0).unsqueeze(-1), count, segment)
     segment = segment.reshape(*segment.shape, *[1] * (data.dim() - axis - 1)).expand(data.shape)
