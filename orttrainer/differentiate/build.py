@@ -17,6 +17,7 @@ from orttrainer.differentiate.prepare.bodies import without_shadowed_functions
 from orttrainer.errors import InvalidArgumentError, ModelError
 from orttrainer.graph.builder import Builder, static_dims
 from orttrainer.graph.names import free_name
+from orttrainer.graph.notes import Notes
 from orttrainer.graph.passes.axes import AllAxesPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.padded_pools import PaddedPoolsPass
@@ -63,6 +64,7 @@ def gradient_of(
     """`build_gradient` of a model that is not checked, as `check_vjp` needs it for operators without a float64 form."""
     common.InlinePass()(original)
     lift_initializers(original)
+    Notes.of(original).mark(original)
     wrt = _default_sources(original.graph) if wrt is None else _names("wrt", wrt)
     forward = prepare(original)
     graph = forward.graph

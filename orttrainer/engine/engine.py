@@ -27,7 +27,7 @@ from orttrainer.engine.inference import export_inference
 from orttrainer.engine.turns import PreparingAStep, one_at_a_time
 from orttrainer.errors import ExecutionError, InvalidArgumentError, NonFiniteLossError, SchemaError, StateError
 from orttrainer.graph.passes.constants import InitializersToConstantsPass
-from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
+from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass, stops_as_identities, stops_within_written
 from orttrainer.graph.places import Places
 from orttrainer.graph.versions import least_ir_version
 from orttrainer.profiling import Profile, check_updates, places_of, profiled, watching
@@ -299,8 +299,12 @@ class Engine(InUse):
         if self._runner is None:
             return self.source.onnx_model
         model = self._trained_forward()
-        RemoveGradientMarksPass()(model)
+        stops, marks = stops_as_identities(model, but=stops_within_written(model)), RemoveGradientMarksPass()
+        marks(model)
         InitializersToConstantsPass({*self._forward.parameters, *self._forward.buffers})(model)
+        stopped = tuple(node.outputs[0].name for node in stops if node.graph is not None)
+        written = tuple(value.name for value in marks.replaced.values())
+        replace(self.source.notes(self._forward), stopped=stopped, written=written).write(model)
         model.ir_version = least_ir_version(model)
         return ir.to_proto(model)
 

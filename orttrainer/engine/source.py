@@ -30,6 +30,7 @@ from orttrainer.errors import (
     UnsupportedModelError,
 )
 from orttrainer.export.untouched import memory_of
+from orttrainer.graph.notes import Notes
 from orttrainer.state.state_dict import check_fits
 
 if TYPE_CHECKING:
@@ -263,6 +264,13 @@ class Source:
     def frozen(self, forward: ForwardGraph) -> ForwardGraph:
         """`forward` without the parameters that the user froze."""
         return _freeze(forward, self.settings.frozen, self._state)
+
+    def notes(self, forward: ForwardGraph) -> Notes:
+        """What a file says of the initializers of a forward graph: what is frozen here another may train."""
+        own = {name for name, x in self._state.items() if isinstance(x, torch.nn.Parameter)} | {*self.settings.frozen}
+        still = [name for name in forward.buffers if name in own]
+        buffers = tuple(name for name in forward.buffers if name not in own)
+        return Notes((*forward.parameters, *still), buffers, forward.updates)
 
     def _attaches_loss(self, description: ModelDescription) -> bool:
         """Whether the model is in ONNX, without a loss, and the loss in torch."""

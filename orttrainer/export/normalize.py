@@ -32,7 +32,7 @@ from orttrainer.graph.names import free_name
 from orttrainer.graph.passes.bools import BoolOperatorsPass
 from orttrainer.graph.passes.empty_means import EmptyMeansPass
 from orttrainer.graph.passes.empty_tensors import EmptyTensorsPass
-from orttrainer.graph.passes.gradient_marks import stops_as_identities
+from orttrainer.graph.passes.gradient_marks import stops_known
 from orttrainer.graph.passes.order import TopologicalOrderPass
 from orttrainer.graph.passes.output_padding import OutputPaddingPass
 from orttrainer.graph.passes.random import RANDOM_OPS, nodes_apart
@@ -252,7 +252,7 @@ def infer_shapes_again(model) -> None:
 def _infer_missing_shapes(model):
     """ONNX's inference, for values whose shape or dtype the exporter left open."""
     known = {id(v): (v.shape, v.dtype) for v in _values(model.graph)}
-    with stops_as_identities(model):
+    with stops_known(model):
         common.ShapeInferencePass(check_type=False, strict_mode=False)(model)
         while any([infer_rank(node) for node in model.graph.all_nodes()]):
             common.ShapeInferencePass(check_type=False, strict_mode=False)(model)

@@ -20,6 +20,7 @@ from orttrainer.export.forward_graph import MAX_OPSET, ForwardGraph
 from orttrainer.export.initializers import constant_of
 from orttrainer.graph.inference import infer_shapes
 from orttrainer.graph.names import free_name
+from orttrainer.graph.notes import Notes
 from orttrainer.graph.passes.batch_first import BatchFirstPass
 from orttrainer.graph.passes.one_sided import OneSidedPass
 from orttrainer.graph.passes.output_padding import OutputPaddingPass
@@ -69,7 +70,8 @@ def from_onnx(model: onnx.ModelProto, description) -> ForwardGraph:
 def as_forward_graph(model: ir.Model) -> ForwardGraph:
     """What `open_model` gives, as it trains; changed in place.
 
-    Every float initializer becomes a parameter, except the running statistics of a
+    Initializers are what the model says that they are (`Notes`). Of those that it says nothing of,
+    every float becomes a parameter, except the running statistics of a
     BatchNormalization (buffers; its training form updates them, as ONNX says), scalars
     (constants, with a warning), what has no elements and what is only scales or roi of a Resize,
     or positions and lengths in sequences (constants). The others are buffers, but for constants
@@ -84,14 +86,21 @@ def as_forward_graph(model: ir.Model) -> ForwardGraph:
     made = model.graph.initializers.keys() - given
     model.ir_version = min(model.ir_version, 10)
     _separate_statistics(model.graph)
-    updates = _batch_norm_updates(model.graph)
+    said = Notes.of(model)
+    said.mark(model)
+    updates = said.known_updates(model.graph)
+    updates |= _batch_norm_updates(model.graph, updates)
     statistics = {_original(v).name for n in model.graph if _is_batch_norm(n) for v in n.inputs[3:5]}
     initializers = model.graph.initializers
-    constant = made | {n for n, v in initializers.items() if only_instructs(v) or 0 in v.shape.numpy()}
-    floats = [n for n, v in initializers.items() if v.dtype in _FLOATS and n not in statistics | constant]
+    unsaid = initializers.keys() - {*said.parameters, *said.buffers}
+    constant = made | {
+        n for n, v in initializers.items() if n in unsaid and (only_instructs(v) or 0 in v.shape.numpy())
+    }
+    floats = [n for n, v in initializers.items() if n in unsaid - statistics - constant and v.dtype in _FLOATS]
     scalars = [n for n in floats if tuple(initializers[n].shape) == ()]
     _warn_of_constants(model, scalars)
-    parameters = tuple(n for n in floats if n not in scalars)
+    trained = {*said.parameters, *floats}.difference(scalars)
+    parameters = tuple(n for n in initializers if n in trained)
     buffers = tuple(n for n in initializers if n not in {*parameters, *scalars, *constant})
     _warn_of_shared([initializers[n] for n in parameters])
     return ForwardGraph(model=model, parameters=parameters, buffers=buffers, updates=updates)
@@ -151,7 +160,7 @@ def open_model(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[
         _convert_opset(model)
     _select_inputs(model.graph, inputs)
     model.ir_version = max(model.ir_version, INITIALIZERS_APART)
-    _select_outputs(model.graph, outputs)
+    _select_outputs(model.graph, outputs, Notes.of(model).updates.values())
     common.RemoveUnusedNodesPass()(model)
     BatchFirstPass()(model)
     PoolSizesPass()(model)
@@ -269,8 +278,8 @@ def _copied(tensor, name):
     return ir.Tensor(tensor.numpy().copy(), tensor.dtype, shape=tensor.shape, name=name)
 
 
-def _batch_norm_updates(graph):
-    """The new running statistics of training BatchNormalizations as outputs: buffer -> output."""
+def _batch_norm_updates(graph, known):
+    """The new running statistics of training BatchNormalizations as outputs: buffer -> output; of others than the known."""
     updates = {}
     for node in graph:
         if not _is_batch_norm(node) or not node.attributes.get_int("training_mode", 0):
@@ -278,7 +287,7 @@ def _batch_norm_updates(graph):
         node.resize_outputs(3)
         for statistic, output in zip(node.inputs[3:5], node.outputs[1:3]):
             statistic = _original(statistic)
-            if not statistic.is_initializer():
+            if not statistic.is_initializer() or statistic.name in known:
                 continue
             if statistic.name in updates:
                 raise ModelError(f"two BatchNormalizations update {statistic.name!r}; give each statistics of its own.")
@@ -303,11 +312,12 @@ def _select_inputs(graph, names):
     graph.inputs.extend(available[name] for name in names)
 
 
-def _select_outputs(graph, names):
+def _select_outputs(graph, names, updates):
+    """Described outputs, in order, and behind them new values of the state."""
     available = {v.name: v for v in graph.outputs}
     _check_known("output", names, available)
     graph.outputs.clear()
-    graph.outputs.extend(available[name] for name in names)
+    graph.outputs.extend(available[name] for name in dict.fromkeys((*names, *updates)) if name in available)
 
 
 def _check_known(role, names, available):

@@ -55,12 +55,47 @@ def stop_gradients_at(model: ir.Model, values: Collection[ir.Value]) -> None:
         model.opset_imports.setdefault(DOMAIN, 1)
 
 
-@contextlib.contextmanager
-def stops_as_identities(model: ir.Model) -> Iterator[None]:
-    """Within the block StopGradient is Identity, which ONNX's inference knows."""
-    marks = [node for node in model.graph.all_nodes() if node.domain == DOMAIN and node.op_type == STOP_GRADIENT]
+def stops_as_identities(model: ir.Model, but: Collection[ir.Node] = ()) -> list[ir.Node]:
+    """StopGradient -> Identity, which ONNX knows; the nodes."""
+    marks = [node for node in _marks(model, STOP_GRADIENT) if node not in but]
     for node in marks:
         node.domain, node.op_type = "", "Identity"
+    return marks
+
+
+def identities_as_stops(model: ir.Model, outputs: Collection[str]) -> set[str]:
+    """Identity -> StopGradient, of those with these outputs; the names of what was found."""
+    identities = [node for node in model.graph.all_nodes() if node.domain == "" and node.op_type == "Identity"]
+    found = {node.outputs[0].name: node for node in identities if node.outputs[0].name in outputs}
+    for node in found.values():
+        node.domain, node.op_type = DOMAIN, STOP_GRADIENT
+    if found:
+        model.opset_imports.setdefault(DOMAIN, 1)
+    return {*found}
+
+
+def stops_within_written(model: ir.Model) -> set[ir.Node]:
+    """Where gradients stop within what has a gradient that somebody wrote: it would be none without that."""
+    found: set[ir.Node] = set()
+    for mark in map(CustomGradient.of, _marks(model, CUSTOM_GRADIENT)):
+        values, seen = [*mark.y], {*mark.x}
+        while values:
+            if (value := values.pop()) not in seen and value is not None:
+                seen.add(value)
+                if (node := value.producer()) is not None:
+                    found.add(node)
+                    values += node_inputs(node)
+    return found.intersection(_marks(model, STOP_GRADIENT))
+
+
+def _marks(model: ir.Model, op_type: str) -> list[ir.Node]:
+    return [node for node in model.graph.all_nodes() if node.domain == DOMAIN and node.op_type == op_type]
+
+
+@contextlib.contextmanager
+def stops_known(model: ir.Model) -> Iterator[None]:
+    """Within the block StopGradient is Identity, which ONNX's inference knows."""
+    marks = stops_as_identities(model)
     try:
         yield
     finally:
@@ -86,7 +121,7 @@ def pass_gradients_by(model: ir.Model, parameters: Collection[str]) -> None:
     Args:
         parameters: names of initializers; that of others takes its mark out.
     """
-    for node in [node for node in model.graph.all_nodes() if node.domain == DOMAIN and node.op_type == CHANGED]:
+    for node in _marks(model, CHANGED):
         (y,), name = node.inputs, node.attributes.get_string("parameter")
         if name not in parameters:
             node.outputs[0].replace_all_uses_with(y, replace_graph_outputs=True)
