@@ -11,6 +11,7 @@ import onnxruntime
 import torch
 from onnx_ir.passes import common
 
+from orttrainer import runtime
 from orttrainer.differentiate import differentiate
 from orttrainer.differentiate.prepare import prepare
 from orttrainer.graph import Builder
@@ -101,13 +102,8 @@ def run_model(model: ir.Model, feeds: dict[str, np.ndarray]) -> dict[str, torch.
         checked(model).SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
     needed = {value.name for value in session.get_inputs()}
-    values = {
-        name: onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array).reshape(array.shape))
-        for name, array in feeds.items()
-        if name in needed
-    }
-    results = session.run_with_ort_values(None, values)  # NumPy has no bfloat16
-    return {v.name: torch.from_dlpack(result).clone() for v, result in zip(session.get_outputs(), results)}
+    arrays = {k: np.ascontiguousarray(array).reshape(array.shape) for k, array in feeds.items() if k in needed}
+    return {v.name: result.clone() for v, result in zip(session.get_outputs(), runtime.run(session, None, arrays))}
 
 
 def checked(model: ir.Model) -> onnx.ModelProto:

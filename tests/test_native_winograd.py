@@ -68,7 +68,7 @@ def convolved(x, w, pads, bias=None, added=None, relu=False):
 
 def assert_close(found, right):
     # 36 products of each channel by sums and differences of 16: three roundings more than theirs.
-    np.testing.assert_allclose(found, right, rtol=0, atol=2e-6 * np.abs(right).max(), strict=False)
+    np.testing.assert_allclose(found, right, rtol=0, atol=2e-6 * np.abs(right).max())
 
 
 SIZES = {
