@@ -85,7 +85,7 @@ def test_signals_of_half_spectra_are_those_of_numpy():
     np.testing.assert_allclose(y[..., 0], np.fft.irfft(as_complex(x), axis=1), atol=1e-13)
 
 
-@pytest.mark.parametrize(("points", "length"), [(512, None), (8, 512), (600, None)])
+@pytest.mark.parametrize(("points", "length"), [(1024, None), (8, 1024), (1200, None)])
 def test_long_transforms_stay(points, length):
     model = transform(np.zeros((2, points, 1), np.float32), 1, 18, length)
     assert not FourierProductPass()(model).modified
@@ -204,17 +204,50 @@ def test_a_spectrum_cut_to_some_columns_is_made_of_them():
     assert _matrices_of_the_same(text) == [(8, 6), (18, 10)]  # columns 1 to 3; rows 0, 1, 6, 7, 8
 
 
-def _matrices_of_the_same(text: str) -> list[tuple[int, ...]]:
+def _matrices_of_the_same(text: str, shape: tuple[int, ...] = (2, 9, 8, 1)) -> list[tuple[int, ...]]:
     """The shapes of the matrices that the pass makes, whose products give what the transforms give."""
     model = ir.from_proto(onnx.shape_inference.infer_shapes(ir.to_proto(ir.from_onnx_text(text)), data_prop=True))
-    feeds = {"x": np.random.default_rng(0).standard_normal((2, 9, 8, 1))}
+    feeds = {"x": np.random.default_rng(0).standard_normal(shape)}
     expected = evaluate(ir.to_proto(model), feeds)
     assert FourierProductPass()(model).modified
     found = evaluate(ir.to_proto(model), feeds)
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, atol=1e-13)
-    matrices = [node.inputs[1].const_value.shape for node in model.graph if node.op_type == "MatMul"]
-    return [tuple(shape) for shape in matrices]
+    operands = [x for node in model.graph if node.op_type == "MatMul" for x in node.inputs]
+    return [tuple(x.const_value.shape) for x in operands if x.const_value is not None]
+
+
+REAL = """<ir_version: 8, opset_import: ["" : 18]>
+g (double[n,9,8] x) => (double[n,9,8] y) <
+  int64 one = {{{part}}}, int64[1] last = {{-1}}, double zero = {{{imaginary}}}> {{
+  u = Unsqueeze (x, last)
+  s = Shape (u)
+  z = Expand (zero, s)
+  c = Concat <axis = -1> (u, z)
+  r = DFT <axis = 2> (c)
+  f = DFT <axis = 1, inverse = {inverse}> (r)
+  {uses}
+}}"""
+
+
+@pytest.mark.parametrize(
+    "uses, imaginary, shapes",
+    [
+        ("y = Gather <axis = 3> (f, one)", 0, [(8, 16), (9, 18)]),
+        ("y = Gather <axis = -1> (f, one)", 2, [(16, 16), (9, 18)]),
+        ("a = Gather <axis = -1> (f, one) b = Gather <axis = -1> (f, one) y = Add (a, b)", 0, [(8, 16), (9, 18)]),
+        ("y = ReduceSum <keepdims = 0> (f, last)", 0, [(8, 16), (18, 18)]),
+        ("a = Gather <axis = -1> (f, one) b = Gather <axis = -1> (r, one) y = Add (a, b)", 0, [(8, 16), (9, 18)]),
+    ],
+)
+@pytest.mark.parametrize("part", [0, 1, -1])
+@pytest.mark.parametrize("inverse", [0, 1])
+def test_no_imaginary_part_of_zeros_is_multiplied_and_none_made_that_nobody_reads(
+    uses, imaginary, shapes, part, inverse
+):
+    text = REAL.format(uses=uses, imaginary=imaginary, part=part, inverse=inverse)
+    assert _matrices_of_the_same(text, (2, 9, 8)) == shapes
+    assert _matrices_of_the_same(text, (0, 9, 8)) == shapes
 
 
 class Corners(nn.Module):
@@ -235,6 +268,22 @@ class Corners(nn.Module):
 
 def test_a_fourier_operator_trains_as_in_pytorch_with_and_without():
     assert_trains_with_and_without("FourierProductPass", Corners, [2, 8, 10], replaces="DFT")
+
+
+class Mixing(nn.Module):
+    """FNet's (https://arxiv.org/abs/2105.03824), and the imaginary part of rows' spectra."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return torch.fft.fft2(y).real.tanh().mean() + torch.fft.fft(y, dim=1).imag.square().mean()
+
+
+def test_mixing_by_the_real_part_of_a_transform_trains_as_in_pytorch_with_and_without():
+    assert_trains_with_and_without("FourierProductPass", Mixing, [8, 6], replaces="DFT")
 
 
 class Convolution(nn.Module):

@@ -23,7 +23,7 @@ def _rfft(input, n=None, dim=-1, norm=None):
 
 def _exact(spectrum, points, dim):
     """`spectrum` of a real signal of so many points, along `dim`, without the rounding in what is zero."""
-    if not torch.compiler.is_exporting() or (isinstance(points, int) and is_product(points, real=True)):
+    if not torch.compiler.is_exporting() or (isinstance(points, int) and is_product(points, halves=2)):
         return spectrum  # the matrix is exact there (without FourierProductPass it is the operator, which rounds)
     place = torch.arange(spectrum.shape[dim], device=spectrum.device)
     parts = torch.view_as_real(spectrum)
