@@ -32,6 +32,7 @@ from orttrainer.errors import OptimizerError, SchemaError
 from orttrainer.front_end import FrontEnd
 from orttrainer.graph.write import write_model
 from orttrainer.scaler_state import from_state, scaler_state
+from orttrainer.schedule_state import StepsMade
 
 LOSS_SCALE_BEFORE = "default_loss_scale_input_name"  # its keyword while the graph's own name is not known
 
@@ -282,8 +283,9 @@ class ORTTrainer(FrontEnd):
         `Update_Count_<weight>` (Adam) and `Step` (LAMB), beyond legacy also `Momentum_<weight>` (SGD) and
         `Max_Moment_2_<weight>` (amsgrad); with float16 there are the copies
         `<weight>_fp16`, and of the trainer's own `LossScaler`, if that is dynamic, "Loss_Scale" and
-        "Loss_Scale_Stable_Steps"; a scale that `train_step` takes is the caller's to save. Before the first step of a
-        torch module what was loaded, or empty, with a warning.
+        "Loss_Scale_Stable_Steps"; a scale that `train_step` takes is the caller's to save. With `get_lr_this_step` there
+        are "Global_Step" and "Current_Step", by which it goes on. Before the first step of a torch module what was
+        loaded, or empty, with a warning.
         """
         found = self._engine.state_dict(include_optimizer_state)
         if not self._engine.is_compiled and not found:
@@ -292,6 +294,7 @@ class ORTTrainer(FrontEnd):
             copies = self._half_copies().items() if self._engine.is_compiled else ()
             found |= {copy: found[name].half() for name, copy in copies}
             found |= scaler_state(self._loss_scaler)
+            found |= {} if self._takes_rate else StepsMade(self.global_step_, self.current_step).state()
         return found
 
     @outside_of_steps
@@ -308,8 +311,17 @@ class ORTTrainer(FrontEnd):
         if isinstance(state_dict, Mapping):  # the copies say nothing that the weights do not
             state_dict = {n: t for n, t in state_dict.items() if not _is_half_copy(n, state_dict)}
         state_dict, scale_on = from_state(state_dict, self._loss_scaler)
+        state_dict, made = StepsMade.from_state(state_dict)
         self._engine.load_state_dict(state_dict, strict)
         scale_on()
+        if not self._takes_rate and made is not None:
+            self.global_step_, self.current_step = made
+        elif not self._takes_rate and self.global_step_ == 0 and self._has_moments(state_dict):
+            warnings.warn(
+                "the state has what an optimizer remembers of its updates, and not the step of its schedule, which goes on at 0; "
+                "set trainer.global_step_ to the number of updates that were made",
+                stacklevel=4,
+            )
 
     def save_as_onnx(self, path: str) -> None:
         """Write the forward graph with its loss and the trained weights: the training form.
@@ -355,6 +367,10 @@ class ORTTrainer(FrontEnd):
         elif self._takes_scale and scale_name in given:
             scale = checked_loss_scale(given.pop(scale_name))
         return given, rate, scale
+
+    def _has_moments(self, state_dict: Mapping[str, torch.Tensor]) -> bool:
+        slots = tuple(f"{slot}_" for slot in self._engine.slot_names)
+        return any(str(name).startswith(slots) for name in state_dict)
 
     def _half_copies(self) -> dict[str, str]:
         """Trained weight -> name of its copy in half precision, as legacy's graph kept it."""

@@ -24,6 +24,7 @@ from orttrainer.errors import InvalidArgumentError, SchemaError, StateError
 from orttrainer.front_end import FrontEnd
 from orttrainer.loss_scaler import LossScaler
 from orttrainer.scaler_state import from_state, scaler_state
+from orttrainer.schedule_state import StepsMade
 from orttrainer.torch_optimizer.groups import Groups
 from orttrainer.torch_optimizer.hooks import call_post_hooks, refuse_pre_hooks
 from orttrainer.torch_optimizer.moments import Holding, moments_of
@@ -249,6 +250,7 @@ class Trainer(FrontEnd):
             StateError: a tensor of another shape, or, if `strict`, other names. Nothing is loaded.
         """
         state_dict, scale_on = from_state(state_dict, self._loss_scaler)
+        state_dict, _ = StepsMade.from_state(state_dict)  # of a trainer that has its schedule itself
         engine, slots = self._engine, tuple(f"{slot}_" for slot in self._engine.slot_names)
         has_moments = isinstance(state_dict, Mapping) and any(str(name).startswith(slots) for name in state_dict)
         if has_moments and engine.is_compiled:

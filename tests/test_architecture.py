@@ -58,9 +58,10 @@ MAY_IMPORT = {
     "front_end": {"engine", "profiling", "training_graph"},  # the engine by name only: it imports what refuses copies
     "loss_scaler": set(),
     "scaler_state": {"arguments", "loss_scaler", "state"},
+    "schedule_state": {"state"},
     "schedules": set(),
     "checkpoint": {"graph"},
-    "ort_trainer": {"arguments", "describe", "engine", "front_end", "graph", "scaler_state"},
+    "ort_trainer": {"arguments", "describe", "engine", "front_end", "graph", "scaler_state", "schedule_state"},
     "training": {
         "arguments",
         "checkpoint",
@@ -71,6 +72,7 @@ MAY_IMPORT = {
         "graph",
         "loss_scaler",
         "scaler_state",
+        "schedule_state",
         "schedules",
         "state",
         "training_graph",
@@ -87,6 +89,7 @@ MAY_IMPORT = {
         "front_end",
         "loss_scaler",
         "scaler_state",
+        "schedule_state",
         "torch_optimizer",
     },
     "compat": {"checkpoint", "describe", "distributed", "loss_scaler", "ort_trainer", "runtime", "seed", "training"},

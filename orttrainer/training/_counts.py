@@ -6,7 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orttrainer.scaler_state import checked_scale
+import torch
+
+from orttrainer.scaler_state import SCALE, STABLE_STEPS, checked_scale
+from orttrainer.schedule_state import StepsMade
+from orttrainer.state.state_dict import checked_count
 from orttrainer.training import _state_layout
 from orttrainer.training.amp.loss_scaler import LossScaler
 from orttrainer.training.step_info import TrainStepInfo
@@ -42,6 +46,33 @@ class Counts:
             count(steps, "optimization_step", "train_step_info", self.optimization_step),
             count(steps, "step", "train_step_info", self.step), scale, stable,
         )  # fmt: skip
+
+    def flat_loaded(self, state: Any) -> tuple[Any, Counts]:
+        """A flat state dict without any, and those that it says; what it lacks as here.
+
+        Raises:
+            StateError: one that is none.
+        """
+        state, made = StepsMade.from_state(state)
+        updates, batches = made or (self.optimization_step, self.step)
+        if not isinstance(state, Mapping):  # the engine says what is wrong
+            return state, self
+        scale, stable = self.loss_scale, self.stable_steps
+        if scale is not None and SCALE in state:
+            scale, stable = (
+                checked_scale(state[SCALE], repr(SCALE)),
+                checked_count(STABLE_STEPS, state.get(STABLE_STEPS, 0)),
+            )
+        rest = {name: value for name, value in state.items() if name not in (SCALE, STABLE_STEPS)}
+        return rest, Counts(updates, batches, scale, stable)
+
+    def flat(self, scheduled: bool) -> dict[str, torch.Tensor]:
+        """As they are in a flat state dict: what a schedule, if there is one, and a scaler go on by."""
+        found = StepsMade(self.optimization_step, self.step).state() if scheduled else {}
+        if self.loss_scale is not None:
+            found[SCALE] = torch.tensor([self.loss_scale], dtype=torch.float64)
+            found[STABLE_STEPS] = torch.tensor([self.stable_steps])
+        return found
 
     def put(self, info: TrainStepInfo, scaler: LossScaler | None) -> None:
         """Let the trainer go on with these."""

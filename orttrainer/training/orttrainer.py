@@ -330,11 +330,14 @@ class ORTTrainer(FrontEnd):
     def _flat_state_dict(self, include_optimizer_state: bool = True) -> dict[str, torch.Tensor]:
         if not self._is_settled:
             warnings.warn("the trainer has no state before its first step; the state dict is empty", stacklevel=3)
-        return self._engine.state_dict(include_optimizer_state)
+        found = self._engine.state_dict(include_optimizer_state)
+        return found | (self._counts.flat(self._has_schedule()) if include_optimizer_state and found else {})
 
     def _load_flat_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = False) -> None:
+        state_dict, counts = self._counts.flat_loaded(state_dict)
         self._early = None
         self._engine.load_state_dict(state_dict, strict)
+        self._put(counts)
 
     # -- inside ---------------------------------------------------------------------------
 
