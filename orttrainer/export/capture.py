@@ -10,7 +10,6 @@ import contextlib
 import functools
 import io
 import linecache
-import re
 from collections.abc import Iterator, Sequence
 from unittest import mock
 
@@ -39,6 +38,7 @@ from orttrainer.export.forms import (
 )
 from orttrainer.export.forms.assignment import define_assignments
 from orttrainer.export.forms.grouped import define_grouped_products
+from orttrainer.export.forms.named_sizes import forget_all_but, forget_those_by_values
 from orttrainer.export.forms.promoted import one_dtype
 from orttrainer.export.initializers import make_real, state_tensor
 from orttrainer.export.quiet import silence
@@ -115,17 +115,9 @@ def capture_dynamo(
     define_assignments(model)
     define_grouped_products(model)
     if takes_for_equal(program):
-        _forget_sizes_by_values(model)
+        forget_those_by_values(model)
     _release_graphs(model)
     return model
-
-
-def _forget_sizes_by_values(model: ir.Model) -> None:
-    """Drop the names of sizes that values give: sizes of one name may be one and many, where torch took them for equal."""
-    for node in model.graph.all_nodes():
-        for x in node.outputs:
-            if x.shape is not None:
-                x.shape = ir.Shape([None if re.search(r"\bu\d+\b", str(dim)) else dim for dim in x.shape])
 
 
 def _release_graphs(model: ir.Model) -> None:
@@ -336,16 +328,9 @@ def capture_torchscript(wrapper, inputs, symbols, opset, decided: set[str]) -> i
         )
     caught.check()
     model = ir.from_proto(onnx.load_from_string(file.getvalue()))
-    _forget_sizes(model, symbols)
+    forget_all_but(model, {name for axes in symbols for name in axes.values()})
     _attach_state(model, wrapper, dict(zip(names, inputs)), symbols)
     return model
-
-
-def _forget_sizes(model, symbols):
-    """The names that the exporter makes up for sizes: it gives one to sizes that differ in other batches."""
-    given = {name for axes in symbols for name in axes.values()}
-    for value in (value for node in model.graph.all_nodes() for value in node.outputs if value.shape is not None):
-        value.shape = ir.Shape([dim if isinstance(dim, int) or dim.value in given else None for dim in value.shape])
 
 
 def _attach_state(model, wrapper, given, symbols):
