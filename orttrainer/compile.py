@@ -62,6 +62,7 @@ def compile_training_graph(
     layouts: bool = False,
     as_declared: Collection[str] = (),
     disabled_passes: Sequence[str] = (),
+    sizes: Mapping[str, int] | None = None,
 ) -> TrainingGraph:
     """Build the training graph of a forward graph.
 
@@ -81,6 +82,7 @@ def compile_training_graph(
             `StateEntry.transposed` says which.
         as_declared: parameters that these may not be.
         disabled_passes: names of classes in `pipeline.SPEED_PASSES` to leave out.
+        sizes: of symbolic dimensions, in usual batches; the graph is right for any.
 
     Raises:
         InvalidArgumentError: `recompute` asks for what the graph does not have, or there is no such pass.
@@ -108,7 +110,7 @@ def compile_training_graph(
     build.order(gradients)
     build.update(optimizer, gradients, groups or {})
     names = {name: value.name for name, value in gradients.items()}  # a pass that replaces one keeps its name
-    build.lower(primitives, recompute is None, names.values())
+    build.lower(primitives, recompute is None, names.values(), sizes or {})
     return build.finish(names, groups or {}, optimizer)
 
 
@@ -126,7 +128,7 @@ class _Build:
         primitives: bool,
         disabled: frozenset[str],
     ):
-        described = [value.name for value in forward.model.graph.inputs]
+        self.described = [value.name for value in forward.model.graph.inputs]
         others = {*forward.updates.values(), forward.checks}
         self.outputs = [v.name for v in forward.model.graph.outputs if v.name not in others]
         # An ONNX model may have the new value of a statistic among the outputs that callers ask for.
@@ -148,12 +150,10 @@ class _Build:
         if layout is not None:
             model = self._rewritten(model, layout)
             self._store(layout.stored)
-        self.taken = (
-            {v.name for v in graph.inputs} | {v.name for node in graph for v in node.outputs} | set(graph.initializers)
-        )
+        values = itertools.chain(graph.inputs, *(node.outputs for node in graph))
+        self.taken = {value.name for value in values} | set(graph.initializers)
         self.learning_rate = self._unused(RATE) if learning_rate is None else self._free(learning_rate)
         self.training_mode = self._unused(TRAINING_MODE)
-        self.described = described
         self._input(graph, self.learning_rate, self._rate_type(), [rates])
         self._input(graph, self.training_mode, ir.DataType.BOOL, [])
         self.loss_scale = self._unused(LOSS_SCALE) if precision is not None else None
@@ -332,7 +332,7 @@ class _Build:
         count = self.rate.shape[0]
         return [self.rate] if count == 1 else [self.op.Slice(self.rate, [i], [i + 1]) for i in range(count)]
 
-    def lower(self, primitives: bool, keep: bool, gradients: Collection[str]) -> None:
+    def lower(self, primitives: bool, keep: bool, gradients: Collection[str], sizes: Mapping[str, int]) -> None:
         """Replace operators whose kernels are slow or absent, now that their gradients are taken."""
         graph = self.model.graph
         graph.outputs[len(self.outputs) :] = []  # del would leave them marked as outputs
@@ -344,7 +344,7 @@ class _Build:
             value.name = self.new_names[name] = self._unused(f"{name}_new")
             self.new[name] = value
             graph.outputs.append(value)
-        self.model = self._rewritten(self.model, *after_update(self.training_mode, primitives, keep, gradients))
+        self.model = self._rewritten(self.model, *after_update(self.training_mode, primitives, keep, gradients, sizes))
 
     def _rewritten(self, model: ir.Model, *passes: ir.passes.PassBase) -> ir.Model:
         return rewritten(model, passes, self.disabled)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 from onnx_ir.passes import common
@@ -51,7 +51,7 @@ from orttrainer.graph.passes.speed.products import (
     ScaleSmallOperandPass,
     TransposeSmallOperandPass,
 )
-from orttrainer.graph.passes.speed.recurrent import KeepActivationsPass
+from orttrainer.graph.passes.speed.recurrent import BatchMajorPass, KeepActivationsPass
 from orttrainer.graph.passes.speed.reductions import ReduceOnesPass, ShortSumsPass
 from orttrainer.graph.passes.speed.rows import FlatScatterPass, GatherRowsPass
 from orttrainer.graph.passes.speed.scalar_rank import ScalarRankPass
@@ -119,6 +119,7 @@ SPEED_PASSES = (
     MinimalFilteringPass,  # of the sessions on a CPU, behind these
     SumIntoConvolutionPass,  # of those that train, behind these
     TurnConvolutionPass,  # of the sessions on a CPU
+    BatchMajorPass,
     KeepActivationsPass,
     JoinPadsPass,
     ThresholdPass,
@@ -133,6 +134,10 @@ SPEED_PASSES = (
     ShortRowsPass,  # likewise
     RootsFirstPass,  # likewise
 )
+
+NOT_NATIVE = (
+    BatchMajorPass.__name__,
+)  # what graphs that kernels in C run do without: those of loops read hidden-major
 
 
 def check_disabled_passes(names: Sequence[str]) -> None:
@@ -181,7 +186,7 @@ def before_gradients(
 
 
 def after_update(
-    training_mode: str, primitives: bool, keep: bool, gradients: Collection[str]
+    training_mode: str, primitives: bool, keep: bool, gradients: Collection[str], sizes: Mapping[str, int]
 ) -> list[ir.passes.PassBase]:
     """For a whole step: replace operators whose kernels are slow or absent, now that their gradients are taken.
 
@@ -190,10 +195,11 @@ def after_update(
         primitives: for CUDA, which lacks some kernels and is slowed down by what suits the CPU.
         keep: recurrent layers may keep what their backward reads.
         gradients: names of values.
+        sizes: of symbolic dimensions, in usual batches.
     """
     on_cpu = not primitives
     return [
-        *([KeepActivationsPass()] if keep and on_cpu else []),
+        *([BatchMajorPass(sizes), KeepActivationsPass()] if keep and on_cpu else []),
         SwitchBatchNormalizationPass(training_mode, primitives=primitives),
         ExpandSoftmaxCrossEntropyPass(),
         LongNormsPass(at_once=MANY if on_cpu else math.inf),

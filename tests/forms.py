@@ -56,7 +56,7 @@ def _every_size() -> None:
         (products.ScaleSmallOperandPass, "LARGE", 2),
         (products, "WIDE", 1),
         (matrix, "WIDE", 0.1),
-        (recurrent_forward, "NARROWEST", 1),
+        (recurrent_forward, "SMALLEST", 0),
         (sparse_update, "LEAST_ELEMENTS", 1),
         (sparse_update, "LEAST_SHARE", 0),
         (sparse_update, "LEAST_SHARE_OF_KERNELS", 0),

@@ -10,14 +10,13 @@ from onnx_ir.passes import common
 from orttrainer.differentiate import differentiate
 from orttrainer.differentiate.prepare import prepare
 from orttrainer.graph.builder import Builder
-from orttrainer.graph.passes.speed.recurrent import KeepActivationsPass
 
 KINDS = sorted(recurrent.TORCH)
 ENDED = np.array([5, 0, 3], np.int32)
 
 
-def with_gradients(model, keep: bool):
-    """The model with the gradients of its float inputs, given a cotangent of each output."""
+def with_gradients(model, *passes):
+    """The model with the gradients of its float inputs, given a cotangent of each output, after these passes."""
     model = prepare(ir.from_proto(model))
     graph = model.graph
     floats = [value for value in graph.inputs if value.dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE)]
@@ -30,8 +29,8 @@ def with_gradients(model, keep: bool):
         gradient = op.Identity(gradient)
         gradient.name = f"{value.name}_grad"
         graph.outputs.append(gradient)
-    if keep:
-        assert KeepActivationsPass()(model).modified
+    for each in passes:
+        each(model)
     common.RemoveUnusedNodesPass()(model)
     return ir.to_proto(model)
 

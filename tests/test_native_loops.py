@@ -10,16 +10,13 @@ from marks import slow
 from onnx import TensorProto, helper
 from recurrent_scans import CASES, UNKNOWN_TO_PYTORCH, with_gradients
 
-from orttrainer.differentiate.rules import recurrent_forward
+from orttrainer.graph.passes.speed.recurrent import KeepActivationsPass
 from orttrainer.native.fuse import FusePointwisePass
 from orttrainer.native.loops import FuseLoopsPass
 from orttrainer.native.toolchain import compiled
 from orttrainer.testing.check import _model
 
-
-@pytest.fixture(autouse=True)
-def _loops_of_any_width(own_kernel_cache, monkeypatch):
-    monkeypatch.setattr(recurrent_forward, "NARROWEST", 1)
+pytestmark = pytest.mark.usefixtures("own_kernel_cache")
 
 
 def fused(model):
@@ -72,7 +69,7 @@ def layer(case, free=False, dtype=np.float32):
         for info in model.graph.output:
             info.type.tensor_type.ClearField("shape")
         model = onnx.shape_inference.infer_shapes(model, data_prop=True)
-    model = with_gradients(model, keep=True)
+    model = with_gradients(model, KeepActivationsPass())
     rng = np.random.default_rng(5)
     for info in model.graph.input:
         if info.name not in feeds:

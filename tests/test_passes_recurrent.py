@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import models
@@ -21,28 +22,40 @@ from orttrainer.differentiate.prepare import prepare
 from orttrainer.differentiate.rules import recurrent_forward
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.speed.pads import JoinPadsPass
-from orttrainer.graph.passes.speed.recurrent import KeepActivationsPass
+from orttrainer.graph.passes.speed.recurrent import BatchMajorPass, KeepActivationsPass
 from orttrainer.testing import evaluate
 from orttrainer.testing.check import _compare, _model, _torch_gradients
-
-
-@pytest.fixture
-def every_width(monkeypatch):
-    monkeypatch.setattr(recurrent_forward, "NARROWEST", 1)
 
 
 def operators(model) -> list[str]:
     return [node.op_type for node in model.graph.node]
 
 
+# The pass, and from how many numbers in a hidden state on it keeps the activations where it is batch-major.
+FORMS = {
+    "hidden-major": (KeepActivationsPass, 0),
+    "batch-major": (BatchMajorPass, 0),
+    "made-again": (BatchMajorPass, 99),
+}
+
+
+@pytest.fixture(params=FORMS)
+def form(request, monkeypatch):
+    """A pass over the recurrent layers of a graph; and whether it leaves none of their operators."""
+    make, smallest = FORMS[request.param]
+    monkeypatch.setattr(recurrent_forward, "SMALLEST", smallest)
+    return make(), smallest == 0
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_forward_that_keeps_its_gates_has_the_outputs_and_gradients_of_pytorch(case, every_width):
+def test_each_form_has_the_outputs_and_gradients_of_pytorch(case, form):
     model, feeds = _model(case, np.float64)
     outputs = evaluate(model, feeds)
     rng = np.random.default_rng(5)
     seeds = {name: rng.standard_normal(value.shape) for name, value in outputs.items()}
-    kept = with_gradients(model, keep=True)
-    assert case.op_type not in operators(kept)
+    rewrite, keeps = form
+    kept = with_gradients(model, rewrite)
+    assert (case.op_type not in operators(kept)) == (keeps or case.op_type == "RNN")
     results = evaluate(kept, feeds | {f"{name}_cotangent": seed for name, seed in seeds.items()})
     floats = [torch.tensor(value) for name, value in feeds.items() if value.dtype == np.float64]
     expected = case.torch(*floats)
@@ -53,41 +66,72 @@ def test_the_forward_that_keeps_its_gates_has_the_outputs_and_gradients_of_pytor
 
 
 @pytest.mark.parametrize("case", UNKNOWN_TO_PYTORCH, ids=str)
-def test_the_forward_that_keeps_its_gates_agrees_with_the_operator(case, every_width):
+def test_each_form_agrees_with_the_operator(case, form):
     model, feeds = _model(case, np.float64)
     rng = np.random.default_rng(5)
     feeds |= {f"{name}_cotangent": rng.standard_normal(v.shape) for name, v in evaluate(model, feeds).items()}
-    expected, actual = (evaluate(with_gradients(model, keep), feeds) for keep in (False, True))
+    expected, actual = (evaluate(with_gradients(model, *passes), feeds) for passes in ((), form[:1]))
     _compare(actual, expected, 1e-12, str(case))
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 @pytest.mark.parametrize("direction", ["forward", "bidirectional"])
-def test_no_step_copies_a_state_to_keep_it(kind, direction, every_width):
+def test_no_step_copies_a_state_to_keep_it(kind, direction, form):
     model, _ = _model(recurrent.case(kind, "plain", direction, **recurrent.RESET[kind]), np.float64)
-    kept = with_gradients(model, keep=True)
+    kept = with_gradients(model, form[0])
     bodies = [node.attribute[0].g for node in kept.graph.node if node.op_type == "Scan"]
     assert bodies and not any(node.op_type == "Identity" for body in bodies for node in body.node)
 
 
-def test_narrow_layers_and_special_ones_keep_the_operator():
-    for case in (recurrent.case("LSTM", "narrow"), recurrent.special("RNN", "clip", clip=0.5)):
-        model, _ = _model(case, np.float64)
-        model = prepare(ir.from_proto(model))
-        y, x = model.graph.outputs[0], model.graph.inputs[0]
-        differentiate(Builder(model.graph), {y: y}, [x])
-        assert not KeepActivationsPass()(model).modified
-        assert case.op_type in [node.op_type for node in model.graph]
+def test_special_layers_keep_the_operator():
+    case = recurrent.special("RNN", "clip", clip=0.5)
+    model, _ = _model(case, np.float64)
+    model = prepare(ir.from_proto(model))
+    y, x = model.graph.outputs[0], model.graph.inputs[0]
+    differentiate(Builder(model.graph), {y: y}, [x])
+    assert not BatchMajorPass()(model).modified and not KeepActivationsPass()(model).modified
+    assert case.op_type in [node.op_type for node in model.graph]
+
+
+@pytest.mark.parametrize("hidden, sizes, layout, keeps", [
+    (16, {}, "batch-major", False), (32, {}, "batch-major", True), (32, {"batch": 8}, "batch-major", False),
+    (16, {"batch": 32}, "batch-major", True), (128, {}, "hidden-major", True), (128, {"batch": 32}, "hidden-major", True),
+    (128, {"batch": 8}, "batch-major", True),
+])  # fmt: skip
+def test_layers_are_batch_major_where_they_are_narrow_or_samples_few(hidden, sizes, layout, keeps):
+    case = recurrent.case("LSTM", "size", shape=(2, 3, 2), hidden=hidden)
+    model, _ = _model(case, np.float32)
+    for value in [*model.graph.input, *model.graph.output]:
+        dims = value.type.tensor_type.shape.dim
+        if len(dims) > 2 and dims[-2].dim_value == 3:
+            dims[-2].dim_param = "batch"
+    model = with_gradients(model, BatchMajorPass(sizes), KeepActivationsPass())
+    assert ("LSTM" in operators(model)) != keeps
+    assert layouts(model) == {layout}
+
+
+def layouts(model) -> set[str]:
+    """How the steps of the Scans multiply: batch-major the weight, which comes from outside, is the right operand."""
+    found = set()
+    for body in (node.attribute[0].g for node in model.graph.node if node.op_type == "Scan"):
+        made = {value.name for value in body.input} | {name for node in body.node for name in node.output}
+        for node in body.node:
+            if node.op_type in ("Gemm", "MatMul"):
+                found.add("hidden-major" if node.input[1] in made else "batch-major")
+    return found
+
+
+WIDTH = 64  # batch-major, with what it keeps for any number of samples
 
 
 class Tagger(nn.Module):
-    """Two layers in two directions, with the last states; wide enough to be written out."""
+    """Two layers in two directions, with the last states."""
 
     def __init__(self, kind):
         super().__init__()
         self.embedding = nn.Embedding(23, 8)
-        self.layers = kind(8, recurrent_forward.NARROWEST, num_layers=2, bidirectional=True)
-        self.decoder = nn.Linear(3 * recurrent_forward.NARROWEST, 23)
+        self.layers = kind(8, WIDTH, num_layers=2, bidirectional=True)
+        self.decoder = nn.Linear(3 * WIDTH, 23)
 
     def forward(self, tokens):
         y, last = self.layers(self.embedding(tokens))
@@ -106,10 +150,10 @@ def make_trainer(module: nn.Module, **options) -> ORTTrainer:
 
 
 class OneWay(nn.Module):
-    def __init__(self, kind):
+    def __init__(self, kind, width=WIDTH):
         super().__init__()
-        self.embedding, self.layer = nn.Embedding(23, 8), kind(8, recurrent_forward.NARROWEST)
-        self.decoder = nn.Linear(recurrent_forward.NARROWEST, 23)
+        self.embedding, self.layer = nn.Embedding(23, 8), kind(8, width)
+        self.decoder = nn.Linear(width, 23)
 
     def forward(self, tokens):
         return self.decoder(self.layer(self.embedding(tokens))[0])
@@ -138,8 +182,6 @@ def test_wide_layers_train_as_in_pytorch_and_evaluate_too(model, kind):
         assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     made_by = {output: node.op_type for node in trainer.training_graph.model.graph.node for output in node.output}
     assert not {"LSTM", "GRU", "RNN"} & set(made_by.values())
-    if model is Tagger and isinstance(kind, type):  # else the gates stay in their order, or there is one
-        assert made_by["layers.weight_hh_l1_reverse_grad"] == "Concat"
     torch.testing.assert_close(trainer.eval_step(tokens, labels)[1], twin(tokens), rtol=1e-5, atol=1e-5)
     for name, want in twin.state_dict().items():
         torch.testing.assert_close(module.state_dict()[name], want, rtol=1e-5, atol=1e-6)
@@ -152,15 +194,38 @@ def test_the_operator_stays_where_values_are_to_be_made_again():
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_the_gates_of_a_layer_stay_in_the_order_of_pytorch(kind):
-    trainer = make_trainer(OneWay(kind))
-    trainer.eval_step(torch.zeros(5, 3, dtype=torch.int64), torch.zeros(15, dtype=torch.int64))
+@pytest.mark.parametrize("model", [OneWay, Tagger])
+def test_the_gates_of_a_layer_stay_in_the_order_of_pytorch(model, kind):
+    trainer = make_trainer(model(kind))
+    trainer.eval_step(torch.zeros(5, 8, dtype=torch.int64), torch.zeros(40, dtype=torch.int64))
     nodes = trainer.training_graph.model.graph.node
     made_by = {output: node for node in nodes for output in node.output}
-    for name in ("layer.weight_ih_l0", "layer.weight_hh_l0"):
+    names = [name for name in trainer.state_dict() if ".weight_" in name or ".bias_ih_" in name]
+    assert len(names) == (3 if model is OneWay else 12)
+    for name in names:
         assert not {node.op_type for node in nodes if name in node.input} & {"Slice", "Split", "Gather"}
         gradient = made_by[f"{name}_grad"]
-        assert (gradient.op_type, made_by[gradient.input[0]].op_type) == ("Identity", "MatMul")
+        inner = made_by[gradient.input[0]].op_type if gradient.op_type == "Identity" else gradient.op_type
+        assert inner in (("Transpose", "MatMul") if ".weight_" in name else ("ReduceSum", "Reshape")), name
+
+
+def test_kernels_run_the_loops_of_narrow_layers_too(own_kernel_cache):
+    """They read hidden-major, and keep the gates of every width."""
+    torch.manual_seed(0)
+    module = OneWay(nn.LSTM, 8)
+    twin = copy.deepcopy(module)
+    trainer = make_trainer(module, native_kernels=True)
+    optimizer = torch.optim.SGD(twin.parameters(), 0.5)
+    tokens, labels = torch.arange(20).view(5, 4), torch.arange(20)
+    for _ in range(3):
+        loss = trainer.train_step(tokens, labels, torch.tensor([0.5]))[0]
+        optimizer.zero_grad()
+        expected = models.flat_cross_entropy(twin(tokens), labels)
+        expected.backward()
+        optimizer.step()
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    graph = trainer.training_graph.model
+    assert "LSTM" not in operators(graph) and layouts(graph) == {"hidden-major"}
 
 
 # ---------------------------------------------------------------- gradients of slices

@@ -120,7 +120,8 @@ g (float[6] x0, float[6] g0, float[2,3] x1, float[2,3] g1, float[4] x2, float[4]
 """
 TEXT += "".join(f"""
   a{k} = Mul(x{k}, r)
-  b{k} = Add(g{k}, a{k})
+  h{k} = Mul(g{k}, r)
+  b{k} = Add(h{k}, a{k})
   c{k} = Mul(b{k}, b{k})
   s{k} = Mul(c{k}, {"RATE" if k == 3 else "r"})
   y{k} = Sub(x{k}, s{k})""" for k in range(4)) + "\n  read = Neg(OF)\n}"  # fmt: skip
@@ -128,7 +129,7 @@ UPDATES = [{f"x{k}": f"y{k}"} for k in range(4)]
 
 
 @pytest.mark.parametrize(("change", "joins"), [
-    ({}, True), ({"(OF)": "(x3)"}, True), ({"(OF)": "(s3)"}, False), ({"(OF)": "(y3)"}, False),
+    ({}, True), ({"(OF)": "(x3)"}, True), ({"(OF)": "(h3)"}, True), ({"(OF)": "(s3)"}, False), ({"(OF)": "(y3)"}, False),
     ({"RATE": "g3"}, False), ({"Sub(x3, s3)": "Sub(s3, x3)"}, False), ({"Sub(x3, s3)": "Add(x3, s3)"}, False),
 ])  # fmt: skip
 def test_what_is_not_made_alike_or_is_read_on_the_way_is_apart(change, joins):

@@ -85,6 +85,19 @@ def rnn():
 
 
 @family
+def series_lstm():
+    layers = Then(nn.LSTM(20, 40, 2, batch_first=True), lambda result: result[0])
+    module = nn.Sequential(layers, nn.Linear(40, 1))
+    return module, F.mse_loss, lambda: (torch.randn(16, 60, 20), torch.randn(16, 60, 1))
+
+
+@family
+def words_lstm():
+    layers = Then(nn.LSTM(32, 32, batch_first=True, bidirectional=True), lambda result: result[0].mean(1))
+    return nn.Sequential(nn.Embedding(1000, 32), layers, nn.Linear(64, 10)), F.cross_entropy, tokens(8, 40, 1000, 10)
+
+
+@family
 def conv_lstm():
     sound = nn.Sequential(nn.Conv1d(13, 64, 5, padding=2), nn.BatchNorm1d(64), nn.ReLU(), nn.MaxPool1d(2))
     layers = Then(nn.LSTM(64, 128, 2, batch_first=True), lambda result: result[0][:, -1])

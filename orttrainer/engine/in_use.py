@@ -36,7 +36,7 @@ from orttrainer.errors import StateError
 from orttrainer.front_end import NotCopied
 from orttrainer.native.toolchain import is_wanted
 from orttrainer.optim import OPTIMIZERS, make_optimizer
-from orttrainer.pipeline import check_disabled_passes
+from orttrainer.pipeline import NOT_NATIVE, check_disabled_passes
 from orttrainer.run import Runner
 from orttrainer.seed import seed_of_rank
 from orttrainer.state.kept import KeptState
@@ -342,7 +342,8 @@ class InUse(NotCopied):
             seed=seed_of_rank(self.collective.rank), primitives=self.device.type == "cuda",
             accumulate=self._accumulation_steps > 1, precision=self.precision,
             recompute=self.settings.recompute and self.settings.recompute.with_sizes(self._sizes), layouts=layouts,
-            as_declared=self.source.as_declared, disabled_passes=self.settings.disabled_passes,
+            as_declared=self.source.as_declared,
+            disabled_passes=[*self.settings.disabled_passes, *(NOT_NATIVE if self._native else ())], sizes=self._sizes,
         )  # fmt: skip
         graph.decisions, graph.moment = decisions, self._moment
         return graph

@@ -18,10 +18,10 @@ class Rows(NamedTuple):
     end: int
 
 
-def origin_of_rows(x: ir.Value) -> list[Rows]:
-    """What `x` is put together from, along its first axis; `x` itself where nothing is known."""
+def origin_of_rows(x: ir.Value, start: int = 0, end: int | None = None) -> list[Rows]:
+    """What `x`, or its slices `start` to `end`, are put together from, along the first axis; `x` itself where nothing is known."""
     size = x.shape[0] if x.shape else None
-    return _merged(_rows(x, 0, size)) if isinstance(size, int) else []
+    return _merged(_rows(x, start, size if end is None else end)) if isinstance(size, int) else []
 
 
 def _rows(x: ir.Value, start: int, end: int) -> list[Rows]:
@@ -48,14 +48,10 @@ def _rows(x: ir.Value, start: int, end: int) -> list[Rows]:
     if node.op_type == "Slice":
         first = _first_of_slice(node)
         return here if first is None else _rows(node.inputs[0], first + start, first + end)
-    if node.op_type == "Squeeze":
-        inner = node.inputs[0].producer()
-        if (
-            inner is not None
-            and inner.op_type == "Unsqueeze"
-            and _axes(node) is not None
-            and _axes(node) == _axes(inner)
-        ):
+    if node.op_type == "Squeeze" and (axes := _axes(node)) is not None:
+        one = _rows(node.inputs[0], 0, 1) if axes == [0] else [Rows(node.inputs[0], 0, 1)]
+        inner = one[0].source.producer()
+        if inner is not None and inner.op_type == "Unsqueeze" and axes == _axes(inner):
             return _rows(inner.inputs[0], start, end)
     return here
 

@@ -8,45 +8,70 @@ a step keeps its states, its output is 0, and its activations are numbers that n
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import onnx_ir as ir
 
 from orttrainer.differentiate.rules.recurrent_gates import split_gates
 from orttrainer.differentiate.rules.recurrent_layers import scan
-from orttrainer.differentiate.rules.tools import join
+from orttrainer.differentiate.rules.recurrent_layouts import BATCH_MAJOR
 from orttrainer.graph.builder import Builder
-from orttrainer.graph.passes.speed.recurrent import FORWARD
+from orttrainer.graph.passes.speed.recurrent import BATCH_MAJOR_FORM, FORWARD
+from orttrainer.graph.sizes import size_at_hand
 
-# Narrower layers keep the operator: there a step of the Scan takes longer than the products that it spares. Forward and
-# backward of an LSTM, 35 times, 16 sequences, gates made again and kept, in ms: 32 wide 0.56 and 0.61, 64 wide 1.04 and
-# 0.92, 128 wide 2.65 and 2.13, 256 wide 8.8 and 6.7. (2 threads, ONNX Runtime 1.31.1; a GRU does alike. Of an RNN there
-# is nothing to keep, but the operator is slow: 32 wide 0.34 and 0.24, 256 wide 3.3 and 1.8.)
-NARROWEST = 64
+WIDEST = 64  # layer that is batch-major for any number of sequences
+FEW = 8  # sequences, for which all are: hidden-major the products take as long as those of 16
+# Numbers in a hidden state up to which the operator stays, batch-major, and the gates are made again: a step of the Scan
+# takes longer than the products that it spares. A whole step with an LSTM, 50 times, one thread (ONNX Runtime 1.31.1, Zen 4),
+# gates made again and kept, in ms: 16 wide, 8 sequences 0.62 and 0.72; 32 and 8 0.82 and 0.88; 48 and 8 1.13 both; 32 and 16
+# 1.22 and 1.20; 48 and 16 1.75 and 1.55. A GRU does alike; of an RNN there is nothing to keep, but the operator is slow.
+SMALLEST = 384
+USUAL = 16  # sequences, where that is not known
 
 Kept = tuple[ir.Value, list[ir.Value], list[ir.Value]]  # hidden states of all times, last states, activations
+Pairs = list[tuple[ir.Value, ir.Value]]
 
 
-def offer_forward(op: Builder, node: ir.Node, forward: Callable, written: Sequence) -> None:
-    """Let `KeepActivationsPass` replace `node` by `forward`.
+def offer_forms(
+    op: Builder, node: ir.Node, forward: Callable, written: Sequence, cotangents: Sequence, again: Callable
+) -> None:
+    """Let `BatchMajorPass` and `KeepActivationsPass` write `node`, or its gradient, in another form.
 
     Args:
         forward: `forward(op, direction)` returns the hidden states of all times, the last states, and activations.
         written: for each direction of `node` its `Direction`, and the activations that its backward computes again.
+        cotangents: of the inputs.
+        again: `again(op, layout=layout)` writes the backward out in another layout, and returns such cotangents and
+            directions.
     """
-    x, _, r = node.inputs[:3]
-    narrow = r.shape is not None and isinstance(r.shape[2], int) and r.shape[2] < NARROWEST and node.op_type != "RNN"
-    if node.graph is op.graph and x.dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE) and not narrow:
+    if node.graph is op.graph and node.inputs[0].dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE):
         node.meta[FORWARD] = functools.partial(_write, node, forward, written)
+        node.meta[BATCH_MAJOR_FORM] = functools.partial(_batch_major, node, forward, cotangents, again)
 
 
-def _write(node: ir.Node, forward: Callable, written: Sequence, op: Builder) -> list[tuple[ir.Value, ir.Value]]:
+def _batch_major(
+    node: ir.Node, forward: Callable, cotangents: Sequence, again: Callable, op: Builder, sizes: Mapping[str, int]
+) -> Pairs:
+    """The backward batch-major, and the forward where it keeps what that reads; nothing where another form is faster."""
+    x, _, r = node.inputs[:3]
+    batch = None if x.shape is None else size_at_hand(x.shape[1], sizes)
+    hidden = None if r.shape is None else size_at_hand(r.shape[2], sizes)
+    if hidden is None or (hidden > WIDEST and (batch is None or batch > FEW)):
+        return []
+    new, directions = again(op, layout=BATCH_MAJOR)
+    pairs = [(old, value) for old, value in zip(cotangents, new) if old is not None]
+    keeps = hidden * (USUAL if batch is None else batch) > SMALLEST or node.op_type == "RNN"
+    return pairs + _write(node, forward, directions, op) if keeps else pairs
+
+
+def _write(node: ir.Node, forward: Callable, written: Sequence, op: Builder) -> Pairs:
     pairs, parts = [], []
     for direction, again in written:
+        layout = direction.layout
         y, last, kept = forward(op, direction)
         pairs += zip(again, kept)
-        y = op.Unsqueeze(op.Transpose(y, perm=[0, 2, 1]), [1])  # [time, 1, batch, hidden]
-        parts.append([y, *(op.Unsqueeze(op.Transpose(state, perm=[1, 0]), [0]) for state in last)])
+        y = op.Unsqueeze(layout.of_times(op, y), [1])  # [time, 1, batch, hidden]
+        parts.append([y, *(op.Unsqueeze(layout.of_state(op, state), [0]) for state in last)])
     for place, (old, values) in enumerate(zip(node.outputs, zip(*parts))):
         if old.name:
             pairs.append((old, values[0] if len(values) == 1 else op.Concat(*values, axis=0 if place else 1)))
@@ -59,7 +84,7 @@ def lstm_forward(op: Builder, d) -> Kept:
 
     def step(op, states, inputs):
         (h, c), (gates, inside) = states, inputs
-        i, o, f, g = split_gates(op, op.Gemm(d.r, h, gates), d.order, axis=0)
+        i, o, f, g = split_gates(op, d.layout.product(op, d.r, h, gates), d.order, d.layout.axis)
         i, o, f, g = op.Sigmoid(i), op.Sigmoid(o), op.Sigmoid(f), op.Tanh(g)
         old = op.Mul(f, c)
         new_c = op.Add(old, op.Mul(i, g))
@@ -75,12 +100,11 @@ def gru_forward(op: Builder, d, linear_before_reset: bool) -> Kept:
     """[z r] = sig(W X + R H' + B),  n = tanh(Wn X + U + b),  H = n + z (H' - n);  keeps z r n z(H'-n), and Rn H' + c."""
     if not linear_before_reset:
         return _gru_reset_before(op, d)
-    w_z, w_r, w_n = split_gates(op, _products(op, d, d.w_bias), d.order, axis=1)
+    w_z, w_r, w_n = split_gates(op, _products(op, d, d.w_bias), d.order, d.layout.axis)
 
     def step(op, states, inputs):
         (h,), (w_z, w_r, w_n, inside) = states, inputs
-        product = op.MatMul(d.r, h) if d.r_bias is None else op.Gemm(d.r, h, d.r_bias)
-        r_z, r_r, u = split_gates(op, product, d.order, axis=0)
+        r_z, r_r, u = split_gates(op, d.layout.product(op, d.r, h, d.r_bias), d.order, d.layout.axis)
         z, r = op.Sigmoid(op.Add(w_z, r_z)), op.Sigmoid(op.Add(w_r, r_r))
         n = op.Tanh(op.Add(w_n, op.Mul(r, u)))
         old = op.Mul(z, op.Sub(h, n))
@@ -93,12 +117,13 @@ def gru_forward(op: Builder, d, linear_before_reset: bool) -> Kept:
 def _gru_reset_before(op: Builder, d) -> Kept:
     gates = _products(op, d, None if d.w_bias is None else op.Add(d.w_bias, d.r_bias))
     r_z, r_r, r_n = op.Split(d.r, axis=0, num_outputs=3, outputs=3)
-    w_z, w_r, w_n = op.Split(gates, axis=1, num_outputs=3, outputs=3)
+    w_z, w_r, w_n = op.Split(gates, axis=d.layout.axis, num_outputs=3, outputs=3)
+    product = d.layout.product
 
     def step(op, states, inputs):
         (h,), (w_z, w_r, w_n, inside) = states, inputs
-        z, r = op.Sigmoid(op.Gemm(r_z, h, w_z)), op.Sigmoid(op.Gemm(r_r, h, w_r))
-        n = op.Tanh(op.Gemm(r_n, op.Mul(r, h), w_n))
+        z, r = op.Sigmoid(product(op, r_z, h, w_z)), op.Sigmoid(product(op, r_r, h, w_r))
+        n = op.Tanh(product(op, r_n, op.Mul(r, h), w_n))
         old = op.Mul(z, op.Sub(h, n))
         return _ended(op, inside, [op.Add(n, old)], states), [z, r, n, old]
 
@@ -112,7 +137,7 @@ def rnn_forward(op: Builder, d) -> Kept:
 
     def step(op, states, inputs):
         (h,), (gates, inside) = states, inputs
-        new_h = (op.Relu if d.activations == "relu" else op.Tanh)(op.Gemm(d.r, h, gates))
+        new_h = (op.Relu if d.activations == "relu" else op.Tanh)(d.layout.product(op, d.r, h, gates))
         return _ended(op, inside, [new_h], states), [new_h]
 
     last, (y,) = _scan(op, d, step, [d.initial_h], [gates])
@@ -142,16 +167,10 @@ def _zero_behind(op: Builder, d, y: ir.Value) -> ir.Value:
 
 
 def _products(op: Builder, d, bias: ir.Value | None) -> ir.Value:
-    """W X + b of all times, by one product: [time, gates, batch].
+    """W X + b of all times, by one product of the rows of X.
 
-    Its rows are those of X: to exchange gates and batch within a time is several times faster than gates and time.
+    Hidden-major, to exchange gates and batch within a time is several times faster than gates and time.
     """
-    rows = op.Reshape(d.x, join(op, -1, op.dim(d.x, 2)))  # [time * batch, input]
-    operands = (rows, d.w) if bias is None else (rows, d.w, op.Squeeze(bias, [1]))
-    product = op.Gemm(*operands, transB=1)
-    by_time = op.Reshape(product, join(op, op.dim(d.x, 0), -1, op.dim(d.w, 0)))
-    if d.w.shape is not None and d.x.shape is not None:
-        by_time.shape = ir.Shape(
-            [*d.x.shape.dims[:2], d.w.shape[0]]
-        )  # which inference does not see if these have names
-    return op.Transpose(by_time, perm=[0, 2, 1])
+    if bias is not None and d.layout is not BATCH_MAJOR:
+        bias = op.Squeeze(bias, [1])
+    return d.layout.of_times(op, BATCH_MAJOR.products(op, [(d.w, d.x)], bias))

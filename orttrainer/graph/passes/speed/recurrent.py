@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.counter_hash import replace
 
-# Key in the `meta` of a forward node, set by its gradient rule: a function that writes the forward out with a builder,
-# and returns pairs of a value and what computes the same: the outputs, and what the backward computed again.
+# Keys in the `meta` of a node, set by its gradient rule: functions that write it out with a builder, and return pairs of a
+# value and what computes the same: of FORWARD the outputs, and what the backward computed again; of BATCH_MAJOR_FORM the
+# cotangents of the inputs, and the former where the forward changes as well.
 FORWARD = "orttrainer.forward_that_keeps"
+BATCH_MAJOR_FORM = "orttrainer.batch_major"
+
+
+class BatchMajorPass(ir.passes.InPlacePass):
+    """The backward of a narrow LSTM, GRU or RNN, [time, hidden, batch] -> [time, batch, hidden], as all around it lies.
+
+    And the forward, where it keeps what the backward reads, and does not stay the operator. Neither values nor weights are
+    transposed any more, and products of few samples take less time; those of many, of wide layers, take more.
+
+    Args:
+        sizes: of symbolic dimensions, in usual batches; the form is right for any.
+    """
+
+    def __init__(self, sizes: Mapping[str, int] | None = None):
+        super().__init__()
+        self.sizes = sizes or {}
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        return ir.passes.PassResult(model, _written(model.graph, BATCH_MAJOR_FORM, "rows", self.sizes))
 
 
 class KeepActivationsPass(ir.passes.InPlacePass):
@@ -20,16 +42,25 @@ class KeepActivationsPass(ir.passes.InPlacePass):
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        graph = model.graph
-        nodes = [node for node in graph if FORWARD in node.meta]
-        op = Builder(graph, "kept") if nodes else None
-        for node in nodes:
-            with op.scope(node.name or node.op_type):
-                for old, new in node.meta.pop(FORWARD)(op):
-                    if old.shape is not None:
-                        new.shape = old.shape.copy()
-                    replace(old, new)
+        return ir.passes.PassResult(model, _written(model.graph, FORWARD, "kept"))
+
+
+def _written(graph: ir.Graph, key: str, prefix: str, *how) -> bool:
+    """Let what stands under `key` be written, in the place of what there is, if it returns something."""
+    nodes = [node for node in graph if key in node.meta]
+    op = Builder(graph, prefix) if nodes else None
+    for node in nodes:
+        with op.scope(node.name or node.op_type):
+            pairs = node.meta.pop(key)(op, *how)
+        if not pairs:
+            continue
+        node.meta.pop(FORWARD, None)
+        for old, new in pairs:
+            if old.shape is not None:
+                new.shape = old.shape.copy()
+            replace(old, new)
+        if not any(y.uses() or y.is_graph_output() for y in node.outputs):
             graph.remove(node, safe=True)
-        if nodes:
-            graph.sort()  # the builder appends
-        return ir.passes.PassResult(model, bool(nodes))
+    if nodes:
+        graph.sort()  # the builder appends
+    return bool(nodes)

@@ -24,7 +24,8 @@ class JoinSmallUpdatesPass(ir.passes.InPlacePass):
     each scale of a norm. States are inputs and outputs of the graph as vectors, so that only the gradients are reshaped.
 
     Updates are joined if they are made of the same elementwise operators from state, the gradient and the same scalars, and if
-    nobody else reads what is on the way. Whoever reads an old value runs before it is written as before: a new one waits for
+    nobody else reads what is made of state on the way. What is made of the gradient alone, as its square, others may read: the
+    two biases of a recurrent layer have one gradient. Whoever reads an old value runs before it is written as before: a new one waits for
     what it waited for, and for more.
 
     Args:
@@ -124,7 +125,10 @@ class _SmallUpdate:
         own = {node.outputs[0] for node in nodes}
         if len(nodes) < LEAST_NODES or not own.issuperset(states.values()):
             return None
-        if not all(_stays_inside(y, states, found) for y in own):
+        of_state = set(states)
+        for node in nodes:
+            of_state.update(node.outputs if of_state.intersection(node.inputs) else ())
+        if not all(_stays_inside(y, states, found) for y in own & of_state):
             return None
         place: dict[ir.Value, tuple] = {x: ("state", k) for k, x in enumerate(states)}
         form: list = [x.dtype for x in states]
