@@ -25,6 +25,11 @@ FUNCTIONS = {
     "repeat_interleave": lambda x, place: x.repeat_interleave((place % 3).int()),
     "repeat_interleave of a size": lambda x, place: x.repeat_interleave(COUNTS.to(place), output_size=999),
     "segment_reduce": lambda x, place: torch.segment_reduce(x[:999], "sum", lengths=COUNTS.to(place)),
+    "searchsorted": lambda x, place: x * torch.searchsorted(x.detach().sort().values, x),
+    "bucketize": lambda x, place: x * torch.bucketize(place, COUNTS.cumsum(0), right=True),
+    "isin": lambda x, place: x * torch.isin(place, place * 2),
+    "isin, of floats": lambda x, place: x * torch.isin((x / 2).round(), x.detach().round()),
+    "a mode": lambda x, place: x.round(decimals=2).mode()[0][None] + (x * (place // 2 == (place // 2).mode()[0])),
 }
 
 

@@ -229,6 +229,13 @@ FUNCTIONS = {
     "searchsorted in rows": (
         lambda x, y: x * torch.searchsorted(y.sort(1).values, x, right=True, out_int32=True), TIES, OTHER
     ),
+    "searchsorted among many, in rows": (
+        lambda x, y: x.repeat(1, 5) * torch.searchsorted(y.repeat(1, 5).sort(1).values, x.repeat(1, 5), right=True), TIES, OTHER,
+    ),
+    "searchsorted of NaN": (
+        lambda x: torch.where(x.isnan(), 1.0, x).repeat(5) * torch.searchsorted(torch.arange(20.0).to(x), x.repeat(5))
+        + torch.bucketize(x, torch.tensor([0.5, 2.0]).to(x)).repeat(5), [1.0, math.nan, 2.5, -1.0],
+    ),
     "searchsorted by an order": (lambda x, y: x * torch.searchsorted(y, x, side="right", sorter=y.argsort(1)), TIES, OTHER),
     "a diagonal that is filled": (lambda x: (2 * x).fill_diagonal_(5.0), TIES),
     "the exponential of a matrix": (torch.linalg.matrix_exp, [[[0.0, 2.0], [-2.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]]]),

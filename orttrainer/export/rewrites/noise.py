@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.forms.stop_gradient import stop_gradient
-from orttrainer.export.rewrites.spelled_out import searchsorted
+from orttrainer.export.rewrites.ordered import searchsorted
 
 __all__ = ["REWRITES"]
 

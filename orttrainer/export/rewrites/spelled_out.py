@@ -14,7 +14,7 @@ from orttrainer.export.forms.stop_gradient import stop_gradient
 from orttrainer.export.rewrites import bessel, error_function, special
 from orttrainer.export.rewrites.kinks import flat_beyond, larger, slope_at_zero, smaller
 
-__all__ = ["REWRITES", "atan2", "functions", "searchsorted"]
+__all__ = ["REWRITES", "atan2", "functions"]
 
 
 # ---------------------------------------------------------------- elementwise
@@ -121,97 +121,6 @@ def _vecdot(x, y, *, dim=-1, out=None):
     return product.sum(dim % product.dim())
 
 
-# ---------------------------------------------------------------- along an axis
-
-
-def _sort(input, dim=-1, descending=False, *, stable=None):
-    """ONNX's is always stable, and knows no masks."""
-    if input.dtype != torch.bool:
-        return torch.sort(input, dim, descending)
-    values, indices = torch.sort(input.int(), dim, descending)
-    return torch.return_types.sort((values.bool(), indices))
-
-
-def _argsort(input, dim=-1, descending=False, *, stable=None):
-    return _sort(input, dim, descending)[1]
-
-
-def _kthvalue(input, k, dim=-1, keepdim=False):
-    if not input.dim():
-        return torch.return_types.kthvalue((input.clone(), torch.zeros_like(input, dtype=torch.int64)))
-    found = [part.narrow(dim, k - 1, 1) for part in torch.topk(input, k, dim, largest=False)]
-    return torch.return_types.kthvalue(found if keepdim else [part.squeeze(dim) for part in found])
-
-
-def _median(input, dim=None, keepdim=False):
-    """The lower one of the two in the middle; without `dim`, elements that tie with it share its gradient."""
-    if dim is None:
-        flat = input.flatten()
-        middle = torch.topk(flat.detach(), (flat.size(0) - 1) // 2 + 1, largest=False)[0][-1]
-        ties = flat == middle
-        found = torch.where(ties, flat, 0.0).sum() / ties.sum()
-        return torch.where(input.isnan().any(), math.nan, found)
-    size = input.size(dim) if input.dim() else 1
-    values, indices = _kthvalue(input, (size - 1) // 2 + 1, dim, keepdim)
-    nan = input.isnan().any(dim, keepdim) if input.dim() else input.isnan()
-    return torch.return_types.median((torch.where(nan, math.nan, values), indices))
-
-
-def _nanmedian(input, dim=None, keepdim=False):
-    """The lower one of the two in the middle of the numbers, likewise; NaN if there are none."""
-    if dim is None:
-        flat = input.flatten()
-        middle = _nanmedian(flat.detach(), 0)[0]
-        ties = flat == middle
-        return torch.where(middle.isnan(), math.nan, torch.where(ties, flat, 0.0).sum() / ties.sum().clamp(min=1))
-    if not input.dim():
-        return torch.return_types.nanmedian((input.clone(), torch.zeros_like(input, dtype=torch.int64)))
-    middle = ((~input.isnan()).sum(dim, keepdim=True) - 1).clamp(min=0) // 2
-    indices = _numbers_in_order(input, dim).gather(dim, middle)
-    found = input.gather(dim, indices), indices
-    return torch.return_types.nanmedian(found if keepdim else [part.squeeze(dim) for part in found])
-
-
-def _nanquantile(input, q, dim=None, keepdim=False, *, interpolation="linear"):
-    """Quantiles of the numbers; NaN if there are none."""
-    q = q if isinstance(q, torch.Tensor) else torch.full((), q, dtype=input.dtype, device=input.device)
-    x = input.reshape(-1) if dim is None or input.dim() < 2 else input.movedim(dim % input.dim(), input.dim() - 1)
-    last = (~x.isnan()).sum(-1, keepdim=True) - 1
-    rank, order = (q.reshape(-1) * last).clamp(min=0), _numbers_in_order(x, -1)  # [..., quantiles]
-    if interpolation in ("lower", "higher", "nearest"):
-        rank = {"lower": torch.floor, "higher": torch.ceil, "nearest": torch.round}[interpolation](rank)
-    low, high = (x.gather(-1, order.gather(-1, end.long())) for end in (rank.floor(), rank.ceil()))
-    found = torch.lerp(low, high, torch.full_like(rank, 0.5) if interpolation == "midpoint" else rank - rank.floor())
-    found = (
-        found.movedim(found.dim() - 1, 0) if found.dim() > 1 else found
-    )  # TorchScript's exporter knows no axis -1 here
-    if keepdim and input.dim():
-        found = found.reshape(-1, *[1] * input.dim()) if dim is None else found.unsqueeze(dim % input.dim() + 1)
-    return found if q.dim() else found.squeeze(0)
-
-
-def _numbers_in_order(input, dim):
-    """Their places in rising order, then those of NaN, which ONNX Runtime's TopK puts anywhere."""
-    nan = input.isnan()
-    order = torch.sort(torch.where(nan, math.inf, input.detach()), dim)[1]
-    return order.gather(dim, _argsort(nan.gather(dim, order), dim))  # an infinity may be behind a NaN
-
-
-def _mode(input, dim=-1, keepdim=False):
-    """The most frequent value, the least of those that tie, where it is last; its memory is the square of the axis."""
-    if not input.dim():
-        return torch.return_types.mode((input.clone(), torch.zeros_like(input, dtype=torch.int64)))
-    x = input.detach().transpose(dim, -1)
-    counts = (x.unsqueeze(-1) == x.unsqueeze(-2)).sum(-1)
-    frequent = counts == counts.amax(-1, keepdim=True)
-    highest = math.inf if x.is_floating_point() else torch.iinfo(x.dtype).max
-    value = torch.where(frequent, x, highest).amin(-1, keepdim=True)
-    place = torch.arange(x.size(-1), device=x.device)
-    indices = torch.where(x == value, place, -1).amax(-1, keepdim=True).transpose(dim, -1)
-    found = input.gather(dim, indices), indices
-    return torch.return_types.mode(found if keepdim else [part.squeeze(dim) for part in found])
-
-
 def _vander(x, *, N=None):
     """torch.linalg.vander: the powers of each number from 0 to N - 1, each the one before times the number."""
     x = torch.atleast_1d(x)
@@ -251,28 +160,7 @@ def _corrcoef(input):
     return (covariance / deviation.unsqueeze(1) / deviation).clamp(-1, 1)
 
 
-# ---------------------------------------------------------------- searched, and joined
-
-
-def searchsorted(sorted_sequence, input, *, out_int32=False, right=False, side=None, sorter=None):
-    """How many numbers of each row lie before each value, by comparison with all."""
-    rows = sorted_sequence if sorter is None else sorted_sequence.gather(-1, sorter)
-    values = torch.as_tensor(input, device=rows.device).unsqueeze(-1)
-    rows = rows.unsqueeze(-2) if rows.dim() > 1 else rows
-    before = rows <= values if right or side == "right" else rows < values
-    return before.sum(-1, dtype=torch.int32 if out_int32 else torch.int64)
-
-
-def _bucketize(input, boundaries, *, out_int32=False, right=False):
-    """The exporter reads a tensor without axes as a number."""
-    return searchsorted(boundaries, input, out_int32=out_int32, right=right)
-
-
-def _isin(elements, test_elements, *, assume_unique=False, invert=False):
-    """By comparison with all, where torch sorts."""
-    elements, others = (torch.as_tensor(x) for x in (elements, test_elements))
-    found = (elements.unsqueeze(-1) == others.flatten()).any(-1)
-    return ~found if invert else found
+# ---------------------------------------------------------------- joined
 
 
 def _hstack(tensors):
@@ -382,10 +270,8 @@ REWRITES = {
     torch.special.log1p: _log1p,
     torch.special.sinc: _sinc,
     **functions(
-        bucketize=_bucketize,
         arctan2=atan2,
         atan2=atan2,
-        argsort=_argsort,
         column_stack=_column_stack,
         copysign=_copysign,
         corrcoef=_corrcoef,
@@ -398,17 +284,9 @@ REWRITES = {
         histc=_histc,
         hstack=_hstack,
         hypot=_hypot,
-        isin=_isin,
-        kthvalue=_kthvalue,
         log1p=_log1p,
         mean=_mean,
-        median=_median,
-        mode=_mode,
-        nanmedian=_nanmedian,
-        nanquantile=_nanquantile,
-        searchsorted=searchsorted,
         sinc=_sinc,
-        sort=_sort,
         vstack=_vstack,
         xlogy=_xlogy,
     ),
