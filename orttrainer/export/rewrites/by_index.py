@@ -27,11 +27,13 @@ def _index_add(input, dim, index, source, *, alpha=1):
 
 
 def _index_fill(input, dim, index, value):
-    """By a mask: ONNX's scatter wants each index once."""
+    """By a mask, of what has a count: ONNX's scatter wants each index once."""
     if not input.dim():
         return torch.index_fill(input, dim, index, value)
-    dim = dim % input.dim()
-    hit = (torch.arange(input.size(dim), device=input.device).unsqueeze(-1) == index.reshape(-1)).any(-1)
+    dim, index = dim % input.dim(), index.reshape(-1)
+    size = input.size(dim)
+    index = torch.where(index < 0, index + size, index)
+    hit = index.new_zeros(size).scatter_add(0, index, torch.ones_like(index)) > 0
     hit = hit.reshape([-1 if axis == dim else 1 for axis in range(input.dim())])
     value = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, dtype=input.dtype, device=input.device)
     return torch.where(hit, value, input)
