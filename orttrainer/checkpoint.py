@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from orttrainer import signals
 from orttrainer.errors import CheckpointError, InvalidArgumentError
 from orttrainer.graph.write import replacing
 
@@ -247,24 +248,32 @@ def _whole_run(folder: str, ranks: Mapping[tuple[int, int], str]) -> list[str]:
 
 
 class _Written:
-    """A file that keeps what was raised while torch wrote to it: torch raises an account of its own positions."""
+    """A file that keeps what was raised while torch wrote to it: torch raises an account of its own positions.
+
+    After that, and once it `is_over`, it takes what it is given and drops it: torch's writer closes its archive when it
+    is let go of, too, and what is raised there ends the process.
+    """
 
     def __init__(self, file: BinaryIO):
-        self._file, self.error = file, None
+        self._file, self.error, self.is_over = file, None, False
 
     def write(self, data) -> int:
+        if self.error is not None or self.is_over:
+            return len(data)
         try:
+            signals.raise_noted()
             return self._file.write(data)
         except BaseException as error:  # of the system, or of a handler that Ctrl-C called
             self.error = error
             raise
 
     def flush(self) -> None:
-        self._file.flush()
+        if self.error is None and not self.is_over:
+            self._file.flush()
 
 
 def _write(checkpoint: Mapping[str, Any], path: str) -> None:
-    with open(path, "wb") as file:
+    with signals.none_lost(), open(path, "wb") as file:
         written = _Written(file)
         try:
             torch.save(checkpoint, written)
@@ -272,8 +281,11 @@ def _write(checkpoint: Mapping[str, Any], path: str) -> None:
             if written.error is None:
                 raise
             raise written.error from None
+        finally:
+            written.is_over = True
 
 
+@signals.none_lost()  # what came of a time limit would be taken for damage
 def _read(path: str, weights_only: bool) -> dict[str, Any]:
     """The entries of one file, all on the CPU."""
     _check_sums(path)

@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from orttrainer import signals
 from orttrainer.errors import InvalidArgumentError, UnsupportedFeatureError
 from orttrainer.graph.passes.stock import ForStockSessionsPass
 from orttrainer.graph.write import checked_path, write_model
@@ -190,6 +191,7 @@ class TrainingGraph:
         return plain
 
     @property
+    @signals.none_lost()
     def model(self) -> onnx.ModelProto:
         """The graph as an ordinary ONNX model; the present state is the default of its state inputs.
 
@@ -209,6 +211,7 @@ class TrainingGraph:
         return proto
 
     @property
+    @signals.none_lost()
     def initial_state(self) -> onnx.ModelProto:
         """An ONNX model without inputs, whose outputs are the present state: each by the name of the input that takes it."""
         if self.compile_plain is not None:
@@ -226,6 +229,7 @@ class TrainingGraph:
             proto.graph.output.append(ir.to_proto(inputs[entry.name]))
         return proto
 
+    @signals.none_lost()
     def save(self, path: str | os.PathLike, initial_state: str | os.PathLike | None = None) -> None:
         """Write the graph to one file, with the present state as the default of its state inputs; or graph and state apart.
 

@@ -294,6 +294,7 @@ class Engine(InUse):
 
     @property
     @one_at_a_time
+    @signals.none_lost()
     def forward_model(self) -> onnx.ModelProto | None:
         """The forward graph with its loss and the trained weights, in training form; None before it exists."""
         if self._runner is None:
@@ -309,6 +310,7 @@ class Engine(InUse):
         return ir.to_proto(model)
 
     @one_at_a_time
+    @signals.none_lost()
     def export_inference(
         self, path: str | os.PathLike, outputs: Sequence[str] | None = None, batch: Sequence | None = None
     ) -> None:

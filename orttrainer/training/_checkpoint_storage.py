@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
+from orttrainer import signals
 from orttrainer.errors import CheckpointError, InvalidArgumentError, OrtTrainerError
 from orttrainer.graph.write import beside, checked_path
 from orttrainer.training._user_data import from_serialized_hex, to_serialized_hex
@@ -26,6 +27,7 @@ _ESCAPED = "orttrainer:"
 _DEEPEST = 32  # a group may contain itself
 
 
+@signals.none_lost()
 def save(save_obj: Mapping, path: str | os.PathLike | io.IOBase) -> None:
     """Write a nested dict to a new file: whole, or not at all.
 
@@ -53,6 +55,7 @@ def save(save_obj: Mapping, path: str | os.PathLike | io.IOBase) -> None:
         _publish(partial, path)
 
 
+@signals.none_lost()
 def load(path: str | os.PathLike | io.IOBase, key: str | None = None) -> Any:
     """Read a file that `save`, or legacy, wrote.
 
