@@ -11,7 +11,6 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
-from onnx_ir.passes import common
 
 from orttrainer import runtime
 from orttrainer.errors import ExecutionError
@@ -48,6 +47,7 @@ from orttrainer.graph.passes.speed.stacked_taps import StackRowsOfTapsPass
 from orttrainer.graph.passes.speed.tiles import TileUpdatesPass, View
 from orttrainer.graph.passes.speed.turned import TurnConvolutionPass
 from orttrainer.graph.passes.speed.usual_batch import sizes_at_hand
+from orttrainer.graph.passes.unused import RemoveUnusedNodesPass
 from orttrainer.native.fuse import LEAST_SQUARED, FusePointwisePass
 from orttrainer.native.loops import FuseLoopsPass
 from orttrainer.native.pools import FusePoolGradientsPass
@@ -203,7 +203,7 @@ def open_phase(
         EmulateHalfPass(has_cuda_kernel if place.device.type == "cuda" else has_cpu_kernel)(cut)
     if place.allows(GatedAddPass):
         gate_sums(cut, place.providers)
-    common.RemoveUnusedNodesPass()(cut)  # ONNX Runtime runs what nobody reads
+    RemoveUnusedNodesPass()(cut)  # ONNX Runtime runs what nobody reads
     if place.allows(RootsFirstPass):
         RootsFirstPass()(cut)
     session = open_session(cut, place.providers, options, blocked, library)

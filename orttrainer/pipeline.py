@@ -6,7 +6,6 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import onnx_ir as ir
-from onnx_ir.passes import common
 
 from orttrainer.differentiate.double import DoubleKernelsPass
 from orttrainer.errors import InvalidArgumentError
@@ -70,7 +69,7 @@ from orttrainer.graph.passes.speed.transpose import CancelTransposePairsPass, Tr
 from orttrainer.graph.passes.speed.tuples import TuplesAsRowsPass
 from orttrainer.graph.passes.speed.turned import TurnConvolutionPass
 from orttrainer.graph.passes.speed.volumes import VolumesAsImagesPass
-from orttrainer.graph.passes.unused import RemoveUnusedPass
+from orttrainer.graph.passes.unused import RemoveUnusedNodesPass
 from orttrainer.graph.passes.wide import WidePass
 from orttrainer.signals import raise_noted
 
@@ -174,7 +173,7 @@ def before_gradients(
         ProductByHalvesPass(),
         TakeFromStackPass(),
         TuplesAsRowsPass(),
-        common.RemoveUnusedNodesPass(),
+        RemoveUnusedNodesPass(),
         FuseGeluPass(),
         *([] if primitives else [SkipMaskedScoresPass()]),
         AddMaskPass(),
@@ -223,7 +222,7 @@ def after_update(
         ScalarRankPass(),
         MultiplesPass(),
         *([TransposeSmallOperandPass(), CheckedDivisorsPass()] if on_cpu else []),
-        RemoveUnusedPass(gradients),
+        RemoveUnusedNodesPass(gradients),
     ]
 
 
@@ -237,4 +236,4 @@ def rewritten(model: ir.Model, passes: Iterable[ir.passes.PassBase], disabled: C
     return model
 
 
-_CLEAN = (TopologicalOrderPass(), common.RemoveUnusedNodesPass())
+_CLEAN = (TopologicalOrderPass(), RemoveUnusedNodesPass())

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 import torch
-from onnx_ir.passes import common
 from onnx_ir.tensor_adapters import to_torch_dtype
 
 from orttrainer import runtime, signals
 from orttrainer.distributed import Collective, SingleProcess
 from orttrainer.distributed.agreement import SIGNALS
+from orttrainer.graph.passes.unused import RemoveUnusedNodesPass
 from orttrainer.graph.subgraphs import node_inputs
 from orttrainer.phase import Phase, Place, open_phase, open_session, options_of
 from orttrainer.step import FusedStep, SplitStep
@@ -321,7 +321,7 @@ class Runner:
         starts = [value.name for value in graph.inputs] + list(inputs or ())
         part = ir.convenience.extract(graph, starts, list(outputs))
         model = ir.Model(part, ir_version=self.graph.graph.ir_version)
-        common.RemoveUnusedNodesPass()(model)
+        RemoveUnusedNodesPass()(model)
         used = {value for node in part for value in node_inputs(node)} | set(part.outputs)
         for value in [value for value in part.inputs if value not in used]:
             part.inputs.remove(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -149,6 +150,18 @@ def test_rooms_import_only_what_they_may():
             if parts[0] == "orttrainer" and len(parts) > 1 and parts[1] not in allowed:
                 wrong.append(f"{path.relative_to(PACKAGE)} imports {name}")
     assert not wrong
+
+
+def test_passes_of_onnx_ir_that_log_what_they_do_are_called_in_one_place_each():
+    loud, quiet = r"common\.(RemoveUnusedNodes|IdentityElimination|DeduplicateInitializers)Pass", {}
+    for path in PACKAGE.rglob("*.py"):
+        for name in re.findall(loud, path.read_text()):
+            quiet.setdefault(name, []).append(path.name)
+    assert quiet == {
+        "RemoveUnusedNodes": ["unused.py"],
+        "IdentityElimination": ["subgraphs.py"],
+        "DeduplicateInitializers": ["random.py"],
+    }
 
 
 def test_rules_and_optimizers_work_without_torch():

@@ -23,6 +23,7 @@ from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.padded_pools import PaddedPoolsPass
 from orttrainer.graph.passes.random import ShareSubexpressionsPass
 from orttrainer.graph.passes.scatter import ScatterReductionPass
+from orttrainer.graph.passes.unused import RemoveUnusedNodesPass
 from orttrainer.graph.read import read_model
 from orttrainer.graph.subgraphs import lift_initializers
 
@@ -77,7 +78,7 @@ def gradient_of(
         gradient = gradients[source] if gradients[source] is not None else op.zeros_like(source)
         graph.outputs.append(named_output(op, gradient, f"{source.name}_grad", source))
     RemoveGradientMarksPass()(forward)
-    common.RemoveUnusedNodesPass()(forward)
+    RemoveUnusedNodesPass()(forward)
     AllAxesPass()(forward)
     PaddedPoolsPass()(forward)
     ScatterReductionPass()(forward)

@@ -7,13 +7,13 @@ a differential equation, a gradient penalty.
 from __future__ import annotations
 
 import onnx_ir as ir
-from onnx_ir.passes import common
 
 from orttrainer.differentiate.driver import differentiate
 from orttrainer.differentiate.prepare import prepare
 from orttrainer.errors import ModelError
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.matmul import VectorMatMulPass
+from orttrainer.graph.passes.unused import RemoveUnusedNodesPass
 
 DOMAIN = "orttrainer"
 GRADIENT = "Gradient"  # (y, ..., cotangent of y, ..., x, ...) -> gradient of x, ...; attribute "outputs": how many y
@@ -73,7 +73,7 @@ def expand_inner_gradients(model: ir.Model) -> ir.Model:
             y.replace_all_uses_with(gradient, replace_graph_outputs=True)
         graph.remove(node, safe=True)
         graph.sort()
-    common.RemoveUnusedNodesPass()(model)
+    RemoveUnusedNodesPass()(model)
     return model
 
 

@@ -23,6 +23,7 @@ from orttrainer.graph.passes.order import TopologicalOrderPass
 from orttrainer.graph.passes.padded_pools import PaddedPoolsPass
 from orttrainer.graph.passes.random import MutePass
 from orttrainer.graph.passes.stock import ForStockSessionsPass
+from orttrainer.graph.passes.unused import RemoveUnusedNodesPass
 from orttrainer.graph.passes.wide import WidePass
 from orttrainer.graph.subgraphs import eliminate_identities, node_inputs
 from orttrainer.graph.versions import least_ir_version
@@ -56,7 +57,7 @@ def inference_model(forward: ir.Model, outputs: Sequence[str], evaluates: bool =
         AllAxesPass(),
         PaddedPoolsPass(),
         ForStockSessionsPass(),
-        common.RemoveUnusedNodesPass(),
+        RemoveUnusedNodesPass(),
         common.LiftConstantsToInitializersPass(lift_all_constants=False),
         TopologicalOrderPass(),
         common.ClearMetadataAndDocStringPass(),

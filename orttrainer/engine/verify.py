@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 import torch
-from onnx_ir.passes import common
 
 from orttrainer import export, runtime
 from orttrainer.differentiate import differentiate
@@ -40,6 +39,7 @@ from orttrainer.graph.passes.scatter import ScatterReductionPass
 from orttrainer.graph.passes.speed.fourier import FourierProductPass
 from orttrainer.graph.passes.speed.input_shapes import InputShapesPass
 from orttrainer.graph.passes.speed.usual_batch import sizes_at_hand
+from orttrainer.graph.passes.unused import RemoveUnusedNodesPass
 from orttrainer.graph.passes.wide import WidePass
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ def gradient_errors(
         RemoveGradientMarksPass(),
         DoubleKernelsPass(),
         TopologicalOrderPass(),
-        common.RemoveUnusedNodesPass(),
+        RemoveUnusedNodesPass(),
         MultiplesPass(),
         AllAxesPass(),
         PaddedPoolsPass(),

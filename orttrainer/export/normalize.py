@@ -39,6 +39,7 @@ from orttrainer.graph.passes.random import RANDOM_OPS, nodes_apart
 from orttrainer.graph.passes.scalar_axes import ReduceScalarPass
 from orttrainer.graph.passes.sigmoid import SmallSigmoidPass
 from orttrainer.graph.passes.unique import UniqueTypesPass
+from orttrainer.graph.passes.unused import RemoveUnusedNodesPass
 from orttrainer.graph.scopes import keep_scopes
 from orttrainer.graph.subgraphs import eliminate_identities
 
@@ -177,7 +178,7 @@ def optimize(model) -> None:
         onnxscript.optimizer.optimize_ir(model, should_fold=_may_fold, inline=False)
     keep_scopes(model)
     eliminate_identities(model)
-    common.RemoveUnusedNodesPass()(model)
+    RemoveUnusedNodesPass()(model)
     common.OutputFixPass()(model)
     for value, name in zip(model.graph.outputs, output_names):
         value.name = name  # an output that is an input, or two outputs, got an Identity

@@ -27,6 +27,7 @@ from orttrainer.graph.passes.output_padding import OutputPaddingPass
 from orttrainer.graph.passes.pool_sizes import PoolSizesPass
 from orttrainer.graph.passes.sigmoid import SmallSigmoidPass
 from orttrainer.graph.passes.unique import UniqueTypesPass
+from orttrainer.graph.passes.unused import RemoveUnusedNodesPass
 from orttrainer.graph.read import read_model
 from orttrainer.graph.spelling import INITIALIZERS_APART
 from orttrainer.graph.subgraphs import lift_initializers
@@ -161,7 +162,7 @@ def open_model(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[
     _select_inputs(model.graph, inputs)
     model.ir_version = max(model.ir_version, INITIALIZERS_APART)
     _select_outputs(model.graph, outputs, Notes.of(model).updates.values())
-    common.RemoveUnusedNodesPass()(model)
+    RemoveUnusedNodesPass()(model)
     BatchFirstPass()(model)
     PoolSizesPass()(model)
     infer_shapes(model)

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import onnx_ir as ir
 from onnx_ir.passes import common
 
+from orttrainer.graph.logs import without_infos
+
 
 def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
     """The graphs among the attributes of a node."""
@@ -37,7 +39,8 @@ def node_inputs(node: ir.Node) -> list[ir.Value]:
 def eliminate_identities(model: ir.Model) -> None:
     """Remove each Identity, unless there are subgraphs: there a branch may not return an outer value, nor a Scan one twice."""
     if not list(model.graph.subgraphs()):
-        common.IdentityEliminationPass()(model)
+        with without_infos(common.identity_elimination.__name__):
+            common.IdentityEliminationPass()(model)
 
 
 def lift_initializers(model: ir.Model) -> None:

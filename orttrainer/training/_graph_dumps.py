@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 import onnx_ir as ir
-from onnx_ir.passes import common
 
 from orttrainer.engine.engine import Engine
 from orttrainer.errors import InvalidArgumentError
+from orttrainer.graph.passes.unused import RemoveUnusedNodesPass
 from orttrainer.graph.write import write_model
 
 
@@ -38,7 +38,7 @@ def _with_gradients(engine: Engine):
     described = [value for value in model.graph.outputs if value.name in signature.outputs]
     model.graph.outputs.clear()
     model.graph.outputs.extend([*described, *(values[name] for name in signature.gradients.values())])
-    common.RemoveUnusedNodesPass()(model)
+    RemoveUnusedNodesPass()(model)
     used = [value for value in model.graph.inputs if value.uses() or value.name in signature.inputs]
     model.graph.inputs.clear()
     model.graph.inputs.extend(used)

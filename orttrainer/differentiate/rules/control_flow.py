@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes import common
 
 from orttrainer.differentiate.driver import FLOATS, differentiate, values_that_depend_on
 from orttrainer.differentiate.registry import vjp
@@ -20,6 +19,7 @@ from orttrainer.differentiate.rules.tools import attribute, constant, shaped
 from orttrainer.errors import GradientError
 from orttrainer.graph.builder import Builder, same_shape
 from orttrainer.graph.passes.random import RANDOM_OPS
+from orttrainer.graph.passes.unused import RemoveUnusedNodesPass
 from orttrainer.graph.subgraphs import captured_values, subgraphs
 
 
@@ -350,7 +350,7 @@ def _complete(inner: Builder, inputs: Sequence[ir.Value], outputs: Sequence[ir.V
         returned.append(value if own else inner.Identity(value))
     graph.inputs[:] = list(inputs)
     graph.outputs[:] = returned
-    common.RemoveUnusedNodesPass()(ir.Model(graph, ir_version=10))
+    RemoveUnusedNodesPass()(ir.Model(graph, ir_version=10))
 
 
 def _append(op: Builder, op_type: str, inputs, attributes, types) -> list[ir.Value]:

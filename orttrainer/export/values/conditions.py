@@ -17,7 +17,6 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
-from onnx_ir.passes import common
 
 from orttrainer import runtime
 from orttrainer.differentiate.double import DoubleKernelsPass, lacks_kernels
@@ -32,6 +31,7 @@ from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.divisors import NonzeroDivisorsPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.random import RANDOM_OPS, MutePass, draws_one_number
+from orttrainer.graph.passes.unused import RemoveUnusedNodesPass
 from orttrainer.graph.subgraphs import node_inputs, subgraphs
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Asked:
     """
 
     def __init__(self, model: ir.Model, made: Sequence[Condition]):
-        common.RemoveUnusedNodesPass()(model)
+        RemoveUnusedNodesPass()(model)
         for value in [x for x in model.graph.inputs if not x.uses() and not x.is_graph_output()]:
             model.graph.inputs.remove(value)
         self._inputs, self._made = [value.name for value in model.graph.inputs], tuple(made)
@@ -223,7 +223,7 @@ def taken_out(
             value.shape = None  # as the trace took it to be, which is what may be asked
     RemoveGradientMarksPass()(copy)
     NonzeroDivisorsPass()(copy)
-    common.RemoveUnusedNodesPass()(copy)
+    RemoveUnusedNodesPass()(copy)
     MutePass({"RandomUniform", "RandomUniformLike"}, draws_one_number)(copy)
     by_chance = _by_chance(copy.graph)
     weights = {copy.graph.initializers[name] for name in parameters if name in copy.graph.initializers}
@@ -256,7 +256,7 @@ def taken_out(
     model.graph.outputs[-len(made) :] = []  # del would leave them marked as outputs
     if checks:
         _tell(model.graph, [(asked[index], made[index].value) for index in sorted(checks)])
-    common.RemoveUnusedNodesPass()(model)
+    RemoveUnusedNodesPass()(model)
     return conditions
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-from onnx_ir.passes import common
 
 from orttrainer.graph.builder import Builder, constant_array
 from orttrainer.graph.passes.order import TopologicalOrderPass
+from orttrainer.graph.passes.unused import RemoveUnusedNodesPass
 
 _LARGEST = {ir.DataType.FLOAT: 88.0, ir.DataType.DOUBLE: 709.0}  # of which the exponential is finite
 _THROUGH = {  # as small as what goes in; of a sum, as of all pixels in a Dice loss, not all are
@@ -38,7 +38,7 @@ class SmallSigmoidPass(ir.passes.InPlacePass):
             for reader, index in readers:
                 reader.replace_input_with(index, new)
         if nodes:
-            common.RemoveUnusedNodesPass()(model)
+            RemoveUnusedNodesPass()(model)
             TopologicalOrderPass()(model)
         return ir.passes.PassResult(model, bool(nodes))
 

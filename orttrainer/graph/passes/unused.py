@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterator
 import onnx_ir as ir
 from onnx_ir.passes import common
 
+from orttrainer.graph.logs import without_infos
+
 
 @contextlib.contextmanager
 def kept_as_outputs(model: ir.Model, names: Collection[str]) -> Iterator[None]:
@@ -22,8 +24,8 @@ def kept_as_outputs(model: ir.Model, names: Collection[str]) -> Iterator[None]:
         outputs[own:] = []  # del would leave them marked as outputs
 
 
-class RemoveUnusedPass(ir.passes.InPlacePass):
-    """Nodes and initializers that nothing reads -> none.
+class RemoveUnusedNodesPass(common.RemoveUnusedNodesPass):
+    """That of onnx-ir, without its line in the log of who logs what his own program does.
 
     Args:
         kept: names of values that stay: gradients, which a step in parts hands on, have theirs though an equal one is read.
@@ -34,5 +36,5 @@ class RemoveUnusedPass(ir.passes.InPlacePass):
         self._kept = frozenset(kept)
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        with kept_as_outputs(model, self._kept):
-            return ir.passes.PassResult(model, common.RemoveUnusedNodesPass()(model).modified)
+        with kept_as_outputs(model, self._kept), without_infos(common.unused_removal.__name__):
+            return super().call(model)

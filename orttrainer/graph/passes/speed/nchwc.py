@@ -14,13 +14,13 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes import common
 
 from orttrainer.graph.builder import Builder, static_dims
 from orttrainer.graph.passes.batch_norm import switched
 from orttrainer.graph.passes.speed import nchwc_depthwise
 from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN, int64s, ints, is_reordering, reordered
 from orttrainer.graph.passes.speed.weight_gradients import WeightGradient
+from orttrainer.graph.passes.unused import RemoveUnusedNodesPass
 
 FEWEST_POSITIONS = 128  # of all images together; below, the weights take as long to bring into blocks as is saved
 USUAL_SIZE = 8  # of an axis that is only known at run time
@@ -70,7 +70,7 @@ class BlockedConvolutionPass(ir.passes.InPlacePass):
                 with rewriting.op.scope(node.name):
                     rewrite(node)
         graph.sort()
-        common.RemoveUnusedNodesPass()(model)
+        RemoveUnusedNodesPass()(model)
         return ir.passes.PassResult(model, modified=True)
 
     def chosen(self, graph: ir.Graph, readers: Collection[ir.Node] = ()) -> list[ir.Node]:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes import common
 
 from orttrainer.graph.builder import Builder, same_shape, static_dims
 from orttrainer.graph.passes.batch_norm import switched
@@ -31,6 +30,7 @@ from orttrainer.graph.passes.speed.nchwc_strided import (
     subsampled,
     transposed,
 )
+from orttrainer.graph.passes.unused import RemoveUnusedNodesPass
 from orttrainer.graph.subgraphs import subgraphs
 
 CHANNELS_LAST = (0, 2, 3, 1)
@@ -66,7 +66,7 @@ class StayInBlocksPass(ir.passes.InPlacePass):
             with region.op.scope(node.name):
                 region.convert(node)
         model.graph.sort()
-        common.RemoveUnusedNodesPass()(model)
+        RemoveUnusedNodesPass()(model)
         return ir.passes.PassResult(model, modified=True)
 
 

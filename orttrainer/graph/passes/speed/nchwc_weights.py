@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes import common
 
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.speed.nchwc import has_many_positions
@@ -18,6 +17,7 @@ from orttrainer.graph.passes.speed.nchwc_filtering import MOVE, NODE, TAPS, TILE
 from orttrainer.graph.passes.speed.nchwc_nodes import DOMAIN, int64s, reordered
 from orttrainer.graph.passes.speed.usual_batch import UsualBatch, batch_at_hand
 from orttrainer.graph.passes.speed.weight_gradients import WeightGradient, Window
+from orttrainer.graph.passes.unused import RemoveUnusedNodesPass
 
 FEWEST_TAPS = 5  # of a kernel; of fewer, the ways to the layout and back take longer than is saved
 AT_ONCE = 4  # blocks of outputs that one pass over the images makes
@@ -57,7 +57,7 @@ class WeightGradientsPass(ir.passes.InPlacePass, abc.ABC):
             y.replace_all_uses_with(new, replace_graph_outputs=True)
             graph.remove(node, safe=True)
         graph.sort()
-        common.RemoveUnusedNodesPass()(model)
+        RemoveUnusedNodesPass()(model)
         return ir.passes.PassResult(model, modified=True)
 
     def _fitting(self, node: ir.Node) -> WeightGradient | None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-from onnx_ir.passes import common
 
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.speed.nchwc_nodes import int64s
+from orttrainer.graph.passes.unused import RemoveUnusedNodesPass
 from orttrainer.graph.scopes import copy_scope
 
 ROW = 2  # the axis that has one row
@@ -37,7 +37,7 @@ class OneAxisPass(ir.passes.InPlacePass):
             if rows.may_take(node):
                 rows.take(node)
         graph.sort()  # the builder appends
-        common.RemoveUnusedNodesPass()(model)
+        RemoveUnusedNodesPass()(model)
         return ir.passes.PassResult(model, modified=True)
 
 

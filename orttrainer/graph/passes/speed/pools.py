@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes import common
 
 from orttrainer.graph.builder import Builder, same_shape
 from orttrainer.graph.passes.scatter import added_to_zeros
 from orttrainer.graph.passes.speed import nchwc_nodes
 from orttrainer.graph.passes.speed.nchwc import USUAL_SIZE
 from orttrainer.graph.passes.speed.nchwc_nodes import int64s
+from orttrainer.graph.passes.unused import RemoveUnusedNodesPass
 
 FLOAT = ir.DataType.FLOAT
 MOST_AXES = 3  # of a window
@@ -51,7 +51,7 @@ class PoolGradientsPass(ir.passes.InPlacePass, abc.ABC):
         for node, gradient in found:
             with rewriting.op.scope(node.name):
                 rewriting.gradient(node, gradient, self)
-        common.RemoveUnusedNodesPass()(model)  # the Indices that only the gradient has read, among others
+        RemoveUnusedNodesPass()(model)  # the Indices that only the gradient has read, among others
         for pool in pools:
             if pool.graph is not None and not any(y.uses() or y.is_graph_output() for y in pool.outputs[1:]):
                 with rewriting.op.scope(pool.name):

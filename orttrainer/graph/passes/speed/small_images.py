@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes import common
 
 from orttrainer.graph.builder import Builder, static_dims
 from orttrainer.graph.passes.speed.nchwc import LARGEST_KERNEL, has_many_positions
 from orttrainer.graph.passes.speed.nchwc_nodes import int64s, ints
 from orttrainer.graph.passes.speed.weight_gradients import WeightGradient, Window
+from orttrainer.graph.passes.unused import RemoveUnusedNodesPass
 
 FEWEST_WEIGHTS = 1 << 13  # below, the operators around a product take as long
 MOST_PIXELS = 16  # of an image, up to which reading the weights for it takes longer than its product
@@ -58,7 +58,7 @@ class SmallImagesPass(ir.passes.InPlacePass):
             modified = True
         if modified:
             graph.sort()  # the builder appends
-            common.RemoveUnusedNodesPass()(model)
+            RemoveUnusedNodesPass()(model)
         return ir.passes.PassResult(model, modified)
 
     def _product(self, products: _Products, node: ir.Node) -> ir.Value | None:

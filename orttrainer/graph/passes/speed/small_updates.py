@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import onnx_ir as ir
-from onnx_ir.passes import common
 
 from orttrainer.graph.builder import Builder, static_dims
 from orttrainer.graph.passes.speed.tiles import View, collect, common_dims, remove_unread
+from orttrainer.graph.passes.unused import RemoveUnusedNodesPass
 
 MOST_ELEMENTS = 2**14  # of a parameter: with more, a pass over it takes longer than what runs a node
 LEAST_TOGETHER = 4  # fewer have as many nodes as what joins and parts them
@@ -56,7 +56,7 @@ class JoinSmallUpdatesPass(ir.passes.InPlacePass):
                 parts |= self._join(op, updates)
         if joined:
             graph.outputs[:] = [parts.get(value, value) for value in graph.outputs]
-            common.RemoveUnusedNodesPass()(model)
+            RemoveUnusedNodesPass()(model)
             remove_unread(graph, {inputs[name] for name, _ in self.inputs.values()})
             graph.sort()
         return ir.passes.PassResult(model, bool(joined))

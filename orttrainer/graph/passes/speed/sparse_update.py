@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes import common
 
 from orttrainer.graph.builder import Builder, static_dims
 from orttrainer.graph.fence import fence
 from orttrainer.graph.passes.scatter import added_to_zeros
+from orttrainer.graph.passes.unused import RemoveUnusedNodesPass
 
 LEAST_ELEMENTS = 2**16  # of a table: below, the nodes cost more than the passes over it
 LEAST_SHARE = 2  # rows of a table per row of the batch: the sums at an index use one thread, passes over a table all
@@ -52,7 +52,7 @@ class SparseUpdatePass(ir.passes.InPlacePass):
             modified = True
         if modified:
             graph.sort()
-            common.RemoveUnusedNodesPass()(model)
+            RemoveUnusedNodesPass()(model)
         return ir.passes.PassResult(model, modified)
 
     def _is_large(self, node: ir.Node) -> bool:

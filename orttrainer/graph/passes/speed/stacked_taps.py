@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes import common
 
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.speed.nchwc_nodes import int64s, ints
 from orttrainer.graph.passes.speed.weight_gradients import WeightGradient
+from orttrainer.graph.passes.unused import RemoveUnusedNodesPass
 
 LARGEST = 1 << 24  # bytes of the copies of dY
 
@@ -37,7 +37,7 @@ class StackRowsOfTapsPass(ir.passes.InPlacePass):
                 _stack(op, group)
         if groups:
             graph.sort()  # the builder appends
-            common.RemoveUnusedNodesPass()(model)
+            RemoveUnusedNodesPass()(model)
         return ir.passes.PassResult(model, bool(groups))
 
 

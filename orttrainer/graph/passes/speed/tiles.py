@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import onnx_ir as ir
-from onnx_ir.passes import common
 
 from orttrainer.graph.builder import Builder, static_dims
 from orttrainer.graph.passes.speed.late_norm import let_norm_be_late
 from orttrainer.graph.passes.speed.sparse_update import is_written_through, scattered_first, sums_squares
 from orttrainer.graph.passes.speed.tile_products import RowProduct, wait_for_operands
+from orttrainer.graph.passes.unused import RemoveUnusedNodesPass
 
 ELEMENTWISE = frozenset(["Add", "Div", "Max", "Mul", "Neg", "Sqrt", "Sub"])
 ELEMENTS = 2**19  # of a tile, at most: six tensors of them are in the cache together
@@ -91,7 +91,7 @@ class TileUpdatesPass(ir.passes.InPlacePass):
             kept = [value for value in graph.outputs if value.name not in replaced]
             graph.outputs.clear()
             graph.outputs.extend(kept)
-            common.RemoveUnusedNodesPass()(model)
+            RemoveUnusedNodesPass()(model)
             remove_unread(graph, {inputs[name] for name, _ in self.inputs.values()})
             graph.sort()
         return ir.passes.PassResult(model, modified)
