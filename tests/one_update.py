@@ -124,7 +124,10 @@ def clipped(all_gradients, max_norm):
     result = []
     for gradients in all_gradients:
         norm = norm_of(gradients)
-        result.append({n: g * (max_norm / norm if norm > max_norm else 1.0) for n, g in gradients.items()})
+        factor = max_norm / norm if norm > max_norm else 1.0
+        result.append(
+            {n: np.asarray(g * factor, g.dtype) for n, g in gradients.items()}
+        )  # NumPy 1 makes float64 of numbers
     return result
 
 

@@ -41,6 +41,8 @@ FORMS = {
     "detach": lambda y: y[0] * torch.detach(input=y[1]),
     "a similarity, whose x1 is its own": lambda y: nn.functional.cosine_similarity(x1=y, x2=y.roll(1, 1), dim=1),
 }
+if torch.__version__ < (2, 10):  # which has no derivative of it
+    del FORMS["aminmax"]
 
 
 class Formed(nn.Module):
