@@ -69,6 +69,7 @@ from orttrainer.graph.passes.speed.transpose import CancelTransposePairsPass, Tr
 from orttrainer.graph.passes.speed.tuples import TuplesAsRowsPass
 from orttrainer.graph.passes.speed.turned import TurnConvolutionPass
 from orttrainer.graph.passes.speed.volumes import VolumesAsImagesPass
+from orttrainer.graph.passes.speed.whole_rows import WholeRowsPass
 from orttrainer.graph.passes.unused import RemoveUnusedNodesPass
 from orttrainer.graph.passes.wide import WidePass
 from orttrainer.signals import raise_noted
@@ -90,6 +91,7 @@ SPEED_PASSES = (
     ProductByHalvesPass,
     TakeFromStackPass,
     TuplesAsRowsPass,
+    WholeRowsPass,
     FuseGeluPass,
     ExpandGeluPass,
     SkipMaskedScoresPass,  # for the CPU
@@ -173,6 +175,7 @@ def before_gradients(
         ProductByHalvesPass(),
         TakeFromStackPass(),
         TuplesAsRowsPass(),
+        WholeRowsPass(),
         RemoveUnusedNodesPass(),
         FuseGeluPass(),
         *([] if primitives else [SkipMaskedScoresPass()]),

@@ -77,13 +77,16 @@ def _by_rows(op: Builder, node: ir.Node) -> ir.Value:
 
 def _row(op: Builder, x: ir.Value, parts: list[ir.Value]) -> ir.Value:
     """The numbers of the places, of all in the first axes of `x`."""
-    starts = []
-    for axis, part in enumerate(parts):
-        size, stride = x.shape[axis], math.prod(x.shape.dims[axis + 1 : len(parts)])
-        known = isinstance(size, int)
-        end = np.int64(size * stride) if known else op.Squeeze(op.Mul(op.dim(x, axis), np.int64(stride)), [0])
-        starts.append(op.Gather(op.Range(np.int64(0), end, np.int64(stride)), part, axis=0))
-    return functools.reduce(op.Add, starts)
+    rows = (op.Gather(starts(op, x, axis, len(parts)), part, axis=0) for axis, part in enumerate(parts))
+    return functools.reduce(op.Add, rows)
+
+
+def starts(op: Builder, x: ir.Value, axis: int, depth: int) -> ir.Value:
+    """The number of the first place in each slice of `x` along an axis, of all places in the first `depth` axes."""
+    size, stride = x.shape[axis], math.prod(x.shape.dims[axis + 1 : depth])
+    known = isinstance(size, int)
+    end = np.int64(size * stride) if known else op.Squeeze(op.Mul(op.dim(x, axis), np.int64(stride)), [0])
+    return op.Range(np.int64(0), end, np.int64(stride))
 
 
 def _parts(op: Builder, indices: ir.Value) -> list[ir.Value]:
