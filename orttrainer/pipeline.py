@@ -40,6 +40,7 @@ from orttrainer.graph.passes.speed.nchwc_filtering import MinimalFilteringPass
 from orttrainer.graph.passes.speed.nchwc_regions import StayInBlocksPass
 from orttrainer.graph.passes.speed.nchwc_sums import SumIntoConvolutionPass
 from orttrainer.graph.passes.speed.nchwc_weights import BlockedWeightGradientsPass
+from orttrainer.graph.passes.speed.numbers import GatherNumbersPass
 from orttrainer.graph.passes.speed.one_axis import OneAxisPass
 from orttrainer.graph.passes.speed.pads import JoinPadsPass
 from orttrainer.graph.passes.speed.pools import SeparatePoolGradientsPass
@@ -92,6 +93,7 @@ SPEED_PASSES = (
     TakeFromStackPass,
     TuplesAsRowsPass,
     WholeRowsPass,
+    GatherNumbersPass,  # for the CPU
     FuseGeluPass,
     ExpandGeluPass,
     SkipMaskedScoresPass,  # for the CPU
@@ -176,6 +178,7 @@ def before_gradients(
         TakeFromStackPass(),
         TuplesAsRowsPass(),
         WholeRowsPass(),
+        *([] if primitives else [GatherNumbersPass()]),
         RemoveUnusedNodesPass(),
         FuseGeluPass(),
         *([] if primitives else [SkipMaskedScoresPass()]),
