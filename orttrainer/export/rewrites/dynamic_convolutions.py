@@ -61,7 +61,7 @@ def _by_products(input, weight, bias, stride, pads, dilation, groups):
     spans = [d * (k - 1) + 1 for d, k in zip(dilation, kernel)]
     sizes = [(n + 2 * p - span) // s + 1 for n, span, p, s in zip(batched.shape[2:], spans, padding, stride)]
     columns = _of_images(batched, *window) if axes < 3 else _of_volumes(batched, sizes, *window)
-    columns = columns.reshape(-1, groups, weight[0].numel(), math.prod(sizes))
+    columns = columns.reshape(-1, groups, math.prod(weight.shape[1:]), math.prod(sizes))
     result = weight.reshape(groups, weight.shape[0] // groups, -1) @ columns
     result = result.reshape(-1, weight.shape[0], *sizes)
     result = result if bias is None else result + bias.view(-1, *[1] * axes)

@@ -139,7 +139,7 @@ def _puts_parts_apart(y: ir.Value) -> ir.Node | None:
 
 def _product(op: Builder, x: ir.Value, axis: int, matrix: np.ndarray, parts: int) -> ir.Value:
     rank, behind = len(x.shape), x.shape.dims[axis + 1 : -1]
-    if parts == 1 and behind and all(isinstance(size, int) for size in behind):
+    if parts == 1 and behind and all(isinstance(size, int) and size for size in behind):
         return _product_from_left(op, x, axis, matrix)
     order = [*(a for a in range(rank - 1) if a != axis), axis, rank - 1]
     moved = order != list(range(rank))

@@ -53,7 +53,7 @@ def _by_numbers(op: Builder, node: ir.Node) -> ir.Value:
     """From `x` [.., sizes] at places [..] the numbers, [places, ..]."""
     front, indices = node.inputs
     x = front.producer().inputs[0]
-    depth, lead = indices.shape[-1], len(x.shape) - indices.shape[-1]
+    depth, lead = indices.shape[-1], len(front.shape) - indices.shape[-1]
     table = op.Reshape(x, [0] * lead + [math.prod(front.shape.dims[:depth])])
     row = _row(op, front, _parts(op, indices))
     row.shape = ir.Shape(indices.shape.dims[:-1])
