@@ -29,6 +29,12 @@ FUNCTIONS = {
     "bucketize": lambda x, place: x * torch.bucketize(place, COUNTS.cumsum(0), right=True),
     "isin": lambda x, place: x * torch.isin(place, place * 2),
     "isin, of floats": lambda x, place: x * torch.isin((x / 2).round(), x.detach().round()),
+    "index_fill": lambda x, place: x.index_fill(0, place // 2, 0.5),
+    "index_fill, from the end": lambda x, place: x[:999].index_fill(0, place[:500] // 2 - 900, 0.5),
+    "cummax": lambda x, place: torch.cat([x.cummax(0).values, x.sum() * (place // 3).cummax(0).indices / SIZE**2]),
+    "cummin": lambda x, place: x.round(decimals=1).cummin(0).indices * x.mean() + (place // 3).cummin(0).values,
+    "cumprod": lambda x, place: (1 + x / 100).cumprod(0),
+    "logcumsumexp": lambda x, place: x.logcumsumexp(0),
     "a mode": lambda x, place: x.round(decimals=2).mode()[0][None] + (x * (place // 2 == (place // 2).mode()[0])),
 }
 

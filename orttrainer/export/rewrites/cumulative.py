@@ -10,6 +10,8 @@ from orttrainer.export.rewrites.spelled_out import functions
 
 __all__ = ["REWRITES"]
 
+_BLOCK = 128
+
 
 def _logaddexp(input, other):
     """log(exp(input) + exp(other)), which the exporters write as it stands, so that it overflows."""
@@ -22,41 +24,66 @@ def _logaddexp2(input, other):
     return _logaddexp(input * ln2, other * ln2) / ln2
 
 
-def _prefixes(input, dim, filling):
-    """[..., n, n]: row i holds elements 0 to i along `dim`, swapped with the last axis, and then `filling`."""
-    x = input.transpose(dim, -1)
+def _joined(join, of_all, *parts):
+    """[..., n]: what `join` makes of each prefix, in ranges twice as long each time, as on a GPU.
+
+    Where the size is not known, so in blocks; what is before each block makes `of_all`, whose memory is the square of their number.
+    """
+    size, reach = parts[0].size(-1), 1
+    if type(size) is not int:
+        blocks = (size + _BLOCK - 1) // _BLOCK
+        place = torch.arange(blocks * _BLOCK, device=parts[0].device).clamp(max=size - 1)
+        parts = [x.index_select(-1, place).reshape(*x.shape[:-1], blocks, _BLOCK) for x in parts]
+        parts = _joined(join, of_all, *parts)
+        before = of_all(*(x[..., -1] for x in parts))
+        joined = join([x[..., :-1, None] for x in before], [x[..., 1:, :] for x in parts])
+        return [torch.cat([x[..., :1, :], y], -2).flatten(-2)[..., :size] for x, y in zip(parts, joined)]
+    while reach < size:
+        joined = join([x[..., : size - reach] for x in parts], [x[..., reach:] for x in parts])
+        parts = [torch.cat([x[..., :reach], y], -1) for x, y in zip(parts, joined)]
+        reach *= 2
+    return parts
+
+
+def _prefixes(x, filling):
+    """[..., n, n]: row i holds elements 0 to i, and then `filling`."""
     place = torch.arange(x.size(-1), device=x.device)
     return torch.where(place <= place.unsqueeze(-1), x.unsqueeze(-2), filling)
 
 
 def _cumprod(input, dim, *, dtype=None):
-    """The product of each prefix, exact with zeros: of ranges twice as long each time, as on a GPU.
-
-    Where the size is not known, from all prefixes: the memory is the square of the axis then.
-    """
+    """The product of each prefix, exact with zeros."""
     input = input if dtype is None else input.to(dtype)
     if not input.dim():
         return input.clone()
-    size, reach = input.size(dim), 1
-    if type(size) is not int:
-        return _prefixes(input, dim, 1.0).prod(-1).transpose(dim, -1)
-    products = input.transpose(dim, -1)
-    while reach < size:
-        products = products * torch.nn.functional.pad(products[..., : size - reach], (reach, 0), value=1)
-        reach *= 2
+
+    def join(before, here):
+        return [before[0] * here[0]]
+
+    (products,) = _joined(join, lambda x: [_prefixes(x, 1.0).prod(-1)], input.transpose(dim, -1))
     return products.transpose(dim, -1)
 
 
-def _running_extremum(original, pick, worst, bound):
+def _running_extremum(original, pick, stands, worst, bound):
+    def join(before, here):
+        """Of values and their places: what is here stands where it ties, or is NaN."""
+        kept = stands(here[0], before[0])
+        kept = kept | here[0].isnan() if here[0].is_floating_point() else kept
+        return [torch.where(kept, x, y) for x, y in zip(here, before)]
+
+    def of_all(values, places):
+        prefixes = _prefixes(values, worst if values.is_floating_point() else getattr(torch.iinfo(values.dtype), bound))
+        values = pick(prefixes, -1)
+        return values, torch.where(prefixes == values.unsqueeze(-1), _prefixes(places, -1), -1).amax(-1)
+
     def call(input, dim):
-        """The extremum of each prefix, the last of those that tie; its memory is the square of the axis."""
+        """The extremum of each prefix, the last of those that tie."""
         if not input.dim():
             return result_type((input.clone(), torch.zeros_like(input, dtype=torch.int64)))
-        filling = worst if input.is_floating_point() else getattr(torch.iinfo(input.dtype), bound)
-        prefixes = _prefixes(input.detach(), dim, filling)
-        place = torch.arange(prefixes.size(-1), device=input.device)
-        best = (prefixes == pick(prefixes, -1, keepdim=True)) & (place <= place.unsqueeze(-1))
-        indices = torch.where(best, place, -1).amax(-1).transpose(dim, -1)
+        x = input.detach().transpose(dim, -1)
+        x = x.int() if x.dtype == torch.bool else x
+        places = torch.arange(x.size(-1), device=x.device).expand(x.shape)
+        indices = _joined(join, of_all, x, places)[1].transpose(dim, -1)
         return result_type((torch.gather(input, dim, indices), indices))
 
     result_type = getattr(torch.return_types, original.__name__)
@@ -64,23 +91,21 @@ def _running_extremum(original, pick, worst, bound):
 
 
 def _logcumsumexp(input, dim):
-    """The logarithm of the sum of the exponentials of each prefix, as `_cumprod`: beside the largest of all, a prefix may be 0."""
+    """The logarithm of the sum of the exponentials of each prefix: beside the largest of all, a prefix may be 0."""
     if not input.dim():
         return input.clone()
-    size, reach = input.size(dim), 1
-    if type(size) is not int:
-        return _prefixes(input, dim, -math.inf).logsumexp(-1).transpose(dim, -1)
-    sums = input.transpose(dim, -1)
-    while reach < size:
-        sums = torch.cat([sums[..., :reach], _logaddexp(sums[..., reach:], sums[..., : size - reach])], -1)
-        reach *= 2
+
+    def join(before, here):
+        return [_logaddexp(here[0], before[0])]
+
+    (sums,) = _joined(join, lambda x: [_prefixes(x, -math.inf).logsumexp(-1)], input.transpose(dim, -1))
     return sums.transpose(dim, -1)
 
 
 REWRITES = {
     **functions(
-        cummax=_running_extremum(torch.cummax, torch.amax, -math.inf, "min"),
-        cummin=_running_extremum(torch.cummin, torch.amin, math.inf, "max"),
+        cummax=_running_extremum(torch.cummax, torch.amax, torch.ge, -math.inf, "min"),
+        cummin=_running_extremum(torch.cummin, torch.amin, torch.le, math.inf, "max"),
         cumprod=_cumprod,
         logaddexp=_logaddexp,
         logaddexp2=_logaddexp2,
