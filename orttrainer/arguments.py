@@ -245,6 +245,11 @@ def session_options(deterministic: bool, optimized_model_filepath: str):
         raise InvalidArgumentError(
             f"optimized_model_filepath={optimized_model_filepath!r}: there is no folder {folder!r}"
         )
+    written = optimized_model_filepath if os.path.exists(optimized_model_filepath) else folder
+    if optimized_model_filepath and not os.access(written, os.W_OK):  # ONNX Runtime would say "30"
+        raise InvalidArgumentError(
+            f"optimized_model_filepath={optimized_model_filepath!r}: {written!r} cannot be written to"
+        )
 
     def configure(options, part: str) -> None:
         if deterministic:

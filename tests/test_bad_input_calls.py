@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+
 import models
 import pytest
 import torch
@@ -255,3 +258,11 @@ def test_a_negative_index_is_an_error_as_in_pytorch(place, text):
     with pytest.raises(ExecutionError, match=f"index.*{text}"):
         trainer.train_step(tokens, labels, 0.1)
     assert torch.equal(module.embedding.weight, before)
+
+
+def test_a_place_for_the_optimized_model_that_cannot_be_written_to_is_named_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: path != str(tmp_path)
+    )  # root may write anywhere but to such a disk
+    with pytest.raises(InvalidArgumentError, match=f"{re.escape(str(tmp_path))}' cannot be written to"):
+        make(optimized_model_filepath=tmp_path / "optimized.onnx")

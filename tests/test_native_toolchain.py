@@ -120,6 +120,19 @@ def test_a_compiler_that_fails_is_an_error_and_leaves_nothing_behind(compiler, m
     assert not list((tmp_path / "cache").iterdir())
 
 
+def test_a_cache_on_a_full_disk_is_an_error_of_the_cache(compiler, monkeypatch, tmp_path):
+    script = tmp_path / "cc"
+    script.write_text('#!/bin/sh\necho "Fatal error: $TMPDIR/x.o: No space left on device" >&2\nexit 1\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", str(script))
+    monkeypatch.setenv("ORTTRAINER_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(
+        RuntimeNotFoundError, match=r"cannot be written to \(No space left on device\)\. Set ORTTRAINER_CACHE"
+    ):
+        toolchain.compiled([])
+    assert not list((tmp_path / "cache").iterdir())
+
+
 def test_a_library_is_compiled_once(monkeypatch, tmp_path):
     monkeypatch.setenv("ORTTRAINER_CACHE", str(tmp_path / "cache"))
     calls, run_compiler = [], subprocess.run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import hashlib
 import os
@@ -164,12 +165,19 @@ def _words(command: str) -> tuple[str, ...]:
         return ()
 
 
+_WITHOUT_ROOM = {errno.ENOSPC: "No space left on device", errno.EDQUOT: "Disk quota exceeded"}
+
+
 def _compile(command: Sequence[str], source: str, path: pathlib.Path) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with replacing(path) as made:  # another process may compile the same at the moment
-        places = {**os.environ, "TMPDIR": os.path.dirname(made)}  # what a killed compiler leaves is found there later
+        # What a killed compiler leaves is found there later; in English its errors are those that are looked for.
+        places = {**os.environ, "TMPDIR": os.path.dirname(made), "LC_ALL": "C"}
         done = _run([*command, *_FLAGS, "-", "-o", made, "-lm"], input=source, env=places)
         if done.returncode:
+            for number, text in _WITHOUT_ROOM.items():
+                if text in done.stderr:
+                    raise OSError(number, text)
             raise RuntimeNotFoundError(
                 f"native kernels need a C compiler that works; {' '.join(command)} failed: {done.stderr.strip()[:500]}. "
                 "Set CC to another one, or leave native_kernels off."
