@@ -49,18 +49,12 @@ FORWARD = [
     for case in module.CASES
     if case.runtime
 ]
-
-
 # Of these ONNX Runtime 1.22 crashes, gives what is in the memory, or refuses, and ONNX 1.21 takes one sequence's length for all.
-WRONG_BEFORE = "ExpandDims((3, 4)x[])[]", "STFT-complex", "Attention-lengths", "FusedConv-HardSwish"
+MENDED = "ExpandDims((3, 4)x[])[]", "STFT-complex", "Attention-lengths", "FusedConv-HardSwish"
+OLDER = pytest.mark.skipif(older.is_older(), reason="older releases are wrong here")
 
 
-def forward(case):
-    wrong = older.is_older() and str(case) in WRONG_BEFORE
-    return pytest.param(case, id=str(case), marks=pytest.mark.skipif(wrong, reason="older releases are wrong here"))
-
-
-@pytest.mark.parametrize("case", map(forward, FORWARD))
+@pytest.mark.parametrize("case", [pytest.param(c, id=str(c), marks=[OLDER] * (str(c) in MENDED)) for c in FORWARD])
 def test_the_reference_computes_what_onnxruntime_computes(case):
     expected = evaluate(*_model(case, np.float64))
     actual = _run_onnxruntime(*_model(case, np.float32))
