@@ -107,11 +107,17 @@ def _multilabel_margin_loss(input, target, reduction=1):
     """torch._C._nn.multilabel_margin_loss; torch's decomposition (2.13) counts what stands behind the first -1 as label 0."""
     classes = input.shape[-1]
     labelled = torch.cumsum((target == -1).long(), -1) == 0
-    is_label = (target.unsqueeze(-1) == torch.arange(classes, device=target.device)) & labelled.unsqueeze(-1)
-    of_labels = input.gather(-1, torch.where(labelled, _out_of_range(target, classes, -1), 0))
+    target = torch.where(labelled, _out_of_range(target, classes, -1), classes)  # beyond all classes is no label
+    labels = target.new_zeros(*target.shape[:-1], classes + 1).scatter_add(-1, target, torch.ones_like(target))
+    others = labels[..., :classes].unsqueeze(-2) == 0
+    if torch.compiler.is_exporting():  # of as many labels as a sample has at most
+        most = (labelled.reshape(-1, classes).long().sum(0) > 0).sum().item()
+        torch._check(most >= 0)
+        torch._check(most <= classes)
+        labelled, target = (x.narrow(-1, 0, most) for x in (labelled, target))
+    of_labels = input.gather(-1, torch.where(labelled, target, 0))
     margins = F.relu(1 - of_labels.unsqueeze(-1) + input.unsqueeze(-2))  # [..., label, class]
-    counted = labelled.unsqueeze(-1) & ~is_label.any(-2, keepdim=True)
-    losses = torch.where(counted, margins, 0.0).sum((-2, -1)) / classes
+    losses = torch.where(labelled.unsqueeze(-1) & others, margins, 0.0).sum((-2, -1)) / classes
     return _weighted(losses, None, reduction)
 
 
