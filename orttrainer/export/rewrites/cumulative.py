@@ -24,17 +24,17 @@ def _logaddexp2(input, other):
     return _logaddexp(input * ln2, other * ln2) / ln2
 
 
-def _joined(join, of_all, *parts):
+def _joined(join, of_all, *parts, size=None):
     """[..., n]: what `join` makes of each prefix, in ranges twice as long each time, as on a GPU.
 
     Where the size is not known, so in blocks; what is before each block makes `of_all`, whose memory is the square of their number.
     """
-    size, reach = parts[0].size(-1), 1
+    size, reach = parts[0].size(-1) if size is None else size, 1
     if type(size) is not int:
         blocks = (size + _BLOCK - 1) // _BLOCK
         place = torch.arange(blocks * _BLOCK, device=parts[0].device).clamp(max=size - 1)
         parts = [x.index_select(-1, place).reshape(*x.shape[:-1], blocks, _BLOCK) for x in parts]
-        parts = _joined(join, of_all, *parts)
+        parts = _joined(join, of_all, *parts, size=_BLOCK)  # where TorchScript traces, no size is known
         before = of_all(*(x[..., -1] for x in parts))
         joined = join([x[..., :-1, None] for x in before], [x[..., 1:, :] for x in parts])
         return [torch.cat([x[..., :1, :], y], -2).flatten(-2)[..., :size] for x, y in zip(parts, joined)]
