@@ -52,15 +52,18 @@ def _prefixes(x, filling):
 
 
 def _cumprod(input, dim, *, dtype=None):
-    """The product of each prefix, exact with zeros."""
+    """The product of each prefix, exact with zeros.
+
+    Where the size is not known, from all prefixes: the memory is the square of the axis then. What fills a block may overflow.
+    """
     input = input if dtype is None else input.to(dtype)
     if not input.dim():
         return input.clone()
 
-    def join(before, here):
-        return [before[0] * here[0]]
-
-    (products,) = _joined(join, lambda x: [_prefixes(x, 1.0).prod(-1)], input.transpose(dim, -1))
+    x = input.transpose(dim, -1)
+    if type(x.size(-1)) is not int:
+        return _prefixes(x, 1.0).prod(-1).transpose(dim, -1)
+    (products,) = _joined(lambda before, here: [before[0] * here[0]], None, x)
     return products.transpose(dim, -1)
 
 
