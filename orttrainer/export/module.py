@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
-from orttrainer import signals
+from orttrainer import runtime, signals
 from orttrainer.describe import InputSchema, ModelDescription
 from orttrainer.errors import ExportError, InvalidArgumentError, RuntimeNotFoundError
 from orttrainer.export.call import OUTSIDE, LossModule, check_layers, state_names
@@ -305,9 +305,12 @@ class _Job:
         evaluated = self._evaluated() if self.check else None
         observed = None
         if beside is not None:
+            runtime.give_back_memory()  # the evaluations', before autograd needs as much
             with contextlib.suppress(Exception):
                 observed = beside.observe(wrapper.taken_in)
         places = None if observed is None else self._shared.put(observed)
+        del observed
+        runtime.give_back_memory()
         answer = child.result(more=places is not None)
         if answer is None:
             return None

@@ -57,8 +57,7 @@ def further_trained(wrapper) -> None:
     with torch.no_grad():
         for index, x in enumerate(x for x in state if x.is_floating_point() and x.numel()):
             # Each its own, where one may be a copy of another that forward averages. What is nearly nothing hides as zeros do.
-            moved = x * (1 + 0.3 * _waves(x, index)).to(x.dtype)
-            x.data = _small(x, index) if _is_nothing(x) else moved
+            x.data = _small(x, index) if _is_nothing(x) else x * _waves(x, index).mul_(0.3).add_(1).to(x.dtype)
 
 
 def _hides(name: str, x: torch.Tensor) -> bool:
@@ -83,5 +82,5 @@ def _small(parameter: torch.Tensor, index: int) -> torch.Tensor:
 
 def _waves(parameter: torch.Tensor, index: int) -> torch.Tensor:
     """From -1 to 1, for each element another."""
-    places = torch.arange(parameter.numel(), device=parameter.device).reshape(parameter.shape)
-    return torch.cos(2.0 * places + index)
+    places = torch.arange(parameter.numel(), dtype=torch.float32, device=parameter.device)
+    return places.mul_(2.0).add_(index).cos_().reshape(parameter.shape)
