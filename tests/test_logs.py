@@ -16,7 +16,7 @@ from orttrainer import build_gradient
 @pytest.fixture
 def names(caplog):
     """Of the loggers that have said something."""
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO), caplog.at_level(logging.INFO, "onnx_ir"):  # which other tests keep quiet
         yield lambda: {record.name.partition(".")[0] for record in caplog.records}
 
 
