@@ -108,12 +108,17 @@ def test_a_compiler_that_the_system_does_not_run_is_an_error(compiler, monkeypat
         toolchain.compiled([])
 
 
-def test_a_compiler_that_fails_is_an_error_and_leaves_nothing_behind(compiler, monkeypatch, tmp_path):
-    script = tmp_path / "cc"
-    script.write_text("#!/bin/sh\necho no space left >&2\nexit 1\n")
+def let_fail(monkeypatch, folder, says):
+    """Have a compiler that ends with this, and a cache of its own."""
+    script = folder / "cc"
+    script.write_text(f'#!/bin/sh\necho "{says}" >&2\nexit 1\n')
     script.chmod(0o755)
     monkeypatch.setenv("CC", str(script))
-    monkeypatch.setenv("ORTTRAINER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("ORTTRAINER_CACHE", str(folder / "cache"))
+
+
+def test_a_compiler_that_fails_is_an_error_and_leaves_nothing_behind(compiler, monkeypatch, tmp_path):
+    let_fail(monkeypatch, tmp_path, "no space left")
     trainer = small.make(native_kernels=True)
     with pytest.raises(RuntimeNotFoundError, match="no space left"):
         trainer.train_step(*small.batch(), small.LR)
@@ -121,11 +126,7 @@ def test_a_compiler_that_fails_is_an_error_and_leaves_nothing_behind(compiler, m
 
 
 def test_a_cache_on_a_full_disk_is_an_error_of_the_cache(compiler, monkeypatch, tmp_path):
-    script = tmp_path / "cc"
-    script.write_text('#!/bin/sh\necho "Fatal error: $TMPDIR/x.o: No space left on device" >&2\nexit 1\n')
-    script.chmod(0o755)
-    monkeypatch.setenv("CC", str(script))
-    monkeypatch.setenv("ORTTRAINER_CACHE", str(tmp_path / "cache"))
+    let_fail(monkeypatch, tmp_path, "Fatal error: $TMPDIR/x.o: No space left on device")
     with pytest.raises(
         RuntimeNotFoundError, match=r"cannot be written to \(No space left on device\)\. Set ORTTRAINER_CACHE"
     ):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder
+from orttrainer.graph.passes.sized import SizedPass
 from orttrainer.graph.passes.speed.tile_products import length_at_hand
 from orttrainer.native.kernel import initializer
 from orttrainer.native.toolchain import DOMAIN
@@ -18,7 +19,7 @@ FEW_ROWS, LONG_SUMS = range(8, 257), range(1024, 8193)  # one of the two; else O
 LEAST_DEPTH, LEAST_COLUMNS, LEAST_ELEMENTS = 256, 96, 2**18  # of the second matrix
 
 
-class FuseProductsPass(ir.passes.InPlacePass):
+class FuseProductsPass(SizedPass):
     """MatMul(a, b), MatMul(a, Transpose(b)), Gemm -> a custom operator of products.c, where b is large.
 
     ONNX Runtime copies all of b into another order first, which few rows do not make good; and where sums are long it adds
@@ -33,8 +34,7 @@ class FuseProductsPass(ir.passes.InPlacePass):
     """
 
     def __init__(self, sizes: Mapping[str, int] | None = None):
-        super().__init__()
-        self.sizes = sizes or {}
+        super().__init__(sizes)
         self.kernels: list[ProductKernel] = []
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:

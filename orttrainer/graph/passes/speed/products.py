@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder, same_dim
+from orttrainer.graph.passes.sized import SizedPass
 from orttrainer.graph.passes.speed.tile_products import length_at_hand
 
 WIDE = 4  # columns of the large operand over those of the small one
@@ -115,7 +114,7 @@ class TransposeSmallOperandPass(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, modified)
 
 
-class FewRowsProductPass(ir.passes.InPlacePass):
+class FewRowsProductPass(SizedPass):
     """Transpose(MatMul(Transpose(a), b)) -> MatMul(Flatten(Transpose(b)), a), where b is much wider than a, and both have few rows.
 
     The weight gradient of a tied decoder: for few rows b has fewer elements than the product that was transposed before.
@@ -128,10 +127,6 @@ class FewRowsProductPass(ir.passes.InPlacePass):
 
     FEW = 256  # rows; 768 columns and 30,522: of 128 rows 44 -> 25 ms, of 256 58 -> 55 (Intel, two threads)
     SEVERAL = 512  # columns of a from which b is copied: 128 rows and 768 columns 32 -> 25 ms, 64 and 256 0.9 -> 1.2
-
-    def __init__(self, sizes: Mapping[str, int] | None = None):
-        super().__init__()
-        self.sizes = sizes or {}
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         op, modified = Builder(model.graph, "few_rows"), False

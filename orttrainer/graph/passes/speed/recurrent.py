@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.counter_hash import replace
+from orttrainer.graph.passes.sized import SizedPass
 
 # Keys in the `meta` of a node, set by its gradient rule: functions that write it out with a builder, and return pairs of a
 # value and what computes the same: of FORWARD the outputs, and what the backward computed again; of BATCH_MAJOR_FORM the
@@ -16,7 +15,7 @@ FORWARD = "orttrainer.forward_that_keeps"
 BATCH_MAJOR_FORM = "orttrainer.batch_major"
 
 
-class BatchMajorPass(ir.passes.InPlacePass):
+class BatchMajorPass(SizedPass):
     """The backward of a narrow LSTM, GRU or RNN, [time, hidden, batch] -> [time, batch, hidden], as all around it lies.
 
     And the forward, where it keeps what the backward reads, and does not stay the operator. Neither values nor weights are
@@ -25,10 +24,6 @@ class BatchMajorPass(ir.passes.InPlacePass):
     Args:
         sizes: of symbolic dimensions, in usual batches; the form is right for any.
     """
-
-    def __init__(self, sizes: Mapping[str, int] | None = None):
-        super().__init__()
-        self.sizes = sizes or {}
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         return ir.passes.PassResult(model, _written(model.graph, BATCH_MAJOR_FORM, "rows", self.sizes))

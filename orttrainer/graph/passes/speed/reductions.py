@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder, constant_array
+from orttrainer.graph.passes.sized import SizedPass
 from orttrainer.graph.scopes import put_all_in_place
 from orttrainer.graph.sizes import size_at_hand
 
@@ -34,7 +35,7 @@ class ReduceOnesPass(ir.passes.InPlacePass):
         return put_all_in_place(model, "ones", [node for node in model.graph if _ones(node)], _with_ones)
 
 
-class ShortSumsPass(ir.passes.InPlacePass):
+class ShortSumsPass(SizedPass):
     """ReduceSum(x [n, k, w], 1) -> Sum(*Split(x, 1)), where k rows of w numbers are few; ReduceMean likewise.
 
     ONNX Runtime calls a product of matrices for each of the n, however small: 4,096 sums of 8 rows of 2 numbers, as of the
@@ -44,10 +45,6 @@ class ShortSumsPass(ir.passes.InPlacePass):
     Args:
         sizes: of symbolic dimensions, in the batch at hand.
     """
-
-    def __init__(self, sizes: Mapping[str, int] | None = None):
-        super().__init__()
-        self.sizes = sizes or {}
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         return put_all_in_place(model, "sums", [node for node in model.graph if self._pays(node)], _of_parts)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder, same_dim
+from orttrainer.graph.passes.sized import SizedPass
 from orttrainer.graph.scopes import put_in_place
 from orttrainer.graph.sizes import size_at_hand
 
@@ -23,7 +24,7 @@ MANY = 1024  # rows
 UNKNOWN = 64  # a size
 
 
-class ShortRowsPass(ir.passes.InPlacePass):
+class ShortRowsPass(SizedPass):
     """Mul(x, w) -> Mul(x, Expand(w)), where w would be repeated for many short rows; so for all that works element by element.
 
     ONNX Runtime's kernels go through one row after the other, where an operand is repeated along an axis that the other is
@@ -35,10 +36,6 @@ class ShortRowsPass(ir.passes.InPlacePass):
     Args:
         sizes: of symbolic dimensions, in the batch at hand.
     """
-
-    def __init__(self, sizes: Mapping[str, int] | None = None):
-        super().__init__()
-        self.sizes = sizes or {}
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph, modified = model.graph, False

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder, static_dims
+from orttrainer.graph.passes.sized import SizedPass
 from orttrainer.graph.passes.speed.nchwc import LARGEST_KERNEL, has_many_positions
 from orttrainer.graph.passes.speed.nchwc_nodes import int64s, ints
 from orttrainer.graph.passes.speed.weight_gradients import WeightGradient, Window
@@ -22,7 +23,7 @@ LARGE_WEIGHTS = (
 )  # which no cache keeps from one image to the next: more images then, any number of so few pixels
 
 
-class SmallImagesPass(ir.passes.InPlacePass):
+class SmallImagesPass(SizedPass):
     """Conv, its input gradient (ConvTranspose) and its weight gradient: of all images at once.
 
     ONNX Runtime multiplies image by image and reads the weights anew for each; where an image is a few pixels, that is
@@ -35,10 +36,6 @@ class SmallImagesPass(ir.passes.InPlacePass):
     Args:
         sizes: of symbolic dimensions, in the batch at hand.
     """
-
-    def __init__(self, sizes: Mapping[str, int] | None = None):
-        super().__init__()
-        self.sizes = sizes or {}
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
