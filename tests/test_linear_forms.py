@@ -34,6 +34,7 @@ FUNCTIONS = {
     "index_fill, from the end": lambda x, place: x[:999].index_fill(0, place[:500] // 2 - 900, 0.5),
     "cummax": lambda x, place: torch.cat([x.cummax(0).values, x.sum() * (place // 3).cummax(0).indices / SIZE**2]),
     "cummin": lambda x, place: x.round(decimals=1).cummin(0).indices * x.mean() + (place // 3).cummin(0).values,
+    "cumprod": lambda x, place: ((1 + x / 20) * (place != 500)).cumprod(0),  # with a zero
     "logcumsumexp": lambda x, place: x.logcumsumexp(0),
     "multilabel_margin_loss": lambda x, place: F.multilabel_margin_loss(
         x[None, :999], place[place < 999].where(COUNTS[:999].cumsum(0) < 10, -1)[None], reduction="none"
@@ -64,7 +65,8 @@ def values(model, feeds) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("rows", "names"), [("n", ["repeat_interleave", "searchsorted"]), slow("n", [*FUNCTIONS]), slow(SIZE, [*FUNCTIONS])]
+    ("rows", "names"),
+    [("n", ["repeat_interleave", "searchsorted", "cumprod"]), slow("n", [*FUNCTIONS]), slow(SIZE, [*FUNCTIONS])],
 )
 def test_no_value_has_an_element_for_each_pair(rows, names):
     module, generator = Sum(names), torch.Generator().manual_seed(0)

@@ -24,16 +24,20 @@ def _logaddexp2(input, other):
     return _logaddexp(input * ln2, other * ln2) / ln2
 
 
-def _joined(join, of_all, *parts, size=None):
+def _joined(join, of_all, *parts, filling=None, size=None):
     """[..., n]: what `join` makes of each prefix, in ranges twice as long each time, as on a GPU.
 
     Where the size is not known, so in blocks; what is before each block makes `of_all`, whose memory is the square of their number.
+    The last block is filled up with `filling`, or the last element.
     """
     size, reach = parts[0].size(-1) if size is None else size, 1
     if type(size) is not int:
         blocks = (size + _BLOCK - 1) // _BLOCK
-        place = torch.arange(blocks * _BLOCK, device=parts[0].device).clamp(max=size - 1)
-        parts = [x.index_select(-1, place).reshape(*x.shape[:-1], blocks, _BLOCK) for x in parts]
+        place = torch.arange(blocks * _BLOCK, device=parts[0].device)
+        inside, place = place < size, place.clamp(max=size - 1)
+        parts = [x.index_select(-1, place) for x in parts]
+        parts = parts if filling is None else [torch.where(inside, x, filling) for x in parts]
+        parts = [x.reshape(*x.shape[:-1], blocks, _BLOCK) for x in parts]
         parts = _joined(join, of_all, *parts, size=_BLOCK)  # where TorchScript traces, no size is known
         before = of_all(*(x[..., -1] for x in parts))
         joined = join([x[..., :-1, None] for x in before], [x[..., 1:, :] for x in parts])
@@ -52,18 +56,18 @@ def _prefixes(x, filling):
 
 
 def _cumprod(input, dim, *, dtype=None):
-    """The product of each prefix, exact with zeros.
-
-    Where the size is not known, from all prefixes: the memory is the square of the axis then. What fills a block may overflow.
-    """
+    """The product of each prefix, exact with zeros."""
     input = input if dtype is None else input.to(dtype)
     if not input.dim():
         return input.clone()
 
-    x = input.transpose(dim, -1)
-    if type(x.size(-1)) is not int:
-        return _prefixes(x, 1.0).prod(-1).transpose(dim, -1)
-    (products,) = _joined(lambda before, here: [before[0] * here[0]], None, x)
+    def join(before, here):
+        return [before[0] * here[0]]
+
+    def of_all(products):
+        return [_prefixes(products, 1).prod(-1)]
+
+    (products,) = _joined(join, of_all, input.transpose(dim, -1), filling=1)
     return products.transpose(dim, -1)
 
 
