@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
+import torch
 
+from orttrainer import IODescription, ModelDescription, ORTTrainer
 from orttrainer.differentiate.prepare import prepare
 from orttrainer.graph import Builder
 from orttrainer.graph.fence import fence, unordered_readers
@@ -33,6 +36,32 @@ def test_the_writer_itself_and_what_leads_to_it_are_in_order():
 
 def test_a_reader_beside_the_way_to_the_new_value_is_late():
     assert late_readers("g (float[2] w) => (float[2] w_new, float[2] y) { y = Neg(w) w_new = Mul(w, w) }") == ["y"]
+
+
+def test_a_size_waits_for_nothing_and_reads_no_numbers():
+    """ONNX Runtime folds it: the order that it seems to make is none."""
+    text = """g (float[2] w) => (float[2] w_new, float[2] y, int64[1] z)
+    { y = Exp(w) s = Shape(y) k = CastLike(s, w) w_new = Sub(w, k) z = Shape(w) }"""
+    assert late_readers(text) == ["y"]
+
+
+def test_a_size_within_a_branch_waits_for_nothing():
+    text = """g (float[2] w, bool c) => (float[2] w_new, float[2] y) <int64[1] i = {0}> { y = Exp(w)
+    k = If(c) <then_branch = a () => (int64[1] t) { t = Shape(y) }, else_branch = b () => (int64[1] e) { z = Size(y) e = Unsqueeze(z, i) }>
+    n = CastLike(k, w) w_new = Sub(w, n) }"""
+    assert late_readers(text) == ["y"]
+
+
+def test_the_loss_is_that_before_the_update_where_only_a_size_of_its_pieces_leads_to_the_gradient():
+    model = onnx.parser.parse_model(
+        HEADER
+        + """g (float[1] x) => (float loss) <float[2,2] w = {1, 2, 3, 4}>
+        { s = Constant <value = int64[2] {1, 5}> () y = CenterCropPad <axes = [-1, 0]> (w, s) loss = ReduceSum <keepdims = 0> (y) }"""
+    )
+    description = ModelDescription([IODescription("x", [1])], [IODescription("loss", [])])
+    rate = IODescription("Learning_Rate", [1])
+    trainer = ORTTrainer(model, None, description, "SGDOptimizer", None, rate, "cpu")
+    assert trainer.train_step(torch.zeros(1), torch.tensor([0.1])) == 1 + 3
 
 
 @pytest.mark.parametrize("view", ["Identity(w)", "Reshape(w, s)", "Unsqueeze(w, s)", "Flatten(w)"])

@@ -8,13 +8,13 @@ the new one, or is that node. `fence` makes it so, `unordered_readers` proves it
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder
-from orttrainer.graph.subgraphs import node_inputs
+from orttrainer.graph.subgraphs import captured_values
 
 # The output may be the input's own memory: ONNX Runtime computes the first five without a copy, and removes any of
 # the others that does nothing, such as a product with 1. What a subgraph hands out is a copy.
@@ -22,6 +22,9 @@ VIEWS = frozenset(
     ["Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"]
     + ["Add", "Cast", "Concat", "Div", "Dropout", "Expand", "Mul", "Slice", "Sub", "Sum", "Transpose"]
 )
+
+# ONNX Runtime folds these where it knows the shape: they neither read numbers nor wait for the node that makes them.
+_SIZES = frozenset(["Shape", "Size"])
 
 
 def fence(op: Builder, value: ir.Value, after: Iterable[ir.Value]) -> ir.Value:
@@ -98,9 +101,18 @@ def _may_view(source: ir.Value, output: ir.Value) -> bool:
 def _readers(graph: ir.Graph) -> dict[ir.Value, list[ir.Node]]:
     readers: dict[ir.Value, list[ir.Node]] = {}
     for node in graph:
-        for value in node_inputs(node):
+        for value in _inputs(node):
             readers.setdefault(value, []).append(node)
     return readers
+
+
+def _inputs(node: ir.Node) -> list[ir.Value]:
+    """The values whose numbers a node reads."""
+    return [x for x in (*_read(node), *captured_values(node, _read)) if x is not None]
+
+
+def _read(node: ir.Node) -> Sequence[ir.Value | None]:
+    return () if node.op_type in _SIZES else node.inputs
 
 
 def _ancestors(value: ir.Value, known: set[ir.Node]) -> set[ir.Node]:
@@ -113,5 +125,5 @@ def _ancestors(value: ir.Value, known: set[ir.Node]) -> set[ir.Node]:
             continue
         seen.add(node)
         if node not in known:
-            stack.extend(x.producer() for x in node_inputs(node))
+            stack.extend(x.producer() for x in _inputs(node))
     return seen

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator
 
 import onnx_ir as ir
 from onnx_ir.passes import common
@@ -17,13 +18,18 @@ def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
             yield attribute.as_graph()
 
 
-def captured_values(node: ir.Node) -> list[ir.Value]:
-    """The values from outside that the subgraphs of a node read, each once, in the order of their first use."""
+def captured_values(node: ir.Node, read: Callable = operator.attrgetter("inputs")) -> list[ir.Value]:
+    """The values from outside that the subgraphs of a node read, each once, in the order of their first use.
+
+    Args:
+        node: any node.
+        read: of a node of a subgraph, the inputs that count.
+    """
     found: dict[ir.Value, None] = {}
     for graph in subgraphs(node):
         own = {*graph.inputs, *graph.initializers.values()}
         for inner in graph:
-            for x in (*inner.inputs, *captured_values(inner)):
+            for x in (*read(inner), *captured_values(inner, read)):
                 if x is not None and x not in own:
                     found[x] = None
             own.update(inner.outputs)
