@@ -101,7 +101,8 @@ def check_vjp(case: Case, rtol: float = 1e-7, runtime_rtol: float = 2e-4) -> Non
     1. float64 on the reference evaluator against central differences along random directions;
     2. with every dimension symbolic, against 1;
     3. float32 on ONNX Runtime against 1;
-    4. against `case.torch`, if given.
+    4. against `case.torch`, if given;
+    5. the sum of the gradients of each of several outputs alone against 1: the rule is given no cotangents of the others then.
 
     Args:
         rtol: allowed error of 1, relative to the largest term; finite differences reach 1e-9.
@@ -132,6 +133,11 @@ def check_vjp(case: Case, rtol: float = 1e-7, runtime_rtol: float = 2e-4) -> Non
         _compare(run, gradients, runtime_rtol, f"{case}: float32 on ONNX Runtime")
     if case.torch is not None:
         _compare(_torch_gradients(case, model, feeds, cotangents), gradients, 1e-9, f"{case}: PyTorch")
+    if len(cotangents) > 1:
+        of_each = [_of_one(model, feeds, name, cotangents, own) for name in cotangents]
+        _compare(
+            {x: sum(part[x] for part in of_each) for x in gradients}, gradients, 1e-12, f"{case}: each output alone"
+        )
 
 
 def check_gradient(
@@ -223,6 +229,18 @@ def _gradients(model, feeds, cotangents, run=evaluate) -> dict[str, np.ndarray]:
     results = run(gradient, {k: v for k, v in given.items() if k in wanted})
     factor = next(iter(scalars.values())) if scalars else 1.0  # one scalar output, or 1
     return {name: results[f"{name}_grad"] * factor for name in wrt}
+
+
+def _of_one(model, feeds, output: str, cotangents, new_ops) -> dict[str, np.ndarray]:
+    alone = onnx.ModelProto()
+    alone.CopyFrom(model)
+    alone.graph.ClearField("output")
+    alone.graph.output.extend(y for y in model.graph.output if y.name == output)
+    run = functools.partial(evaluate, new_ops=new_ops)
+    gradients = _gradients(alone, feeds, {output: cotangents[output]}, run)
+    for name, gradient in gradients.items():
+        assert gradient.shape == feeds[name].shape, f"{output} alone gives {name} a gradient of shape {gradient.shape}"
+    return gradients
 
 
 def _run_onnxruntime(

@@ -147,7 +147,8 @@ def batch_normalization(op, node, dy, dmean=None, dvar=None):
         count = op.cast_as(op.size(x, axes), wide_x)
         if dmean is not None:
             share = op.Div(op.Mul(op.cast_as(dmean, wide_x), 1.0 - momentum), count)
-            dx = _plus(op, dx, _as_channels(op, share, dims))
+            share = _as_channels(op, share, dims)
+            dx = op.expand_as(share, wide_x) if dx is None else op.Add(dx, share)
         if dvar is not None:
             share = op.Div(op.Mul(op.cast_as(dvar, wide_x), 2.0 * (1.0 - momentum)), count)
             dx = _plus(op, dx, op.Mul(op.Sub(wide_x, mean), _as_channels(op, share, dims)))
