@@ -85,7 +85,7 @@ class Attributes:
                 self._flags = self._read_flags()
         masked = (f"{path}.{name}".strip(".") for path, layer in self._layers.items() for name in masked_in(layer))
         self._ignored, self._known = {*masked}, read is not None
-        self._without = Without()
+        self._outside, self._without = [], Without()
         self._names: set[str] = set()  # of attributes that are read
         self._names_of_torch: set[str] = set()  # and where torch's own code reads, too
         self._stored: set[tuple[str, str]] = set()
@@ -100,10 +100,14 @@ class Attributes:
         Args:
             without: what makes no difference to the graph in use.
         """
-        self._without = without
+        self._outside, self._without = [*outside], without
         roots = {f"{export.OUTSIDE}.{index}": module for index, module in enumerate(outside)}
         self._layers = self._own_layers | _layers_of(roots)
         self._flags = self._read_flags() | {path: self._flags[path] for path in self._own_layers}
+
+    def are_looked_at(self, outside: Sequence[torch.nn.Module], without: Without) -> bool:
+        """Whether these are the modules turned to, and the attributes as when `look` was called; quick."""
+        return [*outside] == self._outside and without == self._without and self.hold(trains=True)
 
     @outside_of_exports
     def also(self, read: export.Read | None) -> dict[str, Any]:

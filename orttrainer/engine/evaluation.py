@@ -18,7 +18,7 @@ from orttrainer.errors import OrtTrainerError, SchemaError, UnsupportedModelErro
 from orttrainer.export.initializers import state_as_inputs
 from orttrainer.export.memory.holdings import same_elements
 from orttrainer.run import open_evaluation
-from orttrainer.state.trained import ir_view
+from orttrainer.state.shown import ir_view
 
 if TYPE_CHECKING:
     from orttrainer.engine.source import Source

@@ -41,7 +41,8 @@ from orttrainer.run import Runner
 from orttrainer.seed import seed_of_rank
 from orttrainer.state.kept import KeptState
 from orttrainer.state.state_dict import accumulated_scale, cpu_copy, of_a_block, seems_to_fit
-from orttrainer.state.trained import TrainedState, ir_view
+from orttrainer.state.shown import ir_view
+from orttrainer.state.trained import TrainedState
 from orttrainer.state.update_counts import counters_fit, counts_in, numbered
 from orttrainer.training_graph import TrainingGraph
 
@@ -314,7 +315,7 @@ class InUse(NotCopied):
         rates = next(x for x in graph.graph.graph.inputs if x.name == graph.signature.learning_rate)
         self._rates_fed, self._rates_dtype = rates.shape[0], to_torch_dtype(rates.dtype)
         self._rates_given = None
-        self._ways.took(forward, graph, state, runner)
+        self._ways.took(forward, graph, state, runner, self._sizes)
         self._kept.counters = {name: state.tensors[counter] for name, counter in graph.signature.counters.items()}
 
     def _training_graph(self, forward: ForwardGraph, counts: Mapping[str, int]) -> TrainingGraph:
@@ -380,14 +381,17 @@ class InUse(NotCopied):
         counts = {**self._kept.counts, **counts}
         if graph is None or not counters_fit(graph.signature.counters, counts):
             self._state.show(forward.model)
-            graph = self._training_graph(forward, counts)
+            with runtime.garbage_kept():
+                graph = self._training_graph(forward, counts)
             state = runner = None
         alone = forward is self._forward or self.collective.size == 1
         check_can_go_on(self.training_graph, graph, alone, self.accumulated)
         sums = self.state_dict() if self.accumulated else {}  # of gradients, which are a runner's own
         state = state or self._trained_state(graph, forward, share=False)
         self._go_on(forward, graph, state, runner or self._opened(graph, state))
-        self.load_state_dict(sums)
+        self._runner.drop_accumulated()
+        if sums:
+            self.load_state_dict(sums)
 
     def _follow_module(self) -> None:
         """Follow what was done to the tensors of the module."""
@@ -429,8 +433,7 @@ class InUse(NotCopied):
             if (forward := self._ways.other(batch, self._last_batch, self._state.live, trains, make, told)) is not None:
                 sizes = self._schema.of(batch).sizes([batch[name] for name in self.input_names if name in batch])
                 self._sizes |= {dim: size for dim, size in sizes.items() if not self._sizes.get(dim)}  # there were none
-                with runtime.garbage_kept():
-                    self._recompile(forward)
+                self._recompile(forward)
         self._state.masked.make_anew()
         if trains:  # an evaluation may be of what trains nothing: adapters that are merged for it
             check_trains(self.training_graph)

@@ -6,6 +6,7 @@ And those of the attributes that the module has had, and of the parameters that 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from orttrainer.errors import ModelError, UnsupportedModelError
 from orttrainer.export.memory.holdings import Without
 from orttrainer.export.values.granted import unmet
 from orttrainer.export.values.told import shown
+from orttrainer.graph.budget import evaluated_shape
 from orttrainer.graph.subgraphs import node_inputs, subgraphs
 
 if TYPE_CHECKING:
@@ -34,7 +36,9 @@ if TYPE_CHECKING:
 
 MOST = 16  # whose graphs are kept: each was exported
 REMEMBERED = 1024  # sizes that were found to fit
-OPEN = 4  # of these, whose sessions are: each has memory for its activations
+OPEN = 4  # of these, whose sessions are, whatever memory they take
+LIGHT = 2**26  # bytes that the sessions of more may take, by `_weight`
+_OF_A_NODE = 2**14  # bytes, about, in the graphs and the session
 
 log = logging.getLogger("orttrainer")
 
@@ -77,6 +81,7 @@ class Ways:
         self._warned_of: set[str] = set()  # attributes
         self._fitting: set[tuple] = set()  # sizes of batches that met what a graph takes for granted
         self._opened: dict[int, tuple[TrainingGraph, TrainedState, Runner]] = {}  # by the id of a known one
+        self._weights: dict[int, float] = {}  # in bytes, by the same
         self._asked: dict[tuple, tuple] = {}  # sessions that are open; what they are of, so that its id stays its own
 
     def look_at_parameters(self) -> None:
@@ -142,6 +147,7 @@ class Ways:
         self.known = [forward]
         self._opened = {id(forward): self._opened[id(forward)]}
         self._made = {id(forward): self._made[id(forward)]}
+        self._weights = {id(forward): self._weights[id(forward)]}
         self._fitting.clear()
         self._asked.clear()
 
@@ -166,20 +172,29 @@ class Ways:
             log.info("requires_grad of %s changed: exported again, in %.1f s%s", _listed(frozen), seconds, difference)
         return None if same else found
 
-    def took(self, forward: ForwardGraph, graph: TrainingGraph, state: TrainedState, runner: Runner) -> None:
-        """`forward` is in use from now on, by this runner on this state, whose values all have."""
+    def took(
+        self,
+        forward: ForwardGraph,
+        graph: TrainingGraph,
+        state: TrainedState,
+        runner: Runner,
+        sizes: Mapping[str, int] = {},
+    ) -> None:
+        """`forward` is in use from now on, by this runner on this state, whose values all have; `sizes` of symbolic dimensions."""
         self.known = [way for way in self.known if way is not forward] + [forward]
         self._opened.pop(id(forward), None)
         self._opened[id(forward)] = graph, state, runner
         if is_new := id(forward) not in self._made:
             self._made[id(forward)] = _Made(self._values, Without(frozenset(forward.touched)), forward.outside)
         made = self._made[id(forward)]
-        self._attributes.turn_to(made.outside, made.without)
-        if is_new:
-            self._read_by(forward, made)
-        if made.fits(self._attributes.values()):
-            self._attributes.look()
-        while len(self._opened) > OPEN:
+        if is_new or not self._attributes.are_looked_at(made.outside, made.without):
+            self._attributes.turn_to(made.outside, made.without)
+            if is_new:
+                self._read_by(forward, made)
+            if made.fits(self._attributes.values()):
+                self._attributes.look()
+        self._weights.setdefault(id(forward), _weight(forward, sizes))
+        while len(self._opened) > OPEN and sum(self._weights[way] for way in self._opened) > LIGHT:
             del self._opened[next(iter(self._opened))]
         if len(self.known) > MOST:
             self._forget(self.known.pop(0))
@@ -218,6 +233,7 @@ class Ways:
 
     def _forget(self, forward: ForwardGraph) -> None:
         self._opened.pop(id(forward), None)
+        self._weights.pop(id(forward), None)
         self._made.pop(id(forward))
         self._fitting.clear()  # an id may become another's
         self._asked = {key: asked for key, asked in self._asked.items() if asked[1] is not forward.conditions}
@@ -265,6 +281,15 @@ class Ways:
             f"forward decides by values{where}, and on this batch otherwise than when its graph was made; {reason}. Nothing was "
             "changed. Use torch.where or masks instead, or run the module itself."
         )
+
+
+def _weight(forward: ForwardGraph, sizes: Mapping[str, int]) -> float:
+    """Bytes that a session which trains `forward` takes beside the state, roughly: all of its values; infinite if that is not known."""
+    nodes = [*forward.model.graph.all_nodes()]
+    values = [(evaluated_shape(y, sizes), y.dtype) for node in nodes for y in node.outputs]
+    if any(shape is None or dtype is None for shape, dtype in values):
+        return math.inf
+    return len(nodes) * _OF_A_NODE + sum(math.prod(shape) * dtype.itemsize for shape, dtype in values)
 
 
 def _listed(paths: Sequence[str]) -> str:

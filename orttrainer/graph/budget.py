@@ -170,12 +170,16 @@ class Memory:
         return self._bytes[value]
 
     def _shape(self, value: ir.Value) -> tuple[int, ...] | None:
-        if (shape := self._shapes.get(value.name)) is not None:
-            return shape
-        if value.shape is None:
-            return None
-        found = tuple(_evaluated(dim, self.sizes) for dim in value.shape)
-        return None if None in found else found
+        shape = self._shapes.get(value.name)
+        return evaluated_shape(value, self.sizes) if shape is None else shape
+
+
+def evaluated_shape(value: ir.Value, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
+    """The shape of `value` where symbolic dimensions have these sizes; None where it is not known."""
+    if value.shape is None:
+        return None
+    found = tuple(_evaluated(dim, sizes) for dim in value.shape)
+    return None if None in found else found
 
 
 def _base(value: ir.Value) -> ir.Value:

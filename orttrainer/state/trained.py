@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 import torch
-from onnx_ir.tensor_adapters import TorchTensor
 
 from orttrainer import export
 from orttrainer.distributed import Collective, check_ranks_agree
@@ -19,6 +18,7 @@ from orttrainer.export.memory.masked import Masked
 from orttrainer.seed import seed_of_rank, seed_of_run
 from orttrainer.state.kept import KeptState
 from orttrainer.state.seen import Seen, form
+from orttrainer.state.shown import Shown
 from orttrainer.state.state_dict import (
     ACCUMULATED,
     ACCUMULATED_BY,
@@ -82,6 +82,8 @@ class TrainedState:
             own = export.named_state(*self._named)
         self._shared = {*own}
         self.tensors: dict[str, torch.Tensor] = {}
+        self._shown = Shown(self.tensors)
+        self._seen: Seen | None = None
         self.stored: dict[str, torch.Tensor] = {}
         entries = [entry for entry in graph.signature.state if entry.role != "accumulator"]  # those are the runner's
         for entry in entries:
@@ -137,20 +139,24 @@ class TrainedState:
         Returns:
             What is stored elsewhere now, by the address that it had; for `Runner.rebind`.
         """
-        moved = self._keep_sharing()
-        self._look()
-        counters = {*self.signature.counters.values()}
-        self._kept.take_over({n: x for n, x in self.tensors.items() if n not in self._shared and n not in counters})
-        for parameter, counter in self.signature.counters.items():
-            self.tensors[counter].fill_(self._kept.counts.get(parameter, 1))
-        self._graph.tensors.update({name: ir_view(name, tensor) for name, tensor in self.tensors.items()})
+        moved = {}
+        if self._seen is None or not self._seen.holds():
+            moved = self._keep_sharing()
+            self._look()
+        counts = {
+            counter: self._kept.counts.get(parameter, 1) for parameter, counter in self.signature.counters.items()
+        }
+        self._kept.take_over({n: x for n, x in self.tensors.items() if n not in self._shared and n not in counts})
+        for counter, count in counts.items():
+            self.tensors[counter].fill_(count)
+        self._graph.tensors.update(self._shown.all())
         return moved
 
     def show(self, model: ir.Model) -> None:
         """Let the initializers of a forward graph show the state of the moment."""
         for name, value in model.graph.initializers.items():
             if name in self.tensors and (name in self._own_names or name not in self._shared):
-                value.const_value = ir_view(name, self.tensors[name])
+                value.const_value = self._shown[name]
 
     def follow_module(self) -> dict[int, torch.Tensor] | None:
         """Follow what was done to the module since the last step; quick where that is nothing, as every step asks.
@@ -172,7 +178,7 @@ class TrainedState:
         if self._seen.holds():
             return None
         if moved := self._keep_sharing():
-            self._graph.tensors.update({name: ir_view(name, tensor) for name, tensor in self.tensors.items()})
+            self._graph.tensors.update(self._shown.all())
         self._look()
         return moved
 
@@ -437,14 +443,3 @@ def _initial(graph: TrainingGraph, entry: StateEntry, device: torch.device) -> t
     if entry.role in ("parameter", "buffer"):  # the caller's, whose model is not to be trained in place
         array = array.copy()
     return export.as_real(torch.from_numpy(array).to(device))
-
-
-def ir_view(name: str, tensor: torch.Tensor) -> ir.TensorProtocol:
-    """An ONNX tensor that shows what `tensor` holds at the moment it is written."""
-    tensor = export.as_real(tensor)
-    dtype = TorchTensor(tensor).dtype
-
-    def read() -> ir.TensorProtocol:
-        return TorchTensor(tensor.detach().cpu().contiguous(), name=name)
-
-    return ir.LazyTensor(read, dtype=dtype, shape=ir.Shape(tensor.shape), name=name, cache=False)
