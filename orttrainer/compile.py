@@ -275,7 +275,7 @@ class _Build:
         # The driver leaves nodes that nobody reads. They will be removed, unless the update waits for them.
         used = ancestors([norm, *self.model.graph.outputs, *self.new.values()])
         nodes = dict.fromkeys(node for readers in late.values() for node in readers if node in used)
-        self.rate = fence(op, inputs[self.learning_rate], [norm, *(node.outputs[0] for node in nodes)])
+        self.rate = fence(op, inputs[self.learning_rate], [norm, *nodes])
         self.rate.name = self._unused(f"{self.learning_rate}_ordered")
 
     def update(self, optimizer: Optimizer, gradients: dict[str, ir.Value], groups: Mapping[str, int]) -> None:
@@ -427,7 +427,7 @@ class _Build:
         if new.shape is None or tuple(new.shape.dims) != (1,):
             return False
         op, graph, name = self.op, self.model.graph, new.name
-        ordered = fence(op, new, [node.outputs[0] for node in readers])
+        ordered = fence(op, new, readers)
         graph.outputs[list(graph.outputs).index(new)] = ordered
         new.name, ordered.name = f"{name}_early", name
         return True

@@ -12,6 +12,7 @@ import torch
 from orttrainer import IODescription, ModelDescription, ORTTrainer
 from orttrainer.differentiate.prepare import prepare
 from orttrainer.graph import Builder
+from orttrainer.graph.activations import ancestors
 from orttrainer.graph.fence import fence, unordered_readers
 
 HEADER = '<ir_version: 8, opset_import: ["" : 18]>'
@@ -91,4 +92,30 @@ def test_a_fence_waits_for_an_empty_tensor_too():
     model.graph.outputs.append(fenced := fence(op, values["rate"], [values["y"]]))
     session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
     feeds = {"rate": np.array([0.1], np.float32), "x": np.zeros(0, np.float32)}
+    np.testing.assert_array_equal(session.run([fenced.name], feeds)[0], feeds["rate"])
+
+
+LATE = {
+    "a first output that is left out": "y, last = RNN <hidden_size = 1> (x, w, w)",
+    "a sequence": "last = SplitToSequence <keepdims = 0> (x)",
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_a_fence_waits_for_a_node_whatever_it_makes(name):
+    model, values = parse(
+        f"g (float[1] rate, float[3, 1, 1] x, float[1, 1, 1] w) => (float[P, Q, R] y, float[S, T, U] last) {{ {LATE[name]} }}"
+    )
+    node = values["last"].producer()
+    if len(node.outputs) > 1:
+        node.outputs[0].name = ""
+    del model.graph.outputs[:]
+    model.graph.outputs.append(fenced := fence(Builder(model.graph, "t"), values["rate"], [node]))
+    assert node in ancestors([fenced])
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    feeds = {
+        "rate": np.array([0.1], np.float32),
+        "x": np.ones((3, 1, 1), np.float32),
+        "w": np.ones((1, 1, 1), np.float32),
+    }
     np.testing.assert_array_equal(session.run([fenced.name], feeds)[0], feeds["rate"])

@@ -57,6 +57,30 @@ def test_the_hidden_states_are_asked_for_where_the_model_has_only_the_last_one(k
     _compare(actual, {name: expected[name] for name in actual}, 1e-12, kind)
 
 
+@pytest.mark.parametrize("clip", [{}, {"clip": 9.0}], ids=["plain", "clipped"])  # which nothing here reaches
+def test_a_layer_of_which_only_the_last_state_is_read_is_trained(clip):
+    """No gradient reads what the layer makes: the update alone waits for it."""
+    w, r = torch.randn(2, 1, 3, 3, generator=torch.Generator().manual_seed(0))
+    x = torch.linspace(-1, 1, 12).reshape(2, 2, 3)
+    nodes = [
+        helper.make_node("RNN", ["x", "w", "r"], ["", "last"], hidden_size=3, **clip),
+        helper.make_node("ReduceSum", ["last"], ["loss"], keepdims=0),
+    ]
+    values = [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in (("x", x.shape), ("loss", []))]
+    weights = [onnx.numpy_helper.from_array(weight.numpy(), name) for name, weight in (("w", w), ("r", r))]
+    graph = helper.make_graph(nodes, "last", values[:1], values[1:], weights)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+    description = ModelDescription([IODescription("x", [2, 2, 3], torch.float32)], [IODescription("loss", [])])
+    trainer = ORTTrainer(model, None, description, "SGDOptimizer", None, models.LEARNING_RATE, "cpu")
+    loss = trainer.train_step(x, torch.tensor([RATE]))
+    w_twin, r_twin = w.clone().requires_grad_(), r.clone().requires_grad_()
+    expected = (((x[0] @ w_twin[0].T).tanh() @ r_twin[0].T + x[1] @ w_twin[0].T).tanh()).sum()
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    for name, weight, twin in (("w", w, w_twin), ("r", r, r_twin)):
+        torch.testing.assert_close(trainer.state_dict()[name], weight - RATE * twin.grad)
+
+
 def test_the_body_of_the_backward_scan_does_not_grow_with_the_sequence():
     sizes = []
     for time in (3, 300):

@@ -27,7 +27,7 @@ VIEWS = frozenset(
 _SIZES = frozenset(["Shape", "Size"])
 
 
-def fence(op: Builder, value: ir.Value, after: Iterable[ir.Value]) -> ir.Value:
+def fence(op: Builder, value: ir.Value, after: Iterable[ir.Value | ir.Node]) -> ir.Value:
     """A copy of the small `value`, of one element or shape [n], that cannot be computed before all of `after`.
 
     Its bits are those of `value`, also where `after` holds NaN: one element of each is put
@@ -36,9 +36,17 @@ def fence(op: Builder, value: ir.Value, after: Iterable[ir.Value]) -> ir.Value:
     count = math.prod(value.shape.dims)
     pieces = [op.Reshape(value, [count])]
     for other in after:
-        first = op.Slice(op.Reshape(other, [-1]), [0], [1])
+        first = op.Slice(numbers_of(op, other), [0], [1])
         pieces.append(op.cast_as(first, value))
     return op.Gather(op.Concat(*pieces, axis=0), np.arange(count))
+
+
+def numbers_of(op: Builder, made: ir.Value | ir.Node) -> ir.Value:
+    """Numbers in a row that are there once `made` is: its own; of a node those of the first output that is not left out."""
+    value = made if isinstance(made, ir.Value) else next(y for y in made.outputs if y.name)
+    if isinstance(value.type, ir.SequenceType):
+        value = op.SequenceLength(value)
+    return op.Reshape(value, [-1])
 
 
 def unordered_readers(

@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from orttrainer.graph.activations import VIEWS, Activations, Recomputation, ancestors
 from orttrainer.graph.builder import INT64, Builder, static_dims
+from orttrainer.graph.fence import numbers_of
 from orttrainer.graph.subgraphs import node_inputs
 
 # ONNX Runtime fuses these into each product that reads them, however many those are.
@@ -125,7 +126,7 @@ class RecomputePass(ir.passes.InPlacePass):
 
     # -- when it may begin ----------------------------------------------------------------
 
-    def _ready(self, readers: Sequence[ir.Node], before: Sequence[ir.Node]) -> list[ir.Value]:
+    def _ready(self, readers: Sequence[ir.Node], before: Sequence[ir.Node]) -> list[ir.Value | ir.Node]:
         """What the second run waits for: the loss, the cotangents that its readers need, and the work of the last one.
 
         Nothing of it depends on the readers, or the graph would have a cycle.
@@ -159,11 +160,11 @@ class RecomputePass(ir.passes.InPlacePass):
                 stack.extend(x for x in node_inputs(value.producer()) if x in self.cotangents)
         return found
 
-    def _ends(self, nodes: Sequence[ir.Node], others: set[ir.Node]) -> list[ir.Value]:
+    def _ends(self, nodes: Sequence[ir.Node], others: set[ir.Node]) -> list[ir.Node]:
         """What `nodes` lead to, as far as it is not among `others`: the gradients of a segment's weights."""
         own = dict.fromkeys(node for node in self._descendants(nodes) if node not in others)
         return [
-            node.outputs[0]
+            node
             for node in own
             if not any(reader in own for y in node.outputs for reader in self.activations.readers(y))
         ]
@@ -206,11 +207,11 @@ class _Views:
         return self._shapes[key]
 
 
-def _nothing_of(op: Builder, values: Sequence[ir.Value]) -> ir.Value:
-    """No numbers, int64 [0], once all of `values` are there."""
+def _nothing_of(op: Builder, after: Sequence[ir.Value | ir.Node]) -> ir.Value:
+    """No numbers, int64 [0], once all of `after` are there."""
     pieces = []
-    for value in values:
-        none = op.Slice(op.Reshape(value, [-1]), [0], [0])
+    for made in after:
+        none = op.Slice(numbers_of(op, made), [0], [0])
         pieces.append(none if none.dtype == INT64 else op.Cast(none, to=int(INT64)))
     return op.Concat(*pieces, axis=0) if len(pieces) > 1 else pieces[0]
 
