@@ -8,7 +8,7 @@ import torch
 from test_control_flow import check, parsed, randoms
 
 from orttrainer import build_gradient
-from orttrainer.testing.check import _run_onnxruntime
+from orttrainer.testing.check import _gradients, _run_onnxruntime
 
 
 @pytest.mark.parametrize("taken", [True, False])
@@ -178,3 +178,34 @@ def test_a_body_may_return_what_it_was_given_and_one_value_twice(op_type, typed)
     np.testing.assert_allclose(found["loss"], total.item(), rtol=1e-12)
     for name, expected in zip(("w", "x"), torch.autograd.grad(total, (w, x))):
         np.testing.assert_allclose(found[f"{name}_grad"], expected, rtol=1e-10)
+
+
+WITHOUT_STATES = {  # what comes out of a step, and the next state: the gradient of neither reads the state
+    "it does not depend on the last": ("Identity(h)", "Mul(w, w)"),
+    "it adds up": ("Add(h, w)", "Add(h, w)"),
+    "what comes out does not depend on it": ("Sin(w)", "Add(h, w)"),
+}
+
+
+@pytest.mark.parametrize("count", [0, 3])
+@pytest.mark.parametrize("size", ["2", "K"])
+@pytest.mark.parametrize("name", WITHOUT_STATES)
+def test_the_steps_back_need_not_read_a_state(name, size, count):
+    y, after = WITHOUT_STATES[name]
+    body = f"""g (real[2] h0, real[2] w) => (real[{size}] s, real[T,{size}] y) <int64 n = {{{count}}}, bool c = {{1}}> {{
+      s, y = Loop (n, c, h0) <body = b (int64 i, bool ci, real[{size}] h) => (bool co, real[{size}] hn, real[{size}] yi) {{
+        co = Identity(ci) yi = {y} hn = {after} }}> }}"""
+
+    def twin(h0, w):
+        h, ys = h0, [torch.empty(0, 2, dtype=torch.float64)]
+        for _ in range(count):
+            step = {"Identity(h)": h, "Add(h, w)": h + w, "Sin(w)": torch.sin(w)}[y]
+            ys, h = [*ys, step[None]], w * w if after == "Mul(w, w)" else h + w
+        return h, torch.cat(ys)
+
+    feeds, cotangents = randoms(h0=(2,), w=(2,)), randoms(s=(2,), y=(count, 2))
+    found = _gradients(parsed(body), feeds, cotangents, run=_run_onnxruntime)  # ONNX's reference needs an iteration
+    given = {name: torch.tensor(value, requires_grad=True) for name, value in feeds.items()}
+    total = sum((z * torch.tensor(c)).sum() for z, c in zip(twin(**given), cotangents.values()))
+    for name, expected in zip(given, torch.autograd.grad(total, given.values(), materialize_grads=True)):
+        np.testing.assert_allclose(found[name], expected, rtol=1e-12)

@@ -187,23 +187,11 @@ def _by_scan(
 def _by_loop(op: Builder, node: ir.Node, inner: Builder, first, states, written, types) -> list[ir.Value]:
     """Append a Loop instead, for states whose shape may change: no tensor holds those of all steps, but a sequence does.
 
-    The forward Loop runs once more to fill the sequences. `states`: (which input of the body, its copy inside).
+    `states`: (which input of the body, its copy inside). Where no step reads any, there is something in `written`: (the
+    cotangents of all steps, that of one inside).
     """
-    body = node.attributes["body"].as_graph()
-    again = _copy(op, node, body, "again")
-    count = len(node.inputs) - 2
-    again.graph.outputs[:] = again.graph.outputs[: 1 + count]
-    empty = []
-    for index, _ in states:
-        x = again.graph.inputs[index]
-        kept = ir.Value(name=again.new_name("kept"), type=ir.SequenceType(x.type))
-        again.graph.inputs.append(kept)
-        again.graph.outputs.append(again.SequenceInsert(kept, x))
-        empty.append(op.SequenceEmpty(dtype=int(x.dtype)))
-    found = [(y.type, y.shape) for y in node.outputs[:count]] + [(value.type, None) for value in empty]
-    sequences = _append(op, "Loop", [*node.inputs, *empty], [ir.AttrGraph("body", again.graph)], found)[count:]
-
-    steps = op.SequenceLength(sequences[0])
+    sequences = _in_all_steps(op, node, [index for index, _ in states]) if states else []
+    steps = op.SequenceLength(sequences[0]) if sequences else op.Squeeze(op.dim(written[0][0], 0), [0])
     turn = ir.Value(name=inner.new_name("turn"), type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
     go = ir.Value(name=inner.new_name("go"), type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([]))
     inner.graph.inputs[:] = [turn, go, *inner.graph.inputs]
@@ -215,6 +203,22 @@ def _by_loop(op: Builder, node: ir.Node, inner: Builder, first, states, written,
     inner.graph.outputs[:] = [inner.Identity(go), *inner.graph.outputs]
     inner.graph.sort()
     return _append(op, "Loop", [steps, op.const(np.array(True)), *first], [ir.AttrGraph("body", inner.graph)], types)
+
+
+def _in_all_steps(op: Builder, node: ir.Node, indices: Sequence[int]) -> list[ir.Value]:
+    """Inputs of the body of a Loop in all steps: for each a sequence, which the Loop fills when it runs once more."""
+    again = _copy(op, node, node.attributes["body"].as_graph(), "again")
+    count = len(node.inputs) - 2
+    again.graph.outputs[:] = again.graph.outputs[: 1 + count]
+    empty = []
+    for index in indices:
+        x = again.graph.inputs[index]
+        kept = ir.Value(name=again.new_name("kept"), type=ir.SequenceType(x.type))
+        again.graph.inputs.append(kept)
+        again.graph.outputs.append(again.SequenceInsert(kept, x))
+        empty.append(op.SequenceEmpty(dtype=int(x.dtype)))
+    found = [(y.type, y.shape) for y in node.outputs[:count]] + [(value.type, None) for value in empty]
+    return _append(op, "Loop", [*node.inputs, *empty], [ir.AttrGraph("body", again.graph)], found)[count:]
 
 
 def _keeps_shape(body: ir.Graph, state: _State) -> bool:
