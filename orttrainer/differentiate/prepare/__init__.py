@@ -22,6 +22,7 @@ from orttrainer.graph.names import free_name
 from orttrainer.graph.passes.gradient_marks import COTANGENT, CUSTOM_GRADIENT, STOP_GRADIENT
 from orttrainer.graph.passes.gradient_marks import DOMAIN as MARKS
 from orttrainer.graph.passes.loop_lists import StackLoopListsPass
+from orttrainer.graph.passes.no_axes import NoAxesPass
 from orttrainer.graph.passes.one_sided import OneSidedPass
 from orttrainer.graph.passes.order import TopologicalOrderPass
 from orttrainer.graph.passes.pool_sizes import PoolSizesPass
@@ -56,6 +57,7 @@ def prepare(model: ir.Model) -> ir.Model:
     infer_shapes(model)
     if _infer_foreign(model.graph):
         infer_shapes(model)
+    NoAxesPass()(model)
     if any([StackLoopListsPass()(model).modified, ResolveSequencesPass()(model).modified]):
         infer_shapes(model)
     infer_loop_states(model)

@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder
+from orttrainer.graph.passes.no_axes import REDUCTIONS
 
 
 class AllAxesPass(ir.passes.InPlacePass):
@@ -112,5 +113,4 @@ def _has(node: ir.Node, index: int) -> bool:
     return x is not None and not (x.shape is not None and x.shape == (0,))
 
 
-_REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare")
-_REWRITES = {"Pad": _pad, "Resize": _resize, **{f"Reduce{name}": _reduce for name in _REDUCTIONS}}
+_REWRITES = {"Pad": _pad, "Resize": _resize, **dict.fromkeys(REDUCTIONS, _reduce)}

@@ -6,6 +6,7 @@ import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.gradient_marks import DOMAIN, STOP_GRADIENT
+from orttrainer.graph.passes.no_axes import NOOP
 from orttrainer.graph.scopes import put_all_in_place
 
 
@@ -20,17 +21,17 @@ class LogSumExpPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         nodes = [node for node in model.graph if node.op_type == "ReduceLogSumExp" and not node.domain]
         floats = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
-        return put_all_in_place(model, "logsumexp", [n for n in nodes if n.inputs[0].dtype in floats], _spelled_out)
+        nodes = [n for n in nodes if n.inputs[0].dtype in floats and not n.attributes.get_int(NOOP, 0)]
+        return put_all_in_place(model, "logsumexp", nodes, _spelled_out)
 
 
 def _spelled_out(op: Builder, node: ir.Node) -> ir.Value:
     x, axes = node.inputs[0], node.inputs[1] if len(node.inputs) > 1 else None
-    noop = node.attributes.get_int("noop_with_empty_axes", 0)
-    largest = op.ReduceMax(x, axes, keepdims=1, noop_with_empty_axes=noop)
+    largest = op.ReduceMax(x, axes, keepdims=1)
     largest = op.node(STOP_GRADIENT, largest, domain=DOMAIN, like=largest)
     limit = float(x.dtype.max)
     powers = op.Exp(op.Sub(x, op.Clip(largest, -limit, limit)))  # inf - inf is no number
-    total = op.Max(op.ReduceSum(powers, axes, keepdims=1, noop_with_empty_axes=noop), 0.5)
+    total = op.Max(op.ReduceSum(powers, axes, keepdims=1), 0.5)
     y = op.Add(op.Log(total), largest)
     if node.attributes.get_int("keepdims", 1):
         return y

@@ -9,13 +9,11 @@ import numpy as np
 import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder, constant_array
+from orttrainer.graph.passes.no_axes import REDUCTIONS
 from orttrainer.graph.passes.sized import SizedPass
 from orttrainer.graph.scopes import put_all_in_place
 from orttrainer.graph.sizes import size_at_hand
 
-_REDUCTIONS = frozenset(
-    f"Reduce{name}" for name in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare")
-)
 _SUMS = {"ReduceMean", "ReduceSum"}  # which are products with ones; the others are quick
 # Nanoseconds of one thread, for each block of rows that are summed.
 PRODUCT = 145.0
@@ -90,7 +88,7 @@ def _with_ones(op: Builder, node: ir.Node) -> ir.Value:
 def _ones(node: ir.Node) -> list[int]:
     """The axes of one element that lie right behind those that `node` reduces."""
     found: list[int] = []
-    if node.op_type in _REDUCTIONS and not node.domain:
+    if node.op_type in REDUCTIONS and not node.domain:
         axes = _axes(node)
         for axis, size in enumerate(node.inputs[0].shape or ()):
             if size == 1 and axis not in axes and axis - 1 in (*axes, *found):
