@@ -9,7 +9,7 @@ import pytest
 
 from orttrainer.errors import GradientError
 from orttrainer.graph import builder
-from orttrainer.graph.builder import Builder
+from orttrainer.graph.builder import Builder, take_place
 
 FLOAT, DOUBLE, INT64 = ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT64
 
@@ -189,3 +189,12 @@ def test_attributes_have_the_types_that_onnx_has_for_what_is_given(given, kind):
     (attribute,) = y.producer().attributes.values()
     expected = onnx.helper.make_attribute("given", given)
     assert attribute.type == kind and ir.serde.serialize_attribute(attribute) == expected
+
+
+def test_what_takes_a_place_keeps_the_shape_that_was_not_known_there():
+    model = ir.from_onnx_text('<ir_version: 8, opset_import: ["" : 18]> g (float[2] x) => (float[2] y) { y = Neg (x) }')
+    node, op = model.graph[0], Builder(model.graph, "t")
+    node.outputs[0].shape = None
+    take_place(op.Mul(node.inputs[0], -1.0), node)
+    (y,) = model.graph.outputs
+    assert y.name == "y" and y.producer().op_type == "Mul" and y.shape == (2,)

@@ -7,6 +7,8 @@ import onnx_ir as ir
 import pytest
 import torch
 from fidelity import assert_trains_with_and_without
+from onnx_models import assert_trains_like
+from onnx_models import model as trained
 from test_passes_rows import operators, run
 from torch import nn
 
@@ -42,6 +44,16 @@ def test_places_are_read_as_rows(places, depth, open_):
             wrong[..., axis] = place
             with pytest.raises(Exception, match="indices element out of data bounds"):
                 run(model, {"x": x, "i": wrong})
+
+
+@pytest.mark.parametrize("place", [[-2], [1, -2]], ids=str)
+def test_one_number_is_trained(place):
+    """ONNX's inference finds no rank of it, which the gradient of what reads it needs."""
+    body = f"""i = Constant <value = int64[{len(place)}] {{{", ".join(map(str, place))}}}> () n = GatherND (w, i)
+               a = Constant <value = int64[1] {{0}}> () m = Unsqueeze (n, a) r = Mul (x, m)"""
+    w = np.arange(1, 4 ** len(place) + 1).reshape([4] * len(place))
+    x = torch.linspace(-1, 1, 6).reshape(2, 3)
+    assert_trains_like(trained(body, "3", 18, w=w), lambda x, w: x * w[tuple(place)], [x], w=w.astype(np.float32))
 
 
 def test_numbers_that_were_put_side_by_side_are_not_taken_apart():

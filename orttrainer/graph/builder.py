@@ -305,14 +305,20 @@ def _inferred_from(node: ir.Node, opset_imports: dict[str, int]) -> tuple | None
 
 
 def infer_rank(node: ir.Node) -> bool:
-    """Give the result of a DFT the rank of what it transforms, which ONNX's inference leaves open where its length is computed.
+    """Give a result the rank that ONNX's inference leaves open: of a DFT of a computed length, of one number of a GatherND.
 
     Returns:
         Whether it did.
     """
-    if node.domain or node.op_type != "DFT" or node.outputs[0].shape is not None or node.inputs[0].shape is None:
+    shapes = [None if x is None else x.shape for x in node.inputs[:2]]
+    if node.domain or node.op_type not in ("DFT", "GatherND") or node.outputs[0].shape is not None or shapes[0] is None:
         return False
-    node.outputs[0].shape = ir.Shape([None] * len(node.inputs[0].shape))
+    rank = len(shapes[0])
+    if node.op_type == "GatherND":
+        if shapes[1] is None or not isinstance(depth := shapes[1][-1], int):
+            return False
+        rank += len(shapes[1]) - 1 - depth - node.attributes.get_int("batch_dims", 0)
+    node.outputs[0].shape = ir.Shape([None] * rank)
     return True
 
 
@@ -352,7 +358,7 @@ def take_place(new: ir.Value | Sequence[ir.Value], node: ir.Node) -> None:
     node.graph.remove(node, safe=True)
     for y, value in pairs:
         if y.name:  # else nobody asked for it
-            value.type, value.shape, value.name = y.type, y.shape, y.name
+            value.type, value.shape, value.name = y.type, value.shape if y.shape is None else y.shape, y.name
 
 
 def static_dims(x: ir.Value) -> tuple[int, ...] | None:

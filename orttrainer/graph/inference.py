@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from orttrainer.graph.builder import may_decide
+from orttrainer.graph.builder import infer_rank, may_decide
 from orttrainer.graph.names import values_apart
 
 _SEQUENCES = {"SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert", "SplitToSequence"}
@@ -32,6 +32,8 @@ def infer_shapes(model: ir.Model) -> None:
             for options in ({}, _WITHOUT_VALUES, {**_WITHOUT_VALUES, "strict_mode": False, "check_type": False}):
                 if _succeeds(common.ShapeInferencePass(**options), model):
                     break
+        if any([infer_rank(node) for node in model.graph.all_nodes()]):
+            continue
         misread = next((node for node in attention if node not in right and _attention_sizes(node)), None)
         if misread is None:
             break
