@@ -162,6 +162,44 @@ def test_a_size_that_turns_out_to_be_zero_is_a_size(name):
     assert gradient.tolist() == np.zeros(shape).tolist()
 
 
+KNOWN_NONE = {
+    "Slice": ("int64[2] a = {0, 1}, int64[2] b = {0, 3}, int64[2] c = {0, 2}, int64[2] d = {-1, 2}",
+              "y = Slice(x, a, b, c, d)", (2, 1, 4)),
+    "Slice of the last": ("int64[2] a = {0, 3}, int64[2] b = {9, 3}, int64[2] c = {0, 2}, int64[2] d = {2, -1}",
+                          "y = Slice(x, a, b, c, d)", (1, 1, 4)),
+    "Gather": ("int64[1,0] i = {}", "y = Gather <axis = 1> (x, i)", (1, 3, 1)),
+    "GatherElements": ("int64[2,0,4] i = {}", "y = GatherElements <axis = 1> (x, i)", (2, 3, 4)),
+    "GatherND": ("int64[2,0,1] i = {}", "y = GatherND <batch_dims = 1> (x, i)", (2, 3, 4)),
+    "GatherND of no samples": ("int64[0,1,1] i = {}", "y = GatherND <batch_dims = 1> (x, i)", (0, 3, 4)),
+    "Compress": ("bool[3] i = {0, 0, 0}", "y = Compress <axis = 1> (x, i)", (1, 3, 1)),
+    "TopK": ("int64[1] k = {0}", "y, i = TopK <axis = 1> (x, k)", (1, 3, 1)),
+    "Einsum": ("int64 n = {0}", 'z = Einsum <equation = "ijk->i"> (x) y = Compress(z, none)', (2, 3, 0)),
+    "Einsum of a diagonal": ("int64 n = {0}", 'y = Einsum <equation = "iik->ik"> (x)', (3, 3, 0)),
+    "ScatterElements": ("int64[2,0,1] i = {}, float[2,0,1] u = {}", "z = ScatterElements <axis = 1> (x, i, u) y = Slice(z, o, o)",
+                        (2, 3, 4)),
+    "NegativeLogLikelihoodLoss": ("int64[0,4] t = {}", 'y = NegativeLogLikelihoodLoss <reduction = "none"> (x, t)', (0, 3, 4)),
+    "Expand": ("int64[3] n = {0, 3, 4}", "y = Expand(x, n)", (1, 3, 4)),
+    "Pad": ("int64[6] n = {0, 1, 0, 0, 1, 0}", 'y = Pad <mode = "edge"> (x, n)', (0, 3, 4)),
+    "Resize": ("float[3] n = {1.0, 2.0, 1.0}", 'y = Resize(x, , n)', (0, 3, 4)),
+    "MaxPool": ("int64 n = {0}", "y = MaxPool <kernel_shape = [2]> (x)", (0, 3, 4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KNOWN_NONE)
+def test_nothing_is_read_where_the_sizes_are_known(name):
+    """ONNX Runtime's optimizations leave an Expand to nothing out."""
+    constants, body, shape = KNOWN_NONE[name]
+    sizes = ",".join(map(str, shape))
+    model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["" : 18]> g (float[{sizes}] x) => (float[] y)
+      <bool[1] none = {{0}}, int64[1] o = {{0}}, {constants}> {{ {body} }}""")
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    feeds = {"x": np.ones(shape, np.float32)}
+    y = run(model, feeds)["y"]
+    gradient = run(build_gradient(model, of="y", wrt="x"), feeds | {"y_cotangent": y})["x_grad"]
+    assert y.size == 0
+    assert gradient.tolist() == np.zeros(shape).tolist()
+
+
 @pytest.mark.parametrize("hidden", ["known", "open"])
 def test_attention_and_its_scores_of_sizes_that_only_the_run_knows(hidden):
     """ONNX's inference takes such a hidden size, or length of the keys, for 0."""

@@ -181,4 +181,4 @@ def tensor_scatter(op, node):
         place = op.Add(place, op.Unsqueeze(first, list(range(1, dims))))
     if attribute(node, "mode", "linear") == "circular":
         place = op.Mod(place, op.dim(cache, axis))
-    return shaped(op.ScatterElements(cache, op.Expand(place, op.shape(update)), update, axis=axis), cache)
+    return shaped(op.ScatterElements(cache, op.expand_as(place, update), update, axis=axis), cache)

@@ -79,9 +79,9 @@ def gather_nd(op, node, dy):
 def _with_batch_coordinates(op, node: ir.Node, indices: ir.Value, batch_dims: int) -> ir.Value:
     """Full indices of GatherND: each tuple preceded by its place along the batch axes."""
     dims = rank(node, indices)
-    head = [op.dim(indices, k) for k in range(dims - 1)]
+    column = op.Slice(indices, [0], [1], [dims - 1])
     coordinates = [
-        op.Expand(op.Unsqueeze(positions(op, head[k]), [a for a in range(dims) if a != k]), join(op, *head, 1))
+        op.expand_as(op.Unsqueeze(positions(op, op.dim(indices, k)), [a for a in range(dims) if a != k]), column)
         for k in range(batch_dims)
     ]
     return op.Concat(*coordinates, indices, axis=-1)

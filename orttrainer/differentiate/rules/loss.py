@@ -73,7 +73,7 @@ class _Classes:
 
     def filled(self, coefficient: ir.Value) -> ir.Value:
         """`coefficient` in the shape of `column`."""
-        return coefficient if len(coefficient.shape) else self.op.Expand(coefficient, self.op.shape(self.column))
+        return coefficient if len(coefficient.shape) else self.op.expand_as(coefficient, self.column)
 
     def weights_cotangent(self, log_prob: ir.Value, dloss: ir.Value) -> ir.Value | None:
         """Each element adds -log p_y, for a mean less the loss itself, to the cotangent of its class's weight."""

@@ -120,7 +120,7 @@ def _einsum_gradient(op, node: ir.Node, k: int, terms: list[str], result: str, h
         missing = [axis for axis in range(len(term)) if axis not in [places[label] for label in kept]]
         dx = op.Unsqueeze(dx, missing)
         if len(kept) < len(unique):  # summed over in X alone: every element has the same cotangent
-            dx = op.Expand(dx, op.shape(x))
+            dx = op.expand_as(dx, x)
         for axis, label in enumerate(term):
             if places[label] != axis:
                 dx = op.Mul(dx, _diagonal(op, x, places[label], axis))

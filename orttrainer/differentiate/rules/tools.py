@@ -153,7 +153,7 @@ def scatter_along(
         result = op.ScatterND(target, op.Unsqueeze(indices, [-1]), dy)
     else:
         column = indices if dims == 1 else op.Unsqueeze(indices, [k for k in range(dims) if k != axis])
-        places = shaped(op.Expand(column, op.shape(dy)), dy)
+        places = op.expand_as(column, dy)
         result = op.ScatterElements(target, places, dy, axis=axis, reduction=reduction)
     if result.dtype != kept:
         result = op.Cast(result, to=int(kept))
