@@ -172,7 +172,8 @@ def open_phase(
             ScaledGradientPass()(cut)
         views, library, first = _rewrite_updates(place, cut, through, sizes), None, {}
     if place.allows(FlatScatterPass) and on_cpu:
-        alone = options.intra_op_num_threads == 1 and options.use_per_session_threads
+        own = getattr(options, "use_per_session_threads", True)  # the first releases share none
+        alone = options.intra_op_num_threads == 1 and own
         FlatScatterPass(sizes, adds_in_turn, alone)(cut)
     if place.allows(ShortRowsPass) and on_cpu:
         ShortRowsPass(sizes)(cut)
