@@ -72,6 +72,20 @@ def test_a_convolution_that_bodies_alone_read_is_not_fused(elsewhere, fused):
     assert ("ConvActivationFusion" not in left_out(ir.from_proto(proto))) == fused
 
 
+@pytest.mark.parametrize("size", [0, 5])
+def test_sizes_of_none_stay_so(size):
+    """Of the two ONNX Runtime 1.22 makes a Reshape to [0, 1], which is to the input's first size."""
+    proto = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 18]>
+        g (int64[6, N] x) => (int64[{6 * size}, 1] y) <int64[1] flat = {{-1}}, int64[1] last = {{1}}>
+        {{ r = Reshape (x, flat) y = Unsqueeze (r, last) }}""")
+    proto.graph.value_info.append(onnx.helper.make_tensor_value_info("r", onnx.TensorProto.INT64, [6 * size]))
+    names = left_out(ir.from_proto(proto))
+    assert ("ReshapeFusion" in names) == (size == 0)
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), disabled_optimizers=names)
+    (found,) = session.run(None, {"x": torch.zeros(6, size, dtype=torch.long).numpy()})
+    assert found.shape == (6 * size, 1)
+
+
 class Transformer(nn.Module):
     def __init__(self):
         super().__init__()

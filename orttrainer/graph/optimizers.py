@@ -32,12 +32,18 @@ _FUSIONS = [
 ]
 _DROPS = ["NoopElimination"]  # x + c and x * c, where float32 has 0 and 1 for c
 _CLIPS = ["FuseReluClip"]  # raises an error where the bounds are of another type
+_RESHAPES = [
+    "ReshapeFusion"
+]  # of several whose result has a size of 0 that of 1.22 makes one that takes the input's size for it
 _NEUTRAL = {"Add": 0.0, "Sub": 0.0, "Mul": 1.0, "Div": 1.0}
 
 
 def _inexact(nodes: list[ir.Node]) -> list[str]:
-    """Those that take what is of float64, or of another type, as float32; the scalars of an update they would not."""
-    of = {_is_fused: _FUSIONS, _is_dropped: _DROPS, is_clip_of_relu: _CLIPS}
+    """Those that take what is of float64, or of another type, as float32; the scalars of an update they would not.
+
+    And one that takes no elements for some.
+    """
+    of = {_is_fused: _FUSIONS, _is_dropped: _DROPS, is_clip_of_relu: _CLIPS, _is_reshaped_to_none: _RESHAPES}
     return [name for asked, names in of.items() if any(map(asked, nodes)) for name in names]
 
 
@@ -62,6 +68,10 @@ def is_clip_of_relu(node: ir.Node) -> bool:
     if node.op_type != "Clip" or (producer := node.inputs[0].producer()) is None:
         return False
     return producer.op_type == "Relu" and node.inputs[0].dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+
+
+def _is_reshaped_to_none(node: ir.Node) -> bool:
+    return node.op_type in ("Reshape", "Squeeze", "Unsqueeze") and 0 in (node.outputs[0].shape or ())
 
 
 def _is_nearly(value: ir.Value, neutral: float) -> bool:
