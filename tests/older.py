@@ -1,11 +1,12 @@
-"""What an ONNX Runtime older than that of constraints.txt lacks is no failure of a test that asks it for that."""
+"""What a release older than that of constraints.txt lacks is no failure of a test that asks it for that."""
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
-import onnxruntime
+import pytest
 
 _PINS = Path(__file__).parents[1] / "constraints.txt"
 # An operator, an opset, an attribute, fewer outputs, spectra of both kinds, and a kernel of an operator that nothing here emits.
@@ -15,9 +16,14 @@ _LACKS = (
 )  # fmt: skip
 
 
-def is_older() -> bool:
-    pinned = re.search(r"^onnxruntime==(.+)$", _PINS.read_text(encoding="utf-8"), re.MULTILINE)[1]
-    return _numbers(onnxruntime.__version__) < _numbers(pinned)
+def is_older(package: str = "onnxruntime") -> bool:
+    pinned = re.search(rf"^{package}==(.+)$", _PINS.read_text(encoding="utf-8"), re.MULTILINE)[1]
+    return _numbers(importlib.import_module(package).__version__) < _numbers(pinned)
+
+
+def without(package: str, reason: str):
+    """The mark of what an older release of a package cannot do, or does wrong itself."""
+    return pytest.mark.skipif(is_older(package), reason=f"an older {package}: {reason}")
 
 
 def _numbers(version: str) -> list[int]:

@@ -66,6 +66,10 @@ def test_a_layer_of_two_names_beside_buffers_that_forward_changes():
     assert_trains_to_the_last_digits(module.double())
 
 
+def test_a_tensor_made_of_a_size():
+    assert_trains_to_the_last_digits(Layer(lambda m, y: y + y.new_full((2, len(y), 6), 1 / 3).cumsum(0)[1]).double())
+
+
 def test_a_gradient_of_ones_that_are_float32():
     def slope(m, y):
         x = y.detach().requires_grad_()

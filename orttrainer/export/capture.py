@@ -274,7 +274,9 @@ def _unasserted():
 def _late_signatures():
     """Let torch read the signature of a translation, and the script behind it, when it looks it up for a node.
 
-    It reads those of all 600 operators that it can translate, in half a second, and a model has a few dozen.
+    It reads those of all 600 operators that it can translate, in half a second, and a model has a few dozen. Of several
+    translations, for real numbers or for complex ones, the first is taken, by which ours come before torch's: PyTorch 2.9
+    compares each with the node, and fails where that has a list of sizes.
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(ImportError, AttributeError):  # private names: other torch versions may lack them
@@ -285,7 +287,7 @@ def _late_signatures():
             register = ONNXRegistry.from_torchlib.__func__
 
             def get_decomps(self, target):
-                found = get(self, target)
+                found = list({one.is_complex: one for one in reversed(get(self, target))}.values())
                 for translation in found:
                     infer(translation)  # nothing, where it has a signature
                 return found

@@ -53,7 +53,10 @@ def _pack(input, lengths, batch_first):
         return torch._VF._pack_padded_sequence(input, lengths, batch_first)
     x, lengths = input.transpose(0, 1) if batch_first else input, lengths.to(input.device)
     padded = Padded(x, lengths, _inside(x, lengths).reshape(-1).nonzero().squeeze(1))
-    sizes = padded.mask[: lengths.max().item()].sum(1)
+    longest = lengths.max().item()
+    torch._check(longest >= 0)  # what PyTorch 2.9 has to know of the end of a slice
+    torch._check(longest <= x.shape[0])
+    sizes = padded.mask[:longest].sum(1)
     sizes.of = padded
     return rows(padded), sizes
 
