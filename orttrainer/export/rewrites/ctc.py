@@ -56,10 +56,11 @@ def _ctc_loss(log_probs, targets, input_lengths, target_lengths, blank=0, reduct
         never = torch.full_like(alpha[:, :1], _NEVER)
         by_one = torch.cat([never, alpha[:, :-1]], 1)
         by_two = torch.where(skips, torch.cat([never, by_one[:, :-1]], 1), _NEVER)
-        new = torch.where(active, _log_sum_exp(alpha, by_one, by_two) + emitted, alpha)
+        new = torch.where(active.unsqueeze(-1), _log_sum_exp(alpha, by_one, by_two) + emitted, alpha)
         return new, new[:, :1].clone()
 
-    alpha, _ = scan(step, start.expand(batch, -1).clone(), (emitted, active), dim=0)
+    steps_of = emitted, active.squeeze(-1)  # in a body PyTorch 2.9 knows of no axis that it has size 1
+    alpha, _ = scan(step, start.expand(batch, -1).clone(), steps_of, dim=0)
     last = (2 * target_lengths.unsqueeze(1)).clamp(max=path.shape[1] - 1)
     at_end, before_end = alpha.gather(1, last), alpha.gather(1, (last - 1).clamp(min=0))
     before_end = torch.where(last > 0, before_end, _NEVER)
