@@ -18,8 +18,10 @@ from torch import nn
 
 from orttrainer import IODescription, ModelDescription
 from orttrainer.differentiate.double import DoubleKernelsPass
+from orttrainer.export.forms.half_spectra import HalfSpectraPass
 from orttrainer.graph.passes.speed.fourier import FourierProductPass
 from orttrainer.graph.passes.wide import WidePass
+from orttrainer.runtime import half_spectra
 from orttrainer.testing import evaluate
 
 
@@ -322,6 +324,22 @@ def test_powers_of_two_stay_in_float32(points, length):
     x = np.zeros((2, points, 2), np.float32)
     assert not WidePass()(transform(x, 1, 18, length)).modified
     assert not WidePass()(transform(x.astype(np.float64), 1, 18, 1000)).modified
+
+
+@pytest.mark.parametrize("opset", [18, 20])
+@pytest.mark.parametrize(("points", "length"), [(9, None), (9, 16), (9, 15), (9, 12), (9, 20), (1, 1)])
+def test_half_a_spectrum_is_transformed_where_onnxruntime_takes_whole_ones_alone(opset, points, length, monkeypatch):
+    monkeypatch.setattr(half_spectra, "are_transformed", lambda: False)
+    x = np.random.default_rng(0).standard_normal((2, points, 3, 2)).astype(np.float32)
+    model = WidePass()(HalfSpectraPass()(transform(x, 1, opset, length, inverse=1, onesided=1)).model).model
+    assert not any(node.attributes.get_int("inverse", 0) for node in model.graph)
+    expected = np.fft.irfft(as_complex(x).astype(np.complex128), length, 1)
+    np.testing.assert_allclose(as_complex(run(model, x)), expected, rtol=0, atol=1e-6)
+
+
+def test_a_long_convolution_trains_where_onnxruntime_takes_whole_spectra_alone(monkeypatch):
+    monkeypatch.setattr(half_spectra, "are_transformed", lambda: False)
+    assert_trains_with_and_without("FourierProductPass", Convolution, [3, 8], replaces="DFT")
 
 
 class LongConvolution(nn.Module):

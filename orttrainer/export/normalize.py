@@ -25,6 +25,7 @@ from orttrainer.export.forms.batch_norm import copy_of, unbiased_running_var
 from orttrainer.export.forms.double_attributes import DoubleAttributesPass
 from orttrainer.export.forms.double_erf import DoubleErfPass
 from orttrainer.export.forms.double_recurrent import DoubleRecurrentPass
+from orttrainer.export.forms.half_spectra import HalfSpectraPass
 from orttrainer.export.initializers import add_initializer
 from orttrainer.export.quiet import silence
 from orttrainer.graph.builder import infer_rank
@@ -190,6 +191,7 @@ def optimize(model) -> None:
     SmallSigmoidPass()(model)
     DoubleRecurrentPass()(model)
     DoubleErfPass()(model)
+    HalfSpectraPass()(model)
     DoubleAttributesPass()(model)
 
 

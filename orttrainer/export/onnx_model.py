@@ -16,6 +16,7 @@ from orttrainer.differentiate.prepare.opsets import unconvertible_aside
 from orttrainer.errors import ModelError, UnknownNameError
 from orttrainer.export.forms.double_erf import DoubleErfPass
 from orttrainer.export.forms.double_recurrent import DoubleRecurrentPass
+from orttrainer.export.forms.half_spectra import HalfSpectraPass
 from orttrainer.export.forward_graph import MAX_OPSET, ForwardGraph
 from orttrainer.export.initializers import constant_of
 from orttrainer.graph.inference import infer_shapes
@@ -84,6 +85,7 @@ def as_forward_graph(model: ir.Model) -> ForwardGraph:
     SmallSigmoidPass()(model)
     DoubleRecurrentPass()(model)
     DoubleErfPass()(model)
+    HalfSpectraPass()(model)
     made = model.graph.initializers.keys() - given
     model.ir_version = min(model.ir_version, 10)
     _separate_statistics(model.graph)

@@ -1,4 +1,7 @@
-"""Inverse Fourier transforms: ONNX Runtime (1.31.1) divides their float64 by the number of points as float32 has it."""
+"""Inverse Fourier transforms: ONNX Runtime (1.31.1) divides their float64 by the number of points as float32 has it.
+
+And 1.22 takes none of half a spectrum, which the export therefore writes so in float32, too.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,9 @@ import numpy as np
 import onnx_ir as ir
 
 from orttrainer.differentiate.rules.signal import points, transform, transformed_axis
-from orttrainer.differentiate.rules.tools import attribute, operand, positions
+from orttrainer.differentiate.rules.tools import attribute, constant, operand, positions
 
-__all__ = ["EXACT", "FORMS"]
+__all__ = ["EXACT", "FORMS", "inverse_transform"]
 
 _CONJUGATE = np.array([1.0, -1.0])
 
@@ -27,15 +30,22 @@ def inverse_transform(op, node: ir.Node) -> ir.Value | None:
     if axis is None or not isinstance(parts, int):
         return None
     length, onesided = points(op, node, axis), attribute(node, "onesided", 0)
+    conjugate = op.const(_CONJUGATE, x.dtype)
     if parts == 2:
-        x = op.Mul(x, _CONJUGATE)
+        x = op.Mul(x, conjugate)
     if onesided:
-        x = op.Mul(x, op.Unsqueeze(_times_read(op, op.dim(x, axis), length), list(range(1, len(x.shape) - axis))))
-    given = length if onesided or operand(node, 1) is not None else None
-    y = transform(op, x, axis, given if given is None else op.Reshape(given, np.array([], np.int64)))
+        times = op.cast_as(_times_read(op, op.dim(x, axis), length), x)
+        x = op.Mul(x, op.Unsqueeze(times, list(range(1, len(x.shape) - axis))))
+    given = operand(node, 1)
+    y = transform(op, x, axis, _number(op, length) if given is None and onesided else given)
     if onesided:
         return op.Div(op.Slice(y, [0], [1], [-1]), op.cast_as(length, y))
-    return op.Div(y, op.Mul(op.cast_as(length, y), _CONJUGATE))
+    return op.Div(y, op.Mul(op.cast_as(length, y), conjugate))
+
+
+def _number(op, x: ir.Value) -> ir.Value:
+    known = constant(x)
+    return op.Reshape(x, np.array([], np.int64)) if known is None else op.const(known.reshape(()))
 
 
 def _times_read(op, size: ir.Value, length: ir.Value) -> ir.Value:
@@ -43,7 +53,7 @@ def _times_read(op, size: ir.Value, length: ir.Value) -> ir.Value:
     k = positions(op, size)
     twice = op.Mul(k, np.int64(2))
     itself, mirrored = op.LessOrEqual(twice, length), op.And(op.Greater(k, np.int64(0)), op.Less(twice, length))
-    return op.Add(*(op.Cast(read, to=ir.DataType.DOUBLE) for read in (itself, mirrored)))
+    return op.Add(*(op.Cast(read, to=ir.DataType.INT64) for read in (itself, mirrored)))
 
 
 FORMS = {"DFT": inverse_transform}
