@@ -33,6 +33,7 @@ def between(*nodes, leaves=("z",), last="z", batch=6, **constants):
     inputs = {name: (batch, *size[1:]) if name in "xy" else size for name, size in SIZES.items() if name in read}
     model = model_of([before, *nodes, after], inputs, ["out", *leaves])
     model.graph.initializer.extend(onnx.numpy_helper.from_array(np.array(v), name) for name, v in constants.items())
+    del model.graph.value_info[:]  # without the constants ONNX 1.21 took a reduction for one of all axes
     return onnx.shape_inference.infer_shapes(model)
 
 

@@ -39,7 +39,7 @@ def _rewritten(recurrent):
         padded = packed.padded_from(data, batch_sizes)
         if _is_projected(recurrent, hx):
             torch._check(hx[0].shape[1] == padded.x.shape[1])  # of a batch of known size the layer asks `batch_sizes`
-            one = functools.partial(_projected_layer, inside=padded.mask.unsqueeze(-1))
+            one = functools.partial(_projected_layer, inside=padded.mask)
             y, *states = _layer_by_layer(one, padded.x, hx, *arguments, batch_first=False)
         else:
             y, *states = _onnx_layers(recurrent, padded.x, padded.lengths, hx, *arguments)
@@ -150,7 +150,7 @@ def _projected_layer(
     """torch.lstm of one layer whose hidden state is a projection of the output of its cell.
 
     Args:
-        inside: bool [time, batch, 1], within a sample's length; None: all samples are as long.
+        inside: bool [time, batch], within a sample's length; None: all samples are as long.
     """
     x = input.transpose(0, 1) if batch_first else input
     directions = 1 + bidirectional
@@ -173,7 +173,7 @@ def _projected_direction(steps, h, c, w_hh, w_hr, reverse):
         i, f, g, o = (gates + state[0] @ w_hh.T).chunk(4, dim=-1)
         c = torch.sigmoid(f) * state[1] + torch.sigmoid(i) * torch.tanh(g)
         new = (torch.sigmoid(o) * torch.tanh(c)) @ w_hr.T, c
-        h, c = (torch.where(inside[0], *pair) for pair in zip(new, state)) if inside else new
+        h, c = (torch.where(inside[0].unsqueeze(-1), *pair) for pair in zip(new, state)) if inside else new
         return (h, c), h.clone()
 
     steps = tuple(x.flip(0) for x in steps) if reverse else steps
