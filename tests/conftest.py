@@ -45,6 +45,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.nodeid.removeprefix("tests/") in long:
             item.add_marker(pytest.mark.slow)
+    older.skip(items)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -10,6 +10,7 @@ from marks import slow
 from onnx import TensorProto, helper
 from recurrent_scans import CASES, UNKNOWN_TO_PYTORCH, with_gradients
 
+from orttrainer.graph.optimizers import left_out
 from orttrainer.graph.passes.speed.recurrent import KeepActivationsPass
 from orttrainer.native.fuse import FusePointwisePass
 from orttrainer.native.loops import FuseLoopsPass
@@ -33,7 +34,10 @@ def session(model, path=None, threads=2):
     options.intra_op_num_threads, options.log_severity_level = threads, 4
     if path is not None:
         options.register_custom_ops_library(str(path))
-    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    cpu = ["CPUExecutionProvider"]
+    return onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=cpu, disabled_optimizers=left_out(ir.from_proto(model))
+    )
 
 
 def results(model, feeds, path=None, threads=2):
