@@ -38,7 +38,9 @@ def _rewritten(recurrent):
     def call_packed(data, batch_sizes, hx, *arguments):
         padded = packed.padded_from(data, batch_sizes)
         if _is_projected(recurrent, hx):
-            torch._check(hx[0].shape[1] == padded.x.shape[1])  # of a batch of known size the layer asks `batch_sizes`
+            batch = padded.x.shape[1]
+            torch._check(hx[0].shape[1] == batch)  # of a batch of known size the layer asks `batch_sizes`
+            hx = [state.narrow(1, 0, batch) for state in hx]  # PyTorch 2.9 gives no Scan a size by `batch_sizes`
             one = functools.partial(_projected_layer, inside=padded.mask)
             y, *states = _layer_by_layer(one, padded.x, hx, *arguments, batch_first=False)
         else:
