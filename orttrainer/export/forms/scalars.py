@@ -5,6 +5,8 @@ Its own forms take it for a number of Python's, of which they make a constant: `
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from onnxscript import opset18 as op
 from onnxscript.function_libs.torch_lib.ops import core
@@ -45,6 +47,11 @@ def _sym_numel(self):
     return op.Size(self)
 
 
+def _sym_sum(args):
+    """torch.sym_sum, of which PyTorch 2.9 has no form."""
+    return functools.reduce(op.Add, args)
+
+
 def _is_known(number) -> bool:
     return isinstance(number, (bool, int, float))
 
@@ -59,4 +66,5 @@ TRANSLATIONS = {
     aten.remainder.Scalar: _remainder,
     aten.sub.Scalar: _sub,
     aten.sym_numel.default: _sym_numel,
+    torch.sym_sum: _sym_sum,
 }

@@ -169,10 +169,11 @@ def _projected_layer(
 
 def _projected_direction(steps, h, c, w_hh, w_hr, reverse):
     """c <- f c + i g;  h <- W_hr (o tanh(c)); both stay as they are outside of a sample."""
+    parts = [w_hr.shape[1]] * 4  # told: in a body PyTorch 2.9 knows of few axes how many a quarter are
 
     def step(state, now):
         gates, *inside = now
-        i, f, g, o = (gates + state[0] @ w_hh.T).chunk(4, dim=-1)
+        i, f, g, o = (gates + state[0] @ w_hh.T).split(parts, dim=-1)
         c = torch.sigmoid(f) * state[1] + torch.sigmoid(i) * torch.tanh(g)
         new = (torch.sigmoid(o) * torch.tanh(c)) @ w_hr.T, c
         h, c = (torch.where(inside[0].unsqueeze(-1), *pair) for pair in zip(new, state)) if inside else new
