@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -68,6 +69,18 @@ def train(model, batches, axes):
     check_equal(model, twin)
 
 
+class Parts(nn.Module):
+    """The head of a part of a text."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.head, self.part = nn.Linear(6, 1), part
+
+    def forward(self, x, place):
+        scores = self.head(x).squeeze(-1)
+        return (self.part(scores.T, len(scores.T)).T.sum(1) - place).square().mean()
+
+
 @pytest.mark.parametrize("loss", [F.cross_entropy, smooth, log_likelihood])
 def test_labels_at_the_length_of_each_batch_are_ignored(loss):
     torch.manual_seed(0)
@@ -84,3 +97,13 @@ def test_a_size_that_was_a_tensor_in_between_is_a_number(number):
     torch.manual_seed(0)
     place = torch.arange(ROWS) % 2
     train(Boxes(number), [(torch.randn(ROWS, length, 6), place) for length in LENGTHS], ["batch", "length", 6])
+
+
+@pytest.mark.parametrize("part", [
+    lambda x, n: x[: math.floor(n * 0.29)] * math.ceil(n * 1.1), lambda x, n: x[: int(n * 0.29)] * round(n * 0.35),
+], ids=["floor and ceil", "int and round"])  # fmt: skip
+def test_a_share_of_a_size_has_the_digits_of_python(part):
+    """Of 100 these are 28.999999999999996, 110.00000000000001 and 35.0: 29, 110 and 35 in float32; of 50 the last is 17.5."""
+    torch.manual_seed(0)
+    place = torch.arange(ROWS) % 2
+    train(Parts(part), [(torch.randn(ROWS, n, 6) / n, place) for n in (100, 50, 7)], ["batch", "length", 6])

@@ -43,6 +43,7 @@ from orttrainer.export.forms.promoted import one_dtype
 from orttrainer.export.initializers import make_real, state_tensor
 from orttrainer.export.quiet import silence
 from orttrainer.export.untouched import unchanged
+from orttrainer.export.values import rounded
 from orttrainer.export.values.granted import Granted, granted_by, takes_for_equal
 
 __all__ = ["capture_dynamo", "capture_torchscript", "load_exporter"]
@@ -87,8 +88,7 @@ def capture_dynamo(
             by_size = followed.by_size or followed.errors.by_size or followed.errors.static or followed.texts.by_size
             granted += granted_by(program, names, symbols, shown=not by_size)
         # With gradients a Scan would give the sizes that its backward reads.
-        double = double_precision.is_double(wrapper, inputs)
-        exact = double_precision.exact_numbers(double)
+        exact = double_precision.exact_numbers()
         with _late_signatures(), decomposing, _unasserted(), one_dtype(), exact, torch.no_grad():
             onnx_program = torch.onnx.export(
                 program,
@@ -96,7 +96,6 @@ def capture_dynamo(
                 custom_translation_table={
                     **batch_norm.TRANSLATIONS,
                     **double_precision.TRANSLATIONS,
-                    **(double_precision.NUMBERS if double else {}),
                     **joined.TRANSLATIONS,
                     **masks.TRANSLATIONS,
                     **quotients.TRANSLATIONS,
@@ -366,7 +365,7 @@ def _exported_program(wrapper, inputs, symbols, fixed, decided):
     dynamic = [dict.fromkeys(axes, kind) for axes in symbols]
     with (
         unchanged(wrapper, inputs), faithful(wrapper, decided), texts.of_symbols(), errors.of_symbols(),
-        _sizes_0_and_1_may_vary(), _without_grad_modes(), untraced.left_out(), modules_left(),
+        _sizes_0_and_1_may_vary(), _without_grad_modes(), untraced.left_out(), modules_left(), rounded.asserted(),
     ):  # fmt: skip
         program = torch.export.export(
             wrapper,

@@ -1,7 +1,7 @@
-"""Python's numbers beside tensors of float64, and in `arange`, as torch's dynamo exporter should write them down: exactly.
+"""Python's numbers as torch's dynamo exporter should write them down: exactly, what is computed of them and `arange`, too.
 
-Its own forms make float32 of them first, so that 0.1 is 0.10000000149, and ONNX's Range adds that up: it may have an element
-more than PyTorch's.
+Its own forms make float32 of them first, so that 0.1 is 0.10000000149, and `int(n * 0.29)` of 100 is 29, where Python has 28;
+and ONNX's Range adds that up: it may have an element more than PyTorch's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from onnxscript import opset18 as op
 from onnxscript.function_libs.torch_lib.ops import core, linalg, nn
 
-__all__ = ["NUMBERS", "TRANSLATIONS", "exact_numbers", "is_double"]
+__all__ = ["TRANSLATIONS", "exact_numbers", "is_double"]
 
 aten = torch.ops.aten
 
@@ -32,15 +32,10 @@ def is_double(module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> bool:
 
 
 @contextlib.contextmanager
-def exact_numbers(double: bool) -> Iterator[None]:
-    """Let torch write down as float64 what it then casts to the dtype of a tensor.
-
-    Args:
-        double: also the numbers that it takes of tensors (`item()`), which `NUMBERS` then translates.
-    """
+def exact_numbers() -> Iterator[None]:
+    """Let torch write down as float64 what it then casts to the dtype of a tensor, and compute so what Python does."""
     with contextlib.ExitStack() as stack:
-        if double:
-            stack.enter_context(_symbols_of_float64())
+        stack.enter_context(_symbols_of_float64())
         with contextlib.suppress(ImportError, AttributeError):  # private names: other torch versions may lack them
             from torch.onnx._internal.exporter import _building
 
@@ -60,15 +55,22 @@ def exact_numbers(double: bool) -> Iterator[None]:
 def _symbols_of_float64() -> Iterator[None]:
     """Let torch take its symbols of floats for float64, as Python's floats are."""
     from torch.onnx._internal.exporter import _core
+    from torch.onnx._internal.fx import type_utils
 
-    set_type = _core._set_shape_type
+    set_type, known = _core._set_shape_type, type_utils.from_scalar_type_to_torch_dtype
 
     def set_shape_type(value, meta_val, *args, **kwargs):
         set_type(value, meta_val, *args, **kwargs)
         if isinstance(meta_val, (float, torch.SymFloat)):
             value.dtype = ir.DataType.DOUBLE
 
-    with mock.patch.object(_core, "_set_shape_type", set_shape_type):
+    def dtype_of(scalar_type):
+        return torch.float64 if scalar_type is torch.SymFloat else known(scalar_type)
+
+    with (
+        mock.patch.object(_core, "_set_shape_type", set_shape_type),
+        mock.patch.object(type_utils, "from_scalar_type_to_torch_dtype", dtype_of),
+    ):
         yield
 
 
@@ -224,12 +226,22 @@ def _truediv(self, other):
     return op.Div(_in_float64(self), _in_float64(other))
 
 
-NUMBERS = {
+def _root(self):
+    """torch.sym_sqrt, math.sqrt of a size."""
+    return op.Sqrt(_in_float64(self))
+
+
+def _round(self, ndigits=None):
+    """round(), of what is computed of sizes, to whole numbers."""
+    return op.Cast(op.Round(_in_float64(self)), to=ir.DataType.INT64)
+
+
+TRANSLATIONS = {
+    round: _round,
+    torch.sym_sqrt: _root,
     aten._local_scalar_dense.default: _local_scalar_dense,
     operator.truediv: _truediv,
     torch.sym_float: _in_float64,
-}
-TRANSLATIONS = {
     aten.addbmm.default: _addbmm,
     aten.addcdiv.default: _addcdiv,
     aten.addcmul.default: _addcmul,

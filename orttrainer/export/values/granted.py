@@ -22,7 +22,7 @@ __all__ = ["NOT_EMPTY", "Granted", "granted_by", "of_emptiness", "takes_for_equa
 NOT_EMPTY = "size0 > 0"
 
 _FUNCTIONS = {"__builtins__": {}, "math": math, "max": max, "min": min, "abs": abs, "int": int, "round": round}
-_FUNCTIONS["torch"] = SimpleNamespace(sym_float=float)
+_FUNCTIONS["torch"] = SimpleNamespace(sym_float=float, _sym_sqrt=math.sqrt)
 _UNDEFINED = ArithmeticError, ValueError  # of some sizes: a remainder by 0, the root of a negative number
 
 

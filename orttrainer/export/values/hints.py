@@ -98,6 +98,7 @@ class Hints:
     def computed(self, result: torch.SymFloat, function: Callable, numbers: Sequence, tensor: torch.Tensor) -> None:
         """Take note of a symbol that stands for what `function` of `math` makes of numbers, and for the value of `tensor`."""
         # Not all are known, or the function has none of these.
+        self._env = result.node.shape_env
         with contextlib.suppress(TypeError, ValueError, ArithmeticError):
             self._numbers[result.node.expr] = function(*self.known(numbers))
             self._tensors[result.node.expr] = tensor
@@ -259,6 +260,10 @@ class _OnTensors(PythonReferenceAnalysis):
     @staticmethod
     def to_dtype(x, dtype):
         return torch.as_tensor(x).to(dtype)
+
+    @staticmethod
+    def sqrt(x):
+        return torch.as_tensor(x).to(torch.float64).sqrt()
 
     @staticmethod
     def int_truediv(a, b):

@@ -1,0 +1,39 @@
+"""Whole numbers of quotients of sizes, as `round(len(x) * 0.7)`, in what a trace asserts of sizes.
+
+torch writes an assertion down by functions of Python's, of which some do not take what it traces with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import torch
+
+__all__ = ["asserted"]
+
+
+@contextlib.contextmanager
+def asserted() -> Iterator[None]:
+    """Within the block torch can assert something of them."""
+    with contextlib.ExitStack() as stack:
+        for function in (math.ceil, math.floor, math.trunc, round):
+            method = f"__{function.__name__}__"
+            stack.enter_context(mock.patch.object(torch.fx.Proxy, method, _traced(function), create=True))
+        with contextlib.suppress(ImportError, AttributeError):  # a private name: other torch versions may lack it
+            from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+            whole = lambda x, dtype: math.trunc(x)  # noqa: E731
+            stack.enter_context(mock.patch.object(PythonReferenceAnalysis, "trunc_to_int", whole))
+            stack.enter_context(mock.patch.object(PythonReferenceAnalysis, "int_truediv", operator.truediv))
+        yield
+
+
+def _traced(function: Callable) -> Callable[..., torch.fx.Proxy]:
+    def called(proxy: torch.fx.Proxy, *digits: int) -> torch.fx.Proxy:
+        return proxy.tracer.create_proxy("call_function", function, (proxy, *digits), {})
+
+    return called
