@@ -53,6 +53,7 @@ def one_dtype() -> Iterator[None]:
                     return run(self, node)
                 with self._set_current_node(node):
                     _clamp_alike(node)
+                    _name_alpha(node)
                     _use_main_name(node)
                     _say_dtype(node)
                     if node.target in _NEVER_CAST:
@@ -76,6 +77,12 @@ def _clamp_alike(node: torch.fx.Node) -> None:
     x, *bounds = node.args
     if any(isinstance(bound, float) for bound in bounds) or x.meta["val"].is_floating_point():
         node.args = x, *(float(bound) if type(bound) is int else bound for bound in bounds)
+
+
+def _name_alpha(node: torch.fx.Node) -> None:
+    """Write alpha of a sum with a number, which may become a tensor, as a keyword: that of two tensors takes no other."""
+    if node.target in (aten.add.Scalar, aten.sub.Scalar) and len(node.args) > 2:
+        node.args, node.kwargs = node.args[:2], {"alpha": node.args[2]}
 
 
 def _say_dtype(node: torch.fx.Node) -> None:
