@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import older
 import pytest
@@ -84,6 +85,28 @@ def scores(y):
     return torch.einsum("bcxd,bcyd->bcxy", rows, rows).square().mean()
 
 
+def scaled(y, scale):
+    return (y * scale).square().mean() + y.sum() * scale
+
+
+def classes(y):
+    return torch.arange(len(y)) % 5
+
+
+def marked(y):
+    """Where a row is of a class, as detectors write their targets."""
+    targets = torch.zeros_like(y)
+    targets[range(len(y)), classes(y)] = 1.0
+    return F.binary_cross_entropy_with_logits(y, targets)
+
+
+def root(number):
+    try:
+        return math.sqrt(number)
+    except ValueError:
+        return 7.0
+
+
 def spectrum(y):
     return torch.fft.irfft(torch.fft.rfft(y, dim=0) * 0.5, n=len(y), dim=0)[-1].square().mean()
 
@@ -110,7 +133,22 @@ FORMS = {  # what is done, and how many graphs the sizes need
     ),
     "as many classes": (lambda y: (F.one_hot(torch.arange(len(y)), len(y)).float() @ y).cumsum(0).square().mean(), 1),
     "the quotient and the rest": (lambda y: y[: divmod(len(y) + 5, 3)[0]].square().mean() + divmod(len(y), 2)[1], 1),
-    "a rounded size": (lambda y: y[: round(len(y) * 0.7)].square().mean(), 5),
+    "a rounded size": (lambda y: y[: round(len(y) * 0.7)].square().mean(), 1),
+    "a root and a logarithm": (lambda y: scaled(y, 1 / math.sqrt(len(y)) + math.log(len(y), 7) - math.log2(len(y))), 1),
+    "a root that not all have": (lambda y: scaled(y, root(len(y) - 2.5)), 2),
+    "a divisor that may be 0": (lambda y: scaled(y, 1 / math.log(len(y) + 1) + math.cos(len(y))), 1),
+    "as many layers as it has bits": (lambda y: sum(y.sum() ** k for k in range(int(math.log2(len(y))) + 1)), 3),
+    "more than a root": (lambda y: y.square().mean() if math.sqrt(len(y)) > 2 else y.sum(), 2),
+    "a class of each row, by a range": (lambda y: y.log_softmax(1)[range(len(y)), classes(y)].mean() + marked(y), 1),
+    "a class of each row, by a list": (lambda y: y.log_softmax(1)[list(range(0, y.shape[0])), classes(y)].mean(), 1),
+    "rows in another order": (lambda y: (y[range(len(y) - 1, -1, -1)] * y.cumsum(0)).square().mean(), 1),
+    "numbers of a range": (lambda y: (y * torch.tensor(range(len(y)))[:, None]).square().mean() * len(range(4)), 1),
+    "a list that is changed": (lambda y: (y[[*range(len(y))][::-1]] * y.cumsum(0)).square().mean(), 5),
+    "a square": (lambda y: y[: math.isqrt(len(y)) ** 2].square().mean() / float(len(y)), 1),
+    "windows put together": (
+        lambda y: y.view(-1, 1, 5).reshape(int(y.shape[0] * 5 / 5), 5).cumsum(0).square().mean(),
+        1,
+    ),
     "a window of all": (lambda y: pooled(F.max_pool1d, y, len(y)) + pooled(F.avg_pool1d, y, y.shape[0]), 1),
     "a quotient of sizes": (lambda y: (y * (100 // (len(y) // 3))).square().mean() if len(y) >= 3 else y.sum(), 2),
     "groups of three": (  # of fewer rows a remainder by no groups is asked for, which there is not
@@ -136,7 +174,7 @@ FORMS = {  # what is done, and how many graphs the sizes need
     "halves": (lambda y: torch.stack([part.mean() for part in y.chunk(2)]).square().sum(), 2),
     "parts by keyword": (lambda y: sum(part.mean() for part in torch.split(tensor=y, split_size_or_sections=2)), 3),
     "parts of other axes": (lambda y: sum(part.sum() for part in y.split(split_size=2, dim=1)), 1),
-    "a share of the rows": (hardest, 4),
+    "a share of the rows": (hardest, 2),
     "a share of the rows, beside a decision by a value": (hardest_by_value, 3),
     "parts": (lambda y: sum(part.mean() * (i + 1) for i, part in enumerate(y.split(2))), 3),
 }
@@ -176,7 +214,7 @@ FORMS |= {  # by sizes gradients alone depend on
 LONG = (
     "chosen rows, beside a reshape",
     "of all elements", "squeezed along the batch", "a window of all but one", "each row, sliced", "each row",
-    "parts", "halves", "a share of the rows", "an einsum of no rows", "moved by one", "a quotient of sizes", "even", "more than",
+    "parts", "halves", "numbers of a range", "a list that is changed", "rows in another order", "a square", "a divisor that may be 0", "as many layers as it has bits", "more than a root", "a share of the rows", "an einsum of no rows", "moved by one", "a quotient of sizes", "even", "more than",
 )  # fmt: skip
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import opcode
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -24,7 +23,7 @@ from torch.utils import _pytree as pytree
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.memory.run_code import is_installed
 from orttrainer.export.values.domains import is_value
-from orttrainer.export.values.told import PASSED, place, shown
+from orttrainer.export.values.told import PASSED, is_at, place, shown
 
 __all__ = ["Caught", "CaughtBySize", "Errors", "modules_left"]
 
@@ -115,7 +114,7 @@ class Errors:
                 raise
             if name in _LOOKS_UP and number.node.is_symbolic() and not is_value(number):
                 caller = sys._getframe(1)
-                self.by_size |= _is_users(caller) and _is_at(caller, *_LOOKS_UP[name])
+                self.by_size |= _is_users(caller) and is_at(caller, *_LOOKS_UP[name])
             return answer
 
         return asked
@@ -124,11 +123,6 @@ class Errors:
 def _is_users(frame: FrameType) -> bool:
     """Whether it is of the program; what a library catches, as einops does of numbers that have no hash, it can do without."""
     return not frame.f_code.co_filename.startswith(PASSED) and not is_installed(frame.f_globals.get("__name__", ""))
-
-
-def _is_at(frame: FrameType, *operations: str) -> bool:
-    """Whether it is at one of these; at any, if there are none."""
-    return opcode.opname[frame.f_code.co_code[frame.f_lasti]].startswith(operations or "")
 
 
 class Caught(TorchFunctionMode):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from orttrainer.export.forms.stop_gradient import stopped
 from orttrainer.export.values.domains import is_value
+from orttrainer.export.values.ranges import is_symbolic
 
 __all__ = ["REWRITES", "SEEN", "from_numpy", "has_tensors", "stacked"]
 
@@ -179,10 +180,11 @@ def from_numpy(array):
 
 
 def has_tensors(data) -> bool:
-    """Whether it is a list, or a list of lists, or an array, with tensors in it, or numbers of theirs, or symbolic sizes."""
+    """Whether it is a list, or a list of lists, or an array, with tensors in it, or numbers of theirs, or symbolic sizes; or a range of such."""
     data = data.tolist() if _is_array_of_objects(data) else data
-    return isinstance(data, (list, tuple)) and any(
-        isinstance(x, (torch.Tensor, torch.SymInt, torch.SymFloat)) or has_tensors(x) for x in data
+    return is_symbolic(data) or (
+        isinstance(data, (list, tuple))
+        and any(isinstance(x, (torch.Tensor, torch.SymInt, torch.SymFloat)) or has_tensors(x) for x in data)
     )
 
 
@@ -191,7 +193,9 @@ def _is_array_of_objects(data) -> bool:
 
 
 def stacked(data):
-    """The tensor of a list of numbers and of tensors of one element, or of an array of numbers."""
+    """The tensor of a list of numbers and of tensors of one element, of an array of numbers, or of a range."""
+    if is_symbolic(data):
+        return data.places()
     data = data.tolist() if _is_array_of_objects(data) else data
     if isinstance(data, (list, tuple)):
         parts = [stacked(x) for x in data]

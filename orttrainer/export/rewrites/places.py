@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from orttrainer.export.rewrites.by_value import has_tensors, stacked
+from orttrainer.export.values.ranges import is_symbolic
 
 __all__ = ["REWRITES"]
 
@@ -102,9 +103,11 @@ def _placed(value, axis, size, start):
 
 
 def _without_lists(index):
-    """`x[rows, columns]` of lists of places that tensors tell: torch asks for their numbers."""
-    if not isinstance(index, tuple) or not torch.compiler.is_exporting():
+    """`x[rows, columns]` of lists of places that tensors tell, and of ranges as long as a size: torch asks for their numbers."""
+    if not torch.compiler.is_exporting():
         return index
+    if not isinstance(index, tuple):
+        return stacked(index) if is_symbolic(index) else index
     return tuple(stacked(x) if has_tensors(x) else x for x in index)
 
 

@@ -1,6 +1,6 @@
 """Functions of Python's that forward calls with numbers which only a batch tells: `len`, `isinstance`, `min`, `math.cos`.
 
-    rows = len(x)          beta = min(1.0, self.steps.item() / 1000)          rate = 0.5 * (1 + math.cos(self.steps.item()))
+    rows = len(x)     scale = 1 / math.sqrt(x.shape[1])     rate = 0.5 * (1 + math.cos(math.pi * self.steps.item() / 1000))
 
 They must have, or return, numbers, so that an exporter would write those of the first batch into the graph, or none.
 """
@@ -13,13 +13,15 @@ import math
 import operator
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from unittest import mock
 
 import torch
 
 from orttrainer.export.values.domains import Domains, is_value, value_of
+from orttrainer.export.values.ranges import Range
+from orttrainer.export.values.told import UNTOLD, by_torch
 
 __all__ = ["scopes", "symbolic"]
 
@@ -34,16 +36,25 @@ _MATH["cbrt"] = lambda x: torch.copysign(x.abs().pow(1 / 3), x)
 _EVERYWHERE = {  # defined for all finite numbers
     "asinh", "atan", "atan2", "cbrt", "copysign", "cos", "degrees", "erf", "erfc", "fabs", "hypot", "radians", "sin", "tan", "tanh",
 }  # fmt: skip
+_ABOVE = {"log": 0, "log10": 0, "log1p": -1, "log2": 0}  # defined for all finite numbers that are more
 _NUMBERS = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}  # of the types that symbols stand for
+
+_CONVERTED = (torch.SymFloat, int), (torch.SymFloat, float), (torch.SymInt, float)
 
 
 @contextlib.contextmanager
 def symbolic(wrapper: torch.nn.Module) -> Iterator[None]:
-    """Let the functions of the user's code stay symbols where they are given some; with hints also `int` and `float`."""
+    """Let the functions of the user's code stay symbols where they are given some; with hints also `int`, `float` and `list`."""
     from torch._export import non_strict_utils  # here: with it comes sympy
 
     domains, hints = Domains(wrapper.followed), wrapper.followed.hints
-    builtins = {"len": _len, "divmod": _divmod(domains), "round": _round(domains), "isinstance": _isinstance}
+    builtins = {
+        "len": _len,
+        "divmod": _divmod(domains),
+        "round": _round(domains),
+        "isinstance": _isinstance,
+        "range": Range,
+    }
     builtins |= {"min": _least(min, domains), "max": _least(max, domains)}
     if hints is not None and hints.builtins:
         from orttrainer.export.values.hints import builtins_of  # here: with it comes sympy
@@ -54,11 +65,16 @@ def symbolic(wrapper: torch.nn.Module) -> Iterator[None]:
     }
     of_math |= {name: _truth(getattr(math, name), by, domains) for name, by in _TRUTHS.items()}
     of_math |= {"dist": _dist(math.dist), "fsum": _sum(math.fsum), "modf": _modf(math.modf, domains)}
-    of_math["pow"] = _pow(of_math["pow"])
+    of_math |= {"pow": _pow(of_math["pow"]), "sqrt": _sqrt(of_math["sqrt"]), "isqrt": _isqrt(math.isqrt)}
     # Also where they have other names, as `from math import log as ln` gives them.
     stand_ins = {getattr(math, name): function for name, function in of_math.items()}
     with contextlib.ExitStack() as stack:
         stack.enter_context(domains.of_operators())
+        stack.enter_context(mock.patch.object(Range, "is_listed", hints is not None))
+        for kind, builtin in _CONVERTED if hints is None else ():
+            method = f"__{builtin.__name__}__"
+            unknown = _untold(builtin, getattr(kind, method, lambda number: float(operator.index(number))))
+            stack.enter_context(mock.patch.object(kind, method, unknown, create=True))
         for name, function in of_math.items():
             stack.enter_context(mock.patch.object(math, name, function))
         # torch.export has a power of its own, by `**`, which would take the place of ours.
@@ -112,6 +128,17 @@ def _isinstance(x, kinds):
     return isinstance(x, kinds) or (type(x) in _NUMBERS and isinstance(_NUMBERS[type(x)], kinds))
 
 
+def _untold(builtin: type, theirs: Callable) -> Callable:
+    """`int` or `float` of what is computed of sizes, which gives no symbol: to be traced again, with hints, where it does."""
+
+    def converted(number):
+        if _is_of_sizes(number) and number.node.expr.free_symbols and not by_torch():
+            raise TypeError(f"{builtin.__name__}() of {UNTOLD}")
+        return theirs(number)
+
+    return converted
+
+
 def _seed(theirs: Callable) -> Callable:
     """That of a generator of Python's, which has to know a number; what it draws then is the same for each batch with it."""
 
@@ -134,8 +161,9 @@ def _divmod(domains: Domains) -> Callable:
 def _round(domains: Domains) -> Callable:
     def call(number, ndigits=None):
         if not is_value(number) or (isinstance(number, torch.SymInt) and (ndigits or 0) >= 0):
-            # Of sizes a float is one batch's then.
-            return round(float(number) if isinstance(number, torch.SymFloat) else number, ndigits)
+            if isinstance(number, torch.SymFloat) and ndigits is not None:  # of sizes: one batch's then
+                number = float(number)
+            return round(number, ndigits)
         domains.check_finite(round, number)
         power, known = 10.0 ** (ndigits or 0), lambda x: float(round(x, ndigits or 0))
         rounded = domains.number(torch.round(value_of(number) * power) / power, known, [number])
@@ -200,30 +228,58 @@ def _least(builtin: Callable, domains: Domains) -> Callable:
 
 
 def _of_values(function: Callable, on_tensors: Callable, domains: Domains, checked: bool) -> Callable:
-    """A function of `math`, by torch's where a number is one of a tensor's values; `math.log(x, base)` by two.
+    """A function of `math`, by torch's where a number is one of a tensor's values, or of sizes; `math.log(x, base)` by two.
 
     Args:
         checked: it raises where it is not defined.
     """
 
     def call(*numbers):
-        if not any(map(is_value, numbers)):
+        if not any(map(_is_symbol, numbers)):
             return function(*numbers)
         given = [value_of(x) for x in numbers]
         with_base = on_tensors is torch.log and len(given) == 2
         result = torch.log(given[0]) / torch.log(given[1]) if with_base else on_tensors(*given)
-        if checked:
+        if checked and not _is_defined(function.__name__, numbers):
             domains.check(function, numbers, given, result)
         return domains.number(result, function, numbers)
 
     return call
 
 
+def _is_symbol(x: object) -> bool:
+    return isinstance(x, (torch.SymInt, torch.SymFloat))
+
+
+def _is_of_sizes(*numbers: object) -> bool:
+    return any(map(_is_symbol, numbers)) and not any(map(is_value, numbers))
+
+
+def _is_defined(name: str, numbers: Sequence) -> bool:
+    """Whether the function is for these numbers, and all other sizes that may be: what it asks of sizes is asked of each batch."""
+    return name in _ABOVE and _is_of_sizes(*numbers) and all(x > _ABOVE[name] for x in numbers) and 1 not in numbers[1:]
+
+
 def _pow(of_values: Callable) -> Callable:
     def call(base, exponent):
-        numbers = base, exponent
-        sizes = not any(map(is_value, numbers)) and any(isinstance(x, (torch.SymInt, torch.SymFloat)) for x in numbers)
-        return base**exponent if sizes else of_values(base, exponent)
+        return base**exponent if _is_of_sizes(base, exponent) else of_values(base, exponent)
+
+    return call
+
+
+def _sqrt(of_values: Callable) -> Callable:
+    """Of sizes a symbol of these, of which may be asked what is asked of sizes: a divisor must not be 0."""
+
+    def call(number):
+        return torch.sym_sqrt(number) if _is_of_sizes(number) and number >= 0 else of_values(number)
+
+    return call
+
+
+def _isqrt(function: Callable) -> Callable:
+    def call(number):
+        known = not (_is_of_sizes(number) and number >= 0)
+        return function(number) if known else torch.sym_int(torch.sym_sqrt(number))  # no size has as many as 53 bits
 
     return call
 

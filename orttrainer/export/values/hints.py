@@ -22,6 +22,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from orttrainer.export.values.domains import Domains
 from orttrainer.export.values.numbers import is_drawn, said_of_drawn
+from orttrainer.export.values.ranges import is_symbolic
 from orttrainer.export.values.sizes import of_trace
 from orttrainer.export.values.told import Told, leaves, place, what
 
@@ -43,7 +44,7 @@ class Hints:
     """The numbers of a trace, as the observed forward was told them.
 
     Args:
-        builtins: `int()` and `float()` of the user's code give symbols, too.
+        builtins: `int()`, `float()` and `list()` of the user's code give symbols, too.
     """
 
     def __init__(self, builtins: bool):
@@ -286,7 +287,7 @@ class _OnTensors(PythonReferenceAnalysis):
         return x.round().to(dtype)
 
 
-# ---------------------------------------------------------------- int() and float()
+# ---------------------------------------------------------------- int(), float() and list()
 
 
 class _Builtin(type):
@@ -296,7 +297,9 @@ class _Builtin(type):
         x = args[0] if args else None
         if len(args) == 1 and isinstance(x, torch.Tensor):
             x = (x.long() if x.dtype == torch.bool else x).item()  # torch would decide by a truth
-        if isinstance(x, (torch.SymInt, torch.SymFloat)):
+        if len(args) == 1 and cls.builtin is list and is_symbolic(x):
+            return x
+        if cls.builtin is not list and isinstance(x, (torch.SymInt, torch.SymFloat)):
             if cls.builtin is int:
                 cls.domains.check_finite(int, x)
             return _SYMBOLIC[cls.builtin](x)
@@ -322,5 +325,5 @@ _SYMBOLIC = {int: torch.sym_int, float: torch.sym_float}
 
 
 def builtins_of(domains: Domains) -> dict[str, type]:
-    """`int` and `float`, which raise as Python's."""
-    return {x.__name__: _Builtin(x.__name__, (), {"builtin": x, "domains": domains}) for x in _SYMBOLIC}
+    """`int` and `float`, which raise as Python's, and `list`."""
+    return {x.__name__: _Builtin(x.__name__, (), {"builtin": x, "domains": domains}) for x in (*_SYMBOLIC, list)}

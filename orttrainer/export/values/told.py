@@ -8,10 +8,12 @@ This is what an observed forward writes down; `hints` is what a trace makes of i
 from __future__ import annotations
 
 import linecache
+import opcode
 import os
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +29,7 @@ __all__ = [
     "UNTOLD",
     "Told",
     "by_torch",
+    "is_at",
     "leaves",
     "place",
     "takes",
@@ -125,6 +128,11 @@ def _caller(passed: Sequence[str]) -> tuple[str, int]:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(passed):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
+
+
+def is_at(frame: FrameType, *operations: str) -> bool:
+    """Whether it is at one of these; at any, if there are none."""
+    return opcode.opname[frame.f_code.co_code[frame.f_lasti]].startswith(operations or "")
 
 
 def takes(func: Callable) -> bool:
