@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 
@@ -12,6 +13,7 @@ from marks import slow
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import orttrainer
 from orttrainer import IODescription, ModelDescription, ORTTrainer, set_seed
 
 LR = torch.tensor([0.1])
@@ -233,3 +235,36 @@ def test_eval_step_needs_no_random_numbers():
     assert all(torch.equal(t, before[name]) for name, t in trainer._engine._runner.state.items())
     steps = [entry.name for entry in trainer.training_graph.signature.state if entry.role == "random"]
     assert len(steps) == 2 and any(before[name].tolist() == [1] for name in steps)
+
+
+class WeightDrop(nn.Module):
+    """The dropout of weights of AWD-LSTM: what it leaves is an attribute of the layer."""
+
+    def __init__(self, layer: nn.Module, p: float):
+        super().__init__()
+        self.layer, self.p, self.raw = layer, p, nn.Parameter(layer.weight.detach())
+        del layer.weight
+        layer.weight = self.raw.detach().clone()
+
+    def forward(self, x):
+        self.layer.weight = nn.functional.dropout(self.raw, self.p)
+        return self.layer(x)
+
+
+def test_a_dropout_of_0_that_was_run_before_is_the_parameter_itself():
+    """In PyTorch, too, where the layer takes it in as its own then, and no other tensor."""
+    torch.manual_seed(0)
+    module = WeightDrop(nn.Linear(4, 3), 0.0)
+    x, y = torch.randn(5, 4), torch.randn(5, 3)
+    module(x)
+    assert "weight" in module.layer._parameters
+    twin = copy.deepcopy(module)
+    optimizer, plain = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (module, twin))
+    trainer = orttrainer.trainer(module, nn.MSELoss(), optimizer)
+    for _ in range(3):
+        loss = nn.functional.mse_loss(twin(x), y)
+        torch.testing.assert_close(trainer.step(x, y)[0], loss.detach())
+        plain.zero_grad()
+        loss.backward()
+        plain.step()
+    torch.testing.assert_close(dict(module.named_parameters()), dict(twin.named_parameters()))

@@ -351,10 +351,10 @@ class MutedDropout(TorchFunctionMode):
             self.rates += [rate] * times
 
 
-def _mute_dropout(mode, input, p, train):
+def _mute_dropout(mode, input, p, train, in_place=False):
     if train:
         mode.note(p)
-    return input
+    return input.clone() if train and p and not in_place else input  # as PyTorch: of a parameter it may be that itself
 
 
 def _mute_native_dropout(mode, func, args, kwargs):
@@ -423,11 +423,11 @@ _RRELU = inspect.signature(lambda input, lower=1 / 8, upper=1 / 3, training=Fals
 _MUTES = {
     **dict.fromkeys(
         [torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout],
-        lambda mode, func, args, kwargs: _mute_dropout(mode, *args, **kwargs).clone(),
+        lambda mode, func, args, kwargs: _mute_dropout(mode, *args, **kwargs),
     ),
     **dict.fromkeys(
         [torch.dropout_, torch.feature_dropout_, torch.alpha_dropout_, torch.feature_alpha_dropout_],
-        lambda mode, func, args, kwargs: _mute_dropout(mode, *args, **kwargs),
+        lambda mode, func, args, kwargs: _mute_dropout(mode, *args, **kwargs, in_place=True),
     ),
     **dict.fromkeys([torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu], _mute_recurrent),
     **dict.fromkeys([torch.rrelu, torch.rrelu_], _mute_rrelu),
