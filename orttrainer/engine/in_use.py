@@ -40,8 +40,8 @@ from orttrainer.pipeline import NOT_NATIVE, check_disabled_passes
 from orttrainer.run import Runner
 from orttrainer.seed import seed_of_rank
 from orttrainer.state.kept import KeptState
-from orttrainer.state.state_dict import accumulated_scale, cpu_copy, of_a_block, seems_to_fit
 from orttrainer.state.shown import ir_view
+from orttrainer.state.state_dict import accumulated_scale, cpu_copy, of_a_block, seems_to_fit
 from orttrainer.state.trained import TrainedState
 from orttrainer.state.update_counts import counters_fit, counts_in, numbered
 from orttrainer.training_graph import TrainingGraph
