@@ -15,7 +15,7 @@ from orttrainer.graph import Builder
 from orttrainer.graph.activations import ancestors
 from orttrainer.graph.fence import fence, unordered_readers
 
-HEADER = '<ir_version: 8, opset_import: ["" : 18]>'
+HEADER = '<ir_version: 8, opset_import: ["" : 18, "com.microsoft" : 1]>'
 
 
 def parse(text: str):
@@ -29,6 +29,13 @@ def late_readers(text: str) -> list[str]:
     model, values = parse(text)
     found = unordered_readers(model.graph, {values["w"]: values["w_new"]})
     return [node.outputs[0].name for node in found.get(values["w"], [])]
+
+
+def first_loss(model: onnx.ModelProto) -> torch.Tensor:
+    description = ModelDescription([IODescription("x", [1])], [IODescription("loss", [])])
+    rate = IODescription("Learning_Rate", [1])
+    trainer = ORTTrainer(model, None, description, "SGDOptimizer", None, rate, "cpu")
+    return trainer.train_step(torch.zeros(1), torch.tensor([0.1]))
 
 
 def test_the_writer_itself_and_what_leads_to_it_are_in_order():
@@ -59,10 +66,7 @@ def test_the_loss_is_that_before_the_update_where_only_a_size_of_its_pieces_lead
         + """g (float[1] x) => (float loss) <float[2,2] w = {1, 2, 3, 4}>
         { s = Constant <value = int64[2] {1, 5}> () y = CenterCropPad <axes = [-1, 0]> (w, s) loss = ReduceSum <keepdims = 0> (y) }"""
     )
-    description = ModelDescription([IODescription("x", [1])], [IODescription("loss", [])])
-    rate = IODescription("Learning_Rate", [1])
-    trainer = ORTTrainer(model, None, description, "SGDOptimizer", None, rate, "cpu")
-    assert trainer.train_step(torch.zeros(1), torch.tensor([0.1])) == 1 + 3
+    assert first_loss(model) == 1 + 3
 
 
 @pytest.mark.parametrize("view", ["Identity(w)", "Reshape(w, s)", "Unsqueeze(w, s)", "Flatten(w)"])
@@ -72,6 +76,39 @@ def test_a_reader_of_a_view_reads_the_memory_of_what_is_viewed(view):
     if view == "Reshape(w, s)":
         text = text.replace("{0}", "{-1}").replace("float[P, Q] y", "float[P] y")
     assert "y" in late_readers(text)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        "v = com.microsoft.ExpandDims(w, a)",
+        "v = OptionalGetElement(w)",
+        "o = Optional(w) v = OptionalGetElement(o)",
+        "v = Dropout(w)",
+        "v = Cast <to = 1> (w)",
+        "v = CastLike(w, w)",
+        "c = Greater(a, b) v = If(c) <then_branch = t () => (float[2,2] i) { i = Identity(w) }, else_branch = f () => (float[2,2] j) { j = Neg(w) }>",
+    ],
+)
+def test_what_the_runtime_may_hand_out_in_the_memory_of_its_input_is_a_view(view):
+    """In ONNX Runtime the product reads the weight itself, and the loss was that after the update."""
+    model, values = (
+        parse(f"""g (float[1] x) => (float[2,2] w_new, float[K,L,M] z) <float[2,2] w = {{1, 2, 3, 4}}, int32 a = {{0}}, int32 b = {{-1}}>
+    {{ {view} n = Constant <value = float {{3}}> () z = Mul(v, n) s = ReduceSum(v) w_new = Sub(w, s) }}""")
+    )
+    weight = model.graph.initializers["w"]
+    late = unordered_readers(model.graph, {weight: values["w_new"]})
+    assert "z" in [node.outputs[0].name for node in late[weight]]
+
+
+def test_the_loss_is_that_before_the_update_where_an_operator_of_the_runtime_adds_an_axis():
+    model = onnx.parser.parse_model(
+        HEADER
+        + """g (float[1] x) => (float loss) <float[2,2] w = {1, 2, 3, 4}>
+        { a = Constant <value = int32[1] {0}> () y = com.microsoft.ExpandDims(w, a) c = Constant <value = float[1] {3}> ()
+          z = Mul(y, c) loss = ReduceSum <keepdims = 0> (z) }"""
+    )
+    assert first_loss(model) == 3 * (1 + 2 + 3 + 4)
 
 
 @pytest.mark.parametrize("other", [np.nan, np.inf, 3.0])

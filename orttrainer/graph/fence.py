@@ -16,11 +16,12 @@ import onnx_ir as ir
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.subgraphs import captured_values
 
-# The output may be the input's own memory: ONNX Runtime computes the first five without a copy, and removes any of
-# the others that does nothing, such as a product with 1. What a subgraph hands out is a copy.
+# The output may be the input's own memory: ONNX Runtime computes the first eight without a copy, and removes any of
+# the others that does nothing, such as a product with 1. An If whose condition it folds becomes the nodes of a branch;
+# what other subgraphs hand out is a copy.
 VIEWS = frozenset(
-    ["Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"]
-    + ["Add", "Cast", "Concat", "Div", "Dropout", "Expand", "Mul", "Slice", "Sub", "Sum", "Transpose"]
+    ["ExpandDims", "Flatten", "Identity", "Optional", "OptionalGetElement", "Reshape", "Squeeze", "Unsqueeze"]
+    + ["Add", "Cast", "CastLike", "Concat", "Div", "Dropout", "Expand", "If", "Mul", "Slice", "Sub", "Sum", "Transpose"]
 )
 
 # ONNX Runtime folds these where it knows the shape: they neither read numbers nor wait for the node that makes them.

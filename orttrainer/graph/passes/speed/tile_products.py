@@ -12,6 +12,7 @@ from orttrainer.graph.builder import Builder, static_dims
 from orttrainer.graph.fence import VIEWS
 from orttrainer.graph.passes.speed.late_norm import write_lengths
 from orttrainer.graph.sizes import size_at_hand
+from orttrainer.graph.subgraphs import captured_values
 
 ARITHMETIC = frozenset(["Add", "Concat", "Div", "Mul", "Sub", "Sum"])
 LEAST_ROWS = 64  # of a tile: each packs the other operand anew
@@ -114,15 +115,17 @@ def _is_fed(x: ir.Value) -> bool:
 
     What computes with two values is such a view only if ONNX Runtime removes it, as it does a product with a constant 1.
     """
-    while not x.is_graph_input():
-        node = x.producer()
+    stack = [x]
+    while stack and not stack[-1].is_graph_input():
+        node = stack.pop().producer()
         if node is None or node.op_type not in VIEWS:
-            return False
-        views = [y for y in node.inputs if y is not None and y.const_value is None]
-        if node.op_type in ARITHMETIC and len(views) != 1:
-            return False
-        x = node.inputs[0] if node.op_type not in ARITHMETIC else views[0]
-    return True
+            continue
+        views = captured_values(node) or node.inputs[:1]
+        if node.op_type in ARITHMETIC:
+            views = [y for y in node.inputs if y is not None and y.const_value is None]
+        if node.op_type not in ARITHMETIC or len(views) == 1:
+            stack.extend(views)
+    return bool(stack)
 
 
 def length_at_hand(x: ir.Value, axis: int, sizes: Mapping[str, int]) -> int | None:
