@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import onnx
 import pytest
@@ -59,15 +61,73 @@ def test_a_window_beyond_the_image_and_one_across_its_end(operator):
 STAY = {
     "the last window hangs over the end": ("2, 6, 6", WINDOW.replace("pads = [1, 1, 1, 1]", "pads = [0, 1, 0, 1]")),
     "sizes that vary": ("2, H, W", WINDOW),
-    "pads that count": ("2, 5, 6", "ceil_mode = 1, count_include_pad = 1, kernel_shape = [2, 3], strides = [2, 2], pads = [1, 0, 1, 0]"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("shape, window", STAY.values(), ids=STAY)
 def test_other_windows_stay_as_they_are(shape, window):
-    operator = "AveragePool" if "count" in window else "MaxPool"
-    proto = model(f"r = {operator} <{window}> (x)", shape, 18)
+    proto = model(f"r = MaxPool <{window}> (x)", shape, 18)
     assert not PoolSizesPass()(read_model(proto)).modified
+
+
+BEYOND = {
+    "pads": "kernel_shape = [2, 1], strides = [3, 1]",
+    "pads for any width": "kernel_shape = [2, 3], strides = [3, 2], pads = [0, 1, 0, 1]",
+    "as many as without ceil_mode": 'kernel_shape = [2, 2], strides = [3, 2], auto_pad = "VALID"',
+    "cropped": "kernel_shape = [2, 2], strides = [4, 1], dilations = [1, 2], pads = [1, 0, 0, 0]",
+    "cropped for any width": "kernel_shape = [2, 2], strides = [3, 4], dilations = [1, 2]",
+}
+
+
+@pytest.mark.parametrize("width", [6, "w"])
+@pytest.mark.parametrize("window", BEYOND.values(), ids=BEYOND)
+@pytest.mark.parametrize("operator", ["MaxPool", "AveragePool", "LpPool"])
+def test_a_window_beyond_the_image_has_no_gradient_whatever_the_width(operator, window, width):
+    """One row of windows, each with the weight 2; those that hang over the end have less of the image."""
+    kernel, strides, dilations, pads = (
+        _ints(window, name) for name in ("kernel_shape", "strides", "dilations", "pads")
+    )
+    counted = operator == "AveragePool" and "dilations" in window
+    form = f"ceil_mode = 1, {window}" + ", count_include_pad = 1" * counted
+    x = np.random.default_rng(0).permutation(36).reshape(2, 1, 3, 6).astype(np.float32) / 9 + 0.5
+
+    def pool(x):
+        """Windows one by one, of the image with NaN around it."""
+        (top, left, bottom, right), (dy, dx) = pads or (0, 0, 0, 0), dilations or (1, 1)
+        padded = F.pad(x, (left, right, top, bottom), value=float("nan"))
+        rows, columns = (
+            range(0, min(n + before, n + before + after - (k - 1) * d - 1 + s), s)
+            for n, before, after, k, s, d in zip((3, 6), (top, left), (bottom, right), kernel, strides, (dy, dx))
+        )
+        for i in rows:
+            for j in columns:
+                seen = padded[
+                    ..., i : i + (kernel[0] - 1) * dy + 1 : dy, j : j + (kernel[1] - 1) * dx + 1 : dx
+                ].flatten(2)
+                inside = seen[..., ~seen[0, 0].isnan()]
+                if operator == "MaxPool":
+                    yield inside.amax(-1)
+                elif operator == "AveragePool":
+                    yield inside.sum(-1) / (seen if counted else inside).shape[-1]
+                else:
+                    yield inside.square().sum(-1).sqrt()
+
+    twin = torch.from_numpy(x).double().requires_grad_()
+    windows = torch.stack(list(pool(twin)))
+    (2 * windows).sum().backward()
+    twos = ",".join(["2"] * len(windows))
+    proto = onnx.parser.parse_model(
+        f"""<ir_version: 8, opset_import: ["" : 19]> g (float[n,1,3,{width}] x) => (float s) <float[1,{len(windows)}] c = {{{twos}}}>
+        {{ p = {operator} <{form}> (x) y = Mul(p, c) s = ReduceSum <keepdims = 0> (y) }}"""
+    )
+    found = _run_onnxruntime(build_gradient(proto, wrt="x"), {"x": x})
+    np.testing.assert_allclose(found["s"], 2 * windows.detach().sum(), rtol=1e-5)
+    np.testing.assert_allclose(found["x_grad"], twin.grad, rtol=1e-5, atol=1e-6)
+
+
+def _ints(window: str, name: str) -> list[int]:
+    found = re.search(rf"{name} = \[([\d, ]+)\]", window)
+    return [int(n) for n in found[1].split(",")] if found else []
 
 
 # -- Pads that ONNX Runtime finds without counting dilations ---------------------------------------

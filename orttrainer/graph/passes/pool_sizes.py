@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import onnx_ir as ir
 
+from orttrainer.graph.builder import Builder
 from orttrainer.graph.inference import infer_shapes
 from orttrainer.graph.subgraphs import node_inputs
 
@@ -17,7 +19,8 @@ class PoolSizesPass(ir.passes.InPlacePass):
     Pool(x, auto_pad=SAME_UPPER) -> Pool(x) with pads, where it has dilations: they are not counted.
 
     So ONNX Runtime has it. ONNX's inference counts that window before opset 22, and dilations, so that the shapes of all
-    that follows are wrong, to ONNX Runtime as well. Sizes have to be known, but for the pads of windows in steps of 1.
+    that follows are wrong, to ONNX Runtime as well. Sizes have to be known, but for the pads of windows in steps of 1; along
+    an axis of unknown size nothing is counted wrong. Where pads cannot say it, x is cropped to what the windows see.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -82,26 +85,49 @@ def _name_pads(node: ir.Node) -> bool:
 
 
 def _leave_window_out(node: ir.Node) -> bool:
-    """Have all other windows by pads, without ceil_mode; False where no window is left out, or that is not known."""
+    """Have all other windows without the one that is beyond; False where none is, as far as is known."""
+    auto_pad = node.attributes.get_string("auto_pad", "NOTSET")
+    if auto_pad.startswith("SAME"):  # size / stride windows, rounded up in any case
+        del node.attributes["ceil_mode"]
+        return True
     (kernel, strides, dilations), shape = _windows(node), node.inputs[0].shape
-    if shape is None or node.attributes.get_string("auto_pad", "NOTSET") != "NOTSET":
+    if shape is None:
         return False
-    pads = list(node.attributes.get_ints("pads", ()) or [0] * 2 * len(kernel))
-    begin, end, left_out = pads[: len(kernel)], pads[len(kernel) :], False
+    pads = list(node.attributes.get_ints("pads", ())) if auto_pad == "NOTSET" else []
+    begin, end = np.split(np.array(pads or [0] * 2 * len(kernel)), 2)
+    further, unseen = end.copy(), np.zeros_like(end)  # unseen: what the windows but the one beyond leave at the end
     for axis, (k, s, d) in enumerate(zip(kernel, strides, dilations)):
         if not isinstance(size := shape[axis + 2], int):
-            return False
+            further[axis] = min(end[axis] + s - 1, (k - 1) * d)  # gives these windows whatever the size is
+            continue
         steps, rest = divmod(size + begin[axis] + end[axis] - (k - 1) * d - 1, s)
         if rest and (steps + 1) * s >= size + begin[axis]:
-            left_out = True
+            unseen[axis] = rest
         elif rest:  # the last window hangs over the end
-            end[axis] += s - rest
-    counted = (
-        node.op_type == "AveragePool" and node.attributes.get_int("count_include_pad", 0) and end != pads[len(kernel) :]
-    )
-    fits = all(e < k for e, k in zip(end, kernel))  # as ONNX Runtime demands
-    if not left_out or not fits or counted:
+            further[axis] += s - rest
+    if not unseen.any():
         return False
-    del node.attributes["ceil_mode"]
-    node.attributes["pads"] = ir.AttrInt64s("pads", [*begin, *end])
+    counted = node.attributes.get_int("count_include_pad", 0) and (further != end).any()
+    if (further < kernel).all() and not counted:  # as ONNX Runtime demands
+        del node.attributes["ceil_mode"]
+        end = further
+    elif len(node.outputs) == 1:
+        end, cut = np.maximum(end - unseen, 0), np.maximum(unseen - end, 0)
+        _crop(node, [(axis + 2, shape[axis + 2] - int(rows)) for axis, rows in enumerate(cut) if rows])
+    else:  # indices are of the whole image
+        return False
+    node.attributes.pop("auto_pad", None)
+    node.attributes["pads"] = ir.AttrInt64s("pads", [*map(int, begin), *map(int, end)])
     return True
+
+
+def _crop(node: ir.Node, lengths: Sequence[tuple[int, int]]) -> None:
+    """Let the node read the first rows alone: so many along each of these axes."""
+    if not lengths:
+        return
+    op = Builder(node.graph, "windows")
+    axes, ends = map(list, zip(*lengths))
+    cropped = op.Slice(node.inputs[0], [0] * len(axes), ends, axes)
+    node.graph.remove(cropped.producer())
+    node.graph.insert_before(node, cropped.producer())
+    node.replace_input_with(0, cropped)
