@@ -7,6 +7,7 @@ import math
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnx_models
 import onnxruntime
 import pytest
 import torch
@@ -169,6 +170,14 @@ def test_what_is_repeated_stays():
     model = einsum("bid,bdj->bij")
     model.graph.inputs[1].shape = ir.Shape([1, SIZES["d"], SIZES["j"]])
     assert not EinsumProductPass()(model).modified
+
+
+@pytest.mark.parametrize("equation", ["ij->ij", " ab -> ab"])
+def test_one_that_changes_nothing_of_a_weight_leaves_the_weight_its_name(equation):
+    weight = np.array([[1, 2], [3, 4]], np.float32)
+    proto = onnx_models.model(f'y = Einsum <equation = "{equation}"> (w) r = MatMul (x, y)', "2", 18, w=weight)
+    batches = [torch.randn(rows, 2, generator=torch.Generator().manual_seed(rows)) for rows in (2, 3)]
+    onnx_models.assert_trains_like(proto, lambda x, w: x @ w, batches, w=weight)
 
 
 class Attention(nn.Module):

@@ -350,8 +350,12 @@ def _name_dims(value: ir.Value) -> None:
 
 
 def take_place(new: ir.Value | Sequence[ir.Value], node: ir.Node) -> None:
-    """Let `new` be what the outputs of `node` were, under the same names: one may be the gradient of a parameter."""
-    pairs = list(zip(node.outputs, [new] if isinstance(new, ir.Value) else new))
+    """Let `new` be what the outputs of `node` were, under the same names: one may be the gradient of a parameter.
+
+    What the node reads, which may be a parameter, keeps its own name: it is handed on.
+    """
+    values = [new] if isinstance(new, ir.Value) else new
+    pairs = [(y, _handed_on(x, node) if x in node.inputs else x) for y, x in zip(node.outputs, values)]
     assert len(pairs) == len(node.outputs)
     for y, value in pairs:
         y.replace_all_uses_with(value, replace_graph_outputs=True)
@@ -359,6 +363,13 @@ def take_place(new: ir.Value | Sequence[ir.Value], node: ir.Node) -> None:
     for y, value in pairs:
         if y.name:  # else nobody asked for it
             value.type, value.shape, value.name = y.type, value.shape if y.shape is None else y.shape, y.name
+
+
+def _handed_on(x: ir.Value, node: ir.Node) -> ir.Value:
+    """`x` through a node of its own, before `node`."""
+    identity = ir.Node("", "Identity", [x], num_outputs=1, name=node.name)
+    node.graph.insert_before(node, identity)
+    return identity.outputs[0]
 
 
 def static_dims(x: ir.Value) -> tuple[int, ...] | None:

@@ -73,6 +73,6 @@ def _write_out(graph: ir.Graph, forms: dict) -> None:
         for made in set(graph) - before:
             made.metadata_props.update(node.metadata_props)
         if new is not None:
-            take_place(op.Identity(new) if new in node.inputs else new, node)
+            take_place(new, node)
     if found:
         graph.sort()
