@@ -207,3 +207,21 @@ def test_what_follows_a_group_normalization_knows_its_rank():
         return F.group_norm(x * W, 1, G, b)[:, :, [0, 3, 3]]
 
     assert_trains_like(proto, twin, images(5, 5), W=W, G=scale, b=bias)
+
+
+@pytest.mark.parametrize("constant", [True, False])
+def test_the_axes_of_a_pad_may_be_given_in_32_bits(constant):
+    """ONNX's inference reads them as int64 alone, and takes the model for broken."""
+    body = '{ p = Constant <value = int64[4] {1, 0, 2, 1}> () h = Mul (x, x) r = Pad <mode = "edge"> (h, p, , a) s = ReduceSum <keepdims = 0> (r) }'
+    body = (
+        body.replace("{ p", "{ a = Constant <value = int32[2] {-1, 2}> () p")
+        if constant
+        else "<int32[2] a = {-1, 2}> " + body
+    )
+    proto = onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["" : 18]> g (float[n,2,4,5] x) => (float s) {body}'
+    )
+    x = images(4, 5)[0].requires_grad_()
+    F.pad(x * x, (1, 2, 0, 1), mode="replicate").sum().backward()
+    found = _run_onnxruntime(build_gradient(proto, wrt="x"), {"x": x.detach().numpy()})
+    np.testing.assert_allclose(found["x_grad"], x.grad, rtol=1e-6)

@@ -28,6 +28,7 @@ def in_usual_spelling(proto: onnx.ModelProto) -> onnx.ModelProto:
     What a body returns as it was given, or once more, comes from an Identity: ONNX's inference finds no type of it, and ONNX
     Runtime's Scan gives whatever is in the memory.
     The axes of a MeanVarianceNormalization are said where they are the default, which ONNX's inference stops at.
+    Axes of a Pad that are given in int32, which the operator takes, are in int64, as which alone ONNX's inference reads them.
     A model that has none of these is returned as it is.
 
     Raises:
@@ -35,7 +36,7 @@ def in_usual_spelling(proto: onnx.ModelProto) -> onnx.ModelProto:
         ValueError: nodes read each other.
     """
     ways = (_has_sparse, _names_default_domain, _lacks_version, _has_maps, _has_initializers_apart, _is_unsorted)
-    each = (_negative_sizes, _returned_again, _without_axes)
+    each = (_negative_sizes, _returned_again, _without_axes, _short_axes)
     if not any(way(proto) for way in ways) and not any(any(found(proto)) for found in each):
         return proto
     changed = onnx.ModelProto()
@@ -46,6 +47,7 @@ def in_usual_spelling(proto: onnx.ModelProto) -> onnx.ModelProto:
     for attribute in _sparse_constants(changed):
         attribute.CopyFrom(onnx.helper.make_attribute("value", _dense(attribute.sparse_tensor)))
     _drop_maps(changed.graph)
+    _lengthen_axes(changed)
     if _has_initializers_apart(changed):
         changed.ir_version = INITIALIZERS_APART
     for size in _negative_sizes(changed):
@@ -131,8 +133,7 @@ def _returned_again(proto: onnx.ModelProto) -> Iterator[tuple[onnx.GraphProto, o
 
 
 def _return_identities(proto: onnx.ModelProto) -> None:
-    taken = {value.name for graph in _graphs(proto) for value in (*graph.input, *graph.initializer)}
-    taken |= {name for node in _nodes(proto) for name in node.output}
+    taken = _names(proto)
     for body, y in list(_returned_again(proto)):
         name = free_name(f"{y.name}_out", taken)
         taken.add(name)
@@ -145,6 +146,37 @@ def _without_axes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
         normalizes = node.op_type == "MeanVarianceNormalization" and _short(node.domain) == ""
         if normalizes and not any(attribute.name == "axes" for attribute in node.attribute):
             yield node
+
+
+def _short_axes(proto: onnx.ModelProto) -> Iterator[tuple[onnx.GraphProto, onnx.NodeProto, onnx.TensorProto]]:
+    """Graphs, each of their Pads whose axes are known in int32, and these."""
+    pads = [
+        (graph, node) for graph in _graphs(proto) for node in graph.node if node.op_type == "Pad" and node.input[3:]
+    ]
+    if not pads:
+        return
+    known = {tensor.name: tensor for graph in _graphs(proto) for tensor in graph.initializer}
+    constants = (node for node in _nodes(proto) if node.op_type == "Constant")
+    known |= {node.output[0]: value.t for node in constants for value in node.attribute if value.name == "value"}
+    fed = {x.name for x in proto.graph.input}
+    for graph, node in pads:
+        axes = known.get(node.input[3])
+        if axes is not None and axes.data_type == onnx.TensorProto.INT32 and node.input[3] not in fed:
+            yield graph, node, axes
+
+
+def _lengthen_axes(proto: onnx.ModelProto) -> None:
+    taken = _names(proto)
+    for graph, node, axes in list(_short_axes(proto)):
+        node.input[3] = free_name(f"{node.input[3]}_int64", taken)
+        taken.add(node.input[3])
+        long = numpy_helper.from_array(numpy_helper.to_array(axes).astype(np.int64))
+        graph.node.insert(0, onnx.helper.make_node("Constant", [], [node.input[3]], value=long))
+
+
+def _names(proto: onnx.ModelProto) -> set[str]:
+    names = {value.name for graph in _graphs(proto) for value in (*graph.input, *graph.initializer)}
+    return names | {name for node in _nodes(proto) for name in node.output}
 
 
 def _is_map(of: onnx.TypeProto) -> bool:
