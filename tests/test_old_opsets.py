@@ -21,6 +21,10 @@ FORMS = {
     "Softmax-flattens": (12, "g (real[2,3,4] x) => (real[2,3,4] y) { y = Softmax <axis = 1> (x) }", (2, 3, 4)),
     "Softmax-symbolic": (12, "g (real[A,B,4] x) => (real[A,B,4] y) { y = Softmax <axis = 1> (x) }", (2, 3, 4)),
     "LogSoftmax-flattens": (12, "g (real[2,3,4] x) => (real[2,3,4] y) { y = LogSoftmax(x) }", (2, 3, 4)),
+    "Softmax-captured": (12, """g (real[2,3] x) => (real y) <int64 n = {2}, bool b = {1}, real i = {0}> { v = Softmax <axis = 0> (x) y = Loop (n, b, i)
+        <body = l (int64 k, bool c, real t) => (bool d, real r) { d = Identity(c) m = Mul(v, v) s = ReduceSum <keepdims = 0> (m) r = Add(t, s) }> }""", (2, 3)),
+    "LogSoftmax-captured": (12, """g (real[2,3,2] x) => (real[2,3,2] y) <bool b = {1}> { v = LogSoftmax (x) y = If (b) <then_branch = t () => (real[2,3,2] p)
+        { p = Mul(v, v) }, else_branch = e () => (real[2,3,2] q) { q = Neg(v) }> }""", (2, 3, 2)),
     "Pad": (12, 'g (real[2,3] x) => (real[2,5] y) <int64[4] p = {0,1,0,1}> { y = Pad <mode = "reflect"> (x, p) }', (2, 3)),
     "Dropout-outside-training": (12, "g (real[2,3] x) => (real[2,3] y) { a = Dropout(x) y = Sin(a) }", (2, 3)),
 }  # fmt: skip

@@ -16,6 +16,7 @@ OLDEST_OPSET = 18
 NEWEST_OPSET = 26
 READABLE_OPSET = 28  # brought down to NEWEST_OPSET, the last that ONNX Runtime reads
 NEWEST_IR = 13  # that it reads
+_BY_ROWS = ("LogSoftmax", "Softmax")  # before opset 13 of rows: of what lies behind an axis
 
 
 def with_known_opset(model: ir.Model) -> ir.Model:
@@ -84,21 +85,27 @@ def _brought_down(model: ir.Model, opset: int) -> ir.Model:
 
 @contextlib.contextmanager
 def unconvertible_aside(model: ir.Model) -> Iterator[None]:
-    """Keep from ONNX's converter what it stops at: BatchNormalization in training form, and what the opset does not have.
+    """Keep from ONNX's converter what it stops at: BatchNormalization in training form, and what the opset does not have;
+    and a Softmax before opset 13 that a body reads from around it, which it cannot replace there.
 
     Before opset 14 that form is told by more outputs than one: Y, running mean and variance, and two that nobody may use.
     The rest is what ONNX Runtime's optimizer writes into models of any opset, in the form of later ones.
     """
     aside, opset = "orttrainer.aside", model.opset_imports.get("", OLDEST_OPSET)
+    bodies = ((body, x) for body in model.graph.subgraphs() for node in body for x in node.inputs)
+    inside = {x for body, x in bodies if x is not None and x.graph is not body}
     for node in model.graph.all_nodes():
-        training = node.op_type == "BatchNormalization" and len(node.outputs) > 1 and opset < 14
-        if node.domain == "" and (training or schema_of(node, model.opset_imports) is None):
+        stops = node.op_type == "BatchNormalization" and len(node.outputs) > 1 and opset < 14
+        stops |= node.op_type in _BY_ROWS and opset < 13 and node.outputs[0] in inside
+        if node.domain == "" and (stops or schema_of(node, model.opset_imports) is None):
             node.domain, model.opset_imports[aside] = aside, 1
     yield
     for node in model.graph.all_nodes():
         if node.domain != aside:
             continue
         node.domain = ""
+        if node.op_type in _BY_ROWS:
+            _of_rows(node)
         if node.op_type == "BatchNormalization":
             if any(y.uses() or y.is_graph_output() for y in node.outputs[3:]):
                 raise ModelError(
@@ -114,3 +121,20 @@ def unconvertible_aside(model: ir.Model) -> Iterator[None]:
                 )
             node.attributes.pop("spatial", None)  # of opsets 7 and 8
     model.opset_imports.pop(aside, None)
+
+
+def _of_rows(node: ir.Node) -> None:
+    """Softmax(x) of rows -> Reshape(Softmax(Flatten(x)), Shape(x)), under the same name."""
+    x, y = node.inputs[0], node.outputs[0]
+    rows = ir.Node("", "Flatten", [x], [ir.AttrInt64("axis", node.attributes.get_int("axis", 1))], num_outputs=1)
+    shape = ir.Node("", "Shape", [x], num_outputs=1)
+    whole = ir.Node("", "Reshape", [y, shape.outputs[0]], [ir.AttrInt64("allowzero", 1)], num_outputs=1)
+    node.replace_input_with(0, rows.outputs[0])
+    node.attributes["axis"] = ir.AttrInt64("axis", 1)
+    node.graph.insert_before(node, rows)
+    node.graph.insert_after(node, [shape, whole])
+    y.replace_all_uses_with(whole.outputs[0], replace_graph_outputs=True)
+    whole.replace_input_with(0, y)
+    new, name = whole.outputs[0], y.name
+    y.name = name and f"{name}/rows"
+    new.name, new.type, new.shape, y.shape = name, y.type, y.shape, None
