@@ -125,6 +125,21 @@ def test_a_window_beyond_the_image_has_no_gradient_whatever_the_width(operator, 
     np.testing.assert_allclose(found["x_grad"], twin.grad, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("width", [4, "w"])
+@pytest.mark.parametrize("form", ["kernel_shape = [2, 2]", "kernel_shape = [2, 2], dilations = [2, 1]"])
+def test_nor_has_one_in_a_branch(form, width):
+    """Of unknown width the image is cropped."""
+    window = f"ceil_mode = 1, count_include_pad = 1, strides = [4, 2], pads = [1, 0, 0, 0], {form}"
+    text = f"""g (float[2,1,3,{width}] x, bool b) => (float s) <float[1,2] c = {{2, 2}}> {{ s = If(b)
+      <then_branch = t () => (float r) {{ p = AveragePool <{window}> (x) z = Mul(p, c) r = ReduceSum <keepdims = 0> (z) }},
+       else_branch = e () => (float q) {{ q = ReduceSum <keepdims = 0> (x) }}> }}"""
+    gradient = build_gradient(onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 19]> {text}'), wrt="x")
+    found = _run_onnxruntime(gradient, {"x": np.ones((2, 1, 3, 4), np.float32), "b": np.array(True)})["x_grad"]
+    expected = np.zeros((2, 1, 3, 4))
+    expected[:, :, 1 if "dilations" in form else 0] = 2 / 4  # the first row of the window is around the image
+    np.testing.assert_array_equal(found, expected)
+
+
 def _ints(window: str, name: str) -> list[int]:
     found = re.search(rf"{name} = \[([\d, ]+)\]", window)
     return [int(n) for n in found[1].split(",")] if found else []

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.inference import infer_shapes
-from orttrainer.graph.subgraphs import node_inputs
+from orttrainer.graph.subgraphs import subgraphs
 
 POOLS = {"AveragePool", "LpPool", "MaxPool"}
 
@@ -25,16 +25,14 @@ class PoolSizesPass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         modified = False
-        if not any(_rounds_up(node) or pads_without_dilations(node) for node in model.graph):
+        if not any(_rounds_up(node) or pads_without_dilations(node) for node in model.graph.all_nodes()):
             return ir.passes.PassResult(model, modified)
         infer_shapes(model)
-        nodes = list(model.graph)
-        for index, node in enumerate(nodes):
-            if not any(
-                [pads_without_dilations(node) and _name_pads(node), _rounds_up(node) and _leave_window_out(node)]
-            ):
+        for node in list(model.graph.all_nodes()):
+            named = pads_without_dilations(node) and _name_pads(node)
+            if not (_rounds_up(node) and _leave_window_out(node, model.graph)) and not named:
                 continue
-            for value in _behind(node, nodes[index + 1 :]):
+            for value in _behind(node, model.graph):
                 value.shape = None
             infer_shapes(model)
             modified = True
@@ -53,13 +51,20 @@ def pads_without_dilations(node: ir.Node) -> bool:
     return same and max(node.attributes.get_ints("dilations", ()), default=1) > 1
 
 
-def _behind(node: ir.Node, later: Sequence[ir.Node]) -> set[ir.Value]:
-    """The outputs of a node, and what is made of them."""
-    found = set(node.outputs)
-    for reader in later:
-        if not found.isdisjoint(node_inputs(reader)):
-            found.update(reader.outputs)
-    return found
+def _behind(node: ir.Node, graph: ir.Graph) -> list[ir.Value]:
+    """The outputs of a node, and what is made of them, in bodies and around them as well."""
+    owners = {body: owner for owner in graph.all_nodes() for body in subgraphs(owner)}
+    found: dict[ir.Node, None] = {}
+    stack = [node]
+    while stack:
+        if (reader := stack.pop()) in found:
+            continue
+        found[reader] = None
+        stack.extend(use.node for y in reader.outputs for use in y.uses())
+        stack.extend(inner for body in subgraphs(reader) for inner in body)
+        if reader.graph in owners and any(y.is_graph_output() for y in reader.outputs):
+            stack.append(owners[reader.graph])
+    return [y for reader in found for y in reader.outputs]
 
 
 def _windows(node: ir.Node) -> tuple[list[int], list[int], list[int]]:
@@ -84,7 +89,7 @@ def _name_pads(node: ir.Node) -> bool:
     return True
 
 
-def _leave_window_out(node: ir.Node) -> bool:
+def _leave_window_out(node: ir.Node, graph: ir.Graph) -> bool:
     """Have all other windows without the one that is beyond; False where none is, as far as is known."""
     auto_pad = node.attributes.get_string("auto_pad", "NOTSET")
     if auto_pad.startswith("SAME"):  # size / stride windows, rounded up in any case
@@ -113,7 +118,11 @@ def _leave_window_out(node: ir.Node) -> bool:
         end = further
     elif len(node.outputs) == 1:
         end, cut = np.maximum(end - unseen, 0), np.maximum(unseen - end, 0)
-        _crop(node, [(axis + 2, shape[axis + 2] - int(rows)) for axis, rows in enumerate(cut) if rows])
+        _crop(
+            Builder(graph, "windows"),
+            node,
+            [(axis + 2, shape[axis + 2] - int(rows)) for axis, rows in enumerate(cut) if rows],
+        )
     else:  # indices are of the whole image
         return False
     node.attributes.pop("auto_pad", None)
@@ -121,13 +130,12 @@ def _leave_window_out(node: ir.Node) -> bool:
     return True
 
 
-def _crop(node: ir.Node, lengths: Sequence[tuple[int, int]]) -> None:
+def _crop(op: Builder, node: ir.Node, lengths: Sequence[tuple[int, int]]) -> None:
     """Let the node read the first rows alone: so many along each of these axes."""
     if not lengths:
         return
-    op = Builder(node.graph, "windows")
     axes, ends = map(list, zip(*lengths))
     cropped = op.Slice(node.inputs[0], [0] * len(axes), ends, axes)
-    node.graph.remove(cropped.producer())
+    op.graph.remove(cropped.producer())
     node.graph.insert_before(node, cropped.producer())
     node.replace_input_with(0, cropped)
