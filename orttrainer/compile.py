@@ -29,7 +29,6 @@ from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.half_precision import HalfPrecisionPass
 from orttrainer.graph.passes.order import TopologicalOrderPass
 from orttrainer.graph.passes.recompute import RecomputePass
-from orttrainer.graph.passes.speed.attention import SoftmaxGradientPass
 from orttrainer.graph.passes.speed.gelu import ExpandGeluPass
 from orttrainer.graph.passes.speed.layout import WideLinearLayoutPass
 from orttrainer.graph.recompute import Recompute
@@ -37,7 +36,7 @@ from orttrainer.graph.subgraphs import node_inputs
 from orttrainer.graph.versions import least_ir_version
 from orttrainer.optim import Optimizer, global_norm
 from orttrainer.optim.scalars import as_double
-from orttrainer.pipeline import after_update, before_gradients, check_disabled_passes, rewritten
+from orttrainer.pipeline import after_gradients, after_update, before_gradients, check_disabled_passes, rewritten
 from orttrainer.training_graph import SEED, STEP, Signature, StateEntry, TrainingGraph, transposed_tensor
 
 RATE, TRAINING_MODE = "Learning_Rate", "training_mode"
@@ -209,7 +208,7 @@ class _Build:
         self.new = {name: marks.replaced.get(value, value) for name, value in self.new.items()}
         forward = [node for node in self.model.graph if node not in backward]
         expand = ExpandGeluPass()
-        self.model = self._rewritten(self.model, expand, SoftmaxGradientPass())
+        self.model = self._rewritten(self.model, expand, *after_gradients())
         self.forward_nodes = [part for node in forward for part in expand.parts.get(node, [node])]
         values = {value.name: value for node in self.model.graph for value in node.outputs}
         return {name: values[gradient.name] for name, gradient in gradients.items()}

@@ -57,6 +57,7 @@ from orttrainer.graph.passes.speed.rows import FlatScatterPass, GatherRowsPass
 from orttrainer.graph.passes.speed.scalar_rank import ScalarRankPass
 from orttrainer.graph.passes.speed.scaled_gradient import ScaledGradientPass
 from orttrainer.graph.passes.speed.short_rows import ShortRowsPass
+from orttrainer.graph.passes.speed.silu import SiluGradientPass
 from orttrainer.graph.passes.speed.small_images import SmallImagesPass
 from orttrainer.graph.passes.speed.small_updates import JoinSmallUpdatesPass
 from orttrainer.graph.passes.speed.softmax import SoftmaxAcrossPass
@@ -99,6 +100,7 @@ SPEED_PASSES = (
     SkipMaskedScoresPass,  # for the CPU
     AddMaskPass,
     SoftmaxGradientPass,
+    SiluGradientPass,
     ExpandSoftmaxCrossEntropyPass,
     CancelTransposePairsPass,
     TransposedProductPass,
@@ -188,6 +190,11 @@ def before_gradients(
         CounterHashDrawsPass(seed, step),
         TopologicalOrderPass(),
     ]
+
+
+def after_gradients() -> list[ir.passes.PassBase]:
+    """For a forward graph with its gradients: what takes both together."""
+    return [SoftmaxGradientPass(), SiluGradientPass()]
 
 
 def after_update(
