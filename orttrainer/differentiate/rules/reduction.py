@@ -25,15 +25,8 @@ def axes_of(node: ir.Node) -> ir.Value | None:
 
 def sum_kept(op, node: ir.Node, x: ir.Value) -> ir.Value:
     """The sum of `x` over the axes that `node` reduces, each kept with size 1."""
-    return _kept(op, "ReduceSum", node, x)
-
-
-def _kept(op, op_type: str, node: ir.Node, x: ir.Value) -> ir.Value:
-    """`x` reduced over these axes; itself over none, where ONNX Runtime 1.22 would reduce over all."""
-    noop, axes = node.attributes.get_int("noop_with_empty_axes", 0), axes_of(node)
-    if axes is None and noop:
-        return x
-    return op.node(op_type, x, axes, keepdims=1, noop_with_empty_axes=noop)
+    noop = node.attributes.get_int("noop_with_empty_axes", 0)
+    return op.ReduceSum(x, axes_of(node), keepdims=1, noop_with_empty_axes=noop)
 
 
 def restored(op, node: ir.Node, value: ir.Value) -> ir.Value:
@@ -84,7 +77,8 @@ def reduce_max(op, node, dy):
     x, y = node.inputs[0], restored(op, node, node.outputs[0])
     if x.dtype in HALVES:  # else ONNX Runtime may compare X in float32 with a rounded Y
         (x,) = widened(op, x)
-        y = _kept(op, node.op_type, node, x)
+        noop = node.attributes.get_int("noop_with_empty_axes", 0)
+        y = op.node(node.op_type, x, axes_of(node), keepdims=1, noop_with_empty_axes=noop)
     wins = mask(op, "Equal", x, y)
     share = op.Div(restored(op, node, op.cast_as(dy, wins)), sum_kept(op, node, wins))
     return op.cast_as(op.Mul(wins, share), dy)
@@ -97,9 +91,10 @@ def reduce_prod(op, node, dy):
     If just one of them is, that factor is X_j itself rather than 0, so that the gradient of the gradient is right too.
     """
     x = node.inputs[0]
+    noop = node.attributes.get_int("noop_with_empty_axes", 0)
     zero = mask(op, "Equal", x, 0.0)
     ones_for_zeros = op.Add(x, zero)
-    product = _kept(op, "ReduceProd", node, ones_for_zeros)
+    product = op.ReduceProd(ones_for_zeros, axes_of(node), keepdims=1, noop_with_empty_axes=noop)
     zeros_elsewhere = op.Sub(sum_kept(op, node, zero), zero)
     value = op.Mul(x, zero)  # 0, but X_j to whoever differentiates it
     value_elsewhere = op.Mul(op.Sub(sum_kept(op, node, value), value), mask(op, "Equal", zeros_elsewhere, 1.0))
