@@ -7,10 +7,10 @@ import onnxruntime
 import pytest
 import torch
 from marks import in_turn, slow
-from small import OPTIMIZERS, assert_same, batch, forward_model, make, net, snapshot
+from small import OPTIMIZERS, assert_same, batch, forward_model, make, net, snapshot, train_with_torch
 from torch import nn
 
-from orttrainer import IODescription, ModelDescription, set_seed
+from orttrainer import IODescription, ModelDescription, load_checkpoint, save_checkpoint, set_seed
 from orttrainer.errors import ExecutionError, InvalidArgumentError, NonFiniteLossError, StateError
 
 RATE = 0.05
@@ -181,6 +181,43 @@ def test_a_state_between_updates_has_no_accumulators_and_starts_a_block_anew():
     trainer.load_state_dict(between, strict=True)
     assert trainer._engine.accumulated == 0
     assert all(not tensor.any() for tensor in accumulators(trainer).values())
+
+
+@pytest.mark.parametrize("when", ["after the first step", "before the first step"])
+def test_gradients_of_a_block_that_a_trainer_of_single_batches_drops_are_told_of(when, tmp_path):
+    trainer = make(gradient_accumulation_steps=4)
+    for step in range(2):
+        trainer.train_step(*batch(step), RATE)
+    save_checkpoint(trainer, tmp_path)
+    single, expected = make(net(seed=1)), net()
+    told = "after 2, whose gradients are dropped: .* set gradient_accumulation_steps to 3 or more"
+    if when == "after the first step":
+        single.train_step(*batch(5), RATE)
+        with pytest.warns(UserWarning, match=told):
+            load_checkpoint(single, tmp_path)
+        single.train_step(*batch(2), RATE)
+    else:
+        load_checkpoint(single, tmp_path)
+        with pytest.warns(UserWarning, match=told):
+            single.train_step(*batch(2), RATE)
+    train_with_torch(expected, "SGD", RATE, [batch(2)])
+    torch.testing.assert_close(weights(single), dict(expected.state_dict()))
+
+
+def test_a_strict_load_refuses_to_drop_gradients_of_a_block_and_says_how_to_keep_them():
+    trainer, other = make(gradient_accumulation_steps=4), make(net(seed=1))
+    for step in range(2):
+        trainer.train_step(*batch(step), RATE)
+    other.train_step(*batch(5), RATE)
+    before = snapshot(other)
+    with pytest.raises(StateError, match=r"set gradient_accumulation_steps to 3 or more, .* or drop .* strict=False"):
+        other.load_state_dict(trainer.state_dict(), strict=True)
+    assert_same(snapshot(other), before)
+    other.gradient_accumulation_steps = trainer.gradient_accumulation_steps = 3
+    other.load_state_dict(trainer.state_dict(), strict=True)
+    for each in (trainer, other):
+        each.train_step(*batch(2), RATE)
+    assert_same(weights(other), weights(trainer))
 
 
 def test_accumulators_of_another_shape_are_refused_and_nothing_is_loaded():

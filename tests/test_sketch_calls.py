@@ -197,6 +197,11 @@ def test_batches_per_update_may_be_changed_between_updates():
     trainer.step(*batch())
     with pytest.raises(InvalidArgumentError, match="1 of 3 batches are accumulated already"):
         trainer.gradient_accumulation_steps = 1
+    single = make(other := net(), sgd(other))
+    single.step(*batch())
+    with pytest.warns(UserWarning, match="whose gradients are dropped") as told:
+        single.load_state_dict(trainer.state_dict())
+    assert told[0].filename == __file__
 
 
 class Halved(nn.Linear):

@@ -41,7 +41,7 @@ from orttrainer.run import Runner
 from orttrainer.seed import seed_of_rank
 from orttrainer.state.kept import KeptState
 from orttrainer.state.shown import ir_view
-from orttrainer.state.state_dict import accumulated_scale, cpu_copy, of_a_block, seems_to_fit
+from orttrainer.state.state_dict import accumulated_scale, check_goes_on, cpu_copy, of_a_block, seems_to_fit
 from orttrainer.state.trained import TrainedState
 from orttrainer.state.update_counts import counters_fit, counts_in, numbered
 from orttrainer.training_graph import TrainingGraph
@@ -179,6 +179,9 @@ class InUse(NotCopied):
 
         Raises:
             StateError: a tensor of another shape, or, if `strict`, other names. Nothing is loaded.
+
+        Warns:
+            UserWarning: the gradients of accumulated batches are dropped, as this trainer updates at every step.
         """
         if not isinstance(state_dict, Mapping):
             raise StateError(f"load_state_dict takes a dict of name -> tensor, got {type(state_dict).__name__}")
@@ -189,7 +192,9 @@ class InUse(NotCopied):
             earlier, names = ({}, set()) if strict else (self._given_early[0], self._loaded_early)
             self._given_early, self._loaded_early = (earlier | dict(state_dict), strict), names | loaded
             return
-        self._state.check(state_dict, strict, self._runner.named_accumulators())
+        sums = self._runner.named_accumulators()
+        check_goes_on(state_dict, strict, sums)
+        self._state.check(state_dict, strict, sums)
         counts = self._state.counts_in(state_dict)
         if not counters_fit(self.training_graph.signature.counters, self._state.counts() | counts):
             self._recompile(self._forward, counts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -81,6 +82,22 @@ def checked_accumulated(state_dict: Mapping[str, torch.Tensor], sums: Iterable[s
             "Nothing was loaded"
         )
     return checked_count(ACCUMULATED, state_dict[ACCUMULATED])
+
+
+def check_goes_on(state_dict: Mapping[str, torch.Tensor], strict: bool, sums: Collection[str]) -> None:
+    """Say that the gradients of a block's batches are dropped where there are no sums that they could be added to.
+
+    Raises:
+        StateError: they would be, and `strict`.
+    """
+    if sums or ACCUMULATED not in state_dict or not (batches := checked_count(ACCUMULATED, state_dict[ACCUMULATED])):
+        return
+    told = f"the state is from the midst of a block of batches, after {batches}, "
+    why = "this trainer keeps no gradients from batch to batch"
+    advice = f"To go on from there set gradient_accumulation_steps to {batches + 1} or more, and load it again"
+    if strict:
+        raise StateError(f"{told}and {why}. {advice}; or drop those gradients by strict=False. Nothing was loaded")
+    warnings.warn(f"{told}whose gradients are dropped: {why}. {advice}.", stacklevel=8)  # where the trainer's is called
 
 
 def accumulated_scale(state_dict: Mapping[str, torch.Tensor]) -> float:

@@ -403,12 +403,6 @@ class ORTTrainer(FrontEnd):
             _state_layout.check_keys(current | self._counts.sections(), given)
         counts = self._counts.loaded(given)
         self._engine.load_state_dict(_state_layout.flattened(given), strict=False)
-        if _state_layout.section(given, "accumulated") and not self._engine.accumulated:
-            warnings.warn(
-                "the state is from the midst of a block of batches, whose gradients are dropped: this trainer updates at "
-                "every step",
-                stacklevel=6,
-            )
         self._put(counts)
 
     @property
