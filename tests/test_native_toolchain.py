@@ -164,14 +164,22 @@ def test_a_cache_may_be_the_folder_that_a_script_runs_in_and_leaves(monkeypatch,
     assert trainer.eval_step(*small.batch())[0] < loss
 
 
-def test_an_empty_library_in_the_cache_is_compiled_again(monkeypatch, tmp_path):
+DAMAGED = {  # as a power failure, a full disk or a copy that was broken off may leave it
+    "empty": lambda whole: b"",
+    "cut off": lambda whole: whole[: len(whole) // 2],
+    "with a hole": lambda whole: whole[:4096] + bytes(4096) + whole[8192:],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_library_in_the_cache_is_compiled_again_before_it_ends_who_loads_it(damage, monkeypatch, tmp_path):
     monkeypatch.setenv("ORTTRAINER_CACHE", str(tmp_path / "whole"))
     whole = toolchain.compiled([])
     path = tmp_path / whole.name
-    path.touch()  # as a power failure may leave it
+    path.write_bytes(damage(whole.read_bytes()))
     monkeypatch.setenv("ORTTRAINER_CACHE", str(tmp_path))
     assert toolchain.compiled([]) == path
-    assert path.stat().st_size == whole.stat().st_size
+    assert path.read_bytes() == whole.read_bytes()
 
 
 def test_a_cache_that_no_library_can_be_loaded_from_is_an_error(monkeypatch, tmp_path):

@@ -88,12 +88,21 @@ def compiled(kernels: Sequence[Kernel]) -> pathlib.Path:
 
 
 def _why_not_loaded(path: pathlib.Path) -> str | None:
-    """What the system says where it does not load a library: it is not there, empty, or in a folder mounted noexec."""
+    """What the system says where it does not load a library: it is not there, damaged, or in a folder mounted noexec."""
     try:
+        if not _is_whole(path):
+            return "the file is damaged"
         ctypes.CDLL(str(path))
     except OSError as error:
         return str(error).removeprefix(f"{path}: ")
     return None
+
+
+def _is_whole(path: pathlib.Path) -> bool:
+    """Whether it ends with the digest of what is before: one that is cut off would end the process that loads it."""
+    content = path.read_bytes()
+    size = hashlib.sha256().digest_size
+    return hashlib.sha256(content[:-size]).digest() == content[-size:]
 
 
 def _text(name: str) -> str:
@@ -182,6 +191,8 @@ def _compile(command: Sequence[str], source: str, path: pathlib.Path) -> None:
                 f"native kernels need a C compiler that works; {' '.join(command)} failed: {done.stderr.strip()[:500]}. "
                 "Set CC to another one, or leave native_kernels off."
             )
+        with open(made, "r+b") as library:  # what is behind the end of a library is read by nobody else
+            library.write(hashlib.sha256(library.read()).digest())
 
 
 def _run(command: Sequence[str], **options) -> subprocess.CompletedProcess:
