@@ -7,6 +7,7 @@ import torch
 from marks import slow
 from torch import nn
 
+import orttrainer
 from orttrainer import IODescription, ModelDescription, ORTTrainer, load_checkpoint, save_checkpoint
 from orttrainer.errors import StateError
 from orttrainer.export.rewrites import complex_functions
@@ -179,6 +180,20 @@ FUNCTIONS["joined with real ones"] = [
     lambda z, w: torch.zeros(3, 4, dtype=torch.cfloat).index_put((torch.tensor([0, 2, 0]),), z * w, accumulate=True),
     lambda z, w: torch.zeros(3, dtype=torch.cfloat).index_put_((torch.tensor([0, 2]),), z[0, :2]),
 ]  # fmt: skip
+FUNCTIONS["arithmetic of several precisions"] = [
+    lambda z, w: z + w.cdouble(), lambda z, w: z.real.double() - w, lambda z, w: z * w.real.double(), lambda z, w: w.cdouble() / (z + 9),
+    lambda z, w: z.clone().sub_(w.imag.double()), lambda z, w: z.double().to(torch.complex64) + w.imag.double(),
+]  # fmt: skip
+FUNCTIONS["arithmetic with numbers of Python's"] = [
+    lambda z, w: z.real + 0j, lambda z, w: 1j - z.imag, lambda z, w: (z.real - 1j) / 2j, lambda z, w: (2 - 1j) / (w.real + 9),
+    lambda z, w: 1j - z + (w + 2j), lambda z, w: (z / 2j).subtract(1j, alpha=2), lambda z, w: torch.add(z, w.real, alpha=2j),
+    lambda z, w: torch.rsub(z.real, 1j, alpha=3), lambda z, w: z.clone().mul_(2j).add_(1j, alpha=2), lambda z, w: w.real**2 + (1 + 1j),
+    lambda z, w: torch.arange(4) + 1j * z,
+]  # fmt: skip
+IN_DOUBLE_PRECISION = [
+    lambda v: v + 0j, lambda v: 1j - v, lambda v: v / 2j, lambda v: v**2 + (1 + 1j), lambda v: torch.complex(v, 2 * v).mul_(1 / 3 + 0.1j),
+    lambda v: v.to(torch.complex64) * 1j + v,
+]  # fmt: skip
 LONG_FUNCTIONS = [*FUNCTIONS][1::2]
 
 
@@ -186,6 +201,28 @@ LONG_FUNCTIONS = [*FUNCTIONS][1::2]
 def test_functions_of_complex_numbers_train_like_pytorch(name):
     torch.manual_seed(0)
     assert_trains_like_pytorch(Functions(FUNCTIONS[name]), sizes=(1, 1, 1), rate=1e-3)
+
+
+class Doubled(nn.Module):
+    """The weighted squares of what each function gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([1.1, -1.3, 0.7], dtype=torch.float64))
+
+    def forward(self, x):
+        found = torch.stack([torch.view_as_real(function(x * self.w)) for function in IN_DOUBLE_PRECISION])
+        return (found.square() * torch.tensor([1 / 3, 1.0], dtype=torch.float64)).mean()
+
+
+def test_arithmetic_in_double_precision_keeps_all_digits():
+    module, x = Doubled(), torch.randn(2, 3, dtype=torch.float64)
+    twin = copy.deepcopy(module)
+    expected = twin(x)
+    expected.backward()
+    loss, *_ = orttrainer.trainer(module, None, torch.optim.SGD(module.parameters(), 0.1)).step(x)
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-13, atol=0)
+    torch.testing.assert_close(module.w.detach(), (twin.w - 0.1 * twin.w.grad).detach(), rtol=1e-13, atol=0)
 
 
 # ---------------------------------------------------------------- state

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from orttrainer.errors import UnsupportedFeatureError
-from orttrainer.export.rewrites import linear_algebra
+from orttrainer.export.rewrites import complex_arithmetic, linear_algebra
+from orttrainer.export.rewrites.complex_arithmetic import mul
 from orttrainer.export.rewrites.complex_parts import by_parts, is_complex, parts
 from orttrainer.export.rewrites.real_transforms import resized, several, sizes_of
 from orttrainer.export.rewrites.spelled_out import atan2
@@ -108,17 +109,8 @@ def _pow(z, exponent):
         return functools.reduce(torch.mul, [z] * exponent)
     if not isinstance(z, torch.Tensor):
         logarithm = cmath.log(z)
-        return _exp(_mul(exponent, logarithm if logarithm.imag else logarithm.real))
-    return _exp(_mul(_log(z), exponent))
-
-
-def _mul(x, y):
-    """A product of which one factor may be a complex number of Python's; of tensors the exporters know it."""
-    x, y = (x, y) if isinstance(x, torch.Tensor) else (y, x)
-    if isinstance(y, torch.Tensor) or (x.is_complex() and not isinstance(y, complex)):
-        return x * y
-    (a, b), (c, d) = (parts(x) if x.is_complex() else (x, None)), parts(complex(y))
-    return torch.complex(a * c, a * d) if b is None else torch.complex(a * c - b * d, a * d + b * c)
+        return _exp(mul(exponent, logarithm if logarithm.imag else logarithm.real))
+    return _exp(mul(_log(z), exponent))
 
 
 def _equal(x, y):
@@ -142,15 +134,15 @@ def _either(function: Callable) -> Callable:
 
 
 def _lerp(start, end, weight):
-    return start + _mul(end - start, weight)
+    return start + mul(end - start, weight)
 
 
 def _addcmul(input, tensor1, tensor2, *, value=1):
-    return input + _mul(tensor1 * tensor2, value)
+    return input + mul(tensor1 * tensor2, value)
 
 
 def _addcdiv(input, tensor1, tensor2, *, value=1):
-    return input + _mul(tensor1 / tensor2, value)
+    return input + mul(tensor1 / tensor2, value)
 
 
 # ---------------------------------------------------------------- along axes
@@ -199,7 +191,7 @@ def _added(product: Callable) -> Callable:
     """torch.addmm and the like: beta * input + alpha * product(x, y)."""
 
     def applied(input, x, y, *, beta=1, alpha=1):
-        return _mul(input, beta) + _mul(product(x, y), alpha)
+        return mul(input, beta) + mul(product(x, y), alpha)
 
     return applied
 
@@ -346,9 +338,10 @@ def _istft(
 # ---------------------------------------------------------------- which is which
 
 FUNCTIONS = {  # of `torch` and methods of tensors, by name
+    **complex_arithmetic.FUNCTIONS,
     "exp": _exp, "exp2": lambda z: _exp(z * math.log(2)), "expm1": _expm1, "log": _log, "log2": lambda z: _log(z, 2),
     "log10": lambda z: _log(z, 10), "log1p": _log1p, "sqrt": _sqrt, "rsqrt": lambda z: 1 / _sqrt(z), "sin": _sin, "cos": _cos,
-    "angle": _angle, "tan": _tan, "sinh": _sinh, "cosh": _cosh, "tanh": _tanh, "sigmoid": _sigmoid, "sgn": _sgn, "pow": _pow, "mul": _mul,
+    "angle": _angle, "tan": _tan, "sinh": _sinh, "cosh": _cosh, "tanh": _tanh, "sigmoid": _sigmoid, "sgn": _sgn, "pow": _pow,
     "square": lambda z: z * z, "eq": _equal, "ne": _unequal, "isfinite": _both(torch.isfinite), "isnan": _either(torch.isnan),
     "isinf": _either(torch.isinf), "lerp": _lerp, "addcmul": _addcmul, "addcdiv": _addcdiv,
     "var": _var, "std": _std, "prod": _prod, "cumprod": _cumprod,
@@ -358,8 +351,7 @@ FUNCTIONS = {  # of `torch` and methods of tensors, by name
     "addmm": _added(_matmul), "addmv": _added(_matmul), "baddbmm": _added(_matmul), "addr": _added(_outer),
 }  # fmt: skip
 METHODS = {
-    "__mul__": _mul,
-    "__rmul__": _mul,
+    **complex_arithmetic.METHODS,
     "__matmul__": _matmul,
     "__pow__": _pow,
     "__rpow__": lambda exponent, z: _pow(z, exponent),
