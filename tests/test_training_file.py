@@ -128,12 +128,17 @@ def test_a_data_type_that_is_newer_than_the_opset_needs_a_newer_format(dtype, ve
     assert least_ir_version(ir.from_proto(proto)) == version
 
 
-def test_the_loop_of_the_guide_trains_as_the_trainer_does_with_dropout_too(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("dropout", [True, False], ids=["with dropout", "without"])
+def test_the_loop_of_the_guide_trains_as_the_trainer_does(dropout, tmp_path, monkeypatch, capsys):
+    def module(seed=0):
+        first, tanh, dropped, last = net(0.2, seed)
+        return nn.Sequential(first, tanh, dropped, last) if dropout else nn.Sequential(first, tanh, last)
+
     guide = (pathlib.Path(__file__).parents[1] / "docs" / "training-file.md").read_text()
     save, loop = re.findall(r"```python\n(.*?)```", guide, re.S)
     load = re.search(r"`(trainer\.load_state_dict\(.*?)`", guide)[1]
     monkeypatch.chdir(tmp_path)
-    trainer = make(net(dropout=0.2), "AdamOptimizer")
+    trainer = make(module(), "AdamOptimizer")
     trainer.train_step(*batch(), 0.01)
     exec(save, {"trainer": trainer})
     capsys.readouterr()
@@ -142,7 +147,7 @@ def test_the_loop_of_the_guide_trains_as_the_trainer_does_with_dropout_too(tmp_p
     losses = [float(line) for line in capsys.readouterr().out.split()]
     expected = [trainer.train_step(*batch(index), 0.01)[0].item() for index in range(1, 6)]
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
-    other = make(net(dropout=0.2, seed=1), "AdamOptimizer")
+    other = make(module(seed=1), "AdamOptimizer")
     other.eval_step(*batch())
     exec(load, names | {"trainer": other, "torch": torch})
     torch.testing.assert_close(other.state_dict(), trainer.state_dict())
