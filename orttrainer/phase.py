@@ -200,8 +200,7 @@ def open_phase(
     bound_out |= {value.name: state[name] for name, value in made} | first
     bound_out |= {name: state[of].view(shape) for name, (of, shape) in views[1].items()}
     free = [value.name for value in cut.graph.inputs if value.name not in bound_in]
-    if place.signature.loss_scale is not None:
-        EmulateHalfPass(has_cuda_kernel if place.device.type == "cuda" else has_cpu_kernel)(cut)
+    EmulateHalfPass(has_cuda_kernel if place.device.type == "cuda" else has_cpu_kernel)(cut)
     if place.allows(GatedAddPass):
         gate_sums(cut, place.providers)
     RemoveUnusedNodesPass()(cut)  # ONNX Runtime runs what nobody reads
@@ -439,7 +438,7 @@ def open_session(model: ir.Model, providers: Sequence, options, blocked: bool = 
         if "Could not find an implementation" in text:
             hint = (
                 " It has this operator for other types only: let forward compute in float32, by model.float() where it "
-                "is of float64, or without torch.autocast: ask the trainer for mixed precision."
+                "is of float64."
             )
         elif "Protobuf serialization failed" in text:
             hint = " There is no room for its copy in the folder of temporary files; name another in TMPDIR."

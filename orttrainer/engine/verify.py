@@ -28,6 +28,7 @@ from orttrainer.graph import optimizers
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.axes import AllAxesPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
+from orttrainer.graph.passes.half_kernels import EmulateHalfPass
 from orttrainer.graph.passes.long_norms import LongBatchNormsPass, LongNormsPass
 from orttrainer.graph.passes.long_sums import LongSumsPass
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogSoftmaxNllPass
@@ -261,6 +262,7 @@ def gradient_errors(
         LongNormsPass(sizes),
         LongBatchNormsPass(sizes),
         LongSumsPass(sizes, at_once=_AT_ONCE),  # else what is left of many numbers is less exact than PyTorch's
+        EmulateHalfPass(),
         InputShapesPass(),  # else results stay to the end that nobody reads
     ):
         rewrite(model)

@@ -28,6 +28,7 @@ from orttrainer.graph.inference import infer_shapes
 from orttrainer.graph.light import without_weights
 from orttrainer.graph.names import free_name
 from orttrainer.graph.passes.constants import InitializersToConstantsPass
+from orttrainer.graph.passes.half_kernels import EmulateHalfPass
 
 __all__ = ["attach_loss", "lacks_loss"]
 
@@ -123,7 +124,7 @@ class _Loss(nn.Module):
 def _prediction(body: ir.Model, batch: Sequence[torch.Tensor]) -> torch.Tensor:
     """What the model predicts for the first batch; its shape and dtype count."""
     feeds = {value.name: tensor for value, tensor in zip(body.graph.inputs, batch)}
-    proto, weights = without_weights(DoubleKernelsPass()(body.clone()).model)
+    proto, weights = without_weights(EmulateHalfPass()(DoubleKernelsPass()(body.clone()).model).model)
     try:
         (found,) = runtime.run(runtime.checking_session(proto), [body.graph.outputs[0].name], feeds | weights)
     except Exception as error:  # ONNX Runtime raises a dozen classes without a common base

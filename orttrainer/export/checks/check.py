@@ -23,13 +23,14 @@ from orttrainer.errors import ExportMismatchError, RuntimeNotFoundError
 from orttrainer.export.checks.forwards import GraphEvaluation, outputs_in_mode
 from orttrainer.export.checks.observation import Observation, observe
 from orttrainer.export.checks.other_values import behind_zeros, with_others_for
-from orttrainer.export.checks.rounding import MOST_ROUNDING, Rounding, largest, reason_of, rounding_of
+from orttrainer.export.checks.rounding import MOST_ROUNDING, Rounding, halves_of, largest, reason_of, rounding_of
 from orttrainer.export.initializers import as_real, constant_of, state_as_inputs
 from orttrainer.export.values.granted import Granted
 from orttrainer.export.values.sizes import all_resized, resized
 from orttrainer.graph.passes.axes import AllAxesPass
 from orttrainer.graph.passes.divisors import NonzeroDivisorsPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
+from orttrainer.graph.passes.half_kernels import EmulateHalfPass
 from orttrainer.graph.passes.inference import InferenceBatchNormalizationPass
 from orttrainer.graph.passes.long_norms import LongBatchNormsPass, LongNormsPass
 from orttrainer.graph.passes.long_sums import LongSumsPass
@@ -43,9 +44,8 @@ __all__ = ["check_dropouts", "check_values", "compare_outputs", "runner_of"]
 
 log = logging.getLogger("orttrainer")
 
-# Two float32 evaluations that sum in different orders; 16-bit formats keep 8 to 11 bits.
-_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4}
-_TOLERANCE_16_BIT = 3e-2
+# Two float32 evaluations that sum in different orders; 16-bit formats keep 11 and 8 bits, of each number on the way.
+_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 _PIECE = 2**20  # elements compared at a time: logits may be the largest tensor of all
 
 
@@ -123,17 +123,18 @@ def check_values(forward, wrapper, inputs, observed: Observation, public, symbol
     if observed.outputs is None:  # for the graph of another exporter
         observed.outputs = observe(wrapper, inputs, hidden_state=False).outputs
     expected, got = named(observed), dict(zip(names, run(inputs)))
-    compare_outputs(expected, got, "on the first batch", functools.partial(rounding, inputs, expected))
+    halves = halves_of(forward.model.graph)
+    compare_outputs(expected, got, "on the first batch", functools.partial(rounding, inputs, expected), halves)
     del expected, got  # logits may be the largest tensors of all
     observed.outputs = None
     state = {public[name]: x for name, x in (*wrapper.named_parameters(), *wrapper.named_buffers())}
     other_way = forward.other_way(state)
-    _check_behind_zeros(wrapper, inputs, names, named, run, rounding, other_way)
+    _check_behind_zeros(wrapper, inputs, names, named, run, rounding, other_way, halves)
     left = _check_sizes(forward, wrapper, inputs, symbols, names, run, rounding, other_way)
     return _told_of_training(replace(forward, granted=left), wrapper, inputs, symbols)
 
 
-def _check_behind_zeros(wrapper, inputs, names, named, run, rounding, other_way) -> None:
+def _check_behind_zeros(wrapper, inputs, names, named, run, rounding, other_way, halves) -> None:
     """Compare on the first batch with what zeros hide, unless forward goes another way there."""
     with behind_zeros(wrapper.module, wrapper.loss_fn) as values:
         if not values or other_way(inputs):
@@ -145,7 +146,7 @@ def _check_behind_zeros(wrapper, inputs, names, named, run, rounding, other_way)
         if not seen.random:
             expected, got = named(seen), dict(zip(names, run(inputs, values)))
             where = f"on the first batch, {with_others_for([*values])}"
-            compare_outputs(expected, got, where, functools.partial(rounding, inputs, expected))
+            compare_outputs(expected, got, where, functools.partial(rounding, inputs, expected), halves)
 
 
 def _check_sizes(forward, wrapper, inputs, symbols, names, run, rounding, other_way):
@@ -153,7 +154,7 @@ def _check_sizes(forward, wrapper, inputs, symbols, names, run, rounding, other_
 
     Returns what is granted still, see `check_values`.
     """
-    untrue = functools.partial(_untrue, forward)
+    untrue, halves = functools.partial(_untrue, forward), halves_of(forward.model.graph)
 
     def compare(other, where):
         """Whether the graph gives the same there; None where the module does not take this batch, or goes another way by values."""
@@ -167,7 +168,7 @@ def _check_sizes(forward, wrapper, inputs, symbols, names, run, rounding, other_
             return None
         expected = dict(zip(names, seen.outputs))
         try:
-            _compare_resized(expected, run, other, where, functools.partial(rounding, other, expected))
+            _compare_resized(expected, run, other, where, functools.partial(rounding, other, expected), halves)
         except ExportMismatchError:
             if untrue(other):  # and so it goes another way
                 return False
@@ -201,7 +202,8 @@ def _told_of_training(forward, wrapper, inputs, symbols) -> tuple[Granted, ...]:
         if (outputs := outputs_in_mode(wrapper, other, GraphEvaluation(), True)) is None:
             return None
         try:
-            _compare_resized(dict(zip(wrapper.output_names, outputs)), run(), other, where, Rounding)
+            expected = dict(zip(wrapper.output_names, outputs))
+            _compare_resized(expected, run(), other, where, Rounding, halves_of(forward.model.graph))
         except ExportMismatchError:
             return False
         return True
@@ -257,7 +259,7 @@ def _needless(batches, untrue, compare) -> set[Granted]:
     return few | (smaller & larger)
 
 
-def _compare_resized(expected, run, inputs, where, rounding):
+def _compare_resized(expected, run, inputs, where, rounding, halves):
     try:
         got = run(inputs)
     except Exception as error:
@@ -265,11 +267,16 @@ def _compare_resized(expected, run, inputs, where, rounding):
             f"the module runs {where}, but the exported graph does not: a size of the first batch was written into it. Declare "
             "the axis with a number, or compute sizes from the inputs' shapes in forward."
         ) from error
-    compare_outputs(expected, dict(zip(expected, got)), where, rounding)
+    compare_outputs(expected, dict(zip(expected, got)), where, rounding, halves)
 
 
-def compare_outputs(expected, got, where, rounding=Rounding):
-    """Raise ExportMismatchError unless the graph gave by name what the module gives; `where`: for the message."""
+def compare_outputs(expected, got, where, rounding=Rounding, halves=MappingProxyType({})):
+    """Raise ExportMismatchError unless the graph gave by name what the module gives.
+
+    Args:
+        where: for the message.
+        halves: see `halves_of`.
+    """
     for name, want in expected.items():
         have = got[name]
         if tuple(have.shape) != tuple(want.shape):
@@ -283,15 +290,15 @@ def compare_outputs(expected, got, where, rounding=Rounding):
             raise ExportMismatchError(
                 f"output {name!r} of the exported graph has {have.dtype} {where}, the module gives {want.dtype}."
             )
-        _compare_numbers(name, want, have, where, rounding)
+        _compare_numbers(name, want, have, where, rounding, halves.get(name, want.dtype))
 
 
-def _compare_numbers(name, want, have, where, rounding):
+def _compare_numbers(name, want, have, where, rounding, rounded_to):
     """A tolerance of the largest value; where it does not do, ten times PyTorch's own `rounding()` error more, if that is not much."""
     exact = not want.is_floating_point()
     if exact and want.dim() > 0:
         return  # class indices: equal logits may tie either way
-    tolerance = 0.0 if exact else _TOLERANCE.get(want.dtype, _TOLERANCE_16_BIT)
+    tolerance = 0.0 if exact else max(_TOLERANCE[dtype] for dtype in (want.dtype, rounded_to))
     want, have = want.flatten().cpu(), have.flatten().cpu()
     pieces = list(zip(want.split(_PIECE), have.split(_PIECE)))
     scale = max((largest(piece) for piece, _ in pieces), default=0.0)
@@ -354,6 +361,7 @@ def runner_of(forward, *more):
         LongNormsPass(),  # as it trains, and the next two
         LongBatchNormsPass(),
         LongSumsPass(),  # as it trains, and else the sums are less exact than PyTorch's
+        EmulateHalfPass(),
         *more,
     )
     for rewrite in rewrites:

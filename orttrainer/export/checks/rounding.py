@@ -7,13 +7,17 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
+import onnx_ir as ir
 import torch
 
 from orttrainer.export.checks.failures import condensed
 from orttrainer.export.checks.observation import observe
 from orttrainer.export.checks.widened import WidenedOperands
+from orttrainer.graph.activations import ancestors
+from orttrainer.graph.passes.half_kernels import rounds_to
+from orttrainer.graph.subgraphs import subgraphs
 
-__all__ = ["MOST_ROUNDING", "Rounding", "largest", "reason_of", "rounding_of"]
+__all__ = ["MOST_ROUNDING", "Rounding", "halves_of", "largest", "reason_of", "rounding_of"]
 
 _REPORT = "The exporter changed what the model computes; please report the model."
 MOST_ROUNDING = 0.2  # of the largest value: what PyTorch's own rounding may excuse at most
@@ -21,7 +25,7 @@ MOST_ROUNDING = 0.2  # of the largest value: what PyTorch's own rounding may exc
 
 @dataclasses.dataclass
 class Rounding:
-    """How far the module's float32 is from its own float64.
+    """How far the module's float32, or what it computes in less, is from its own float64.
 
     Attributes:
         errors: output -> largest difference.
@@ -30,6 +34,19 @@ class Rounding:
 
     errors: dict[str, float] = dataclasses.field(default_factory=dict)
     untold: str = "the module was not asked"
+
+
+def halves_of(graph: ir.Graph) -> dict[str, torch.dtype]:
+    """By the name of an output the coarsest of float16 and bfloat16 that is computed in on the way to it, if one is."""
+    found: dict[str, torch.dtype] = {}
+    if not any(map(rounds_to, graph.all_nodes())):
+        return found
+    for output in graph.outputs:
+        way = ancestors([output])
+        inside = (node for outer in way for body in subgraphs(outer) for node in body.all_nodes())
+        if halves := {rounds_to(node) for node in (*way, *inside)} - {None}:
+            found[output.name] = torch.bfloat16 if ir.DataType.BFLOAT16 in halves else torch.float16
+    return found
 
 
 def rounding_of(wrapper, named, inputs, expected) -> Rounding:

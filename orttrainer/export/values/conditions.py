@@ -30,6 +30,7 @@ from orttrainer.export.values.told import Told, place
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.divisors import NonzeroDivisorsPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
+from orttrainer.graph.passes.half_kernels import EmulateHalfPass
 from orttrainer.graph.passes.random import RANDOM_OPS, MutePass, draws_one_number
 from orttrainer.graph.passes.unused import RemoveUnusedNodesPass
 from orttrainer.graph.subgraphs import node_inputs, subgraphs
@@ -88,6 +89,7 @@ class Asked:
 
     def __init__(self, model: ir.Model, made: Sequence[Condition]):
         RemoveUnusedNodesPass()(model)
+        EmulateHalfPass()(model)
         for value in [x for x in model.graph.inputs if not x.uses() and not x.is_graph_output()]:
             model.graph.inputs.remove(value)
         self._inputs, self._made = [value.name for value in model.graph.inputs], tuple(made)

@@ -13,6 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from orttrainer.graph.builder import infer_outputs
+from orttrainer.graph.passes.gradient_marks import DOMAIN as MARKS
 from orttrainer.graph.passes.half_policy import MICROSOFT, operator
 from orttrainer.graph.subgraphs import subgraphs
 
@@ -64,6 +65,13 @@ CUDA_MICROSOFT = {
 }  # fmt: skip
 
 
+def rounds_to(node: ir.Node) -> ir.DataType | None:
+    """The half precision that a node rounds to; None where it has none, or moves what has been rounded before."""
+    halves = [y.dtype for y in node.outputs if _is_half(y)]
+    rounds = not _is_half(node.inputs[0]) if operator(node) == ("", "Cast") else node.op_type not in MOVES
+    return halves[0] if halves and rounds and node.domain != MARKS else None
+
+
 def has_cpu_kernel(node: ir.Node, dtype: ir.DataType, opset: int) -> bool:
     """Whether ONNX Runtime's CPU provider runs the node in half precision: what moves elements, and computes nothing."""
     domain, op_type = operator(node)
@@ -96,8 +104,8 @@ class EmulateHalfPass(ir.passes.InPlacePass):
     """y = F(x) in half -> y = Cast(F(Cast(x, to float32)), to half), where there is no kernel for F in half.
 
     Every result is rounded as half arithmetic rounds it, and is infinite where that overflows: ONNX Runtime leaves
-    alone casts that it did not insert itself, which a test makes sure of. For a graph that is about to be run; its
-    inputs and outputs keep their dtypes.
+    alone casts that it did not insert itself, which a test makes sure of. For a graph that is about to be run, or one that
+    is still to be differentiated, whose gradients then are rounded likewise; its inputs and outputs keep their dtypes.
 
     Args:
         has_kernel: `has_kernel(node, dtype, opset)` tells whether a node runs as it is; by default on the CPU.
@@ -107,13 +115,17 @@ class EmulateHalfPass(ir.passes.InPlacePass):
         self.has_kernel = has_kernel
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        return ir.passes.PassResult(model, self._convert(model.graph, model.graph.opset_imports))
+        known = (v for node in model.graph.all_nodes() for v in (*node.inputs, *node.outputs) if v is not None)
+        modified = any(map(_is_half, known)) and self._convert(model.graph, model.graph.opset_imports)
+        return ir.passes.PassResult(model, modified)
 
     def _convert(self, graph: ir.Graph, opsets: Mapping[str, int]) -> bool:
         modified, floats = False, {}
         for node in list(graph):
             for body in subgraphs(node):
                 modified |= self._convert(body, opsets)
+            if node.domain == MARKS:  # gone before anything is run
+                continue
             _complete_types(node, opsets)
             halves = {v.dtype for v in (*node.inputs, *node.outputs) if v is not None and _is_half(v)}
             if any(not self.has_kernel(node, dtype, opsets.get("", 1)) for dtype in halves):
