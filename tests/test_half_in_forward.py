@@ -33,6 +33,35 @@ def trained(module, dtype, **options):
     return trainer
 
 
+class Normalized(nn.Module):
+    """A function of half numbers and float32 weights, by autocast."""
+
+    def __init__(self, function, dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.function, self.dtype = function, dtype
+        self.layer, self.weight, self.bias = nn.Linear(8, 8), nn.Parameter(torch.rand(8)), nn.Parameter(torch.rand(8))
+
+    def forward(self, x):
+        with torch.autocast("cpu", self.dtype):
+            y = self.function(self.layer(x), self.weight, self.bias)
+            assert y.dtype == self.dtype
+        return y.float()
+
+
+NORMALIZATIONS = {
+    "layer_norm": lambda x, w, b: F.layer_norm(x, (8,), w, b),
+    "torch.layer_norm": lambda x, w, b: torch.layer_norm(x, (8,), w, b * w),
+    "layer_norm without a bias": lambda x, w, b: F.layer_norm(x, (8,), w * b),
+    "instance_norm": lambda x, w, b: F.instance_norm(x[:, :, None] * x[:, None], weight=w, bias=b).sum(1),
+}
+
+
+@pytest.mark.parametrize("name", NORMALIZATIONS)
+def test_normalizations_of_half_numbers_take_weights_of_float32(name):
+    trained(Normalized(NORMALIZATIONS[name], torch.float16), torch.float16)
+
+
 class Adapted(nn.Module):
     """A frozen layer in half precision, with float32 beside it and behind it."""
 

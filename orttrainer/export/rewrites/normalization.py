@@ -1,8 +1,9 @@
-"""Normalization layers with running statistics, in forms that the exporters take."""
+"""Normalization layers with running statistics, or with weights of another dtype, in forms that the exporters take."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from unittest import mock
 
 import torch
@@ -20,7 +21,8 @@ def _instance_norm(
     Its statistics are averaged over the samples.
     """
     if running_mean is None:
-        return F.instance_norm(input, None, None, weight, bias, use_input_stats, momentum, eps)
+        norm = functools.partial(F.instance_norm, weight=weight, bias=bias, use_input_stats=use_input_stats, eps=eps)
+        return _of_one_dtype(norm, input, weight, bias)
     if not use_input_stats:
         return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     samples, channels, *rest = input.shape
@@ -31,6 +33,18 @@ def _instance_norm(
     running_mean.copy_(mean.reshape(samples, channels).mean(0))
     running_var.copy_(var.reshape(samples, channels).mean(0))
     return y.reshape(input.shape)
+
+
+def _layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):
+    norm = functools.partial(F.layer_norm, normalized_shape=normalized_shape, weight=weight, bias=bias, eps=eps)
+    return _of_one_dtype(norm, input, weight, bias)
+
+
+def _of_one_dtype(norm, input, *weights):
+    """Half numbers with float32 weights: PyTorch computes in float32 and rounds once, and ONNX has no operator of both."""
+    if any(x is not None and x.dtype != input.dtype for x in weights):
+        return norm(input.float()).to(input.dtype)
+    return norm(input)
 
 
 @contextlib.contextmanager
@@ -60,4 +74,13 @@ def _torch_instance_norm(input, weight, bias, running_mean, running_var, use_inp
     return _instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
 
 
-REWRITES = {F.instance_norm: _instance_norm, torch.instance_norm: _torch_instance_norm}
+def _torch_layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True):
+    return _layer_norm(input, normalized_shape, weight, bias, eps)
+
+
+REWRITES = {
+    F.instance_norm: _instance_norm,
+    torch.instance_norm: _torch_instance_norm,
+    F.layer_norm: _layer_norm,
+    torch.layer_norm: _torch_layer_norm,
+}
