@@ -93,6 +93,10 @@ class Calls(nn.Module):
         return self.function(self.layer(x))
 
 
+def normalized_images(x):
+    return F.batch_norm(F.conv2d(x.reshape(6, 2, 4, 1), x[:2, :2, None, None]), None, None, training=True)
+
+
 FUNCTIONS = {
     "softmax": lambda x: torch.softmax(x.half(), -1).float(),
     "log1p of exp": lambda x: torch.log1p(torch.exp(x.half())).float(),
@@ -101,6 +105,7 @@ FUNCTIONS = {
     "images in bfloat16": lambda x: F.conv2d(F.pad(x.bfloat16(), (1, 1))[None, None], x[:1, None, None, :3].bfloat16())[
         0, 0
     ].float(),
+    "batch norm of images in bfloat16": lambda x: normalized_images(x.bfloat16()).float().reshape(6, 8) / 4,
     "rows and parts in bfloat16": lambda x: torch.cat([x.bfloat16()[[0, 0, 2]], x.bfloat16()[1:4] * 2]).float(),
 }
 

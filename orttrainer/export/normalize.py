@@ -34,6 +34,7 @@ from orttrainer.graph.passes.bools import BoolOperatorsPass
 from orttrainer.graph.passes.empty_means import EmptyMeansPass
 from orttrainer.graph.passes.empty_tensors import EmptyTensorsPass
 from orttrainer.graph.passes.gradient_marks import stops_known
+from orttrainer.graph.passes.half_kernels import EmulateHalfPass
 from orttrainer.graph.passes.order import TopologicalOrderPass
 from orttrainer.graph.passes.output_padding import OutputPaddingPass
 from orttrainer.graph.passes.random import RANDOM_OPS, nodes_apart
@@ -161,11 +162,14 @@ def _renamed(dim, names):
 # ---------------------------------------------------------------- size
 
 
-def optimize(model) -> None:
+def optimize(model, has_kernel) -> None:
     """Inline, fold, share and prune, without touching what training means.
 
     Needs state as inputs. Random operators are never folded and never shared: two dropouts of
     one value draw two masks.
+
+    Args:
+        has_kernel: what computes in half precision, see `EmulateHalfPass`; the rest is rounded as PyTorch rounds.
     """
     output_names = [value.name for value in model.graph.outputs]
     common.InlinePass()(model)
@@ -184,6 +188,7 @@ def optimize(model) -> None:
     for value, name in zip(model.graph.outputs, output_names):
         value.name = name  # an output that is an input, or two outputs, got an Identity
     TopologicalOrderPass()(model)
+    EmulateHalfPass(has_kernel)(model)  # before inference, which passes over what an opset has no bfloat16 for
     _infer_missing_shapes(model)
     EmptyMeansPass()(model)
     EmptyTensorsPass()(model)

@@ -22,7 +22,7 @@ from orttrainer.export.untouched import unchanged
 from orttrainer.export.values.conditions import taken_out
 from orttrainer.export.values.granted import Granted
 from orttrainer.graph.passes.gradient_marks import pass_gradients_by
-from orttrainer.graph.passes.half_kernels import EmulateHalfPass
+from orttrainer.graph.passes.half_kernels import has_cpu_kernel, has_cuda_kernel
 
 __all__ = ["by_dynamo", "by_torchscript", "load_exporter", "of_other_sizes"]
 
@@ -110,11 +110,10 @@ def _forward_graph(job, model, updated, exporter, decided=(), granted=()):
     pass_gradients_by(model, [name for name in state if _is_trainable(job.tensors[name])])
     watch_inner_gradients(model)
     with state_as_inputs(model, state):
-        normalize.optimize(model)
+        on_cuda = any(tensor.device.type == "cuda" for tensor in job.tensors.values())
+        normalize.optimize(model, has_cuda_kernel if on_cuda else has_cpu_kernel)
     stop_gradients_at_statistics(model)
     model = _with_inner_gradients(model, state)
-    if all(tensor.device.type == "cpu" for tensor in job.tensors.values()):
-        EmulateHalfPass()(model)  # rounded as PyTorch rounds, in any opset: some have operators of no bfloat16
     model.ir_version = 10
     conditions = taken_out(model, made, state, [name for name in state if _is_trainable(job.tensors[name])])
     _keep_written(job, model, updated)  # which only the conditions may have read

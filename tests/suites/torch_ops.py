@@ -31,6 +31,7 @@ from orttrainer.export.capture import capture_dynamo, capture_torchscript
 from orttrainer.export.values.conditions import Followed
 from orttrainer.graph.optimizers import left_out
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
+from orttrainer.graph.passes.half_kernels import has_cpu_kernel
 from suites.outcome import Outcome, State
 
 TITLE = "PyTorch's operators (OpInfo)"
@@ -239,7 +240,7 @@ def _exported(function: _Function, exporter: str, outputs: int) -> onnx.ModelPro
     normalize.name_interface(
         model, *([f"{k}{i}" for i in range(n)] for k, n in (("x", len(symbols)), ("y", outputs))), symbols
     )
-    normalize.optimize(model)
+    normalize.optimize(model, has_cpu_kernel)
     model.ir_version = 10
     return ir.to_proto(model)
 

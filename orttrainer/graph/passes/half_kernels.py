@@ -124,9 +124,9 @@ class EmulateHalfPass(ir.passes.InPlacePass):
         for node in list(graph):
             for body in subgraphs(node):
                 modified |= self._convert(body, opsets)
+            _complete_types(node, opsets)
             if node.domain == MARKS:  # gone before anything is run
                 continue
-            _complete_types(node, opsets)
             halves = {v.dtype for v in (*node.inputs, *node.outputs) if v is not None and _is_half(v)}
             if any(not self.has_kernel(node, dtype, opsets.get("", 1)) for dtype in halves):
                 _in_float(graph, node, floats)
@@ -135,8 +135,12 @@ class EmulateHalfPass(ir.passes.InPlacePass):
 
 
 def _complete_types(node: ir.Node, opsets: Mapping[str, int]) -> None:
-    """Type the outputs that have no type, as ONNX does; those of foreign operators are like the first input."""
-    if all(y.type is not None or not y.name for y in node.outputs) or not node.inputs or any(subgraphs(node)):
+    """Type the outputs by the variables of the schema that inputs have, or as ONNX does; those of foreign operators like the first input.
+
+    Also those that have a type: exporters take that of statistics for that of the images. ONNX does, too, and infers
+    nothing of an operator that in this opset has not the type.
+    """
+    if not node.inputs or any(subgraphs(node)):
         return
     try:
         domain, op_type = operator(node)
@@ -144,8 +148,18 @@ def _complete_types(node: ir.Node, opsets: Mapping[str, int]) -> None:
     except onnx.defs.SchemaError:
         for y in node.outputs:
             y.type = y.type if y.type is not None or node.inputs[0] is None else node.inputs[0].type
-    else:
+        return
+    inputs, outputs = schema.inputs, schema.outputs
+    known = {_variable(inputs, i): x.type for i, x in enumerate(node.inputs) if x is not None and x.type is not None}
+    for index, y in enumerate(node.outputs):
+        y.type = known.get(_variable(outputs, index), y.type) if y.name else y.type
+    if any(y.type is None and y.name for y in node.outputs):
         infer_outputs(node, schema, dict(opsets))
+
+
+def _variable(parameters: Sequence, index: int) -> str:
+    """The type variable of a formal parameter; the last one of a variadic operator repeats."""
+    return parameters[min(index, len(parameters) - 1)].type_str
 
 
 def _in_float(graph: ir.Graph, node: ir.Node, floats: dict[ir.Value, ir.Value]) -> None:
