@@ -11,7 +11,7 @@ import orttrainer
 from orttrainer.errors import ExportMismatchError
 from orttrainer.export import faithful
 
-ROUNDING = {torch.float16: 2e-3, torch.bfloat16: 2e-2}  # 11 and 8 bits of mantissa
+ROUNDING = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # 24, 11 and 8 bits of mantissa
 
 
 def trained(module, dtype, **options):
@@ -130,3 +130,16 @@ def test_losses_are_rounded_where_pytorch_rounds(caplog):
     found = orttrainer.trainer(module, nn.MSELoss(), torch.optim.SGD(module.head.parameters(), lr=0.1)).step(x, label)
     torch.testing.assert_close(found[0], expected.detach(), rtol=1e-6, atol=0.0)
     assert not caplog.records  # as that ONNX Runtime has no kernels
+
+
+ROUND_TRIPS = {
+    "there and back": lambda x: x.to(torch.float8_e4m3fn).float(),
+    "too large numbers": lambda x: torch.nan_to_num((500 * x).to(torch.float8_e4m3fn).float(), nan=7.0) / 500 + x,
+    "with the gradient of no rounding": lambda x: x + (x.to(torch.float8_e5m2).float() - x).detach(),
+}
+
+
+@pytest.mark.parametrize("name", ROUND_TRIPS)
+def test_floats_of_8_bits_train_in_the_first_opset_that_has_them(name):
+    trainer = trained(Calls(ROUND_TRIPS[name]), torch.float32)
+    assert {x.domain: x.version for x in trainer.training_graph.model.opset_import}[""] == 19

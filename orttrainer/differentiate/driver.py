@@ -21,6 +21,10 @@ from orttrainer.graph.passes.gradient_marks import DOMAIN as MARKS
 from orttrainer.graph.subgraphs import captured_values, node_inputs
 
 FLOATS = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
+# What a cotangent passes through, too, where a Cast rounds to them and one comes back: it is rounded likewise.
+_PASSED = FLOATS | {
+    ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT8E4M3FNUZ, ir.DataType.FLOAT8E5M2, ir.DataType.FLOAT8E5M2FNUZ
+}  # fmt: skip
 
 
 def differentiate(
@@ -57,7 +61,7 @@ def differentiate(
         if is_non_differentiable(node.domain, node.op_type):
             continue
         inputs = [*node.inputs, *captured_values(node)]
-        active = [x is not None and x in depends and x.dtype in FLOATS for x in inputs]
+        active = [x is not None and x in depends and x.dtype in _PASSED for x in inputs]
         for x in inputs:
             if x is not None and x in depends and x.dtype is None:
                 raise _untyped(x, wrt, seeds, depends)
@@ -186,7 +190,7 @@ def values_reached_in_steps(outputs: Iterable[ir.Value], nodes: Iterable[ir.Node
             continue
         written = node.domain == MARKS and node.op_type == CUSTOM_GRADIENT
         inputs = CustomGradient.of(node).x if written else node_inputs(node)
-        reached.update(x for x in inputs if x.dtype in FLOATS)
+        reached.update(x for x in inputs if x.dtype in _PASSED)
     return reached
 
 

@@ -26,6 +26,7 @@ from orttrainer.export.faithful import faithful
 from orttrainer.export.forms import (
     batch_norm,
     double_precision,
+    float8,
     joined,
     masks,
     quotients,
@@ -92,7 +93,7 @@ def capture_dynamo(
         with _late_signatures(), decomposing, _unasserted(), one_dtype(), exact, torch.no_grad():
             onnx_program = torch.onnx.export(
                 program,
-                opset_version=opset,
+                opset_version=max(opset, float8.least_opset(program)),
                 custom_translation_table={
                     **batch_norm.TRANSLATIONS,
                     **double_precision.TRANSLATIONS,
@@ -111,6 +112,7 @@ def capture_dynamo(
             )
     model = onnx_program.model
     make_real(model.graph)
+    float8.overflow_as_in_torch(model)
     define_assignments(model)
     define_grouped_products(model)
     if takes_for_equal(program):

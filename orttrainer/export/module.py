@@ -67,7 +67,7 @@ def export_module(
         sample_inputs: the first batch, one tensor per described input.
         schema: dtypes and shapes that hold; by default settled from description and batch.
             Its symbolic axes are dynamic in the graph.
-        opset: 18 to 21; lower ones are raised to 18.
+        opset: 18 to 21; lower ones are raised to 18, and to 19 where forward rounds to floats of 8 bits.
         check: run the graph on the first batch and compare it with the module.
         beside: what is done meanwhile, where a child process exports.
         evaluates: export the module in eval mode instead; the graph is one of nothing that trains.
