@@ -226,24 +226,6 @@ def test_gradients_in_float16_are_those_of_float32(case):
         np.testing.assert_allclose(actual[name] / scale, expected[name] / scale, atol=2e-2, err_msg=name)
 
 
-def test_two_of_one_operator_have_sizes_of_their_own():
-    """Of one name ONNX Runtime takes them for equal, and reuses the memory of one for the other."""
-    text = """<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]> g (float[?,?] a, float[?,?] b, float[?,?] c) => (float s)
-    { u = com.microsoft.FusedMatMul <transB = 1> (a, b) v = com.microsoft.FusedMatMul <transB = 1> (b, c)
-      t = Atan (u) p = ReduceSum <keepdims = 0> (t) w = Mul (v, v) q = ReduceSum <keepdims = 0> (w) s = Add (p, q) }"""
-    gradient = build_gradient(onnx.parser.parse_model(text), of="s", wrt=["a", "b", "c"])
-    values = {
-        name: torch.linspace(-1, 1, 2 * rows).reshape(rows, 2).requires_grad_() for name, rows in zip("abc", (1, 3, 4))
-    }
-    a, b, c = values.values()
-    ((a @ b.T).atan().sum() + (b @ c.T).square().sum()).backward()
-    found = _run_onnxruntime(gradient, {name: x.detach().numpy() for name, x in values.items()})
-    for name, x in values.items():
-        torch.testing.assert_close(torch.from_numpy(found[f"{name}_grad"]), x.grad)
-    sizes = {v.name: {d.dim_param for d in v.type.tensor_type.shape.dim} - {""} for v in gradient.graph.value_info}
-    assert not sizes["u"] & sizes["v"]
-
-
 def test_a_definition_in_the_body_of_a_loop():
     inputs = {"x": [3, 2, 8], "first": [2, 8], "scale": [8]}
     infos = [helper.make_tensor_value_info(name, DOUBLE, [2, 8]) for name in ("h", "x_t", "n", "out")]

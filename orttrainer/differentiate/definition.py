@@ -73,10 +73,8 @@ def infer_by_definition(node: ir.Node, opset_imports: Mapping[str, int]) -> bool
     inputs = [x and ir.Value(name=x.name, type=x.type, shape=x.shape, const_value=x.const_value) for x in node.inputs]
     attributes = list(node.attributes.values())
     copy = ir.Node(node.domain, node.op_type, inputs, attributes, num_outputs=len(node.outputs), name=node.name)
-    name = next(
-        (y.name for y in node.outputs if y.name), node.op_type
-    )  # by it, sizes of one name are those of one node
-    try:
+    name = next((y.name for y in node.outputs if y.name), node.op_type)
+    try:  # by that name, so that sizes of one name are those of one node
         outputs = define(Builder(graph, f"{name}/sizes"), copy)
     except GradientError:  # said again, by name, if the node is differentiated
         outputs = ir.Value(type=inputs[0].type)

@@ -118,11 +118,8 @@ def _leave_window_out(node: ir.Node, graph: ir.Graph) -> bool:
         end = further
     elif len(node.outputs) == 1:
         end, cut = np.maximum(end - unseen, 0), np.maximum(unseen - end, 0)
-        _crop(
-            Builder(graph, "windows"),
-            node,
-            [(axis + 2, shape[axis + 2] - int(rows)) for axis, rows in enumerate(cut) if rows],
-        )
+        lengths = [(axis + 2, shape[axis + 2] - int(rows)) for axis, rows in enumerate(cut) if rows]
+        _crop(Builder(graph, "windows"), node, lengths)
     else:  # indices are of the whole image
         return False
     node.attributes.pop("auto_pad", None)
