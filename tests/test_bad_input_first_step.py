@@ -76,7 +76,6 @@ FIRST_STEP = {
     "an input named as optimizer state": (
         dict(name="LambOptimizer", desc=describe([IODescription("Step", ["batch", 4]), LABEL])), ModelError, "the name 'Step' is needed for the training graph",
     ),
-    "an input named as a gradient": (dict(desc=describe([IODescription("0.bias_grad", ["batch", 4]), LABEL])), ModelError, "the name '0.bias_grad' is needed"),
     "an unknown frozen weight": (dict(frozen_weights=["fc.weight"]), ModelError, "frozen_weights=['fc.weight'] are not weights of the model; it has ['0.bias', '0.weight'"),
     "all weights frozen": (dict(frozen_weights=WEIGHTS), ModelError, "nothing to train: no parameter reaches the loss. Check requires_grad, frozen_weights"),
     "no weights at all": (dict(model=nn.Sequential(nn.Tanh(), nn.Flatten()), loss_fn=lambda p, t: p.sum()), ModelError, "nothing to train"),

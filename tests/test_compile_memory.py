@@ -47,12 +47,12 @@ print(compiling / 64, (memory("VmHWM") - before) / 64)
 @pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="only Linux tells peak memory in phases")
 def test_compiling_holds_the_expected_gradients_and_little_else():
-    """The check needs torch's gradients, once the parameters, and a few tensors at a time; the first step the moments
-    and the gradients, three times the parameters."""
+    """The check needs torch's gradients, once the parameters, and a few tensors at a time; to compare evaluations other values
+    for all parameters, once more; the first step the moments and the gradients, three times the parameters."""
     result = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     compiling, stepping = map(float, result.stdout.split())
-    assert compiling < 2  # 1.6 when written; 4.1 where graphs, sessions and checks made copies
+    assert compiling < 2.5  # 2.3, 1.3 of it without other values; 4.1 where graphs, sessions and checks made copies
     assert stepping < 4.5
 
 

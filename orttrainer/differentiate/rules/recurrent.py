@@ -37,6 +37,7 @@ from orttrainer.differentiate.rules.recurrent_layers import (
 from orttrainer.differentiate.rules.recurrent_layouts import HIDDEN_MAJOR, Layout, rows_of
 from orttrainer.differentiate.rules.tools import attribute, join, operand, output, positions, shaped, zeros
 from orttrainer.graph.builder import Builder
+from orttrainer.graph.passes.gradient_marks import DOMAIN as MARKS
 
 INITIAL_H, INITIAL_C = 5, 6  # inputs
 
@@ -330,11 +331,22 @@ def _per_direction(op, node, rule, forward, dy, dy_h, dy_c=None) -> list[ir.Valu
         biases = [None] * count if bias is None else _shares(op, bias, count, 0)
         biases = [b if b is None else op.Split(b, axis=0, num_outputs=2, outputs=2) for b in biases]
         stored = map(Stored, _shares(op, w, count, 0), _shares(op, r, count, 0), biases)
-    shares["weights"] = list(stored)
+    shares["weights"] = [_lasting(op, weights) for weights in stored]
     layer = _Layer(node, shares, order, mask, filled)
     cotangents, written = layer.cotangents(op, rule, HIDDEN_MAJOR)
     offer_forms(op, node, forward, written, cotangents, functools.partial(layer.cotangents, rule=rule))
     return cotangents
+
+
+def _lasting(op, weights: Stored) -> Stored:
+    """The weights by nodes that are there when a form that is offered is written: marks of gradients are gone by then."""
+
+    def own(value: ir.Value) -> ir.Value:
+        made_by = value.producer()
+        return op.Identity(value) if made_by is not None and made_by.domain == MARKS else value
+
+    biases = None if weights.biases is None else tuple(map(own, weights.biases))
+    return Stored(own(weights.w), own(weights.r), biases)
 
 
 def _no_state(op, node: ir.Node, layout: Layout) -> ir.Value:
