@@ -91,10 +91,18 @@ def _all_readers(
     while stack:
         source = stack.pop()
         for node in readers.get(source, ()):
-            if node not in found and node is not writer and node.op_type in VIEWS:
+            if node not in found and node is not writer and node.op_type in VIEWS and not _is_decided_late(node):
                 stack.extend(y for y in node.outputs if _may_view(source, y))
             found[node] = None
     return found
+
+
+def _is_decided_late(node: ir.Node) -> bool:
+    """Whether it is an If whose condition the run alone knows, which ONNX Runtime does not fold."""
+    if node.op_type != "If" or node.inputs[0] is None:
+        return False
+    made_of = [node.inputs[0], *(x for made_by in _ancestors(node.inputs[0], set()) for x in _inputs(made_by))]
+    return any(x.is_graph_input() for x in made_of)
 
 
 def _may_view(source: ir.Value, output: ir.Value) -> bool:
