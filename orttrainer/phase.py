@@ -160,6 +160,7 @@ def open_phase(
             filter_minimally(cut, sizes)
         if blocked and stay and place.allows(SumIntoConvolutionPass):
             SumIntoConvolutionPass()(cut)
+    options.enable_mem_reuse = not blocked  # of images what is planned holds buffers that are dead
     if place.allows(TurnConvolutionPass) and on_cpu:
         TurnConvolutionPass()(cut)
     if place.allows(FewRowsProductPass) and on_cpu:

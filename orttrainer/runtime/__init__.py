@@ -197,8 +197,6 @@ def session_options():
     options = load().SessionOptions()
     options.log_severity_level = 4  # an error is raised, once and in our words
     options.enable_mem_pattern = False  # as fast without, and a quarter less memory (benchmarks/)
-    # What is planned keeps a buffer that is dead in the forward pass for a node of the backward pass; the arena finds it one.
-    options.enable_mem_reuse = False
     options.add_session_config_entry(*_LARGEST_FOLDED)
     options.add_session_config_entry(*_NO_INTEGERS)
     return options
