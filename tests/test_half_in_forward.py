@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import orttrainer
-from orttrainer.errors import ExportMismatchError
+from orttrainer.errors import ExportMismatchError, SchemaError
 from orttrainer.export import faithful
 
 ROUNDING = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # 24, 11 and 8 bits of mantissa
@@ -143,3 +143,21 @@ ROUND_TRIPS = {
 def test_floats_of_8_bits_train_in_the_first_opset_that_has_them(name):
     trainer = trained(Calls(ROUND_TRIPS[name]), torch.float32)
     assert {x.domain: x.version for x in trainer.training_graph.model.opset_import}[""] == 19
+
+
+def test_an_output_of_8_bits_is_refused_by_name():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 2)
+
+        def forward(self, x):
+            y = self.linear(x)
+            return y, y.to(torch.float8_e4m3fn)
+
+    module = Both()
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    trainer = orttrainer.trainer(module, lambda outputs, label: (outputs[0] - label).square().mean(), optimizer)
+    for _ in range(2):
+        with pytest.raises(SchemaError, match=r"output .* is torch.float8_e4m3fn, .*return it as .float\(\)"):
+            trainer.step(torch.ones(3, 4), torch.ones(3, 2))

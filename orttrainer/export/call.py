@@ -125,6 +125,10 @@ class LossModule(nn.Module):
                 raise SchemaError(
                     f"output {name!r} is a {type(output).__name__}, not a tensor.{advice if several else ''}"
                 )
+            if output.is_floating_point() and output.element_size() == 1:  # neither NumPy nor a comparison takes it
+                raise SchemaError(
+                    f"output {name!r} is {output.dtype}, which cannot be given back: return it as .float()"
+                )
         loss = outputs[0]
         if not _may_be_loss(loss):
             given = outputs if self.loss_fn is None else ()
