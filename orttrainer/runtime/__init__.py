@@ -230,7 +230,7 @@ def _value(x: torch.Tensor | np.ndarray):
     if isinstance(x, torch.Tensor):
         x = x.detach().cpu().contiguous()
         if x.dtype != torch.bool and (share := _shared_value()):  # no bool
-            return value(share(torch.utils.dlpack.to_dlpack(x), False))
+            return value(share(torch.utils.dlpack.to_dlpack(x)))
         x = x.numpy()
     return value.ortvalue_from_numpy(x)
 
