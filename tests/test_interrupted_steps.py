@@ -216,9 +216,7 @@ def at_each_line_of_a_step(step, call) -> None:
         ):  # Python tells of a line between a lock's block and its end, where no handler is called
             return None
         if event == "line":
-            sys.settrace(None)
-            call()
-            sys.settrace(trace)
+            call()  # which Python does not trace
         return trace
 
     hook = sys.gettrace()
