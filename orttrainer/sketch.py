@@ -157,7 +157,7 @@ class Trainer(FrontEnd):
 
         Returns:
             The loss, a 0-d tensor from before the update, and what the model predicted: a tensor,
-            or a tuple of them where it returns several, without the numbers and text among them. Both are new and detached.
+            or a tuple of them where it returns several, without what is no tensor: numbers, text, distributions, caches. Both are new and detached.
 
         Raises:
             SchemaError: the batch does not fit the description, or the sizes of the first batch.

@@ -183,3 +183,25 @@ def test_what_forward_takes_by_keywords_that_it_does_not_name_is_called_by_name(
         torch.testing.assert_close(scores, predicted.detach(), rtol=1e-4, atol=1e-6)
     for mine, other in zip(twins.model.parameters(), twins.twin.parameters()):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+
+
+def test_predictions_behind_what_is_no_tensor_are_returned():
+    class Likely(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x):
+            mean = self.layer(x)
+            return {"mean": mean, "likely": torch.distributions.Normal(mean, 1.0), "name": "mean", "twice": 2 * mean}
+
+    def unlikely(prediction, y):
+        return -prediction["likely"].log_prob(y).mean()
+
+    twins = Twins(Likely(), unlikely)
+    x, y = torch.randn(4, 3), torch.randn(4, 2)
+    expected = twins.twin(x)
+    for call in (twins.trainer.eval_step, twins.trainer.step):
+        loss, found = call(x, y)
+        torch.testing.assert_close(loss, unlikely(expected, y))
+        torch.testing.assert_close(found, (expected["mean"], expected["twice"]))

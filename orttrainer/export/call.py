@@ -20,7 +20,6 @@ from orttrainer.export.values.conditions import Followed
 
 __all__ = [
     "OUTSIDE",
-    "PLAIN",
     "LossModule",
     "asks_for_gradients",
     "check_layers",
@@ -36,8 +35,6 @@ __all__ = [
 ]
 
 OUTSIDE = "outside"
-# What a trace has for numbers, too.
-PLAIN = (bool, int, float, complex, str, torch.SymBool, torch.SymInt, torch.SymFloat)
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -397,7 +394,7 @@ def _arguments(module, names):
 def _described(outputs, names, loss=None):
     """The outputs of those names, where outputs have names and all of these; else all, in their order but the loss first.
 
-    Numbers and text among them are left out, unless then there are too few: they are what somebody describes.
+    What is no tensor is left out, unless then there are too few: it is what somebody describes.
 
     Args:
         loss: the place of the loss, if it is one of them.
@@ -408,7 +405,7 @@ def _described(outputs, names, loss=None):
     outputs = flat(outputs)
     first = [] if loss is None else outputs[loss : loss + 1]
     rest = outputs if loss is None else outputs[:loss] + outputs[loss + 1 :]
-    found = [*first, *(output for output in rest if not isinstance(output, PLAIN))]
+    found = [*first, *(output for output in rest if isinstance(output, torch.Tensor))]
     return found if len(found) >= len(names) else [*first, *rest]
 
 

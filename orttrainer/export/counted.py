@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -12,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from orttrainer import signals
 from orttrainer.describe import leaves, mapped
-from orttrainer.export.call import PLAIN, flat, in_train_mode, is_marked
+from orttrainer.export.call import flat, in_train_mode, is_marked
 from orttrainer.export.evaluated import RunningStatistics
 from orttrainer.export.memory.outside import noticed
 from orttrainer.export.memory.run_code import watched
@@ -25,7 +24,7 @@ __all__ = ["count_outputs"]
 
 @signals.none_lost()  # what it puts back is put back
 def count_outputs(module: nn.Module, inputs: Sequence | Mapping) -> int:
-    """How many tensors `module` returns as it trains, beside numbers and text, up to anything else; it and what it calls are left as they are.
+    """How many tensors `module` returns as it trains, whatever else it does; it and what it calls are left as they are.
 
     Args:
         inputs: of a batch that trains or evaluates: a sequence of tensors, or a dict of them by the names that forward has; or of tuples, lists and dicts of them.
@@ -42,8 +41,7 @@ def count_outputs(module: nn.Module, inputs: Sequence | Mapping) -> int:
                 stack.enter_context(context)
             return module(**copies) if isinstance(copies, dict) else module(*copies)
 
-    outputs = [output for output in flat(_returned(call)) if not isinstance(output, PLAIN)]
-    return len(list(itertools.takewhile(lambda output: isinstance(output, torch.Tensor), outputs)))
+    return sum(isinstance(output, torch.Tensor) for output in flat(_returned(call)))
 
 
 def _copied(x: torch.Tensor) -> torch.Tensor:
