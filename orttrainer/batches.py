@@ -121,7 +121,7 @@ def described(model: torch.nn.Module, inputs: tuple | Mapping, label: tuple) -> 
     check_tensors([*batch], [*batch.values()])
     sizes = collections.Counter(tensor.shape[0] for tensor in batch.values() if tensor.dim())
     size, times = sizes.most_common(1)[0] if sizes else (0, 0)
-    varies = times > 1 or len(batch) == 1
+    varies = times > 1 or sizes.total() == 1
     descriptions = []
     for name, tensor in batch.items():
         shape = list(tensor.shape)

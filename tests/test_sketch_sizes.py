@@ -201,6 +201,18 @@ def test_each_batch_trains_as_in_pytorch(case, exports):
     assert len(exports) == graphs
 
 
+def test_the_rows_vary_beside_a_label_without_any(exports):
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 6)
+    weighted = lambda output, weight: output.square().mean() * weight  # noqa: E731
+    trainer = orttrainer.trainer(layer, weighted, torch.optim.SGD(layer.parameters(), 0.1))
+    for rows in (16, 10):
+        x, weight = torch.randn(rows, 8), torch.tensor(0.5)
+        expected = weighted(layer(x), weight).detach()
+        torch.testing.assert_close(trainer.step(x, weight)[0], expected)
+    assert len(exports) == 1
+
+
 def test_a_block_of_batches_may_have_several_lengths():
     torch.manual_seed(0)
     twins = Twins(Words(), gradient_accumulation_steps=2)
