@@ -107,7 +107,7 @@ def test_a_folder_and_an_archive_run_as_python_runs_them(tmp_path):
         (["."], "orttrainer.compat: no __main__.py in '.', so it cannot be run"),
         (["-m", "nothing"], "orttrainer.compat: no module named nothing"),
         (["-m", "nothing.at.all"], "orttrainer.compat: error while finding module 'nothing.at.all': No module named"),
-        (["-m", "json"], "orttrainer.compat: no module named json.__main__"),
+        (["-m", "email"], "orttrainer.compat: no module named email.__main__"),
         (["--steps", "script.py"], "orttrainer.compat: unknown option '--steps'"),
         ([], "usage: python -m orttrainer.compat script.py [arguments of the script]"),
         (["-m"], "usage: python -m orttrainer.compat script.py [arguments of the script]"),
