@@ -12,7 +12,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 from unittest import mock
 
@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.memory.run_code import is_installed
 from orttrainer.export.values.domains import is_value
-from orttrainer.export.values.told import PASSED, is_at, place, shown
+from orttrainer.export.values.told import PASSED, place, shown
 
 __all__ = ["Caught", "CaughtBySize", "Errors", "modules_left"]
 
@@ -32,8 +32,10 @@ _ASKED = {  # what Python, and C for it, asks of the symbols that a trace has fo
     torch.SymInt: ("__bool__", "__hash__", "__index__", "__int__"),
     torch.SymFloat: ("__bool__", "__float__", "__hash__", "__int__"),
 }
-# Of these, what looks something up: `x[i]`, and `"%d" % n`, which is a key or a name.
-_LOOKS_UP = {"__hash__": (), "__index__": ("BINARY_SUBSCR",), "__int__": ("BINARY_OP",)}
+_NUMBERS = ("__float__", "__index__", "__int__")  # of these, what gives one of Python's
+_TORCHS = ("torch", "opt_einsum")  # which torch.einsum asks in which order to multiply
+# What asks for another: `n.bit_length()`.
+_METHODS = {x.__code__ for kind in _ASKED for x in vars(kind).values() if isinstance(x, FunctionType)}
 
 
 class CaughtBySize(Exception):
@@ -44,8 +46,8 @@ class Errors:
     """Those that forward has met with in a trace, and went on.
 
     Attributes:
-        by_size: it has looked something up by a size, in a dictionary or a list, so that batches of other sizes, of which
-            there is nothing or the same, do not show what it does for all.
+        by_size: a size was given to it as a number of Python's, or it has looked something up by one: what it makes of that,
+            `math.gcd(n, 2)` or `n // 64` layers, may be the same for the few other sizes that are tried, and not for all.
         static: traces are of the sizes of one batch, as it has caught an error that may be one of sizes.
     """
 
@@ -112,9 +114,9 @@ class Errors:
                 if _is_users(sys._getframe(1)):
                     self.of_numbers(error)
                 raise
-            if name in _LOOKS_UP and number.node.is_symbolic() and not is_value(number):
+            if number.node.is_symbolic() and not is_value(number):
                 caller = sys._getframe(1)
-                self.by_size |= _is_users(caller) and is_at(caller, *_LOOKS_UP[name])
+                self.by_size |= not _is_torchs(caller) if name in _NUMBERS else name == "__hash__" and _is_users(caller)
             return answer
 
         return asked
@@ -123,6 +125,13 @@ class Errors:
 def _is_users(frame: FrameType) -> bool:
     """Whether it is of the program; what a library catches, as einops does of numbers that have no hash, it can do without."""
     return not frame.f_code.co_filename.startswith(PASSED) and not is_installed(frame.f_globals.get("__name__", ""))
+
+
+def _is_torchs(frame: FrameType) -> bool:
+    """Whether it is of an operator of torch's; with what we have in the place of one, Python has as many tensors as there are rows."""
+    while frame.f_code in _METHODS:
+        frame = frame.f_back
+    return frame.f_globals.get("__name__", "").partition(".")[0] in _TORCHS
 
 
 class Caught(TorchFunctionMode):

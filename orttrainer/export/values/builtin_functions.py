@@ -39,7 +39,7 @@ _EVERYWHERE = {  # defined for all finite numbers
 _ABOVE = {"log": 0, "log10": 0, "log1p": -1, "log2": 0}  # defined for all finite numbers that are more
 _NUMBERS = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}  # of the types that symbols stand for
 
-_CONVERTED = (torch.SymFloat, int), (torch.SymFloat, float), (torch.SymInt, float)
+_CONVERTED = (torch.SymFloat, int), (torch.SymFloat, float), (torch.SymInt, float), (torch.SymInt, int)
 
 
 @contextlib.contextmanager
@@ -71,6 +71,9 @@ def symbolic(wrapper: torch.nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(domains.of_operators())
         stack.enter_context(mock.patch.object(Range, "is_listed", hints is not None))
+        for name, of in (("__float__", float), ("__index__", int)):  # `weights[n % 2 == 0]`; torch has `int` alone
+            truth = functools.partialmethod(_of_truth, of)
+            stack.enter_context(mock.patch.object(torch.SymBool, name, truth, create=True))
         for kind, builtin in _CONVERTED if hints is None else ():
             method = f"__{builtin.__name__}__"
             unknown = _untold(builtin, getattr(kind, method, lambda number: float(operator.index(number))))
@@ -129,7 +132,7 @@ def _isinstance(x, kinds):
 
 
 def _untold(builtin: type, theirs: Callable) -> Callable:
-    """`int` or `float` of what is computed of sizes, which gives no symbol: to be traced again, with hints, where it does."""
+    """`int` or `float` of sizes, or what is computed of them, which gives no symbol: to be traced again, with hints, where it does."""
 
     def converted(number):
         if _is_of_sizes(number) and number.node.expr.free_symbols and not by_torch():
@@ -137,6 +140,11 @@ def _untold(builtin: type, theirs: Callable) -> Callable:
         return theirs(number)
 
     return converted
+
+
+def _of_truth(truth: torch.SymBool, number: type):
+    """1 or 0, by a decision."""
+    return number(bool(truth))
 
 
 def _seed(theirs: Callable) -> Callable:

@@ -142,7 +142,8 @@ class Hints:
 
         with (
             mock.patch.object(ShapeEnv, "evaluate_expr", evaluated),
-            mock.patch.object(torch.SymInt, "__hash__", lambda number: hash(int(number))),  # the keys of dictionaries
+            # For the keys of dictionaries.
+            mock.patch.object(torch.SymInt, "__hash__", lambda number: hash(number.node.int_())),
         ):
             yield
 

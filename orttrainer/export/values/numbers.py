@@ -120,7 +120,7 @@ class Numbers:
     def check_script(self, func: Callable, args: tuple) -> None:
         """Refuse to give Python what differs from batch to batch, where TorchScript traces: it would stay for ever.
 
-        That forward decides by a size, which is a tensor then, is noted.
+        That forward is given a size, which is a tensor then, is noted, as what it decides by that.
 
         Raises:
             UnsupportedModelError: it does.
@@ -130,7 +130,7 @@ class Numbers:
             return
         file, line = place()
         followed, origins = self._wrapper.followed, _script_origins(args[0])
-        followed.by_size |= _SIZE in origins and decides(func, args) and not by_torch()  # which checks arguments so
+        followed.by_size |= _SIZE in origins and not by_torch()  # which checks arguments so
         given = [*followed.observed, *(known for known in followed.told if known.taken)]
         if not text and (file, line) not in {(seen.file, seen.line) for seen in given}:
             return

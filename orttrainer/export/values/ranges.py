@@ -2,11 +2,13 @@
 
     targets[list(range(n)), classes] = 1.0
 
-Whatever else Python does with one has to know the size.
+Whatever else Python does with one has to know the size; but for a loop in steps of several (`range(0, n, 64)`), which asks each
+time whether there are more.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 import sys
 from abc import ABCMeta
@@ -73,6 +75,9 @@ class Range(Sequence, metaclass=_Type):
         caller = sys._getframe(1)
         if not self.is_listed and "list" in caller.f_code.co_names and is_at(caller, "CALL"):
             raise TypeError(f"list() of as many as {UNTOLD}")
+        match self.bounds:
+            case int(start), torch.SymInt() as stop, int(step) if step > 1:
+                return itertools.takewhile(lambda number: number < stop, itertools.count(start, step))
         return iter(self.known())
 
 
