@@ -1,4 +1,6 @@
-"""Sizes that Python is given as numbers: what it makes of them the few other sizes that are tried at the first step do not show."""
+"""Sizes that Python is given as numbers, and what zeros hide of decisions by sizes: the few other sizes that are tried at the first
+step show neither.
+"""
 
 from __future__ import annotations
 
@@ -98,3 +100,37 @@ def test_so_it_is_in_a_graph_of_torchs_older_exporter(monkeypatch, name):
     function, sizes, _ = NUMBERS[name]
     torch.manual_seed(0)
     train(Gated(function), (7, *sizes))
+
+
+BEHIND_ZEROS = {
+    "the spread of several rows": (lambda a, b, gate: a + gate * (b - b.mean(0) if len(b) > 1 else b), (8, 1, 3), 2),
+    "of one size": (lambda a, b, gate: a + gate * (b if len(b) == 8 else 3.0), (8, 5, 8), 2),
+    "the sum of places": (lambda a, b, gate: a + gate * sum(range(len(a))), (8, 5), 2),
+    "a share": (lambda a, b, gate: a + gate / max(len(a), 4), (8, 1), 2),
+}
+
+
+@pytest.mark.parametrize("gate", [0.0, slow(1e-6)])
+@pytest.mark.parametrize("name", BEHIND_ZEROS)
+def test_a_decision_by_a_size_behind_zeros_is_seen(name, gate):
+    function, sizes, graphs = BEHIND_ZEROS[name]
+    torch.manual_seed(0)
+    assert train(Gated(function, gate), sizes) == graphs
+
+
+class Counted(Gated):
+    """Its outputs are the same for one row, and not what it keeps of it."""
+
+    def __init__(self):
+        super().__init__(lambda a, b, gate: a * gate + b)
+        self.register_buffer("share", torch.ones(()))
+
+    def forward(self, x, label):
+        self.share.mul_(0.5 if len(x) > 1 else 0.9)
+        return super().forward(x, label)
+
+
+def test_a_decision_by_a_size_for_a_buffer_alone_is_seen():
+    module = Counted()
+    assert train(module, (8, 1)) == 2
+    torch.testing.assert_close(module.share, torch.tensor(0.45))

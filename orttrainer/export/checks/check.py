@@ -129,14 +129,14 @@ def check_values(forward, wrapper, inputs, observed: Observation, public, symbol
     observed.outputs = None
     state = {public[name]: x for name, x in (*wrapper.named_parameters(), *wrapper.named_buffers())}
     other_way = forward.other_way(state)
-    _check_behind_zeros(wrapper, inputs, names, named, run, rounding, other_way, halves)
-    left = _check_sizes(forward, wrapper, inputs, symbols, names, run, rounding, other_way)
+    _check_behind_zeros(wrapper, inputs, "on the first batch", names, named, run, rounding, other_way, halves)
+    left = _check_sizes(forward, wrapper, inputs, symbols, names, named, run, rounding, other_way)
     return _told_of_training(replace(forward, granted=left), wrapper, inputs, symbols)
 
 
-def _check_behind_zeros(wrapper, inputs, names, named, run, rounding, other_way, halves) -> None:
-    """Compare on the first batch with what zeros hide, unless forward goes another way there."""
-    with behind_zeros(wrapper.module, wrapper.loss_fn) as values:
+def _check_behind_zeros(wrapper, inputs, where, names, named, run, rounding, other_way, halves, nearly=False) -> None:
+    """Compare on a batch with what zeros hide, or what is `nearly` zero, unless forward goes another way there."""
+    with behind_zeros(wrapper.module, wrapper.loss_fn, nearly) as values:
         if not values or other_way(inputs):
             return
         try:
@@ -145,11 +145,11 @@ def _check_behind_zeros(wrapper, inputs, names, named, run, rounding, other_way,
             return
         if not seen.random:
             expected, got = named(seen), dict(zip(names, run(inputs, values)))
-            where = f"on the first batch, {with_others_for([*values])}"
+            where = f"{where}, {with_others_for([*values])}"
             compare_outputs(expected, got, where, functools.partial(rounding, inputs, expected), halves)
 
 
-def _check_sizes(forward, wrapper, inputs, symbols, names, run, rounding, other_way):
+def _check_sizes(forward, wrapper, inputs, symbols, names, named, run, rounding, other_way):
     """Compare with all symbolic axes at another size; where that does not do, with one after the other, to name it.
 
     Returns what is granted still, see `check_values`.
@@ -166,9 +166,13 @@ def _check_sizes(forward, wrapper, inputs, symbols, names, run, rounding, other_
             return False
         if other_way(other):
             return None
-        expected = dict(zip(names, seen.outputs))
+        expected, on_others = named(seen), _on_others(run, where)
         try:
-            _compare_resized(expected, run, other, where, functools.partial(rounding, other, expected), halves)
+            got = dict(zip(names, on_others(other)))
+            compare_outputs(expected, got, where, functools.partial(rounding, other, expected), halves)
+            _check_behind_zeros(
+                wrapper, other, where, names, named, on_others, rounding, other_way, halves, nearly=True
+            )
         except ExportMismatchError:
             if untrue(other):  # and so it goes another way
                 return False
@@ -184,8 +188,8 @@ def _check_sizes(forward, wrapper, inputs, symbols, names, run, rounding, other_
         compare(other, f"with another size of axis {symbol!r}")
     if mismatch is not None:
         raise mismatch
-    needless = _needless(functools.partial(_pairs, inputs, symbols), untrue, compare)
-    return tuple(statement for statement in forward.granted if statement not in needless)
+    found = _needless(functools.partial(_pairs, inputs, symbols), untrue, compare)
+    return tuple(statement for statement in forward.granted if statement not in found)
 
 
 def _told_of_training(forward, wrapper, inputs, symbols) -> tuple[Granted, ...]:
@@ -199,11 +203,19 @@ def _told_of_training(forward, wrapper, inputs, symbols) -> tuple[Granted, ...]:
         with contextlib.suppress(Exception):  # whatever the module raises that does not train on it
             observe(wrapper, other, hidden_state=False)
             return None
+        answer = evaluated(other, where, {})
+        if not answer:
+            return answer
+        with behind_zeros(wrapper.module, wrapper.loss_fn, nearly=True) as values:
+            return not values or evaluated(other, where, values) is not False
+
+    def evaluated(other, where, values):
         if (outputs := outputs_in_mode(wrapper, other, GraphEvaluation(), True)) is None:
             return None
+        expected = dict(zip(wrapper.output_names, outputs))
         try:
-            expected = dict(zip(wrapper.output_names, outputs))
-            _compare_resized(expected, run(), other, where, Rounding, halves_of(forward.model.graph))
+            got = _on_others(run(), where)(other, values)
+            compare_outputs(expected, dict(zip(expected, got)), where, halves=halves_of(forward.model.graph))
         except ExportMismatchError:
             return False
         return True
@@ -259,15 +271,19 @@ def _needless(batches, untrue, compare) -> set[Granted]:
     return few | (smaller & larger)
 
 
-def _compare_resized(expected, run, inputs, where, rounding, halves):
-    try:
-        got = run(inputs)
-    except Exception as error:
-        raise ExportMismatchError(
-            f"the module runs {where}, but the exported graph does not: a size of the first batch was written into it. Declare "
-            "the axis with a number, or compute sizes from the inputs' shapes in forward."
-        ) from error
-    compare_outputs(expected, dict(zip(expected, got)), where, rounding, halves)
+def _on_others(run, where):
+    """`run`, of a batch of other sizes, which a wrong graph may not take."""
+
+    def on_others(*given):
+        try:
+            return run(*given)
+        except Exception as error:
+            raise ExportMismatchError(
+                f"the module runs {where}, but the exported graph does not: a size of the first batch was written into it. "
+                "Declare the axis with a number, or compute sizes from the inputs' shapes in forward."
+            ) from error
+
+    return on_others
 
 
 def compare_outputs(expected, got, where, rounding=Rounding, halves=MappingProxyType({})):

@@ -11,23 +11,24 @@ import torch
 from orttrainer.export.call import named_state
 
 _NEXT_TO_NOTHING = 1e-3
+_NEARLY = 1e-2  # what a gate of a few steps lets through may be within the tolerance of a comparison
 
 __all__ = ["behind_zeros", "further_trained", "hiding", "with_others_for"]
 
 
-def hiding(module: torch.nn.Module | None, loss_fn) -> dict[str, torch.Tensor]:
-    """The trained parameters that are all zeros, by public name.
+def hiding(module: torch.nn.Module | None, loss_fn, nearly: bool = False) -> dict[str, torch.Tensor]:
+    """The trained parameters that are all zeros, or `nearly`, by public name.
 
     At zero the gate of a ReZero block, the scale of a residual or the B of LoRA hides what it is multiplied with, and the
     gradients there. What is a bias by its name is not meant: what is added hides nothing, and nearly all are zeros at first.
     """
-    return {name: x for name, x in named_state(module, loss_fn).items() if _hides(name, x)}
+    return {name: x for name, x in named_state(module, loss_fn).items() if _hides(name, x, nearly)}
 
 
 @contextlib.contextmanager
-def behind_zeros(module: torch.nn.Module | None, loss_fn) -> Iterator[dict[str, torch.Tensor]]:
+def behind_zeros(module: torch.nn.Module | None, loss_fn, nearly: bool = False) -> Iterator[dict[str, torch.Tensor]]:
     """Within the block what is `hiding` has other, small values, in memory of its own; yields these."""
-    zeros = hiding(module, loss_fn)
+    zeros = hiding(module, loss_fn, nearly)
     kept = [parameter.data for parameter in zeros.values()]
     try:
         for index, parameter in enumerate(zeros.values()):
@@ -60,9 +61,11 @@ def further_trained(wrapper) -> None:
             x.data = _small(x, index) if _is_nothing(x) else x * _waves(x, index).mul_(0.3).add_(1).to(x.dtype)
 
 
-def _hides(name: str, x: torch.Tensor) -> bool:
+def _hides(name: str, x: torch.Tensor, nearly: bool) -> bool:
     trained = isinstance(x, torch.nn.Parameter) and x.requires_grad and x.numel() > 0
-    return trained and not _is_bias(name) and not x.detach()[(0,) * x.dim()] and not x.detach().any()
+    if not trained or _is_bias(name) or x.detach()[(0,) * x.dim()].abs() > _NEARLY * nearly:
+        return False
+    return bool(x.detach().abs().max() <= _NEARLY) if nearly else not x.detach().any()
 
 
 def _is_bias(name: str) -> bool:
