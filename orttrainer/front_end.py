@@ -81,6 +81,6 @@ class FrontEnd(NotCopied):
 
     @property
     def training_graph(self) -> TrainingGraph | None:
-        """The compiled training graph; None before the first step of a torch module."""
-        graph = self._engine.training_graph
+        """The compiled training graph, with the state of the moment; None before the first step of a torch module."""
+        graph = self._engine.present_graph
         return None if graph is None else graph.plain

@@ -141,7 +141,7 @@ class Attributes:
     @outside_of_exports
     def look(self) -> None:
         """Remember them as they are now."""
-        self._seen = self._without.of(values := self.values())
+        self._seen, self._seen_trained = self._without.of(values := self.values()), self._trained
         unseen = values.keys() - self._seen.keys()
         self._all = [*self._layers.values()]
         self._kinds = [*map(type, self._all)]
@@ -167,7 +167,7 @@ class Attributes:
         """Note whether `requires_grad` or hooks of any are others, or buffers have come; who watches them calls this where something
         happened to one."""
         self._has_others = self._tensors_there() != self._had
-        self._train_others = self._read_trained() != self._trained
+        self._train_others = self._read_trained() != self._seen_trained
         self._hook_others = self._others_have_hooks()
 
     def hold(self, trains: bool) -> bool:

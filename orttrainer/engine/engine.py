@@ -32,6 +32,7 @@ from orttrainer.graph.places import Places
 from orttrainer.graph.versions import least_ir_version
 from orttrainer.profiling import Profile, check_updates, places_of, profiled, watching
 from orttrainer.runtime.failures import CheckFailed
+from orttrainer.training_graph import TrainingGraph
 
 log = logging.getLogger("orttrainer")
 
@@ -245,10 +246,13 @@ class Engine(InUse):
                 f"gradient_accumulation_steps={steps} is too late: {self.accumulated} of {self._accumulation_steps} batches are "
                 f"accumulated already. Set it to {self.accumulated + 1} to make the update with the next one."
             )
-        grows = self._runner is not None and steps > 1 and not self._runner.accumulators
-        self._accumulation_steps = steps
-        if grows:
-            self.renew_update()
+        before, self._accumulation_steps = self._accumulation_steps, steps
+        if self._runner is not None and steps > 1 and not self._runner.accumulators:
+            try:
+                self.renew_update()
+            except BaseException:  # the graph in use has no sums of gradients
+                self._accumulation_steps = before
+                raise
 
     @property
     def loss_scale(self) -> str | None:
@@ -308,6 +312,15 @@ class Engine(InUse):
         replace(self.source.notes(self._forward), stopped=stopped, written=written).write(model)
         model.ir_version = least_ir_version(model)
         return ir.to_proto(model)
+
+    @property
+    @one_at_a_time
+    @signals.none_lost()
+    def present_graph(self) -> TrainingGraph | None:
+        """`training_graph`, which shows the state as the module has it by now."""
+        if self._runner is not None:
+            self._follow_module()
+        return self.training_graph
 
     @one_at_a_time
     @signals.none_lost()

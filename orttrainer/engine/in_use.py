@@ -381,6 +381,7 @@ class InUse(NotCopied):
             forward: that of the graph.
             counts: of updates of parameters that are about to be loaded.
         """
+        self._follow_module()  # what the new state finds there is nothing new to it, and nobody would act upon it
         graph, state, runner = self._ways.opened(forward)
         self._kept.counts = self._state.counts()
         counts = {**self._kept.counts, **counts}

@@ -394,12 +394,14 @@ class TrainedState:
     def _live(self, include_optimizer_state: bool) -> dict[str, torch.Tensor]:
         """The tensors behind `state_dict`, under its names."""
         entries = {entry.name: entry for entry in self.signature.plain_state}
+        own = export.named_state(*self._named[:2])  # of the moment: since the last step it may have other tensors
+        held = {n: own[n].detach() if n in own else tensor for n, tensor in self.tensors.items()}
         if (module := self._named[0]) is not None:
             state = module.state_dict(keep_vars=True).items()
             found = {n: t.detach() for n, t in state if isinstance(t, torch.Tensor)}
-            found |= {n: t for n, t in self.tensors.items() if n in self._own_names and n not in found}  # a loss's own
+            found |= {n: t for n, t in held.items() if n in self._own_names and n not in found}  # a loss's own
         else:
-            found = {name: t for name, t in self.tensors.items() if entries[name].role in ("parameter", "buffer")}
+            found = {name: t for name, t in held.items() if entries[name].role in ("parameter", "buffer")}
         if not include_optimizer_state:
             return found
         counters = {*self.signature.counters.values()}
