@@ -17,6 +17,13 @@ def large(x):
     return whole(x) * (2**40 + 77)
 
 
+def both_signs(a, b):
+    """All that torch has of quotients and of what they leave."""
+    results = a // b, a.floor_divide(b), a % b, torch.remainder(a, b), torch.fmod(a, b)
+    divided = torch.div(a, b, rounding_mode="floor"), torch.div(a, b, rounding_mode="trunc")
+    return sum((k + 1) * result for k, result in enumerate((*results, *divided)))
+
+
 QUOTIENTS = {  # of tenths, and what a layer makes of them
     "floats by a number": lambda x, y: x // 0.1 + x // -0.3,
     "a number by floats": lambda x, y: 7 // (x + 0.05),
@@ -27,6 +34,10 @@ QUOTIENTS = {  # of tenths, and what a layer makes of them
     "what a layer leaves": lambda x, y: y % 0.25 + y % (x + 0.15) + (3 * y) % (y.tanh() - 2),
     "whole numbers by a number": lambda x, y: whole(x) // 3 + whole(x) // -3 + whole(x) // 2.5,
     "a number by whole numbers": lambda x, y: 90 // (2 * whole(x) + 1) + -7.5 // (2 * whole(x) + 1),
+    "whole numbers of both signs": lambda x, y: (
+        both_signs(whole(x), -2) + both_signs(whole(x), whole(x.roll(1)) * 2 + 1)
+    ),
+    "floats of both signs": lambda x, y: both_signs(x, -0.5) + both_signs(x, x.roll(1) + 0.05),
     "large whole numbers": lambda x, y: torch.div(large(x), whole(x) + 50, rounding_mode="floor") % 10,
     "large whole numbers towards 0": lambda x, y: torch.div(large(x), whole(x) + 50, rounding_mode="trunc") % 10,
 }

@@ -8,7 +8,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from exported import without_dynamo
 from in_step import check_equal
+from said import Said, engine_of
+from said import batch as numbered
+from said import train as train_said
 from torch import nn
 
 import orttrainer
@@ -107,3 +111,33 @@ def test_a_share_of_a_size_has_the_digits_of_python(part):
     torch.manual_seed(0)
     place = torch.arange(ROWS) % 2
     train(Parts(part), [(torch.randn(ROWS, n, 6) / n, place) for n in (100, 50, 7)], ["batch", "length", 6])
+
+
+QUOTIENTS = {
+    "rounded up": lambda x: -(-len(x) // 4) + x[: -(-len(x) // 3)].sum().abs(),
+    "of a negative one": lambda x: -len(x) // 3 - (x.shape[0] - 2) // 5 + 0.1 * ((3 - len(x)) // 2),
+    "by a negative one": lambda x: len(x) // -2 + -20 // (len(x) + 1) + 0.1 * (7 // -len(x)),
+    "and the rest": lambda x: divmod(-len(x), 4)[0] + 0.1 * divmod(len(x), -4)[1] + -len(x) % 5 + 7 % -len(x),
+    "by torch": lambda x: (
+        torch.div(-len(x), 4, rounding_mode="floor") + 0.1 * torch.div(-len(x), 4, rounding_mode="trunc")
+    ),
+}
+
+
+@pytest.mark.parametrize("first", [8, 7])
+@pytest.mark.parametrize("factor", QUOTIENTS.values(), ids=[*QUOTIENTS])
+def test_whole_quotients_of_sizes_are_pythons_for_all_signs(factor, first):
+    """The batch of 8 rows makes groups of 4 without a rest, the others do not."""
+    assert train_said(factor, [numbered(2 * rows, rows) for rows in (first, 9, 1, 6, 16)]) == 1
+
+
+def test_they_are_so_in_a_trace_to_torchscript(monkeypatch):
+    without_dynamo(monkeypatch)
+    for name in ("of a negative one", "by a negative one"):
+        train_said(QUOTIENTS[name], [numbered(2 * rows, rows) for rows in (7, 9, 1)])
+
+
+def test_a_quotient_of_what_no_size_makes_negative_is_one_operator():
+    engine = engine_of(Said(lambda x: (len(x) * 3 + 1) // 2 + 100 // len(x)))
+    engine.train_step(numbered(0), 0.05)
+    assert "Mod" not in {node.op_type for node in engine.training_graph.graph.graph}

@@ -1,17 +1,21 @@
 """Whole quotients and what they leave, as torch's dynamo exporter should write them down.
 
 Its own forms round a quotient: of 1 and 0.1 that is 10 and leaves nothing, where PyTorch has 9 and 0.1, since 0.1 is a little
-more than a tenth. Quotients of whole numbers they compute in float32, which has no digits for those above 2^24.
+more than a tenth. Quotients of whole numbers they compute in float32, which has no digits for those above 2^24, and those of
+sizes they round towards 0, where Python rounds down: -(-n // 4).
 """
 
 from __future__ import annotations
 
 import math
+import operator
 
 import onnx_ir as ir
 import torch
 from onnxscript import opset18 as op
 from onnxscript.function_libs.torch_lib.ops import core
+
+from orttrainer.export.values.sizes import is_never_negative
 
 __all__ = ["TRANSLATIONS", "remainder"]
 
@@ -50,6 +54,21 @@ def remainder(self, other):
     return op.Where(_of_other_sign(rest, other), op.Add(rest, other), rest)
 
 
+def _whole_quotient(self, other):
+    """operator.floordiv, of sizes and what is computed of them."""
+    if not (_is_never_negative(self) and _is_never_negative(other)):
+        self = op.Sub(self, op.Mod(self, other))
+    return op.Div(self, other)
+
+
+def _is_never_negative(number) -> bool:
+    """Whether a number, or what a node of torch's gives, is known to be 0 or more."""
+    if isinstance(number, int):
+        return number >= 0
+    node = number.producer().meta.get("node") if number.producer() is not None else None
+    return node is not None and is_never_negative(node.meta["val"])
+
+
 def _of_other_sign(rest, other):
     """Whether `rest` is not 0 and on the other side of 0 than `other`."""
     zero = _zero(other)
@@ -80,4 +99,5 @@ TRANSLATIONS = {
     aten.floor_divide.default: _floor_divide,
     aten.remainder.Scalar_Tensor: remainder,
     aten.remainder.Tensor: remainder,
+    operator.floordiv: _whole_quotient,
 }

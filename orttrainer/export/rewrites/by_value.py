@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import operator
 
 import numpy as np
 import torch
@@ -112,8 +114,9 @@ def _shifted(sign):
 def _quotient(input, other, **options):
     """torch.div; of two sizes a size, since what is a tensor in PyTorch is asked for its number, as for another `view`."""
     sizes = all(isinstance(x, (int, torch.SymInt)) for x in (input, other)) and not torch.jit.is_tracing()
-    if sizes and isinstance(input, torch.SymInt) and options.get("rounding_mode") is not None:
-        return input // other  # neither is negative
+    whole = {"floor": operator.floordiv, "trunc": lambda a, b: math.trunc(a / b)}.get(options.get("rounding_mode"))
+    if sizes and isinstance(input, torch.SymInt) and whole is not None:
+        return whole(input, other)
     return torch.div(input, other, **options)
 
 
@@ -129,9 +132,11 @@ def _of_sizes(function):
 
 
 def _floor_divide(input, other, **options):
-    """torch.floor_divide; a number in front the exporter casts to no dtype."""
+    """torch.floor_divide; a number in front the exporter casts to no dtype, and the older one rounds towards 0."""
     if isinstance(input, (int, float)):
         input = torch.full((), input, dtype=torch.result_type(input, other), device=other.device)
+    if torch.jit.is_tracing():
+        return torch.div(input, other, rounding_mode="floor")
     return torch.floor_divide(input, other, **options)
 
 
@@ -233,7 +238,7 @@ REWRITES = {
     torch.fft.fftshift: _shifted(1),
     torch.fft.ifftshift: _shifted(-1),
     torch.div: _quotient,
-    torch.floor_divide: _floor_divide,
+    **dict.fromkeys((torch.floor_divide, torch.Tensor.floor_divide, torch.Tensor.__floordiv__), _floor_divide),
     torch.Tensor.__rfloordiv__: lambda input, other: _floor_divide(other, input),
     **{function: _of_sizes(function) for function in _OF_NUMBERS},
     torch.bincount: _bincount,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-__all__ = ["all_resized", "decisions_by_sizes_of", "of_trace", "resized", "without_ones"]
+__all__ = ["all_resized", "decisions_by_sizes_of", "is_never_negative", "of_trace", "resized", "without_ones"]
 
 _TRIES = 16
 _GOLDEN = (5**0.5 - 1) / 2  # whose multiples, but for whole numbers, lie evenly in [0, 1)
@@ -90,6 +90,18 @@ def without_ones(inputs, symbols, accepts, anew=False):
 def of_trace(env):
     """Symbol -> the size that it has in the trace of a `ShapeEnv`."""
     return env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # as older torch calls it
+
+
+def is_never_negative(number: int | torch.SymInt) -> bool:
+    """Whether a number of a trace is 0 or more, whatever sizes there are in it: of one that has two rows, `n - 1` may be, too."""
+    if isinstance(number, int):
+        return number >= 0
+    from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy  # here: with it comes sympy
+
+    expression, env = number.node.expr, number.node.shape_env
+    known = {symbol: env.var_to_range[symbol] for symbol in expression.free_symbols & env.var_to_range.keys()}
+    known |= {symbol: ValueRanges(0, bounds.upper) for symbol, bounds in known.items() if symbol in of_trace(env)}
+    return bool(bound_sympy(expression, known).lower >= 0)
 
 
 def decisions_by_sizes_of(inputs: Iterable[torch.Tensor]) -> Callable[[], object]:
