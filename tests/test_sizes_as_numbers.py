@@ -122,12 +122,19 @@ QUOTIENTS = {
         torch.div(-len(x), 4, rounding_mode="floor") + 0.1 * torch.div(-len(x), 4, rounding_mode="trunc")
     ),
 }
+WHOLE_NUMBERS_OF_FLOATS = {
+    "quotients": lambda x: len(x) / 5 // 0.1 + 0.1 * (len(x) // -0.3) + 7.5 // len(x) + 1 // (len(x) * 0.1),
+    "remainders": lambda x: len(x) / 5 % 0.1 - len(x) % 0.3 + 7.3 % (len(x) / 3) + 7 % (-len(x) * 0.3) + len(x) % 1.5,
+    "both": lambda x: sum(divmod(len(x) / 5, 0.1)) + x[: int(len(x) * 0.5 // 1)].sum() + int(len(x) * 0.7 // 0.1),
+}
 
 
 @pytest.mark.parametrize("first", [8, 7])
-@pytest.mark.parametrize("factor", QUOTIENTS.values(), ids=[*QUOTIENTS])
+@pytest.mark.parametrize(
+    "factor", [*QUOTIENTS.values(), *WHOLE_NUMBERS_OF_FLOATS.values()], ids=[*QUOTIENTS, *WHOLE_NUMBERS_OF_FLOATS]
+)
 def test_whole_quotients_of_sizes_are_pythons_for_all_signs(factor, first):
-    """The batch of 8 rows makes groups of 4 without a rest, the others do not."""
+    """The batch of 8 rows makes groups of 4 without a rest; 1 / 0.1 is 10.0, and 0.1 is in 1.0 nine times."""
     assert train_said(factor, [numbered(2 * rows, rows) for rows in (first, 9, 1, 6, 16)]) == 1
 
 

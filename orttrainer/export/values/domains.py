@@ -80,18 +80,18 @@ class Domains:
             if _is_users(sys._getframe(1)):
                 given = (other, number) if turned else (number, other)
                 checked(self, *given)
-                if name in _OF_FLOATS and any(map(is_value, given)):
+                if name in _OF_FLOATS and all(isinstance(x, _NUMBERS) for x in given):
                     return self.quotient(name, *given)
             return theirs(number, other)
 
         return computed
 
     def quotient(self, name: str, a, b):
-        """`a // b` ("floordiv") or `a % b` ("mod"). Those of torch's symbols are right for whole numbers, in a graph of one sign."""
+        """`a // b` ("floordiv") or `a % b` ("mod"). Of floats torch's symbols round the quotient, and have no remainder."""
         function = getattr(operator, name)
-        if any(isinstance(x, float) or (isinstance(x, torch.SymFloat) and is_value(x)) for x in (a, b)):
+        if any(isinstance(x, (float, torch.SymFloat)) for x in (a, b)):
             return self.number(_OF_FLOATS[name](value_of(a), value_of(b)), function, [a, b])
-        return (a - a % b) // b if name == "floordiv" and (is_value(a) or is_value(b)) else function(a, b)
+        return function(a, b)
 
     def _compared(self, theirs: Callable, same: bool) -> Callable:
         """`x == x`, which is whether it is NaN, and `n == True`; torch knows neither."""
