@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 
 from orttrainer.export.values.domains import Domains, is_value, value_of
-from orttrainer.export.values.ranges import Range
+from orttrainer.export.values.ranges import Range, is_symbolic
 from orttrainer.export.values.told import UNTOLD, by_torch
 
 __all__ = ["scopes", "symbolic"]
@@ -70,7 +70,7 @@ def symbolic(wrapper: torch.nn.Module) -> Iterator[None]:
     stand_ins = {getattr(math, name): function for name, function in of_math.items()}
     with contextlib.ExitStack() as stack:
         stack.enter_context(domains.of_operators())
-        stack.enter_context(mock.patch.object(Range, "is_listed", hints is not None))
+        stack.enter_context(mock.patch.multiple(Range, is_listed=hints is not None, errors=wrapper.followed.errors))
         for name, of in (("__float__", float), ("__index__", int)):  # `weights[n % 2 == 0]`; torch has `int` alone
             truth = functools.partialmethod(_of_truth, of)
             stack.enter_context(mock.patch.object(torch.SymBool, name, truth, create=True))
@@ -124,6 +124,8 @@ def _is_user_code(scope: dict) -> bool:
 
 
 def _len(sized):
+    if is_symbolic(sized):
+        return sized.size
     return sized.shape[0] if isinstance(sized, torch.Tensor) and sized.dim() else len(sized)
 
 
