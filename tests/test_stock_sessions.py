@@ -166,3 +166,66 @@ def test_float16_is_added_to_places_on_the_cpu():
     x, u = np.float16([1, 2, 3, 4]), np.float16([0.5, 0.25, 8])
     (y,) = opened.run(None, {"x": x, "i": np.array([1, 1, 3]), "u": u})
     assert y.dtype == np.float16 and y.tolist() == [1, 2.75, 3, 12]
+
+
+def reversed_rows(a, b, x):
+    return b(a(x)) + b(a(x[torch.arange(len(x) - 1, -1, -1)]))
+
+
+PLACES = {
+    "rows in reverse": reversed_rows,
+    "all but the last": lambda a, b, x: b(a(x)) + b(a(x[range(len(x) - 2, -1, -1)])).sum(0),
+    "columns in reverse": lambda a, b, x: b(a(x[:, torch.arange(x.shape[1] - 1, -1, -1)])),
+    "from the end": lambda a, b, x: b(a(x[torch.arange(-len(x), 0)])),
+    "every other from the end": lambda a, b, x: b(a(x)) + b(a(x[torch.arange(-1, -len(x) - 1, -2)])).sum(0),
+    "none before the first": lambda a, b, x: b(a(x)) + b(a(x[range(0, len(x) - 7)])).sum(0),
+    "as they are": lambda a, b, x: b(a(x[torch.arange(len(x))])),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_places_by_a_range_are_no_slice(name, tmp_path):
+    """Of such ONNX Runtime makes a Slice, whose negative bounds count from the end."""
+    torch.manual_seed(0)
+    module, loss_fn, rate = Of(PLACES[name], *linear(6, 5, 4)).double(), nn.MSELoss(), 0.1
+    reference = copy.deepcopy(module)
+    trainer = orttrainer.trainer(module, loss_fn, torch.optim.SGD(module.parameters(), lr=rate))
+    for size in (5, 8, 1):
+        x, label = torch.randn(size, 6, dtype=torch.float64), torch.randn(size, 4, dtype=torch.float64)
+        reference.load_state_dict(module.state_dict())
+        reference.zero_grad()
+        loss = loss_fn(y := reference(x), label)
+        loss.backward()
+        new = {key: (p - rate * p.grad).detach() for key, p in reference.named_parameters()}
+        evaluated = trainer.eval_step(x, label)
+        trainer.training_graph.save(tmp_path / "training.onnx")
+        trainer.export_inference(tmp_path / "model.onnx", batch=[x, label])
+        loss_of_file, parameters = step_of_file(tmp_path / "training.onnx", x, label, rate)
+        opened = session(tmp_path / "model.onnx")  # a size may be read off the label
+        feeds = {value.name: given.numpy() for value, given in zip(opened.get_inputs(), (x, label))}
+        (output,) = opened.run(None, feeds)
+        torch.testing.assert_close(torch.from_numpy(output), y.detach())
+        stepped = trainer.step(x, label)
+        for found in (loss_of_file, evaluated[0].item(), stepped[0].item()):
+            assert found == pytest.approx(loss.item(), rel=1e-12)
+        for key, value in new.items():
+            torch.testing.assert_close(parameters[key], value)
+            torch.testing.assert_close(module.get_parameter(key).detach(), value)
+
+
+def test_the_gradient_of_a_model_takes_places_by_a_range():
+    proto = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18]> g (float[N, 2] x, float[N, 2] w) => (float[N, 2] y)
+        <int64 one = {1}, int64 down = {-1}> { s = Shape <start = 0, end = 1> (x) n = Squeeze (s) last = Sub (n, one)
+        i = Range (last, down, down) t = Gather (x, i) y = Mul (t, w) }""")
+    built = orttrainer.build_gradient(proto, wrt="w")
+    opened = onnxruntime.InferenceSession(built.SerializeToString(), providers=["CPUExecutionProvider"])
+    x = np.float32([[1, 2], [3, 4], [5, 6]])
+    feeds = {"x": x, "w": 2 * x, "y_cotangent": np.ones_like(x)}
+    y, gradient = opened.run(["y", "w_grad"], feeds)
+    assert np.array_equal(gradient, x[::-1]) and np.array_equal(y, x[::-1] * 2 * x)
+
+
+def test_ranges_that_a_slice_takes_alike_stay_as_they_are():
+    proto = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18]> g (float[N, 2] x, float[M] z) => (float[M, 2] y)
+        <int64 one = {1}, int64 none = {0}> { s = Shape (z) n = Squeeze (s) i = Range (none, n, one) y = Gather (x, i) }""")
+    assert not ForStockSessionsPass()(ir.from_proto(proto)).modified

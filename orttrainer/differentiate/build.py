@@ -23,6 +23,7 @@ from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.padded_pools import PaddedPoolsPass
 from orttrainer.graph.passes.random import ShareSubexpressionsPass
 from orttrainer.graph.passes.scatter import ScatterReductionPass
+from orttrainer.graph.passes.stock import RangesApartPass
 from orttrainer.graph.passes.unused import RemoveUnusedNodesPass
 from orttrainer.graph.read import read_model
 from orttrainer.graph.subgraphs import lift_initializers
@@ -82,6 +83,7 @@ def gradient_of(
     AllAxesPass()(forward)
     PaddedPoolsPass()(forward)
     ScatterReductionPass()(forward)
+    RangesApartPass()(forward)
     ShareSubexpressionsPass()(forward)
     return ir.to_proto(forward)
 

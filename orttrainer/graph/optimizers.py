@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import onnx_ir as ir
 
-__all__ = ["is_clip_of_relu", "left_out", "nearly_neutral"]
+__all__ = ["is_clip_of_relu", "is_no_slice", "left_out", "nearly_neutral"]
 
 
 def left_out(model: ir.Model) -> list[str]:
@@ -14,7 +16,7 @@ def left_out(model: ir.Model) -> list[str]:
         *model.graph.all_nodes(),
         *(node for function in model.functions.values() for node in function.all_nodes()),
     ]
-    return _inexact(nodes) + _fatal(nodes) + _idle({node.op_type for node in nodes})
+    return _SLICES + _inexact(nodes) + _fatal(nodes) + _idle({node.op_type for node in nodes})
 
 
 # ---------------------------------------------------------------- what would change a number
@@ -35,6 +37,9 @@ _CLIPS = ["FuseReluClip"]  # raises an error where the bounds are of another typ
 _RESHAPES = [
     "ReshapeFusion"
 ]  # of several whose result has a size of 0 that of 1.22 makes one that takes the input's size for it
+# Of x[arange(n - 1, -1, -1)] it makes x[n - 1:-1:-1], which is empty; and of places that x has not got it says nothing.
+_SLICES = ["GatherToSliceFusion"]
+_PICKS = {"Gather", "Slice", "Squeeze", "Unsqueeze", "Reshape", "Cast", "Identity"}
 _NEUTRAL = {"Add": 0.0, "Sub": 0.0, "Mul": 1.0, "Div": 1.0}
 
 
@@ -68,6 +73,26 @@ def is_clip_of_relu(node: ir.Node) -> bool:
     if node.op_type != "Clip" or (producer := node.inputs[0].producer()) is None:
         return False
     return producer.op_type == "Relu" and node.inputs[0].dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+
+
+def is_no_slice(node: ir.Node) -> bool:
+    """Whether it is a Range of places whose bounds and step, as those of a Slice, may mean others: a negative bound counts from the end."""
+    if node.op_type != "Range" or node.inputs[0].dtype not in (ir.DataType.INT32, ir.DataType.INT64):
+        return False
+    *bounds, step = node.inputs
+    return not (all(map(_is_never_negative, bounds)) and _is_known(step, lambda number: number > 0))
+
+
+def _is_never_negative(x: ir.Value) -> bool:
+    """Whether it is a number of at least 0 or one of a tensor's sizes."""
+    while (node := x.producer()) is not None and node.op_type in _PICKS:
+        x = node.inputs[0]
+    return (node is not None and node.op_type in ("Shape", "Size")) or _is_known(x, lambda number: number >= 0)
+
+
+def _is_known(x: ir.Value, asked: Callable[[int], bool]) -> bool:
+    constant = None if x.is_graph_input() else ir.convenience.get_const_tensor(x)
+    return constant is not None and constant.size == 1 and asked(int(constant.numpy().reshape(())))
 
 
 def _is_reshaped_to_none(node: ir.Node) -> bool:
@@ -123,7 +148,6 @@ _LOOKS_FOR: dict[str, tuple[set[str], ...]] = {
     "AttentionFusion": (set(),),  # of weights that are constants; here they are inputs
     "EmbedLayerNormFusion": (set(),),  # likewise
     "GatherSliceToSplitFusion": ({"Gather", "Slice"},),
-    "GatherToSliceFusion": ({"Gather"}, {"Range"}),
     "BiasGeluFusion": ({"Gelu", "FastGelu", "Erf", "Tanh"},),
     "GroupQueryAttentionFusion": ({"GroupQueryAttention"},),
     "GroupQueryAttentionPreNormFusion": ({"GroupQueryAttention"},),

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder
-from orttrainer.graph.optimizers import is_clip_of_relu, nearly_neutral
+from orttrainer.graph.optimizers import is_clip_of_relu, is_no_slice, nearly_neutral
 from orttrainer.graph.passes.half_kernels import EmulateHalfPass
 from orttrainer.graph.passes.long_norms import LongBatchNormsPass, LongNormsPass
 from orttrainer.graph.passes.long_sums import LongSumsPass
@@ -24,7 +24,7 @@ _ELEMENTWISE = frozenset(
 
 
 class ForStockSessionsPass(ir.passes.InPlacePass):
-    """The long sums of our own sessions, in float64 what their `disabled_optimizers` are for, and sums of float16 in float32."""
+    """The long sums of our own sessions, what their `disabled_optimizers` are for, and sums of float16 in float32."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         passes = (
@@ -32,6 +32,7 @@ class ForStockSessionsPass(ir.passes.InPlacePass):
             LongBatchNormsPass(),
             LongSumsPass(),
             ExactDoublePass(),
+            RangesApartPass(),
             EmulateHalfPass(_runs_in_half),
         )
         return ir.passes.PassResult(model, any([rewrite(model).modified for rewrite in passes]))
@@ -64,6 +65,18 @@ class ExactDoublePass(ir.passes.InPlacePass):
         ]
         apart = functools.partial(_product_of_copies, turned=turned)
         return ir.passes.PassResult(model, put_all_in_place(model, "exact", nodes, apart).modified or modified)
+
+
+class RangesApartPass(ir.passes.InPlacePass):
+    """Gather(x, Range(n - 1, -1, -1)) -> Gather(x, Max(Range(n - 1, -1, -1))), whose Max is of one tensor and copies.
+
+    Of the Gather and the Range ONNX Runtime makes a Slice with the same bounds, where -1 is the last row. See `graph/optimizers.py`.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        nodes = list(model.graph.all_nodes())
+        ranges = [node for node in nodes if is_no_slice(node)] if any(x.op_type == "Gather" for x in nodes) else []
+        return put_all_in_place(model, "exact", ranges, lambda op, node: op.Max(op.Range(*node.inputs)))
 
 
 def _is_square(node: ir.Node) -> bool:
