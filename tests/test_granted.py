@@ -144,6 +144,11 @@ FORMS = {  # what is done, and how many graphs the sizes need
     "rows in another order": (lambda y: (y[range(len(y) - 1, -1, -1)] * y.cumsum(0)).square().mean(), 1),
     "numbers of a range": (lambda y: (y * torch.tensor(range(len(y)))[:, None]).square().mean() * len(range(4)), 1),
     "a list that is changed": (lambda y: (y[[*range(len(y))][::-1]] * y.cumsum(0)).square().mean(), 5),
+    "int() of a size": (lambda y: scaled(y[: int(y.size(0)) // 2 + 1].view(-1, 5), int(y.shape[0])), 1),
+    "int() of each size": (lambda y: (y[range(int(y.size(0)))].view(*map(int, y.shape)) * y.cumsum(0)).mean(), 1),
+    "more than, of int()": (lambda y: y.square().mean() if int(y.shape[0]) > 5 else y.sum(), 2),
+    "int() beside its type": (lambda y: scaled(y, int(y.size(0)) * (2 if type(y.dim()) is int else 5)), 5),
+    "a size in a text": (lambda y: scaled(y, len("batch %d" % len(y))), 5),  # noqa: UP031
     "a square": (lambda y: y[: math.isqrt(len(y)) ** 2].square().mean() / float(len(y)), 1),
     "windows put together": (
         lambda y: y.view(-1, 1, 5).reshape(int(y.shape[0] * 5 / 5), 5).cumsum(0).square().mean(),
@@ -213,6 +218,7 @@ FORMS |= {  # by sizes gradients alone depend on
 }
 LONG = (
     "chosen rows, beside a reshape",
+    "int() beside its type", "a size in a text", "more than, of int()", "int() of each size",
     "of all elements", "squeezed along the batch", "a window of all but one", "each row, sliced", "each row",
     "parts", "halves", "numbers of a range", "a list that is changed", "rows in another order", "a square", "a divisor that may be 0", "as many layers as it has bits", "more than a root", "a share of the rows", "an einsum of no rows", "moved by one", "a quotient of sizes", "even", "more than",
 )  # fmt: skip

@@ -21,7 +21,7 @@ import torch
 
 from orttrainer.export.values.domains import Domains, is_value, value_of
 from orttrainer.export.values.ranges import Range, is_symbolic
-from orttrainer.export.values.told import UNTOLD, by_torch
+from orttrainer.export.values.told import UNTOLD, by_torch, formats
 
 __all__ = ["scopes", "symbolic"]
 
@@ -39,7 +39,7 @@ _EVERYWHERE = {  # defined for all finite numbers
 _ABOVE = {"log": 0, "log10": 0, "log1p": -1, "log2": 0}  # defined for all finite numbers that are more
 _NUMBERS = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}  # of the types that symbols stand for
 
-_CONVERTED = (torch.SymFloat, int), (torch.SymFloat, float), (torch.SymInt, float), (torch.SymInt, int)
+_CONVERTED = (torch.SymInt, int), (torch.SymFloat, int), (torch.SymFloat, float), (torch.SymInt, float)
 
 
 @contextlib.contextmanager
@@ -134,10 +134,13 @@ def _isinstance(x, kinds):
 
 
 def _untold(builtin: type, theirs: Callable) -> Callable:
-    """`int` or `float` of sizes, or what is computed of them, which gives no symbol: to be traced again, with hints, where it does."""
+    """`int` or `float` of sizes, and of what is computed of them, which gives no symbol: to be traced again, with hints, where it does.
+
+    But not for a text, "%d" % n, which needs a number.
+    """
 
     def converted(number):
-        if _is_of_sizes(number) and number.node.expr.free_symbols and not by_torch():
+        if _is_of_sizes(number) and number.node.expr.free_symbols and not by_torch() and not formats():
             raise TypeError(f"{builtin.__name__}() of {UNTOLD}")
         return theirs(number)
 

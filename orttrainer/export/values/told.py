@@ -29,6 +29,7 @@ __all__ = [
     "UNTOLD",
     "Told",
     "by_torch",
+    "formats",
     "is_at",
     "leaves",
     "place",
@@ -100,7 +101,8 @@ class Told(NamedTuple):
 
 def place() -> tuple[str, int]:
     """File and line that called, of the nearest that are neither ours nor torch's."""
-    return _caller(PASSED)
+    frame = _caller(PASSED)
+    return frame.f_code.co_filename, frame.f_lineno
 
 
 def shown(file: str, line: int) -> str:
@@ -110,7 +112,12 @@ def shown(file: str, line: int) -> str:
 
 def by_torch() -> bool:
     """Whether a function of torch's called, and not forward itself."""
-    return _caller(PASSED[:1])[0].startswith(PASSED[1])
+    return _caller(PASSED[:1]).f_code.co_filename.startswith(PASSED[1])
+
+
+def formats() -> bool:
+    """Whether the nearest caller that is not ours makes a text, by `"%d" % n`."""
+    return is_at(_caller(PASSED[:1]), "BINARY_OP", "BINARY_MODULO")
 
 
 def validates() -> bool:
@@ -123,11 +130,11 @@ def validates() -> bool:
     return False
 
 
-def _caller(passed: Sequence[str]) -> tuple[str, int]:
+def _caller(passed: Sequence[str]) -> FrameType:
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(passed):
         frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
+    return frame
 
 
 def is_at(frame: FrameType, *operations: str) -> bool:
