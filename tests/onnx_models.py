@@ -22,9 +22,9 @@ def model(body: str, x: str, opset: int, **initializers) -> onnx.ModelProto:
     return proto
 
 
-def make(proto: onnx.ModelProto, *sizes: int) -> ORTTrainer:
+def make(proto: onnx.ModelProto, *sizes: int, **options) -> ORTTrainer:
     desc = ModelDescription([IODescription("x", ["rows", *sizes], torch.float32)], [IODescription("loss", [])])
-    return ORTTrainer(proto, None, desc, "SGDOptimizer", None, IODescription("rate", [1]), "cpu")
+    return ORTTrainer(proto, None, desc, "SGDOptimizer", None, IODescription("rate", [1]), "cpu", **options)
 
 
 def assert_trains_like(proto, predict, batches, **weights):

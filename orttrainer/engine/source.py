@@ -360,7 +360,8 @@ def _input_specs(model: ir.Model) -> list[InputSpec]:
 def _freeze(forward: ForwardGraph, frozen: Sequence[str], state: Iterable[str]) -> ForwardGraph:
     """`forward` without the parameters that the user froze; `state`: all names that may be frozen."""
     known = set(forward.parameters) | set(forward.buffers) | set(state)
-    if unknown := [name for name in frozen if name not in known]:
+    constants = forward.model.graph.initializers.keys() - known  # frozen as they are
+    if unknown := [name for name in frozen if name not in known | constants]:
         raise UnknownNameError(f"frozen_weights={unknown!r} are not weights of the model; it has {sorted(known)}")
     trained = tuple(name for name in forward.parameters if name not in frozen)
     stopped = tuple(name for name in forward.parameters if name in frozen)

@@ -19,6 +19,7 @@ from orttrainer.export.forms.double_recurrent import DoubleRecurrentPass
 from orttrainer.export.forms.half_spectra import HalfSpectraPass
 from orttrainer.export.forward_graph import MAX_OPSET, ForwardGraph
 from orttrainer.export.initializers import constant_of
+from orttrainer.graph.builder import may_decide
 from orttrainer.graph.inference import infer_shapes
 from orttrainer.graph.names import free_name
 from orttrainer.graph.notes import Notes
@@ -75,9 +76,9 @@ def as_forward_graph(model: ir.Model) -> ForwardGraph:
     Initializers are what the model says that they are (`Notes`). Of those that it says nothing of,
     every float becomes a parameter, except the running statistics of a
     BatchNormalization (buffers; its training form updates them, as ONNX says), scalars
-    (constants, with a warning), what has no elements and what is only scales or roi of a Resize,
-    or positions and lengths in sequences (constants). The others are buffers, but for constants
-    that are made here.
+    (constants, with a warning), what has no elements and what is only scales or roi of a Resize
+    (constants). Of the others those of few numbers are constants, as sizes and axes are, by which
+    gradients and rewrites are chosen, and texts; the rest are buffers, but for constants that are made here.
     """
     given = set(model.graph.initializers)
     OutputPaddingPass()(model)
@@ -96,9 +97,7 @@ def as_forward_graph(model: ir.Model) -> ForwardGraph:
     statistics = {_original(v).name for n in model.graph if _is_batch_norm(n) for v in n.inputs[3:5]}
     initializers = model.graph.initializers
     unsaid = initializers.keys() - {*said.parameters, *said.buffers}
-    constant = made | {
-        n for n, v in initializers.items() if n in unsaid and (only_instructs(v) or 0 in v.shape.numpy())
-    }
+    constant = made | {n for n, v in initializers.items() if n in unsaid and _is_constant(v)}
     floats = [n for n, v in initializers.items() if n in unsaid - statistics - constant and v.dtype in _FLOATS]
     scalars = [n for n in floats if tuple(initializers[n].shape) == ()]
     _warn_of_constants(model, scalars)
@@ -107,6 +106,12 @@ def as_forward_graph(model: ir.Model) -> ForwardGraph:
     buffers = tuple(n for n in initializers if n not in {*parameters, *scalars, *constant})
     _warn_of_shared([initializers[n] for n in parameters])
     return ForwardGraph(model=model, parameters=parameters, buffers=buffers, updates=updates)
+
+
+def _is_constant(value: ir.Value) -> bool:
+    """Whether an initializer is neither a weight nor anything else that may change."""
+    chooses = value.dtype not in _FLOATS and may_decide(value)
+    return chooses or value.dtype == ir.DataType.STRING or only_instructs(value) or 0 in value.shape.numpy()
 
 
 def _warn_of_constants(model: ir.Model, scalars: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from orttrainer.differentiate.rules.signal import points, transform, transformed_axis
+from orttrainer.differentiate.rules.signal import along_the_second, points, transform, transformed_axis
 from orttrainer.differentiate.rules.tools import attribute, constant, operand, positions
 
 __all__ = ["EXACT", "FORMS", "inverse_transform"]
@@ -25,11 +25,16 @@ def inverse_transform(op, node: ir.Node) -> ir.Value | None:
 
     Of half a spectrum it is Re(F conj(c X)) / N, where c says how often a frequency is read.
     """
-    x, axis = node.inputs[0], transformed_axis(op, node)
-    parts = None if x.shape is None else x.shape[-1]
-    if axis is None or not isinstance(parts, int):
+    x = node.inputs[0]
+    if x.shape is None or not isinstance(x.shape[-1], int):
         return None
-    length, onesided = points(op, node, axis), attribute(node, "onesided", 0)
+    if (axis := transformed_axis(op, node)) is None:
+        return along_the_second(op, node, lambda flat: _inverse(op, node, flat, 1))
+    return _inverse(op, node, x, axis)
+
+
+def _inverse(op, node: ir.Node, x: ir.Value, axis: int) -> ir.Value:
+    parts, length, onesided = x.shape[-1], points(op, node, x, axis), attribute(node, "onesided", 0)
     conjugate = op.const(_CONJUGATE, x.dtype)
     if parts == 2:
         x = op.Mul(x, conjugate)

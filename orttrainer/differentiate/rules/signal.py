@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import onnx_ir as ir
 
@@ -33,7 +35,7 @@ def dft(op, node, dy):
     if axis is None:
         return gradient_through(op, node, [dy], _along_the_second)
     inverse, onesided = attribute(node, "inverse", 0), attribute(node, "onesided", 0)
-    given, size, length = operand(node, 1), op.dim(x, axis), points(op, node, axis)
+    given, size, length = operand(node, 1), op.dim(x, axis), points(op, node, x, axis)
     number, dy = op.cast_as(length, dy), _of_rank(dy, len(x.shape), 1 if inverse and onesided else 2)
     if inverse and onesided:
         spectrum = transform(op, dy, axis, onesided=1)
@@ -53,13 +55,19 @@ def dft(op, node, dy):
 
 
 def _along_the_second(op, node: ir.Node) -> ir.Value:
-    """The transform along an axis that is known at run time only: of x as [before, axis, behind, 1 or 2]."""
-    x, length, axis = node.inputs
+    kept = {name: attribute(node, name, None) for name in ("inverse", "onesided")}
+    return along_the_second(op, node, lambda x: op.DFT(x, operand(node, 1), np.int64(1), **kept))
+
+
+def along_the_second(op, node: ir.Node, transformed: Callable[[ir.Value], ir.Value]) -> ir.Value:
+    """The transform along an axis that is known at run time only: `transformed` takes x as [before, axis, behind, 1 or 2]."""
+    x, axis = node.inputs[0], op.Reshape(op.Cast(node.inputs[2], to=int(ir.DataType.INT64)), [1])
     parts = around_axis(op, x, axis, len(x.shape) - 1)
     flat = op.Reshape(x, op.Concat(*parts, op.dim(x, -1), axis=0), allowzero=1)
     flat.shape = ir.Shape([None, None, None, x.shape[-1]])
-    kept = {name: attribute(node, name, None) for name in ("inverse", "onesided")}
-    return op.reshape_as(op.DFT(flat, length, np.int64(1), **kept), node.outputs[0])
+    y = transformed(flat)
+    sizes = op.ScatterElements(op.shape(x), join(op, axis, -1), join(op, op.dim(y, 1), op.dim(y, 3)), axis=0)
+    return _of_rank(op.Reshape(y, sizes, allowzero=1), len(x.shape), y.shape[3])
 
 
 def transformed_axis(op, node: ir.Node) -> int | None:
@@ -74,9 +82,9 @@ def transformed_axis(op, node: ir.Node) -> int | None:
     return None if known is None else int(known.item()) % dims
 
 
-def points(op, node: ir.Node, axis: int) -> ir.Value:
-    """How many points a DFT has, as a tensor of one number."""
-    given, size = operand(node, 1), op.dim(node.inputs[0], axis)
+def points(op, node: ir.Node, x: ir.Value, axis: int) -> ir.Value:
+    """How many points a DFT of `x` has, as a tensor of one number."""
+    given, size = operand(node, 1), op.dim(x, axis)
     if given is not None:
         return op.Reshape(op.cast_as(given, size), [1])
     if attribute(node, "inverse", 0) and attribute(node, "onesided", 0):

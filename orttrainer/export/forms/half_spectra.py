@@ -27,4 +27,4 @@ def _of_whole_spectra(op: Builder, node: ir.Node) -> ir.Value:
     if (y := inverse_transform(op, node)) is not None:
         return y
     attributes = {name: attribute.value for name, attribute in node.attributes.items()}
-    return op.node(node.op_type, *node.inputs, **attributes)  # along an axis that is known at run time only
+    return op.node(node.op_type, *node.inputs, **attributes)  # of unknown rank
