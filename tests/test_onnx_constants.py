@@ -7,9 +7,11 @@ import onnx
 import pytest
 import torch
 import torch.nn.functional as F
-from bad_input import raises
+from bad_input import cases, raises
 from onnx_models import assert_trains_like, make, model
+from small import LR
 
+from orttrainer import build_gradient
 from orttrainer.errors import UnknownNameError
 
 WEIGHT = np.random.default_rng(0).standard_normal((2, 5, 2)).astype(np.float32)
@@ -88,3 +90,28 @@ def test_a_constant_is_frozen_whether_or_not_one_asks_for_it():
     assert trainer.state_dict().keys() == {"W"}
     with raises(UnknownNameError, "frozen_weights=['axis'] are not weights of the model; it has ['W']"):
         make(proto, 2, 4, frozen_weights=["axis"])
+
+
+# -- The caller's model ----------------------------------------------------------------------------
+
+
+TEXT = """<ir_version: 8, opset_import: ["" : 18, "own" : 1]> g (float[rows, 3] x) => (float loss) {
+  h = own.scaled (x) r = MatMul (h, W) s = Mul (r, r) loss = ReduceMean <keepdims = 0> (s)
+}
+<domain: "own", opset_import: ["" : 18]> scaled (x) => (y) {
+  c = Constant <value = float[3] {1, -1, 2}> () low = Constant <value = float {0}> () m = ReduceMean <keepdims = 0> (x)
+  more = Greater (m, low) t = Mul (x, c)
+  y = If (more) <
+    then_branch = a () => (float[rows, 3] u) <float[1] V = {2}> { w = Constant <value = float[1] {3}> () v = Mul (t, w) u = Mul (v, V) },
+    else_branch = b () => (float[rows, 3] u) { u = Identity (t) }>
+}"""
+
+
+@pytest.mark.parametrize("use", [lambda proto: make(proto, 3).train_step(batches(3)[0], LR), build_gradient])
+def test_what_a_function_of_the_model_holds_stays_as_it_was_given(use):
+    """Also the names of its tensors, which it need not have."""
+    proto = onnx.parser.parse_model(TEXT)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((3, 2), np.float32), "W"))
+    given = proto.SerializeToString()
+    use(proto)
+    assert proto.SerializeToString() == given

@@ -134,18 +134,24 @@ def _is_small(proto: onnx.ModelProto) -> bool:
 
 def _complete_calls(model: ir.Model) -> None:
     """Let calls of functions have all outputs, also those that they leave out, as the inliner wants them."""
-    for nodes in (model.graph.all_nodes(), *(function.all_nodes() for function in model.functions.values())):
-        for node in nodes:
-            if (function := model.functions.get(node.op_identifier())) is not None:
-                node.resize_outputs(len(function.outputs))
+    for node in _nodes(model):
+        if (function := model.functions.get(node.op_identifier())) is not None:
+            node.resize_outputs(len(function.outputs))
+
+
+def _nodes(model: ir.Model) -> Iterator[ir.Node]:
+    """Those of the graph, of functions, and of the bodies of both."""
+    for owner in (model.graph, *model.functions.values()):
+        yield from owner.all_nodes()
 
 
 def _detach(model: ir.Model) -> None:
     """Let tensors be renamed without renaming them in the caller's model."""
-    for graph in (model.graph, *model.graph.subgraphs()):
+    bodies = (body for owner in (model.graph, *model.functions.values()) for body in owner.subgraphs())
+    for graph in (model.graph, *bodies):
         for value in graph.initializers.values():
             value.const_value = _renamable(value.const_value)
-    for node in model.graph.all_nodes():
+    for node in _nodes(model):
         if node.op_type == "Constant" and "value" in node.attributes:
             tensor = node.attributes["value"].as_tensor()
             if tensor.dtype != ir.DataType.STRING:
