@@ -115,3 +115,52 @@ def test_what_a_function_of_the_model_holds_stays_as_it_was_given(use):
     given = proto.SerializeToString()
     use(proto)
     assert proto.SerializeToString() == given
+
+
+# -- What ONNX's converter makes of opset 10 and before ---------------------------------------------
+
+
+PADS = {"edge": "replicate", "reflect": "reflect", "constant": "constant"}
+
+
+@pytest.mark.parametrize("mode", PADS)
+@pytest.mark.parametrize("opset", [7, 10])
+def test_an_old_pad_may_have_a_value_that_its_mode_does_not_read(opset, mode, caplog):
+    """Its widths, an input now, are no state."""
+
+    def twin(x, W):
+        return F.pad(x * W, (2, 1), PADS[mode], *([0.5] if mode == "constant" else []))
+
+    body = f'h = Mul (x, W) r = Pad <mode = "{mode}", pads = [0, 0, 2, 0, 0, 1], value = 0.5> (h)'
+    assert_trains_like(model(body, "2, 4", opset, W=FACTORS), twin, batches(2, 4), W=FACTORS)
+    assert not caplog.text
+
+
+OLD_NUMBERS = {
+    "Pad": ("Pad <pads = [0, 0, 1, 0, 0, 0], value = 0.5>", lambda h: F.pad(h, (1, 0), value=0.5)),
+    "Clip": ("Clip <min = -0.25, max = 0.5>", lambda h: h.clip(-0.25, 0.5)),
+    "Clip from above": ("Clip <max = 0.5>", lambda h: h.clip(max=0.5)),
+}
+
+
+@cases(OLD_NUMBERS)
+@pytest.mark.parametrize("opset", [7, 10])
+@pytest.mark.parametrize("dtype", [np.float64, np.float16])
+def test_numbers_of_old_operators_have_the_dtype_of_what_they_are_for(case, opset, dtype):
+    """They are attributes, float32 whatever the input is; as inputs they are of its dtype."""
+    call, form = case
+    code = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    body = f"h = Mul (x, W) d = Cast <to = {code}> (h) p = {call} (d) r = Cast <to = 1> (p)"
+
+    def twin(x, W):
+        return form((x * W).to(torch.from_numpy(np.zeros(0, dtype)).dtype)).float()
+
+    assert_trains_like(model(body, "2, 4", opset, W=FACTORS), twin, batches(2, 4), W=FACTORS)
+
+
+@pytest.mark.parametrize("opset", [7, 8])
+def test_a_constant_of_integers_is_one_before_opset_9_too(opset):
+    """As PyTorch wrote them, and as ONNX Runtime takes them; ONNX's inference knows floats alone."""
+    body = "shape = Constant <value = int64[2] {-1, 8}> () h = Mul (x, W) r = Reshape (h, shape)"
+    proto = model(body, "2, 4", opset, W=FACTORS)
+    assert_trains_like(proto, lambda x, W: (x * W).reshape(-1, 8), batches(2, 4), W=FACTORS)

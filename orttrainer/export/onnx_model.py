@@ -17,6 +17,7 @@ from orttrainer.errors import ModelError, UnknownNameError
 from orttrainer.export.forms.double_erf import DoubleErfPass
 from orttrainer.export.forms.double_recurrent import DoubleRecurrentPass
 from orttrainer.export.forms.half_spectra import HalfSpectraPass
+from orttrainer.export.forms.old_attributes import UnreadValuesPass, ValuesOfOneDtypePass
 from orttrainer.export.forward_graph import MAX_OPSET, ForwardGraph
 from orttrainer.export.initializers import constant_of
 from orttrainer.graph.builder import may_decide
@@ -52,7 +53,8 @@ _WEIGHTS = {  # which inputs are weights and nothing else
     ),
     **dict.fromkeys(("Conv", "ConvTranspose", "Gemm"), (1, 2)),
 }
-_COORDINATES_UNNAMED = 10  # the last opset whose Resize does not say where pixels are
+# The last opset whose Resize does not say where pixels are, and in which the numbers of Pad and Clip are attributes.
+_OF_ATTRIBUTES = 10
 
 
 def from_onnx(model: onnx.ModelProto, description) -> ForwardGraph:
@@ -203,9 +205,11 @@ def _convert_opset(model):
     given = model.opset_imports.get("", _CONVERTED_TO)
     if given > MAX_OPSET and any(_has_new_attributes(node) for node in model.graph.all_nodes()):
         return
+    UnreadValuesPass()(model)
     with unconvertible_aside(model):
         convert_opset(model, _CONVERTED_TO)
-    if given <= _COORDINATES_UNNAMED and model.opset_imports.get("") == _CONVERTED_TO:
+    if given <= _OF_ATTRIBUTES and model.opset_imports.get("") == _CONVERTED_TO:
+        ValuesOfOneDtypePass()(model)
         for node in model.graph.all_nodes():
             if node.op_type == "Resize" and node.domain == "":
                 _name_coordinates(node)

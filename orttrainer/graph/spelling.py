@@ -13,6 +13,8 @@ from orttrainer.graph.names import free_name
 
 _DEFAULT_DOMAIN = "ai.onnx"  # in full; as a rule it is ""
 _CONTRIBUTED = "com.microsoft"
+_CONSTANTS_OF_ANY = 9  # the first opset that has Constants of any dtype
+_FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE, onnx.TensorProto.FLOAT16)
 INITIALIZERS_APART = 4  # the first IR version whose initializers need not be inputs, too
 
 
@@ -28,6 +30,7 @@ def in_usual_spelling(proto: onnx.ModelProto) -> onnx.ModelProto:
     What a body returns as it was given, or once more, comes from an Identity: ONNX's inference finds no type of it, and ONNX
     Runtime's Scan gives whatever is in the memory.
     The axes of a MeanVarianceNormalization are said where they are the default, which ONNX's inference stops at.
+    Constants that are no floats, which before opset 9 the operator does not make and PyTorch wrote all the same, are initializers.
     Axes of a Pad that are given in int32, which the operator takes, are in int64, as which alone ONNX's inference reads them.
     A model that has none of these is returned as it is.
 
@@ -36,7 +39,7 @@ def in_usual_spelling(proto: onnx.ModelProto) -> onnx.ModelProto:
         ValueError: nodes read each other.
     """
     ways = (_has_sparse, _names_default_domain, _lacks_version, _has_maps, _has_initializers_apart, _is_unsorted)
-    each = (_negative_sizes, _returned_again, _without_axes, _short_axes)
+    each = (_negative_sizes, _returned_again, _without_axes, _short_axes, _early_constants)
     if not any(way(proto) for way in ways) and not any(any(found(proto)) for found in each):
         return proto
     changed = onnx.ModelProto()
@@ -48,6 +51,10 @@ def in_usual_spelling(proto: onnx.ModelProto) -> onnx.ModelProto:
         attribute.CopyFrom(onnx.helper.make_attribute("value", _dense(attribute.sparse_tensor)))
     _drop_maps(changed.graph)
     _lengthen_axes(changed)
+    for graph, node, tensor in list(_early_constants(changed)):
+        graph.initializer.append(tensor)
+        graph.initializer[-1].name = node.output[0]
+        graph.node.remove(node)
     if _has_initializers_apart(changed):
         changed.ir_version = INITIALIZERS_APART
     for size in _negative_sizes(changed):
@@ -172,6 +179,16 @@ def _lengthen_axes(proto: onnx.ModelProto) -> None:
         taken.add(node.input[3])
         long = numpy_helper.from_array(numpy_helper.to_array(axes).astype(np.int64))
         graph.node.insert(0, onnx.helper.make_node("Constant", [], [node.input[3]], value=long))
+
+
+def _early_constants(proto: onnx.ModelProto) -> Iterator[tuple[onnx.GraphProto, onnx.NodeProto, onnx.TensorProto]]:
+    """Graphs, and each of their Constants that the opset has not got, with what it holds."""
+    opset = max((entry.version for entry in proto.opset_import if _short(entry.domain) == ""), default=1)
+    if opset < _CONSTANTS_OF_ANY:
+        for graph in _graphs(proto):
+            for node in graph.node:
+                tensors = [attribute.t for attribute in node.attribute if node.op_type == "Constant"]
+                yield from ((graph, node, tensor) for tensor in tensors if tensor.data_type not in _FLOATS)
 
 
 def _names(proto: onnx.ModelProto) -> set[str]:
