@@ -203,7 +203,7 @@ def _convert_opset(model):
     from orttrainer.export.normalize import convert_opset  # here: it imports the exporters, 40 MB
 
     given = model.opset_imports.get("", _CONVERTED_TO)
-    if given > MAX_OPSET and any(_has_new_attributes(node) for node in model.graph.all_nodes()):
+    if given > MAX_OPSET and any(_is_new(node) for node in model.graph.all_nodes()):
         return
     UnreadValuesPass()(model)
     with unconvertible_aside(model):
@@ -215,10 +215,12 @@ def _convert_opset(model):
                 _name_coordinates(node)
 
 
-def _has_new_attributes(node: ir.Node) -> bool:
-    """Whether the opset that models are converted to lacks an attribute of this operator, which ONNX's converter lets stand."""
-    if node.domain != "" or not onnx.defs.has(node.op_type, _CONVERTED_TO):
+def _is_new(node: ir.Node) -> bool:
+    """Whether the opset that models are converted to lacks this operator, or an attribute of it, which ONNX's converter lets stand."""
+    if node.domain != "":
         return False
+    if not onnx.defs.has(node.op_type, _CONVERTED_TO):
+        return True
     return not node.attributes.keys() <= onnx.defs.get_schema(node.op_type, _CONVERTED_TO).attributes.keys()
 
 

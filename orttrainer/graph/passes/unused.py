@@ -10,6 +10,8 @@ from onnx_ir.passes import common
 
 from orttrainer.graph.logs import without_infos
 
+_ASIDE = "orttrainer.kept"
+
 
 @contextlib.contextmanager
 def kept_as_outputs(model: ir.Model, names: Collection[str]) -> Iterator[None]:
@@ -24,6 +26,19 @@ def kept_as_outputs(model: ir.Model, names: Collection[str]) -> Iterator[None]:
         outputs[own:] = []  # del would leave them marked as outputs
 
 
+@contextlib.contextmanager
+def _with_presents(model: ir.Model) -> Iterator[None]:
+    """Let Attention with a past be of an unknown domain meanwhile, so that it keeps its present: ONNX Runtime takes none without."""
+    nodes = [n for n in model.graph.all_nodes() if n.op_type == "Attention" and not n.domain and any(n.inputs[4:6])]
+    for node in nodes:
+        node.domain = _ASIDE
+    try:
+        yield
+    finally:
+        for node in nodes:
+            node.domain = ""
+
+
 class RemoveUnusedNodesPass(common.RemoveUnusedNodesPass):
     """That of onnx-ir, without its line in the log of who logs what his own program does.
 
@@ -36,5 +51,6 @@ class RemoveUnusedNodesPass(common.RemoveUnusedNodesPass):
         self._kept = frozenset(kept)
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        with kept_as_outputs(model, self._kept), without_infos(common.unused_removal.__name__):
+        infos = without_infos(common.unused_removal.__name__)
+        with kept_as_outputs(model, self._kept), _with_presents(model), infos:
             return super().call(model)
