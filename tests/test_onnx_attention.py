@@ -73,3 +73,11 @@ def test_a_present_that_is_an_output_need_not_be_fetched():
     given = twin(*(torch.tensor(WEIGHTS[name]) for name in ("W", "K", "V")))
     torch.testing.assert_close(trainer.eval_step(X, fetches=["loss"]), given["y"].square().mean())
     torch.testing.assert_close(trainer.eval_step(X, fetches=["pk"]), given["pk"])
+
+
+@pytest.mark.parametrize("opset", [23, 24])
+@pytest.mark.parametrize("mode, scores", [(0, "products"), (1, "products"), (2, "products"), (3, "weights")])
+def test_scores_of_attention_are_those_of_the_past_too(mode, scores, opset):
+    """ONNX's inference counts the keys of the present alone."""
+    trainer = make(attention("y, pk, pv, q", "r = Mul (q, R)", opset, mode))
+    assert_trains(trainer, lambda given, R: (given[scores] * R).square().mean())

@@ -21,7 +21,7 @@ def infer_shapes(model: ir.Model) -> None:
     """Give every value the dtype and shape that ONNX finds; `model` is changed in place.
 
     Where an operator makes all of ONNX's inference fail, it is done again without values, then without its checks; and
-    without an Attention of which it takes an unknown size for 0.
+    without an Attention of which it takes an unknown size, or the length of a past, for 0.
     """
     values_apart(model)  # it goes by names
     attention = [node for node in model.graph.all_nodes() if node.op_type == "Attention" and node.domain == ""]
@@ -53,7 +53,7 @@ def fits_together(model: ir.Model) -> bool:
 
 
 def _attention_sizes(node: ir.Node) -> dict[ir.Value, ir.Shape]:
-    """The shapes of those outputs that have a size by which ONNX's inference counts what it does not know as 0."""
+    """The shapes of those outputs that have a size by which ONNX's inference counts what it does not know, or a past, as 0."""
     inputs, outputs = [*node.inputs, *[None] * 6], [*node.outputs, *[None] * 4]
     (_, k, v), past, y, scores = inputs[:3], inputs[4], outputs[0], outputs[3]
     if any(x is not None and x.shape is None for x in (k, v, past)):
@@ -64,8 +64,10 @@ def _attention_sizes(node: ir.Node) -> dict[ir.Value, ir.Shape]:
         sizes[y] = ir.Shape([*y.shape.dims[:2], v.shape[2] if len(heads) == 1 else None])
     if scores is not None and scores.shape is not None:
         lengths = [x.shape[-2] for x in (k, past) if x is not None]
-        if not all(isinstance(length, int) for length in lengths):
-            sizes[scores] = ir.Shape([*scores.shape.dims[:3], None if past is not None else lengths[0]])
+        known = all(isinstance(length, int) for length in lengths)
+        total = sum(lengths) if known else lengths[0] if past is None else None
+        if not (known and scores.shape[3] == total):
+            sizes[scores] = ir.Shape([*scores.shape.dims[:3], total])
     return sizes
 
 
