@@ -79,6 +79,46 @@ def test_texts_are_constants():
     assert_trains_like(proto, twin, batches(2, 4), W=FACTORS)
 
 
+# -- Other dtypes ---------------------------------------------------------------------------------
+
+
+QUANTIZED = {"4 bits": "INT4", "8 bits": "INT8", "floats of 8 bits": "FLOAT8E4M3FN"}
+
+
+@cases(QUANTIZED)
+@pytest.mark.parametrize("rows", [3, 40])
+def test_a_quantized_weight_stays_as_it_is(case, rows):
+    """Beside one that trains, as of an adapter."""
+    levels = np.random.default_rng(0).integers(-4, 4, (rows, 4))
+    body = "scale = Constant <value = float {0.5}> () f = DequantizeLinear (Q, scale) q = MatMul (x, f) h = MatMul (x, W) r = Add (q, h)"
+    weight = np.random.default_rng(1).standard_normal((rows, 4)).astype(np.float32)
+    proto = model(body, f"{rows}", 21, W=weight)
+    proto.ir_version = 10
+    code = onnx.TensorProto.DataType.Value(case)
+    proto.graph.initializer.append(onnx.helper.make_tensor("Q", code, levels.shape, levels.flatten()))
+    trainer = make(proto, rows)
+    twin = torch.tensor(weight, requires_grad=True)
+    for x in batches(rows):
+        loss = (x @ (torch.tensor(levels) * 0.5).float() + x @ twin).square().mean()
+        torch.testing.assert_close(trainer.train_step(x, LR), loss.detach())
+        (slope,) = torch.autograd.grad(loss, twin)
+        twin = (twin - LR * slope).detach().requires_grad_()
+    torch.testing.assert_close(trainer.state_dict()["W"], twin.detach())
+
+
+def test_a_frozen_table_may_be_of_bfloat16():
+    table = torch.randn(2, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
+    proto = model("f = Cast <to = 1> (T) h = Mul (x, W) r = Add (h, f)", "2, 4", 18, W=FACTORS)
+    bits = onnx.helper.make_tensor(
+        "T", onnx.TensorProto.BFLOAT16, [2, 4], table.view(torch.uint8).numpy().tobytes(), raw=True
+    )
+    proto.graph.initializer.append(bits)
+    trainer = make(proto, 2, 4, frozen_weights=["T"])
+    x = batches(2, 4)[0]
+    torch.testing.assert_close(trainer.train_step(x, LR), (x * torch.tensor(FACTORS) + table.float()).square().mean())
+    assert torch.equal(trainer.state_dict()["T"], table)
+
+
 # -- What is asked of them ------------------------------------------------------------------------
 
 

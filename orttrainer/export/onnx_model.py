@@ -80,7 +80,7 @@ def as_forward_graph(model: ir.Model) -> ForwardGraph:
     BatchNormalization (buffers; its training form updates them, as ONNX says), scalars
     (constants, with a warning), what has no elements and what is only scales or roi of a Resize
     (constants). Of the others those of few numbers are constants, as sizes and axes are, by which
-    gradients and rewrites are chosen, and texts; the rest are buffers, but for constants that are made here.
+    gradients and rewrites are chosen, and what no step is fed with; the rest are buffers, but for constants that are made here.
     """
     given = set(model.graph.initializers)
     OutputPaddingPass()(model)
@@ -112,8 +112,19 @@ def as_forward_graph(model: ir.Model) -> ForwardGraph:
 
 def _is_constant(value: ir.Value) -> bool:
     """Whether an initializer is neither a weight nor anything else that may change."""
-    chooses = value.dtype not in _FLOATS and may_decide(value)
-    return chooses or value.dtype == ir.DataType.STRING or only_instructs(value) or 0 in value.shape.numpy()
+    dtype = value.dtype
+    chooses = dtype not in _FLOATS and may_decide(value)
+    unfed = not _is_of_torch(dtype) or (dtype.is_floating_point() and dtype.bitwidth == 8)  # no step takes such state
+    return chooses or unfed or only_instructs(value) or 0 in value.shape.numpy()
+
+
+def _is_of_torch(dtype: ir.DataType) -> bool:
+    """Whether there are torch tensors of it; there are none of texts, nor of numbers of 4 bits."""
+    try:
+        tensor_adapters.to_torch_dtype(dtype)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _warn_of_constants(model: ir.Model, scalars: Sequence[str]) -> None:
@@ -188,10 +199,8 @@ def _check_is_tensor(role: str, value: ir.Value) -> None:
         raise ModelError(f"{role} {value.name!r} is {kind}, and a trainer takes and gives tensors only")
     if role == "input" and value.dtype in (None, ir.DataType.UNDEFINED):
         raise ModelError(f"input {value.name!r} has no dtype; declare it in the model")
-    try:
-        tensor_adapters.to_torch_dtype(value.dtype or ir.DataType.FLOAT)
-    except (TypeError, ValueError) as error:
-        raise ModelError(f"{role} {value.name!r} has dtype {value.dtype}, of which there is no torch tensor") from error
+    if not _is_of_torch(value.dtype or ir.DataType.FLOAT):
+        raise ModelError(f"{role} {value.name!r} has dtype {value.dtype}, of which there is no torch tensor")
     if value.is_initializer() and not value.uses():
         raise ModelError(
             f"{role} {value.name!r} is an initializer that nothing else reads, so no step computes it; leave it out of "

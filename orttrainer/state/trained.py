@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 import torch
+from onnx_ir.tensor_adapters import to_torch_dtype
 
 from orttrainer import export
 from orttrainer.distributed import Collective, check_ranks_agree
@@ -441,7 +442,10 @@ def _overlaps(extent: tuple[int, int], others: Iterable[tuple[int, int]]) -> boo
 
 
 def _initial(graph: TrainingGraph, entry: StateEntry, device: torch.device) -> torch.Tensor:
-    array = graph.tensors[entry.name].numpy()
+    tensor = graph.tensors[entry.name]
+    array = tensor.numpy()
     if entry.role in ("parameter", "buffer"):  # the caller's, whose model is not to be trained in place
         array = array.copy()
-    return export.as_real(torch.from_numpy(array).to(device))
+    if tensor.dtype == ir.DataType.BFLOAT16:  # of which torch takes the bits alone from NumPy
+        array = array.view("uint16")
+    return export.as_real(torch.from_numpy(array).view(to_torch_dtype(tensor.dtype)).to(device))
