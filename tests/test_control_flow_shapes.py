@@ -139,6 +139,18 @@ def test_the_first_shape_of_a_state_may_follow_from_what_another_loop_makes(wher
     check(body, randoms(x=(4, 3), w=3), twin)
 
 
+@pytest.mark.parametrize("declared", ["[rows,3]", "[B,3]", "[4,3]", "[B,C]"])
+def test_what_a_loop_ends_with_has_a_rank_where_its_body_declares_one(declared):
+    """ONNX's inference leaves it open, as other steps might give it another."""
+    state = f"real{declared}"
+    body = f"""g (real[rows,3] x, real[3] w) => (real[rows] y) <int64 n = {{2}}, bool c = {{1}}, int64 one = {{1}}> {{
+      z = Cos(x)
+      f = Loop (n, c, z) <body = b (int64 t, bool ci, {state} s) => (bool co, {state} so) {{
+        co = Identity(ci) m = Mul(s, w) so = Sin(m) }}>
+      k = Sin(f) y = Gather <axis = 1> (k, one) }}"""
+    check(body, randoms(x=(4, 3), w=3), lambda x, w: torch.sin(torch.sin(torch.sin(torch.cos(x) * w) * w))[:, 1])
+
+
 RETURNS = {
     "Loop": """g (int64 n, real[3] w, real[T,3] x) => (real loss) <bool c = {1}, int64[1] k = {0}> {
       v = ReduceMean <keepdims = 0> (x, k)

@@ -13,14 +13,15 @@ def infer_loop_states(model: ir.Model) -> None:
 
     The assumption is that a state keeps its first shape. A size that the body then changes is left open, and the
     inference starts again, until the Loop agrees with what is assumed. A first shape may follow from what is assumed of
-    another Loop, before this one or around it.
+    another Loop, before this one or around it. What a body declares of a state that the Loop gives no shape is an assumption
+    as well; the names of its sizes are the body's own.
     """
     states = [
         (before, first, after, last)
         for node in model.graph.all_nodes()
         if node.op_type == "Loop" and (body := node.attributes["body"].as_graph())
         for before, first, after, last in zip(body.inputs[2:], node.inputs[2:], body.outputs[1:], node.outputs)
-        if before.shape is None and isinstance(before.type, ir.TensorType)
+        if (before.shape is None or last.shape is None) and isinstance(before.type, ir.TensorType)
     ]
     if not states:
         return
@@ -37,7 +38,8 @@ def infer_loop_states(model: ir.Model) -> None:
         general, fresh, unknown = {}, {}, []
         for state in states:
             before, first, after, _ = state
-            shape, found = assumed.get(before), (first.shape, after.shape)
+            shape = assumed.get(before)
+            found = (first.shape, _as_before(after.shape, known.get(before), shape))
             if shape is None:
                 fresh |= {before: first.shape.copy()} if first.shape is not None else {}
             elif not all(f is not None and len(f) == len(shape) for f in found):
@@ -53,6 +55,13 @@ def infer_loop_states(model: ir.Model) -> None:
             assumed = {before: assumed[before] for before, *_ in states if before in assumed}
         else:
             return
+
+
+def _as_before(after: ir.Shape | None, declared: ir.Shape | None, shape: ir.Shape | None) -> ir.Shape | None:
+    """What a step makes of a state of this shape: with its sizes where the body declares them to be those before the step."""
+    if any(s is None for s in (after, declared, shape)) or not len(after) == len(declared) == len(shape):
+        return after
+    return ir.Shape([s if same_dim(d, a) else a for a, d, s in zip(after, declared, shape)])
 
 
 def _holds(shape: ir.Shape, found: ir.Shape) -> bool:
