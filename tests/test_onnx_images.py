@@ -224,6 +224,29 @@ def test_what_follows_a_group_normalization_knows_its_rank():
     assert_trains_like(proto, twin, images(5, 5), W=W, G=scale, b=bias)
 
 
+GROUPS = "n = GroupNormalization <num_groups = 1> (h, G, b)"
+IN_A_BRANCH = f"""t = ReduceSum <keepdims = 0> (x) low = Constant <value = float {{-1000}}> () more = Greater (t, low)
+    r = If (more) <then_branch = yes () => (float[rows, 2, 5, 5] n) {{ {GROUPS} }}, else_branch = no () => (float[rows, 2, 5, 5] m) {{ m = Neg (h) }}>"""
+
+
+@pytest.mark.parametrize("where", ["graph", "branch", "function"])
+def test_a_group_normalization_of_opset_18_trains_wherever_it_is(where):
+    """Of scales of groups: ONNX calls it deprecated, and runtimes take it."""
+    call = {"graph": GROUPS.replace("n =", "r ="), "branch": IN_A_BRANCH, "function": "r = own.normalized (h, G, b)"}[
+        where
+    ]
+    proto = model(f"h = Mul (x, W) {call}", "2, 5, 5", 18, W=W, G=np.float32([1.5]), b=np.float32([0.1]))
+    if where == "function":
+        text = f'<domain: "own", opset_import: ["" : 18]> normalized (h, G, b) => (n) {{ {GROUPS} }}'
+        proto.functions.append(onnx.parser.parse_function(text))
+        proto.opset_import.append(onnx.helper.make_opsetid("own", 1))
+
+    def twin(x, W, G, b):
+        return F.group_norm(x * W, 1, G.expand(2), b.expand(2))
+
+    assert_trains_like(proto, twin, images(5, 5), W=W, G=np.float32([1.5]), b=np.float32([0.1]))
+
+
 @pytest.mark.parametrize("constant", [True, False])
 def test_the_axes_of_a_pad_may_be_given_in_32_bits(constant):
     """ONNX's inference reads them as int64 alone, and takes the model for broken."""

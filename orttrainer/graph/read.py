@@ -14,7 +14,7 @@ from orttrainer.errors import ModelError
 from orttrainer.graph.declared import forget_wrong_shapes
 from orttrainer.graph.inference import fits_together
 from orttrainer.graph.names import name_apart
-from orttrainer.graph.spelling import in_usual_spelling
+from orttrainer.graph.spelling import in_usual_spelling, nodes_of
 
 STANDARD_DOMAINS = ("", "ai.onnx", "ai.onnx.ml")
 
@@ -100,17 +100,18 @@ def _checkable(proto: onnx.ModelProto) -> onnx.ModelProto:
     """
     opset = max((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), default=1)
     unchecked = [op_type for op_type in UNCHECKED if op_type != "LayerNormalization" or opset < 17]
-    if not any(_open(proto)) and not any(node.op_type in unchecked for node in proto.graph.node):
+    if not any(_open(proto)) and not any(node.op_type in unchecked for node in nodes_of(proto)):
         return proto
     copy = onnx.ModelProto()
     copy.CopyFrom(proto)
     for value in _open(copy):
         value.type.tensor_type.elem_type = value.type.tensor_type.elem_type or onnx.TensorProto.FLOAT
         value.type.tensor_type.shape.SetInParent()
-    for node in copy.graph.node:
+    for node in nodes_of(copy):
         if node.domain == "" and node.op_type in unchecked:
             node.domain = _ASIDE
-    copy.opset_import.append(onnx.helper.make_opsetid(_ASIDE, 1))
+    for owner in (copy, *copy.functions):
+        owner.opset_import.append(onnx.helper.make_opsetid(_ASIDE, 1))
     return copy
 
 

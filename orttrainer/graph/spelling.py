@@ -62,7 +62,7 @@ def in_usual_spelling(proto: onnx.ModelProto) -> onnx.ModelProto:
     _return_identities(changed)
     for node in _without_axes(changed):
         node.attribute.append(onnx.helper.make_attribute("axes", [0, 2, 3]))
-    for node in _nodes(changed):
+    for node in nodes_of(changed):
         node.domain = _short(node.domain)
     for owner in (changed, *changed.functions):
         opsets = {_short(opset.domain): opset.version for opset in owner.opset_import}
@@ -100,7 +100,7 @@ def _has_sparse(proto: onnx.ModelProto) -> bool:
 
 def _names_default_domain(proto: onnx.ModelProto) -> bool:
     opsets = (opset for owner in (proto, *proto.functions) for opset in owner.opset_import)
-    return any(named.domain == _DEFAULT_DOMAIN for named in (*opsets, *_nodes(proto)))
+    return any(named.domain == _DEFAULT_DOMAIN for named in (*opsets, *nodes_of(proto)))
 
 
 def _lacks_version(proto: onnx.ModelProto) -> bool:
@@ -149,7 +149,7 @@ def _return_identities(proto: onnx.ModelProto) -> None:
 
 
 def _without_axes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
-    for node in _nodes(proto):
+    for node in nodes_of(proto):
         normalizes = node.op_type == "MeanVarianceNormalization" and _short(node.domain) == ""
         if normalizes and not any(attribute.name == "axes" for attribute in node.attribute):
             yield node
@@ -163,7 +163,7 @@ def _short_axes(proto: onnx.ModelProto) -> Iterator[tuple[onnx.GraphProto, onnx.
     if not pads:
         return
     known = {tensor.name: tensor for graph in _graphs(proto) for tensor in graph.initializer}
-    constants = (node for node in _nodes(proto) if node.op_type == "Constant")
+    constants = (node for node in nodes_of(proto) if node.op_type == "Constant")
     known |= {node.output[0]: value.t for node in constants for value in node.attribute if value.name == "value"}
     fed = {x.name for x in proto.graph.input}
     for graph, node in pads:
@@ -193,7 +193,7 @@ def _early_constants(proto: onnx.ModelProto) -> Iterator[tuple[onnx.GraphProto, 
 
 def _names(proto: onnx.ModelProto) -> set[str]:
     names = {value.name for graph in _graphs(proto) for value in (*graph.input, *graph.initializer)}
-    return names | {name for node in _nodes(proto) for name in node.output}
+    return names | {name for node in nodes_of(proto) for name in node.output}
 
 
 def _is_map(of: onnx.TypeProto) -> bool:
@@ -231,12 +231,13 @@ def _bodies(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.GraphProto]:
                 yield from _bodies(body.node)
 
 
-def _nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+def nodes_of(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    """Those of the graph, of functions, and of the bodies of both."""
     for owner in (*_graphs(proto), *proto.functions):
         yield from owner.node
 
 
 def _sparse_constants(proto: onnx.ModelProto) -> Iterator[onnx.AttributeProto]:
-    for node in _nodes(proto):
+    for node in nodes_of(proto):
         if node.op_type == "Constant":
             yield from (attribute for attribute in node.attribute if attribute.HasField("sparse_tensor"))
