@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from bad_input import raises
 from onnx_models import assert_trains_like, make, model
 
-from orttrainer import build_gradient
+from orttrainer import IODescription, ModelDescription, ORTTrainer, build_gradient
 from orttrainer.errors import GradientError, ModelError
 
 WEIGHT = np.random.default_rng(0).standard_normal((2, 4, 4)).astype(np.float32)
@@ -179,3 +179,20 @@ def test_constants_that_no_model_has_are_neither_named_nor_state(name, caplog):
     weight = WEIGHT if name == "ConvTranspose" else WEIGHT[0, :2]
     assert_trains_like(model(body, "2, 4", 18, W=weight), predict, batches, W=weight)
     assert not caplog.text
+
+
+# -- Initializers that are inputs, too ------------------------------------------------------------
+
+
+def test_an_input_with_a_default_is_one_where_it_is_described():
+    """And a constant or a weight where it is not: then nobody feeds it."""
+    factors = np.array([2, 3, 4], np.float32)
+    proto = model("h = Mul (x, t) r = MatMul (h, W)", "3", 18, W=V, t=factors)
+    proto.graph.input.append(onnx.helper.make_tensor_value_info("t", onnx.TensorProto.FLOAT, [3]))
+    assert_trains_like(proto, lambda x, W, t: (x * t) @ W, rows(), W=V, t=factors)
+    inputs = [IODescription("x", ["rows", 3]), IODescription("t", [3])]
+    desc = ModelDescription(inputs, [IODescription("loss", [])])
+    trainer = ORTTrainer(proto, None, desc, "SGDOptimizer", None, IODescription("rate", [1]), "cpu")
+    assert trainer.state_dict().keys() == {"W"}
+    x, t = rows()[0], torch.tensor([0.5, 0.7, -1.0])
+    torch.testing.assert_close(trainer.eval_step(x, t), ((x * t) @ torch.tensor(V)).square().mean())

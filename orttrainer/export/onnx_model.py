@@ -323,14 +323,16 @@ def _batch_norm_updates(graph, known):
 
 
 def _select_inputs(graph, names):
-    """Described inputs, in order; older files list initializers as inputs too."""
-    available = {v.name: v for v in graph.inputs if not v.is_initializer()}
+    """Described inputs, in order; older files list initializers as inputs too, and of one that is described that is its default."""
+    available = {v.name: v for v in graph.inputs if not v.is_initializer() or v.name in names}
     _check_known("input", names, available)
     open_inputs = [name for name in available if name not in names]
     if open_inputs:
         raise ModelError(
             f"the ONNX model needs the inputs {open_inputs} as well. Describe them in the ModelDescription."
         )
+    for name in graph.initializers.keys() & available.keys():
+        graph.initializers.pop(name).const_value = None
     graph.inputs.clear()
     graph.inputs.extend(available[name] for name in names)
 
