@@ -53,6 +53,7 @@ _WEIGHTS = {  # which inputs are weights and nothing else
     ),
     **dict.fromkeys(("Conv", "ConvTranspose", "Gemm"), (1, 2)),
 }
+_SCAN_OF_SAMPLES = 9  # the first opset in which a Scan is of one sample
 # The last opset whose Resize does not say where pixels are, and in which the numbers of Pad and Clip are attributes.
 _OF_ATTRIBUTES = 10
 
@@ -214,6 +215,11 @@ def _convert_opset(model):
     given = model.opset_imports.get("", _CONVERTED_TO)
     if given > MAX_OPSET and any(_is_new(node) for node in model.graph.all_nodes()):
         return
+    if scans := [node.name for node in model.graph.all_nodes() if node.op_type == "Scan" and given < _SCAN_OF_SAMPLES]:
+        raise ModelError(
+            f"the Scan nodes {_some(scans)} are of opset {given}, whose Scan takes batches of sequences and no newer one does; "
+            "export the model with opset 9 or later."
+        )
     UnreadValuesPass()(model)
     with unconvertible_aside(model):
         convert_opset(model, _CONVERTED_TO)
