@@ -41,3 +41,18 @@ def assert_trains_like(proto, predict, batches, **weights):
         optimizer.step()
     for name, twin in twins.items():
         torch.testing.assert_close(trainer.state_dict()[name], twin.detach())
+
+
+def assert_norm_trains(trainer, twin, W, batches, *names):
+    """As mean(twin(x @ W)^2) in PyTorch. `names`: of W, and of the twin's weight, bias and running mean."""
+    weight = torch.nn.Parameter(torch.tensor(W))
+    optimizer = torch.optim.SGD([weight, *twin.parameters()], LR.item())
+    for x in batches:
+        optimizer.zero_grad()
+        loss = twin(x @ weight).square().mean()
+        torch.testing.assert_close(trainer.train_step(x, LR), loss.detach())
+        loss.backward()
+        optimizer.step()
+    state = trainer.state_dict()
+    for name, value in zip(names, (weight, twin.weight, twin.bias, twin.running_mean), strict=True):
+        torch.testing.assert_close(state[name], value.detach())

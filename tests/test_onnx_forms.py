@@ -9,7 +9,7 @@ import onnxruntime
 import pytest
 import torch
 from bad_input import cases, raises
-from onnx_models import LOSS, assert_trains_like, make, model
+from onnx_models import LOSS, assert_norm_trains, assert_trains_like, make, model
 from small import LR
 
 from orttrainer import IODescription, ModelDescription, ORTTrainer, build_gradient
@@ -221,51 +221,6 @@ def test_weights_that_an_exporter_made_one_are_named_in_a_warning(caplog):
     assert "training=torch.onnx.TrainingMode.TRAINING" in caplog.text
 
 
-def assert_norm_trains(trainer, twin, *names):
-    """As mean(twin(x @ W)^2) in PyTorch. `names`: of W, and of the twin's weight, bias and running mean."""
-    weight = torch.nn.Parameter(torch.tensor(W))
-    optimizer = torch.optim.SGD([weight, *twin.parameters()], LR.item())
-    for x in BATCHES:
-        optimizer.zero_grad()
-        loss = twin(x @ weight).square().mean()
-        torch.testing.assert_close(trainer.train_step(x, LR), loss.detach())
-        loss.backward()
-        optimizer.step()
-    state = trainer.state_dict()
-    for name, value in zip(names, (weight, twin.weight, twin.bias, twin.running_mean), strict=True):
-        torch.testing.assert_close(state[name], value.detach())
-
-
-@pytest.mark.parametrize("training", [0, 1])
-@pytest.mark.parametrize("copies, statistics", [("mean = Identity (b) var = Identity (g)", "mean, var"), ("", "b, g")])
-def test_statistics_that_an_exporter_made_one_with_equal_weights_are_statistics(copies, statistics, training, caplog):
-    """Of a fresh BatchNorm the bias and the mean, the scale and the variance."""
-    outputs = "r, new_mean, new_var" if training else "r"
-    call = f"BatchNormalization <epsilon = 0.001, training_mode = {training}> (h, g, b, {statistics})"
-    weights = {"W": W, "b": np.zeros(4, np.float32), "g": np.ones(4, np.float32)}
-    trainer = make(model(f"{copies} h = MatMul (x, W) {outputs} = {call}", "3", 18, **weights), 3)
-    mean, var = ("mean", "var") if copies else ("b_mean", "g_var")
-    assert trainer.state_dict().keys() == {*weights, mean, var}
-    twin = torch.nn.BatchNorm1d(4, eps=0.001).train(bool(training))
-    assert_norm_trains(trainer, twin, "W", "g", "b", mean)
-    assert not caplog.text
-
-
-def test_statistics_that_others_read_as_well_stay_one_with_what_those_read():
-    body = (
-        "h = MatMul (x, W) r, new_m, new_v = BatchNormalization <training_mode = 1> (h, g, b, m, v) seen = Identity (m)"
-    )
-    weights = {"W": W, "g": np.ones(4), "b": np.zeros(4), "m": np.zeros(4), "v": np.ones(4)}
-    proto = model(body, "3", 18, **weights)
-    proto.graph.output.append(onnx.helper.make_tensor_value_info("seen", onnx.TensorProto.FLOAT, [4]))
-    desc = ModelDescription([IODescription("x", ["rows", 3])], [IODescription("loss", []), IODescription("seen", [4])])
-    trainer = ORTTrainer(proto, None, desc, "SGDOptimizer", None, IODescription("rate", [1]), "cpu")
-    assert trainer.state_dict().keys() == weights.keys()
-    trainer.train_step(BATCHES[0], LR)
-    mean = trainer.state_dict()["m"].clone()
-    torch.testing.assert_close(trainer.train_step(BATCHES[1], LR)[1], mean)
-
-
 def test_weights_that_are_only_read_through_an_identity_are_not_told_of(caplog):
     assert_trains_like(model("V = Identity (W) r = MatMul (x, V)", "3", 18, W=W), lambda x, W: x @ W, BATCHES, W=W)
     assert not caplog.text
@@ -358,7 +313,7 @@ def test_batch_normalization_in_the_training_form_of_old_exporters_trains(opset,
     trainer = make(old_normalization(opset, attributes), 3)
     twin = torch.nn.BatchNorm1d(4, eps=0.001, momentum=0.2)
     twin.weight.data, twin.bias.data = torch.tensor([1.0, 2, 3, 4]), torch.tensor([4.0, 3, 2, 1])
-    assert_norm_trains(trainer, twin, "W", "scale", "bias", "m")
+    assert_norm_trains(trainer, twin, W, BATCHES, "W", "scale", "bias", "m")
 
 
 def test_batch_normalization_of_single_pixels_is_refused():

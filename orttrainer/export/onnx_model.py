@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import onnx
 import onnx_ir as ir
@@ -20,9 +20,9 @@ from orttrainer.export.forms.half_spectra import HalfSpectraPass
 from orttrainer.export.forms.old_attributes import UnreadValuesPass, ValuesOfOneDtypePass
 from orttrainer.export.forward_graph import MAX_OPSET, ForwardGraph
 from orttrainer.export.initializers import constant_of
+from orttrainer.export.statistics import separate_statistics, statistics_of, updates_of
 from orttrainer.graph.builder import may_decide
 from orttrainer.graph.inference import infer_shapes
-from orttrainer.graph.names import free_name
 from orttrainer.graph.notes import Notes
 from orttrainer.graph.passes.batch_first import BatchFirstPass
 from orttrainer.graph.passes.one_sided import OneSidedPass
@@ -47,12 +47,6 @@ _FLOATS = (
 )
 _OLDEST_OPSET, _CONVERTED_TO = 17, 18
 _NAMED = 5  # so many of a list are named in a warning
-_WEIGHTS = {  # which inputs are weights and nothing else
-    **dict.fromkeys(
-        ("BatchNormalization", "GroupNormalization", "InstanceNormalization", "LayerNormalization"), (1, 2)
-    ),
-    **dict.fromkeys(("Conv", "ConvTranspose", "Gemm"), (1, 2)),
-}
 _SCAN_OF_SAMPLES = 9  # the first opset in which a Scan is of one sample
 # The last opset whose Resize does not say where pixels are, and in which the numbers of Pad and Clip are attributes.
 _OF_ATTRIBUTES = 10
@@ -92,12 +86,12 @@ def as_forward_graph(model: ir.Model) -> ForwardGraph:
     HalfSpectraPass()(model)
     made = model.graph.initializers.keys() - given
     model.ir_version = min(model.ir_version, 10)
-    _separate_statistics(model.graph)
     said = Notes.of(model)
+    separate_statistics(model, {*said.parameters, *said.buffers})
     said.mark(model)
     updates = said.known_updates(model.graph)
-    updates |= _batch_norm_updates(model.graph, updates)
-    statistics = {_original(v).name for n in model.graph if _is_batch_norm(n) for v in n.inputs[3:5]}
+    updates |= updates_of(model.graph, updates)
+    statistics = statistics_of(model.graph)
     initializers = model.graph.initializers
     unsaid = initializers.keys() - {*said.parameters, *said.buffers}
     constant = made | {n for n, v in initializers.items() if n in unsaid and _is_constant(v)}
@@ -256,76 +250,6 @@ def _name_coordinates(resize):
         ("nearest_mode", "ceil" if smaller else "floor"),
     ):
         resize.attributes[name] = ir.AttrString(name, value)
-
-
-def _is_batch_norm(node):
-    return node.op_type == "BatchNormalization" and node.domain in ("", "ai.onnx")
-
-
-def _original(value):
-    """What a Sum of one input copies; our own exports put one before a BatchNormalization."""
-    producer = value.producer()
-    copied = producer is not None and producer.op_type == "Sum" and len(producer.inputs) == 1
-    return producer.inputs[0] if copied else value
-
-
-def _separate_statistics(graph):
-    """Give a BatchNormalization a mean and a variance of its own, where an exporter let it share a weight that is equal."""
-    for node in filter(_is_batch_norm, list(graph)):
-        for index, role in ((3, "mean"), (4, "var")):
-            given = source = node.inputs[index]
-            while (producer := source.producer()) is not None and producer.op_type == "Identity":
-                source = producer.inputs[0]
-            if not source.is_initializer() or not any(
-                place in _WEIGHTS.get(n.op_type, ()) for n, place in _readers(source)
-            ):
-                continue
-            name = f"{source.name}_{role}"
-            if given is not source:
-                given.name, name = f"{given.name}/shared", given.name
-            taken = {*graph.initializers, *(y.name for n in graph.all_nodes() for y in n.outputs)}
-            name = free_name(name, taken)
-            own = ir.Value(
-                name=name, type=source.type, shape=source.shape, const_value=_copied(source.const_value, name)
-            )
-            graph.register_initializer(own)
-            node.replace_input_with(index, own)
-    for node in [n for n in graph if n.op_type == "Identity" and not n.outputs[0].uses()]:
-        if not node.outputs[0].is_graph_output():
-            graph.remove(node, safe=True)
-
-
-def _readers(value: ir.Value) -> Iterator[tuple[ir.Node, int]]:
-    """Who reads a value, also through an Identity, and as which input."""
-    for node, place in value.uses():
-        yield node, place
-        if node.op_type == "Identity":
-            yield from _readers(node.outputs[0])
-
-
-def _copied(tensor, name):
-    return ir.Tensor(tensor.numpy().copy(), tensor.dtype, shape=tensor.shape, name=name)
-
-
-def _batch_norm_updates(graph, known):
-    """The new running statistics of training BatchNormalizations as outputs: buffer -> output; of others than the known."""
-    updates = {}
-    for node in graph:
-        if not _is_batch_norm(node) or not node.attributes.get_int("training_mode", 0):
-            continue
-        node.resize_outputs(3)
-        for statistic, output in zip(node.inputs[3:5], node.outputs[1:3]):
-            statistic = _original(statistic)
-            if not statistic.is_initializer() or statistic.name in known:
-                continue
-            if statistic.name in updates:
-                raise ModelError(f"two BatchNormalizations update {statistic.name!r}; give each statistics of its own.")
-            output.name = output.name or f"{statistic.name}_update"
-            output.type, output.shape = statistic.type, statistic.shape
-            if not output.is_graph_output():
-                graph.outputs.append(output)
-            updates[statistic.name] = output.name
-    return updates
 
 
 def _select_inputs(graph, names):
