@@ -27,9 +27,9 @@ def make(proto: onnx.ModelProto, *sizes: int, **options) -> ORTTrainer:
     return ORTTrainer(proto, None, desc, "SGDOptimizer", None, IODescription("rate", [1]), "cpu", **options)
 
 
-def assert_trains_like(proto, predict, batches, **weights):
-    """`predict(x, **weights)` is the twin in PyTorch; the loss is the mean of the squares."""
-    trainer = make(proto, *batches[0].shape[1:])
+def assert_trains_like(proto, predict, batches, sizes=None, **weights):
+    """`predict(x, **weights)` is the twin in PyTorch; the loss is the mean of the squares. `sizes`: of x, if some are unknown."""
+    trainer = make(proto, *(sizes or batches[0].shape[1:]))
     assert trainer.state_dict().keys() == weights.keys()
     twins = {name: torch.tensor(weight, requires_grad=True) for name, weight in weights.items()}
     optimizer = torch.optim.SGD(twins.values(), LR.item())

@@ -1,12 +1,15 @@
-"""Models of opsets 12 to 17: forms that operators had then."""
+"""Models of opsets 8 to 17: forms that operators had then."""
 
 import numpy as np
 import onnx
 import pytest
 import torch
+from bad_input import raises
+from onnx_models import assert_trains_like, make, model
 from test_control_flow import check, randoms
 
 from orttrainer import build_gradient
+from orttrainer.errors import ModelError
 from orttrainer.testing.check import _run_onnxruntime
 
 # name: opset, body, shapes of the inputs
@@ -89,3 +92,45 @@ def test_what_only_dead_code_of_a_branch_reads_has_zeros_for_a_gradient():
     x = np.ones((2, 3), np.float32)
     found = _run_onnxruntime(build_gradient(proto, of="y"), {"x": x, "q": np.array(True), "y_cotangent": x})
     assert found["w_grad"].tolist() == [2, 2, 2] and found["u_grad"].tolist() == [0, 0, 0]
+
+
+def scanned(attributes="", lengths="") -> onnx.ModelProto:
+    """The Scan of opset 8: its first input is the lengths, then come states and sequences of a batch; the body sees one."""
+    body = "(float[4] s, float[4] v) => (float[4] s2, float[4] w) { m = Mul (s, U) s2 = Add (m, v) w = Tanh (s2) }"
+    call = f"last, all = Scan <num_scan_inputs = 1 {attributes}, body = b {body}> ({lengths}, start, h)"
+    sums = "e = ReduceSum <axes = [1], keepdims = 0> (all) r = Add (e, last)"
+    return model(
+        f"h = MatMul (x, W) start = ReduceMax <axes = [1], keepdims = 0> (h) {call} {sums}",
+        "time, 3",
+        8,
+        **SCANNED,
+    )
+
+
+SCANNED = {
+    "W": np.random.default_rng(0).standard_normal((3, 4), np.float32) / 4,
+    "U": np.float32([0.5, -0.4, 0.3, 0.2]),
+}
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_scan_of_opset_8_is_one_over_each_sequence_of_a_batch(reverse):
+    def twin(x, W, U):
+        h = x @ W
+        state, total = h.amax(1), 0
+        for step in range(h.shape[1])[:: -1 if reverse else 1]:
+            state = state * U + h[:, step]
+            total = total + torch.tanh(state)
+        return total + state
+
+    batches = [torch.randn(k + 1, 4 - k, 3, generator=torch.Generator().manual_seed(k)) for k in range(3)]
+    assert_trains_like(scanned(", directions = [1]" if reverse else ""), twin, batches, sizes=["time", 3], **SCANNED)
+
+
+def test_the_lengths_of_the_scan_of_opset_8_are_refused():
+    proto = scanned(lengths="lengths")
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array([3, 2]), "lengths"))
+    with raises(
+        ModelError, "the Scan that makes 'last' is told the lengths of sequences...export the model with a newer opset"
+    ):
+        make(proto, "time", 3)

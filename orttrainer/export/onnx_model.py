@@ -14,6 +14,7 @@ from orttrainer.differentiate.limits import only_instructs
 from orttrainer.differentiate.prepare.bodies import without_shadowed_functions
 from orttrainer.differentiate.prepare.opsets import unconvertible_aside
 from orttrainer.errors import ModelError, UnknownNameError
+from orttrainer.export.forms import old_scan
 from orttrainer.export.forms.double_erf import DoubleErfPass
 from orttrainer.export.forms.double_recurrent import DoubleRecurrentPass
 from orttrainer.export.forms.half_spectra import HalfSpectraPass
@@ -47,7 +48,6 @@ _FLOATS = (
 )
 _OLDEST_OPSET, _CONVERTED_TO = 17, 18
 _NAMED = 5  # so many of a list are named in a warning
-_SCAN_OF_SAMPLES = 9  # the first opset in which a Scan is of one sample
 # The last opset whose Resize does not say where pixels are, and in which the numbers of Pad and Clip are attributes.
 _OF_ATTRIBUTES = 10
 
@@ -209,14 +209,13 @@ def _convert_opset(model):
     given = model.opset_imports.get("", _CONVERTED_TO)
     if given > MAX_OPSET and any(_is_new(node) for node in model.graph.all_nodes()):
         return
-    if scans := [node.name for node in model.graph.all_nodes() if node.op_type == "Scan" and given < _SCAN_OF_SAMPLES]:
-        raise ModelError(
-            f"the Scan nodes {_some(scans)} are of opset {given}, whose Scan takes batches of sequences and no newer one does; "
-            "export the model with opset 9 or later."
-        )
+    if given == old_scan.OPSET:
+        old_scan.check_scans(model)
     UnreadValuesPass()(model)
     with unconvertible_aside(model):
         convert_opset(model, _CONVERTED_TO)
+    if given == old_scan.OPSET:
+        old_scan.BatchedScanPass()(model)
     if given <= _OF_ATTRIBUTES and model.opset_imports.get("") == _CONVERTED_TO:
         ValuesOfOneDtypePass()(model)
         for node in model.graph.all_nodes():
