@@ -12,7 +12,7 @@ from onnx_models import assert_trains_like, make, model
 from small import LR
 
 from orttrainer import build_gradient
-from orttrainer.errors import ModelError, UnknownNameError
+from orttrainer.errors import UnknownNameError
 
 WEIGHT = np.random.default_rng(0).standard_normal((2, 5, 2)).astype(np.float32)
 FACTORS = np.random.default_rng(1).standard_normal((2, 4)).astype(np.float32)
@@ -204,14 +204,3 @@ def test_a_constant_of_integers_is_one_before_opset_9_too(opset):
     body = "shape = Constant <value = int64[2] {-1, 8}> () h = Mul (x, W) r = Reshape (h, shape)"
     proto = model(body, "2, 4", opset, W=FACTORS)
     assert_trains_like(proto, lambda x, W: (x * W).reshape(-1, 8), batches(2, 4), W=FACTORS)
-
-
-def test_a_scan_that_takes_batches_of_sequences_is_refused():
-    """As of opset 8 alone; ONNX's converter takes it for that of opset 9."""
-    scan = """h = Mul (x, W) f, r = Scan <num_scan_inputs = 1, body = step (float[4] s, float[4] v) => (float[4] t, float[4] u) {
-      t = Add (s, v) u = Tanh (t) }> (, i, h)"""
-    proto = with_initializers(model(scan, "2, 4", 8, W=FACTORS), i=np.zeros((2, 4), np.float32))
-    with raises(
-        ModelError, "the Scan nodes ... are of opset 8, whose Scan takes batches of sequences ... opset 9 or later"
-    ):
-        make(proto, 2, 4)

@@ -91,6 +91,39 @@ def test_a_gradient_by_scales_that_are_numbers_as_well_is_refused():
         make(model(body, "2, 4, 4", 18, W=WEIGHT, V=[1, 1, 1, 1]), 2, 4, 4)
 
 
+# -- Inputs that have a default, or no reader -----------------------------------------------------
+
+
+def with_input(kind: str, **initializers) -> onnx.ModelProto:
+    """Of an input t beside x, which is `kind`."""
+    proto = model(
+        "h = Mul (x, W) r = Mul (h, t)" if initializers else "r = Mul (x, W)", "4", 18, W=WEIGHT[0, 0], **initializers
+    )
+    proto.graph.input.append(
+        onnx.helper.make_value_info("t", onnx.parser.parse_graph(f"g ({kind} t) => () {{}}").input[0].type)
+    )
+    return proto
+
+
+@pytest.mark.parametrize("described", [False, True])
+def test_an_input_with_a_default_is_a_weight_unless_it_is_described(described):
+    proto, t = with_input("float[4]", t=[2, 3, 4, 5]), torch.tensor([0.5, 1, 1.5, 2])
+    inputs = [IODescription("x", ["rows", 4])] + [IODescription("t", [4])] * described
+    desc = ModelDescription(inputs, [IODescription("loss", [])])
+    trainer = ORTTrainer(proto, None, desc, "SGDOptimizer", None, IODescription("rate", [1]), "cpu")
+    assert trainer.state_dict().keys() == ({"W"} if described else {"W", "t"})
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    read = t if described else torch.tensor([2.0, 3, 4, 5])
+    loss = trainer.train_step(x, *[t] * described, torch.tensor([0.1]))
+    torch.testing.assert_close(loss, (x * torch.tensor(WEIGHT[0, 0]) * read).square().mean())
+
+
+@pytest.mark.parametrize("kind", ["seq(float[2])", "optional(float[2])", "float[2]"])
+def test_an_input_that_nothing_reads_need_not_be_described(kind):
+    batches = [torch.randn(3, 4, generator=torch.Generator().manual_seed(step)) for step in range(2)]
+    assert_trains_like(with_input(kind), lambda x, W: x * W, batches, W=WEIGHT[0, 0])
+
+
 # -- Initializers of the bodies of If and Loop ----------------------------------------------------
 
 V = np.random.default_rng(1).standard_normal((3, 4)).astype(np.float32)

@@ -255,7 +255,7 @@ def _select_inputs(graph, names):
     """Described inputs, in order; older files list initializers as inputs too, and of one that is described that is its default."""
     available = {v.name: v for v in graph.inputs if not v.is_initializer() or v.name in names}
     _check_known("input", names, available)
-    open_inputs = [name for name in available if name not in names]
+    open_inputs = [name for name, value in available.items() if name not in names and value.uses()]
     if open_inputs:
         raise ModelError(
             f"the ONNX model needs the inputs {open_inputs} as well. Describe them in the ModelDescription."
