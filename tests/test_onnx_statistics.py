@@ -243,3 +243,17 @@ def test_statistics_that_forward_reads_for_something_else_stay_one():
     trainer.train_step(BATCHES[0], LR)
     for name in "mv":
         torch.testing.assert_close(trainer.state_dict()[name], torch.tensor(NORM[name]), rtol=0, atol=0)
+
+
+def test_layers_whose_equal_statistics_an_exporter_made_one_have_each_their_own():
+    body = """c = Identity (m) k = MatMul (x, W) h, m2, v2 = BatchNormalization <training_mode = 1> (k, g, b, m, v)
+        r, m3, v3 = BatchNormalization <training_mode = 1> (h, g, b, c, u)"""
+    trainer = make(model(body, "3", 18, u=NORM["v"], W=W, **NORM), 3)
+    trainer.train_step(rows(), LR)
+    state = trainer.state_dict()
+    for name, mean in {
+        "m": (rows().numpy() @ W).mean(0),
+        "c": NORM["b"],
+    }.items():  # what the second reads has the mean b
+        expected = 0.9 * NORM["m"] + 0.1 * mean
+        np.testing.assert_allclose(state[name].numpy(), expected, rtol=1e-4, atol=1e-6)

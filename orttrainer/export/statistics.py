@@ -25,7 +25,7 @@ _ON_DATA = frozenset(["Add", "Mul"])  # as exporters write the bias and the scal
 
 
 def separate_statistics(model: ir.Model, said: Container[str]) -> None:
-    """Give a BatchNormalization a mean and a variance of its own, where an exporter let it share a weight that is equal.
+    """Give a BatchNormalization a mean and a variance of its own, where an exporter let it share an equal weight, or that of another.
 
     Args:
         said: initializers of which the model says itself what they are.
@@ -39,7 +39,9 @@ def separate_statistics(model: ir.Model, said: Container[str]) -> None:
             if not source.is_initializer() or source.name in said:
                 continue
             called = _called(given)
-            if weights := [v for v, reader, place in _readers(source) if _is_weight(v, reader, place, called, fixed)]:
+            readers = list(_readers(source))
+            weights = [v for v, reader, place in readers if _is_weight(v, reader, place, called, fixed)]
+            if weights or (called is not source and any(_is_statistic(v, *at, called) for v, *at in readers)):
                 if called not in names:
                     names[called] = _name_of_its_own(source, called, weights) or f"{source.name}_{role}"
                 node.replace_input_with(index, _own(graph, source, given, names[called]))
@@ -148,6 +150,11 @@ def _is_weight(value: ir.Value, reader: ir.Node, place: int, statistic: ir.Value
     if reader.op_type == "BatchNormalization" or _is_copy(reader) or all(x in fixed for x in node_inputs(reader)):
         return False
     return reader.op_type in _ON_DATA or value is not statistic
+
+
+def _is_statistic(value: ir.Value, reader: ir.Node, place: int, statistic: ir.Value) -> bool:
+    """Whether another layer has it as a statistic, by another name."""
+    return reader.op_type == "BatchNormalization" and place in (3, 4) and value is not statistic
 
 
 def _without_data(graph: ir.Graph) -> set[ir.Value]:
