@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 
+from orttrainer.export.values.builtin_types import KINDS, exact_types, types_of
 from orttrainer.export.values.domains import Domains, is_value, value_of
 from orttrainer.export.values.ranges import Range, is_symbolic
 from orttrainer.export.values.told import UNTOLD, by_torch, formats
@@ -37,8 +38,6 @@ _EVERYWHERE = {  # defined for all finite numbers
     "asinh", "atan", "atan2", "cbrt", "copysign", "cos", "degrees", "erf", "erfc", "fabs", "hypot", "radians", "sin", "tan", "tanh",
 }  # fmt: skip
 _ABOVE = {"log": 0, "log10": 0, "log1p": -1, "log2": 0}  # defined for all finite numbers that are more
-_NUMBERS = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}  # of the types that symbols stand for
-
 _CONVERTED = (torch.SymInt, int), (torch.SymFloat, int), (torch.SymFloat, float), (torch.SymInt, float)
 
 
@@ -56,10 +55,7 @@ def symbolic(wrapper: torch.nn.Module) -> Iterator[None]:
         "range": Range,
     }
     builtins |= {"min": _least(min, domains), "max": _least(max, domains)}
-    if hints is not None and hints.builtins:
-        from orttrainer.export.values.hints import builtins_of  # here: with it comes sympy
-
-        builtins |= builtins_of(domains)
+    builtins |= types_of(domains, of_numbers=hints is not None and hints.builtins)
     of_math = {
         name: _of_values(getattr(math, name), by, domains, name not in _EVERYWHERE) for name, by in _MATH.items()
     }
@@ -91,12 +87,13 @@ def symbolic(wrapper: torch.nn.Module) -> Iterator[None]:
                 theirs = getattr(statistics, name)
                 stand_ins[theirs] = _mean(theirs)
                 stack.enter_context(mock.patch.object(statistics, name, stand_ins[theirs]))
+        stand_ins |= stack.enter_context(exact_types())
         stack.enter_context(mock.patch.object(random.Random, "seed", _seed(random.Random.seed)))
         for scope in scopes(wrapper):
             imported = {
                 name: stand_ins[x]
                 for name, x in scope.items()
-                if isinstance(x, (BuiltinFunctionType, FunctionType)) and x in stand_ins
+                if isinstance(x, (BuiltinFunctionType, FunctionType, type)) and x in stand_ins
             }
             own = {name: function for name, function in builtins.items() if name not in scope}
             stack.enter_context(mock.patch.dict(scope, imported | own))
@@ -130,7 +127,7 @@ def _len(sized):
 
 
 def _isinstance(x, kinds):
-    return isinstance(x, kinds) or (type(x) in _NUMBERS and isinstance(_NUMBERS[type(x)], kinds))
+    return isinstance(x, kinds) or (type(x) in KINDS and isinstance(KINDS[type(x)](), kinds))
 
 
 def _untold(builtin: type, theirs: Callable) -> Callable:

@@ -20,13 +20,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from orttrainer.export.values.domains import Domains
 from orttrainer.export.values.numbers import is_drawn, said_of_drawn
-from orttrainer.export.values.ranges import is_symbolic
 from orttrainer.export.values.sizes import of_trace
 from orttrainer.export.values.told import Told, leaves, place, what
 
-__all__ = ["Decided", "Hints", "builtins_of"]
+__all__ = ["Decided", "Hints"]
 
 _COMPARISONS = {"<": "lt", "<=": "le", ">": "gt", ">=": "ge"}
 
@@ -286,45 +284,3 @@ class _OnTensors(PythonReferenceAnalysis):
     @staticmethod
     def round_to_int(x, dtype):
         return x.round().to(dtype)
-
-
-# ---------------------------------------------------------------- int(), float() and list()
-
-
-class _Builtin(type):
-    """A type that makes symbols of tensors, and else is the builtin one."""
-
-    def __call__(cls, *args, **kwargs):
-        x = args[0] if args else None
-        if len(args) == 1 and isinstance(x, torch.Tensor):
-            x = (x.long() if x.dtype == torch.bool else x).item()  # torch would decide by a truth
-        if len(args) == 1 and cls.builtin is list and is_symbolic(x):
-            return x
-        if cls.builtin is not list and isinstance(x, (torch.SymInt, torch.SymFloat)):
-            if cls.builtin is int:
-                cls.domains.check_finite(int, x)
-            return _SYMBOLIC[cls.builtin](x)
-        return cls.builtin(*args, **kwargs)
-
-    def __instancecheck__(cls, x):
-        return isinstance(x, cls.builtin)
-
-    def __subclasscheck__(cls, x):
-        return issubclass(x, cls.builtin)
-
-    def __eq__(cls, other):
-        return other is cls.builtin or other is cls
-
-    def __hash__(cls):
-        return hash(cls.builtin)
-
-    def __getattr__(cls, name):
-        return getattr(cls.builtin, name)
-
-
-_SYMBOLIC = {int: torch.sym_int, float: torch.sym_float}
-
-
-def builtins_of(domains: Domains) -> dict[str, type]:
-    """`int` and `float`, which raise as Python's, and `list`."""
-    return {x.__name__: _Builtin(x.__name__, (), {"builtin": x, "domains": domains}) for x in (*_SYMBOLIC, list)}
