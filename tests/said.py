@@ -27,7 +27,8 @@ class Said(nn.Module):
 
 
 def engine_of(module):
-    description = ModelDescription([IODescription("x", ["n", 3])], [IODescription("loss", [])])
+    x = IODescription("x", ["n", 3], module.layer.weight.dtype)
+    description = ModelDescription([x], [IODescription("loss", [])])
     return Engine(module, None, description, OptimizerChoice("SGDOptimizer", clip=False), Settings())
 
 
@@ -39,7 +40,7 @@ def batch(number, rows=4):
 def train(factor, batches):
     """Compare each step with PyTorch's; how many ways there are at the end."""
     torch.manual_seed(0)
-    ours = Said(factor)
+    ours = Said(factor).to(batches[0]["x"].dtype)
     twin, engine = copy.deepcopy(ours), engine_of(ours)
     for feeds in batches:
         step(engine, twin, feeds, RATE)

@@ -42,30 +42,53 @@ FORMS = {  # and how many graphs the sizes need
     "is empty": (lambda x: (2.0 if range(len(x) - 1) else 3.0) + len(range(2, len(x) - 4)) + (not range(len(x), 9)), 2),
     "a key": (lambda x: {range(7): 2.0}.get(range(len(x)), 3.0), 4),
     "its length and its bounds": (
-        lambda x: len(r := range(2, len(x) + 5, 2)) + r.start * 0.1 + r.stop * 0.3 + r.step * 0.7 + len(range(-len(x), 3, 4)),
+        lambda x: (
+            len(r := range(2, len(x) + 5, 2)) + r.start * 0.1 + r.stop * 0.3 + r.step * 0.7 + len(range(-len(x), 3, 4))
+        ),
         1,
     ),
     "numbers at places": (lambda x: range(1, len(x) + 3, 2)[-1] + range(len(x))[0], 1),
-    "the place of a number": (lambda x: range(len(x), -1, -2).index(len(x) - 2 * (len(x) > 1)) + range(len(x)).count(6), 3),
+    "the place of a number": (
+        lambda x: range(len(x), -1, -2).index(len(x) - 2 * (len(x) > 1)) + range(len(x)).count(6),
+        3,
+    ),
     "rows from the end": (lambda x: weighted(x[range(len(x) - 1, -1, -1)]), 1),
-    "rows of a part": (lambda x: weighted(x[range(len(x))[::-2]]) + x[range(len(x))[-3:]].sum() + len(range(len(x))[1:9:3]), 1),
+    "rows of a part": (
+        lambda x: weighted(x[range(len(x))[::-2]]) + x[range(len(x))[-3:]].sum() + len(range(len(x))[1:9:3]),
+        1,
+    ),
     "rows of none": (lambda x: x[range(0, len(x) - 2)].sum() + x[range(3, len(x) - 2, 2)].sum() + 1, 1),
     "rows of a list from the end": (lambda x: weighted(x[list(reversed(range(len(x))))]), 4),
     "copies": (lambda x: weighted(x[copy.copy(range(len(x)))]) + x[copy.deepcopy(range(1, len(x)))].sum(), 1),
-    "read back": (lambda x: len(pickle.loads(pickle.dumps(range(len(x))))) + sum(pickle.loads(pickle.dumps(range(len(x))))), 4),
+    "read back": (
+        lambda x: len(pickle.loads(pickle.dumps(range(len(x))))) + sum(pickle.loads(pickle.dumps(range(len(x))))),
+        4,
+    ),
     "a text": (lambda x: len(repr(range(len(x) + 3))) + len(str(range(1, len(x), 2))), 4),
     "its kind": (
-        lambda x: 2.0 if isinstance(r := range(len(x)), range) and isinstance(r, collections.abc.Sequence) and type(r) is range else 3.0,
+        lambda x: (
+            2.0
+            if isinstance(r := range(len(x)), range) and isinstance(r, collections.abc.Sequence) and type(r) is range
+            else 3.0
+        ),
         1,
     ),
-    "errors": (lambda x: error(range, 0, len(x), 0) + error(range, len(x), 0.5) + error(lambda: range(len(x))[len(x)]), 1),
-    "other errors": (lambda x: error(range(len(x)).index, 99) + error(range, 0, len(x), 1, 2) + error(range(len(x)).index, "a"), 1),
+    "errors": (
+        lambda x: error(range, 0, len(x), 0) + error(range, len(x), 0.5) + error(lambda: range(len(x))[len(x)]),
+        1,
+    ),
+    "other errors": (
+        lambda x: error(range(len(x)).index, 99) + error(range, 0, len(x), 1, 2) + error(range(len(x)).index, "a"),
+        1,
+    ),
     "what Python makes of all numbers": (
-        lambda x: sum(range(len(x))) + max(*range(len(x) + 1)) + sorted(range(len(x)))[-1] + len({*range(len(x))} & {1, 5}),
+        lambda x: (
+            sum(range(len(x))) + max(*range(len(x) + 1)) + sorted(range(len(x)))[-1] + len({*range(len(x))} & {1, 5})
+        ),
         4,
     ),
     "draws": (lambda x: random.Random(0).sample(range(len(x)), 1)[0] + random.Random(0).choice(range(len(x))), 4),
-}  # fmt: skip
+}
 LONG = (
     "has a float",
     "read back",

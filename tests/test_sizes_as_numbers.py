@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import statistics
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -148,3 +150,34 @@ def test_a_quotient_of_what_no_size_makes_negative_is_one_operator():
     engine = engine_of(Said(lambda x: (len(x) * 3 + 1) // 2 + 100 // len(x)))
     engine.train_step(numbered(0), 0.05)
     assert "Mod" not in {node.op_type for node in engine.training_graph.graph.graph}
+
+
+NUMBERS = {  # and how many graphs the sizes need
+    "powers": (lambda x: 0.9 ** len(x) + len(x) ** -1 + (len(x) / 3) ** 2 + len(x) ** 0.5 + 2 ** len(x) / 300, 1),
+    "powers to powers": (lambda x: (len(x) * 0.2) ** len(x) + (len(x) * 0.2) ** (len(x) / 3) + (-len(x)) ** 3 * 0.1, 1),
+    "powers modulo a number": (lambda x: pow(len(x), 3, 7) + pow(3, len(x), 7) + pow(2, 3, 5) + pow(0.9, len(x)), 4),
+    "roots by NumPy": (lambda x: float(np.sqrt(len(x))) + x[: int(float(np.sqrt(len(x))))].sum(), 1),
+    "bits": (lambda x: (len(x) | 1) + 10 * (3 ^ len(x)) + 0.1 * (6 & len(x)) + 0.3 * (len(x) & (len(x) + 3)), 1),
+    "bits below 0": (lambda x: ~len(x) + 10 * (-len(x) & 5) + 0.1 * (len(x) & -4) + 0.3 * (-len(x) ^ 3), 1),
+    "moved bits": (lambda x: (len(x) << 2) + 10 * (-len(x) >> 1) + 0.1 * (1 << len(x)) + 0.3 * (1000 >> len(x)), 1),
+    "an odd size": (lambda x: 2.0 if len(x) & 1 else 3.0, 2),
+    "counted bits": (lambda x: len(x).bit_count() + 10 * len(x).bit_length(), 4),
+    "itself": (lambda x: len(x).real + len(x).imag + 10 * len(x).numerator + math.floor(len(x)) + math.ceil(len(x)), 1),
+    "tens and hundreds": (lambda x: round(len(x) * 13, -1) + 0.1 * round(-len(x) * 25, -2) + round(len(x), 1), 1),
+    "rows by tens": (lambda x: x[: round(len(x) + 3, -1)].sum() + round((x > 0.4).sum().item() * 15, -1), 1),
+    "means": (lambda x: statistics.mean([len(x), 2]) + 10 * statistics.fmean([len(x), 2.5]), 1),
+    "exact sums": (lambda x: math.fsum([0.1] * 9 + [len(x) * 0.1, 1e9, -1e9]) + int(math.fsum([len(x) / 70] * 10)), 1),
+    "steps": (
+        lambda x: (
+            (torch.linspace(0.5, -2, len(x), dtype=x.dtype) @ x).sum() + torch.linspace(0, 9, steps=len(x) + 1).sum()
+        ),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_what_python_computes_of_a_size_is_each_batchs(name, dtype):
+    factor, graphs = NUMBERS[name]
+    assert train_said(factor, [{"x": numbered(2 * n, n)["x"].to(dtype)} for n in (8, 7, 1, 6)]) == graphs

@@ -226,6 +226,13 @@ def _truediv(self, other):
     return op.Div(_in_float64(self), _in_float64(other))
 
 
+def _pow(self, other):
+    """operator.pow, of numbers; torch's own form of a float and a whole one has that of neither."""
+    if all(isinstance(x, int) or getattr(x, "dtype", None) == ir.DataType.INT64 for x in (self, other)):
+        return core.aten_pow(self, other)
+    return op.Pow(_in_float64(self), _in_float64(other))
+
+
 def _root(self):
     """torch.sym_sqrt, math.sqrt of a size."""
     return op.Sqrt(_in_float64(self))
@@ -240,6 +247,7 @@ TRANSLATIONS = {
     round: _round,
     torch.sym_sqrt: _root,
     aten._local_scalar_dense.default: _local_scalar_dense,
+    operator.pow: _pow,
     operator.truediv: _truediv,
     torch.sym_float: _in_float64,
     aten.addbmm.default: _addbmm,

@@ -100,6 +100,16 @@ def _arange(*bounds, dtype=None, **options):
     return torch.arange(*bounds, dtype=dtype, **options)
 
 
+def _linspace(start, end, steps, *, dtype=None, **options):
+    """torch.linspace, of which the tracer has to know the number of steps: as torch counts, from the nearer end."""
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    if not isinstance(steps, torch.SymInt) or dtype not in (torch.float32, torch.float64):
+        return torch.linspace(start, end, steps, dtype=dtype, **options)
+    place, last = torch.arange(steps, dtype=dtype, **options), torch.sym_max(steps - 1, 1)
+    step = (end - start) / last
+    return torch.where(place * 2 < last, start + step * place, end - step * (last - place))
+
+
 def _shifted(sign):
     """torch.fft.fftshift, or with -1 ifftshift, by half of each axis, whose size may be a symbol."""
 
@@ -235,6 +245,7 @@ REWRITES = {
     torch.roll: _rolled(torch.roll),
     torch.Tensor.roll: _rolled(torch.Tensor.roll),
     torch.arange: _arange,
+    torch.linspace: _linspace,
     torch.fft.fftshift: _shifted(1),
     torch.fft.ifftshift: _shifted(-1),
     torch.div: _quotient,

@@ -23,6 +23,7 @@ from orttrainer.export.values.builtin_types import KINDS, exact_types, types_of
 from orttrainer.export.values.domains import Domains, is_value, value_of
 from orttrainer.export.values.ranges import Range, is_symbolic
 from orttrainer.export.values.told import UNTOLD, by_torch, formats
+from orttrainer.export.values.whole_numbers import spelled_out
 
 __all__ = ["scopes", "symbolic"]
 
@@ -50,6 +51,7 @@ def symbolic(wrapper: torch.nn.Module) -> Iterator[None]:
     builtins = {
         "len": _len,
         "divmod": _divmod(domains),
+        "pow": _power,
         "round": _round(domains),
         "isinstance": _isinstance,
         "range": Range,
@@ -60,11 +62,12 @@ def symbolic(wrapper: torch.nn.Module) -> Iterator[None]:
         name: _of_values(getattr(math, name), by, domains, name not in _EVERYWHERE) for name, by in _MATH.items()
     }
     of_math |= {name: _truth(getattr(math, name), by, domains) for name, by in _TRUTHS.items()}
-    of_math |= {"dist": _dist(math.dist), "fsum": _sum(math.fsum), "modf": _modf(math.modf, domains)}
+    of_math |= {"dist": _dist(math.dist), "fsum": _sum(math.fsum, domains), "modf": _modf(math.modf, domains)}
     of_math |= {"pow": _pow(of_math["pow"]), "sqrt": _sqrt(of_math["sqrt"]), "isqrt": _isqrt(math.isqrt)}
     # Also where they have other names, as `from math import log as ln` gives them.
     stand_ins = {getattr(math, name): function for name, function in of_math.items()}
     with contextlib.ExitStack() as stack:
+        stack.enter_context(spelled_out())
         stack.enter_context(domains.of_operators())
         stack.enter_context(mock.patch.multiple(Range, is_listed=hints is not None, errors=wrapper.followed.errors))
         for name, of in (("__float__", float), ("__index__", int)):  # `weights[n % 2 == 0]`; torch has `int` alone
@@ -168,24 +171,45 @@ def _divmod(domains: Domains) -> Callable:
     return call
 
 
+def _power(base, exp, mod=None):
+    """`pow`; modulo a third one of numbers that the trace depends on."""
+    return pow(base, exp) if mod is None else pow(*map(operator.index, (base, exp, mod)))
+
+
 def _round(domains: Domains) -> Callable:
     def call(number, ndigits=None):
-        if not is_value(number) or (isinstance(number, torch.SymInt) and (ndigits or 0) >= 0):
+        whole = isinstance(number, torch.SymInt)
+        if whole and (ndigits is None or ndigits >= 0):
+            return number
+        if not whole and not is_value(number):
             if isinstance(number, torch.SymFloat) and ndigits is not None:  # of sizes: one batch's then
                 number = float(number)
             return round(number, ndigits)
         domains.check_finite(round, number)
-        power, known = 10.0 ** (ndigits or 0), lambda x: float(round(x, ndigits or 0))
-        rounded = domains.number(torch.round(value_of(number) * power) / power, known, [number])
-        return torch.sym_int(rounded) if ndigits is None else rounded
+        digits, known = ndigits or 0, lambda x: float(round(x, ndigits or 0))
+        value, power = value_of(number), 10.0 ** abs(digits)
+        rounded = torch.round(value * power) / power if digits >= 0 else torch.round(value / power) * power
+        result = domains.number(rounded, known, [number])
+        return torch.sym_int(result) if whole or ndigits is None else result
 
     return call
 
 
-def _sum(function: Callable) -> Callable:
+def _sum(function: Callable, domains: Domains) -> Callable:
+    """`math.fsum`: what rounding takes from the sum is summed beside it."""
+
     def call(numbers):
         numbers = list(numbers)
-        return sum(numbers) if any(map(is_value, numbers)) else function(numbers)
+        if not any(map(_is_symbol, numbers)):
+            return function(numbers)
+        total = rest = torch.zeros((), dtype=torch.float64)
+        for x in map(value_of, numbers):
+            before, total = total, total + x
+            added = total - before
+            rest = rest + (before - (total - added)) + (x - added)
+        return domains.number(
+            torch.where(total.isfinite(), total + rest, total), lambda *known: function(known), numbers
+        )
 
     return call
 
@@ -193,7 +217,7 @@ def _sum(function: Callable) -> Callable:
 def _mean(function: Callable) -> Callable:
     def call(data, *weights, **named):
         data = list(data)
-        plain = weights or named or not any(map(is_value, data))
+        plain = weights or named or not any(map(_is_symbol, data))
         return function(data, *weights, **named) if plain else sum(data) / len(data)
 
     return call
