@@ -213,6 +213,31 @@ def test_a_shape_that_operators_do_not_make_is_one_warning_and_the_operators_hol
     torch.testing.assert_close(trainer.state_dict(), right.state_dict())
 
 
+LOOP = """n = Constant <value = int64 {2}> () go = Constant <value = bool {1}> () V = Constant <value = float[2, 2] {0.5, 1, -1, 0.3}> ()
+    h = MatMul (x, W) output, all = Loop (n, go, h) <body = turn (int64 i, bool c, STATE s) => (bool c2, float[batch, 2] s2, float[batch, 2] o)
+    { c2 = Identity (c) m = MatMul (s, V) s2 = Tanh (m) o = Exp (s2) }>""" + LINEAR.partition(")")[2]
+WRONG_RANKS = {
+    "of what it gives": ("float[batch, 2]", "float[batch]", "[batch] of 'output', which is [batch,2]."),
+    "of what its body is given": ("float[batch]", "float[batch, 2]", "[batch] of 's', which is [batch,2]."),
+    "of both": ("float", "float[batch]", "[] of 's', which is [batch,2], [batch] of 'output', which is ["),
+    "of none": ("float[batch, 2]", "float[batch, 2]", None),
+}
+
+
+@cases(WRONG_RANKS)
+def test_a_rank_that_a_loop_does_not_make_is_one_warning_and_the_operators_hold(case, caplog):
+    state, output, told = case
+    trainer = make(onnx_model(LOOP.replace("STATE", state), f"float loss, {output} output"), None, name="SGDOptimizer")
+    warned = [record.getMessage() for record in caplog.records if "declares shapes" in record.message]
+    assert len(warned) == bool(told) and all(told in message for message in warned)
+    weight, V = torch.tensor(W, requires_grad=True), torch.tensor([[0.5, 1], [-1, 0.3]])
+    x, y = batch(3)
+    loss = (torch.tanh(torch.tanh(x @ weight @ V) @ V) - y).square().mean()
+    torch.testing.assert_close(trainer.train_step(x, y, 0.1)[0], loss.detach())
+    loss.backward()
+    torch.testing.assert_close(trainer.state_dict()["W"], (weight - 0.1 * weight.grad).detach())
+
+
 def test_operators_that_contradict_each_other_are_refused_whatever_shapes_are_declared():
     with raises(ModelError, "the ONNX model is broken: ...MatMul...Incompatible dimensions"):
         make(declaring(weight=W[:3]), None)

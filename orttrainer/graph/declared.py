@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 import onnx_ir as ir
 
@@ -18,24 +19,41 @@ _NAMED = 5  # so many are named in the warning
 def forget_wrong_shapes(model: ir.Model) -> None:
     """Take back declared shapes of outputs and inner values that are not what operators make, with a warning.
 
-    Those of inputs hold, and of what operators make that ONNX does not know.
+    Those of inputs hold, and of what operators make that ONNX does not know. A Loop's states have the ranks that they have
+    at first, whatever its body and it declare.
     """
     nodes = list(model.graph.all_nodes())
+    loops = [node for node in nodes if node.op_type == "Loop" and node.domain == ""]
     declared = [(y, y.type, y.shape) for node in nodes for y in node.outputs]
-    for node in nodes:
-        for y in node.outputs if node.domain in ("", "ai.onnx") else ():
-            y.shape = None
-    OneSidedPass()(model)  # without these two it is ONNX's inference that is wrong
-    PoolSizesPass()(model)
-    infer_shapes(model)
-    wrong = {y.name: (y.shape, shape) for y, _, shape in declared if _contradict(y.shape, shape)}
+    wrong: dict[ir.Value, tuple] = {}
+    while True:
+        for node in nodes:
+            for y in node.outputs if node.domain in ("", "ai.onnx") else ():
+                y.shape = None
+        OneSidedPass()(model)  # without these two it is ONNX's inference that is wrong
+        PoolSizesPass()(model)
+        infer_shapes(model)
+        states = {inner: (first.shape, inner.shape) for node in loops for first, inner, *_ in _states(node)}
+        if not (states := {inner: shapes for inner, shapes in states.items() if _other_rank(*shapes)}):
+            break
+        wrong |= states
+        for inner, (found, _) in states.items():
+            inner.shape = ir.Shape([None] * len(found))
+    after = {last: after for node in loops for *_, after, last in _states(node)}
+    for y, _, shape in declared:
+        if _contradict(y.shape, shape):
+            wrong[y] = y.shape, shape
+        elif y in after and _other_rank(after[y].shape, shape):  # of which ONNX infers nothing
+            wrong[y] = after[y].shape, shape
     for y, kind, shape in declared:
-        y.type, y.shape = kind, None if y.name in wrong else shape
+        y.type, y.shape = kind, shape
+    for y in wrong:
+        y.shape = None
     if wrong:
         log.warning(
             "the ONNX model declares shapes that its operators do not make: %s%s. What the operators make is taken, as ONNX "
             "Runtime takes it",
-            ", ".join(f"{said} of {name!r}, which is {found}" for name, (found, said) in list(wrong.items())[:_NAMED]),
+            ", ".join(f"{said} of {y.name!r}, which is {found}" for y, (found, said) in list(wrong.items())[:_NAMED]),
             f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else "",
         )
 
@@ -46,3 +64,13 @@ def _contradict(found: ir.Shape | None, said: ir.Shape | None) -> bool:
     return len(found) != len(said) or any(
         a != b for a, b in zip(found, said) if isinstance(a, int) and isinstance(b, int)
     )
+
+
+def _other_rank(found: ir.Shape | None, said: ir.Shape | None) -> bool:
+    return found is not None and said is not None and len(found) != len(said)
+
+
+def _states(loop: ir.Node) -> Iterator[tuple[ir.Value, ir.Value, ir.Value, ir.Value]]:
+    """Of each state: what it is first, at the start of a step, at its end, and last."""
+    body = loop.attributes["body"].as_graph()
+    return zip(loop.inputs[2:], body.inputs[2:], body.outputs[1:], loop.outputs)

@@ -51,7 +51,7 @@ def read_model(proto: onnx.ModelProto) -> ir.Model:
     _check_tensors(model)
     _detach(model)
     name_apart(model)
-    if mismatch is not None or not full:
+    if mismatch is not None or not full or any(node.op_type == "Loop" for node in model.graph.all_nodes()):
         forget_wrong_shapes(model)
         if mismatch is not None and not fits_together(model):
             raise ModelError(f"the ONNX model is broken: {_reason(mismatch)}") from mismatch
