@@ -134,3 +134,15 @@ def test_a_decision_by_a_size_for_a_buffer_alone_is_seen():
     module = Counted()
     assert train(module, (8, 1)) == 2
     torch.testing.assert_close(module.share, torch.tensor(0.45))
+
+
+def test_a_dropout_by_a_size_is_seen():
+    """Of one row it has none, so that what it trains can be compared."""
+    torch.manual_seed(0)
+    module = Gated(lambda a, b, gate: nn.functional.dropout(a * gate + b, 0.5 if len(a) > 1 else 0.0))
+    engine = engine_of(module)
+    engine.train_step(batch(8), RATE)
+    twin = copy.deepcopy(module)
+    step(engine, twin, batch(1), RATE)
+    check_equal(module, twin)
+    assert len(engine._ways.known) == 2
