@@ -151,6 +151,25 @@ def test_what_a_loop_ends_with_has_a_rank_where_its_body_declares_one(declared):
     check(body, randoms(x=(4, 3), w=3), lambda x, w: torch.sin(torch.sin(torch.sin(torch.cos(x) * w) * w))[:, 1])
 
 
+@pytest.mark.parametrize("state, result", [("[rows,3]", "[rows]"), ("[rows]", "[rows,3]"), ("[3]", "[3,rows,3]")])
+def test_a_wrong_rank_that_is_declared_of_a_state_is_not_taken(state, result):
+    """ONNX Runtime warns, and ONNX's checker says nothing."""
+    body = f"""g (real[rows,3] x, real[3,3] w) => (real y) <real{result} f, int64 n = {{2}}, bool c = {{1}}> {{
+      z = Cos(x)
+      f = Loop (n, c, z) <body = b (int64 t, bool ci, real{state} s) => (bool co, real[rows,3] so) {{
+        co = Identity(ci) m = MatMul(s, w) so = Sin(m) }}>
+      k = Mul(f, f) y = ReduceMean <keepdims = 0> (k) }}"""
+    check(body, randoms(x=(4, 3), w=(3, 3)), lambda x, w: torch.sin(torch.sin(torch.cos(x) @ w) @ w).square().mean())
+
+
+def test_a_rank_that_is_declared_of_a_state_that_gains_axes_is_taken():
+    body = """g (real[4,3] x, real[3] w) => (real[A,B,4] y) <real[A,B,4,3] f, int64 n = {2}, bool c = {1}, int64[1] zero = {0}, int64 one = {1}> {
+      z = Cos(x)
+      f = Loop (n, c, z) <body = b (int64 t, bool ci, s) => (co, so) { co = Identity(ci) m = Mul(s, w) so = Unsqueeze(m, zero) }>
+      k = Sin(f) y = Gather <axis = 3> (k, one) }"""
+    check(body, randoms(x=(4, 3), w=3), lambda x, w: torch.sin(torch.cos(x) * w * w)[None, None, :, 1])
+
+
 RETURNS = {
     "Loop": """g (int64 n, real[3] w, real[T,3] x) => (real loss) <bool c = {1}, int64[1] k = {0}> {
       v = ReduceMean <keepdims = 0> (x, k)

@@ -21,10 +21,14 @@ def infer_loop_states(model: ir.Model) -> None:
         for node in model.graph.all_nodes()
         if node.op_type == "Loop" and (body := node.attributes["body"].as_graph())
         for before, first, after, last in zip(body.inputs[2:], node.inputs[2:], body.outputs[1:], node.outputs)
-        if (before.shape is None or last.shape is None) and isinstance(before.type, ir.TensorType)
+        if isinstance(before.type, ir.TensorType)
+        if before.shape is None or last.shape is None or _contradicts(before.shape, first.shape, last.shape)
     ]
     if not states:
         return
+    if any(_contradicts(before.shape, first.shape, last.shape) for before, first, _, last in states):
+        for y in (y for node in model.graph.all_nodes() if not node.domain for y in node.outputs):
+            y.shape = None  # much may follow from what is wrong
     known = {value: value.shape for value in _values(model)}
     assumed: dict[ir.Value, ir.Shape] = {}
     while True:
@@ -55,6 +59,11 @@ def infer_loop_states(model: ir.Model) -> None:
             assumed = {before: assumed[before] for before, *_ in states if before in assumed}
         else:
             return
+
+
+def _contradicts(before: ir.Shape | None, *others: ir.Shape | None) -> bool:
+    """Whether what a body declares of a state has another rank than what goes in or comes out: no inference compares them."""
+    return before is not None and any(shape is not None and len(shape) != len(before) for shape in others)
 
 
 def _as_before(after: ir.Shape | None, declared: ir.Shape | None, shape: ir.Shape | None) -> ir.Shape | None:
