@@ -22,6 +22,7 @@ import torch
 from orttrainer.export.values.builtin_types import KINDS, exact_types, types_of
 from orttrainer.export.values.domains import Domains, is_value, value_of
 from orttrainer.export.values.ranges import Range, is_symbolic
+from orttrainer.export.values.stand_ins import Function
 from orttrainer.export.values.told import UNTOLD, by_torch, formats
 from orttrainer.export.values.whole_numbers import spelled_out
 
@@ -48,15 +49,17 @@ def symbolic(wrapper: torch.nn.Module) -> Iterator[None]:
     from torch._export import non_strict_utils  # here: with it comes sympy
 
     domains, hints = Domains(wrapper.followed), wrapper.followed.hints
-    builtins = {
-        "len": _len,
-        "divmod": _divmod(domains),
-        "pow": _power,
-        "round": _round(domains),
-        "isinstance": _isinstance,
-        "range": Range,
+    of_python = {
+        len: _len,
+        divmod: _divmod(domains),
+        pow: _power,
+        round: _round(domains),
+        isinstance: _isinstance,
+        min: _least(min, domains),
+        max: _least(max, domains),
     }
-    builtins |= {"min": _least(min, domains), "max": _least(max, domains)}
+    builtins = {function.__name__: Function(function, call) for function, call in of_python.items()}
+    builtins["range"] = Range
     builtins |= types_of(domains, of_numbers=hints is not None and hints.builtins)
     of_math = {
         name: _of_values(getattr(math, name), by, domains, name not in _EVERYWHERE) for name, by in _MATH.items()
@@ -64,6 +67,7 @@ def symbolic(wrapper: torch.nn.Module) -> Iterator[None]:
     of_math |= {name: _truth(getattr(math, name), by, domains) for name, by in _TRUTHS.items()}
     of_math |= {"dist": _dist(math.dist), "fsum": _sum(math.fsum, domains), "modf": _modf(math.modf, domains)}
     of_math |= {"pow": _pow(of_math["pow"]), "sqrt": _sqrt(of_math["sqrt"]), "isqrt": _isqrt(math.isqrt)}
+    of_math = {name: Function(getattr(math, name), call) for name, call in of_math.items()}
     # Also where they have other names, as `from math import log as ln` gives them.
     stand_ins = {getattr(math, name): function for name, function in of_math.items()}
     with contextlib.ExitStack() as stack:
@@ -88,7 +92,7 @@ def symbolic(wrapper: torch.nn.Module) -> Iterator[None]:
         if (statistics := sys.modules.get("statistics")) is not None:  # else nobody calls it
             for name in ("fmean", "mean"):
                 theirs = getattr(statistics, name)
-                stand_ins[theirs] = _mean(theirs)
+                stand_ins[theirs] = Function(theirs, _mean(theirs))
                 stack.enter_context(mock.patch.object(statistics, name, stand_ins[theirs]))
         stand_ins |= stack.enter_context(exact_types())
         stack.enter_context(mock.patch.object(random.Random, "seed", _seed(random.Random.seed)))

@@ -13,6 +13,7 @@ from torch._subclasses import FakeTensor
 
 from orttrainer.export.values.domains import Domains
 from orttrainer.export.values.ranges import Range, is_symbolic
+from orttrainer.export.values.stand_ins import Kind
 
 __all__ = ["KINDS", "exact_types", "types_of"]
 
@@ -20,20 +21,8 @@ KINDS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}  # what 
 _SYMBOLIC = {int: torch.sym_int, float: torch.sym_float}
 
 
-class _Builtin(type):
+class _Builtin(Kind):
     """A type that is called in another way, and else is the builtin one."""
-
-    def __instancecheck__(cls, x):
-        return isinstance(x, cls.builtin)
-
-    def __subclasscheck__(cls, x):
-        return issubclass(x.builtin if isinstance(x, _Builtin) else x, cls.builtin)
-
-    def __eq__(cls, other):
-        return other is cls.builtin or other is cls
-
-    def __hash__(cls):
-        return hash(cls.builtin)
 
     def __getattr__(cls, name):
         return getattr(cls.builtin, name)

@@ -11,12 +11,12 @@ from __future__ import annotations
 import itertools
 import operator
 import sys
-from abc import ABCMeta
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from orttrainer.export.values.stand_ins import Kind
 from orttrainer.export.values.told import PASSED, UNTOLD, is_at
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Range", "is_symbolic"]
 
 
-class _Type(ABCMeta):
+class _Type(Kind):
     """The type that Python's `range` is in the code that is traced."""
 
     def __call__(cls, *bounds):
@@ -34,12 +34,6 @@ class _Type(ABCMeta):
 
     def __instancecheck__(cls, x):
         return type(x) in (range, cls)
-
-    def __eq__(cls, other):
-        return other is range or other is cls
-
-    def __hash__(cls):
-        return hash(range)
 
 
 class Range(Sequence, metaclass=_Type):
@@ -52,7 +46,7 @@ class Range(Sequence, metaclass=_Type):
         errors: of the trace, where something is looked up by one.
     """
 
-    is_listed = True
+    builtin, is_listed = range, True
     errors: Errors | None = None
 
     def __init__(self, *bounds):
