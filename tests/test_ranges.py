@@ -38,7 +38,7 @@ FORMS = {  # and how many graphs the sizes need
     "is itself": (lambda x: 2.0 if range(len(x)) == range(0, len(x), 1) else 3.0, 1),
     "is none of other kinds": (lambda x: 2.0 if range(len(x)) == list(range(7)) or range(len(x)) == 7 else 3.0, 1),
     "has a number": (lambda x: (2.0 if 6 in range(len(x)) else 3.0) * (len(x) // 2 in range(0, len(x), 3)), 3),
-    "has a float": (lambda x: 2.0 if 6.0 in range(len(x)) else 3.0, 4),
+    "has a float": (lambda x: (2.0 if 6.0 in range(len(x)) else 3.0) + error(range(len(x)).index, "a"), 4),
     "is empty": (lambda x: (2.0 if range(len(x) - 1) else 3.0) + len(range(2, len(x) - 4)) + (not range(len(x), 9)), 2),
     "a key": (lambda x: {range(7): 2.0}.get(range(len(x)), 3.0), 4),
     "its length and its bounds": (
@@ -78,7 +78,7 @@ FORMS = {  # and how many graphs the sizes need
         1,
     ),
     "other errors": (
-        lambda x: error(range(len(x)).index, 99) + error(range, 0, len(x), 1, 2) + error(range(len(x)).index, "a"),
+        lambda x: error(range(len(x)).index, 99) + error(range, 0, len(x), 1, 2),
         1,
     ),
     "what Python makes of all numbers": (

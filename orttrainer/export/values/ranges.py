@@ -104,16 +104,20 @@ class Range(Sequence, metaclass=_Type):
         return int(x in self) if isinstance(x, (int, torch.SymInt)) else self.known().count(x)
 
     def index(self, x):
-        if not isinstance(x, (int, torch.SymInt)) or x not in self:
+        if not isinstance(x, (int, torch.SymInt)):
             return self.known().index(x)
+        if x not in self:
+            raise ValueError(f"{x} is not in range")
         return (x - self.start) // self.step
 
     def __getitem__(self, index):
         if isinstance(index, slice):
             start, stop, step = self._within(index)
             return Range(self.start + start * self.step, self.start + stop * self.step, self.step * step)
-        if not isinstance(index, (int, torch.SymInt)) or not -self.size <= index < self.size:
+        if not isinstance(index, (int, torch.SymInt)):
             return self.known()[index]
+        if not -self.size <= index < self.size:
+            raise IndexError("range object index out of range")
         return self.start + (index if index >= 0 else self.size + index) * self.step
 
     def _within(self, part: slice) -> tuple:
