@@ -9,6 +9,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from marks import slow
 from said import batch, train
 
 from orttrainer.errors import UnsupportedModelError
@@ -37,7 +38,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", [slow(name) if name in ("fractions", "of counts") else name for name in FORMS])
 def test_types_are_pythons(name):
     function, graphs = FORMS[name]
     before = Fraction.__new__, decimal.Decimal, Decimal

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from exported import without_dynamo
 from in_step import check_equal
+from marks import slow
 from said import Said, engine_of
 from said import batch as numbered
 from said import train as train_said
@@ -176,8 +177,11 @@ NUMBERS = {  # and how many graphs the sizes need
 }
 
 
+LONG = "exact sums", "powers modulo a number", "counted bits"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("name", [slow(name) if name in LONG else name for name in NUMBERS])
 def test_what_python_computes_of_a_size_is_each_batchs(name, dtype):
     factor, graphs = NUMBERS[name]
     assert train_said(factor, [{"x": numbered(2 * n, n)["x"].to(dtype)} for n in (8, 7, 1, 6)]) == graphs
