@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import orttrainer
-from orttrainer.errors import ExportMismatchError, SchemaError
+from orttrainer.errors import ExportMismatchError, SchemaError, UnsupportedModelError
 from orttrainer.export import faithful
 
 ROUNDING = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # 24, 11 and 8 bits of mantissa
@@ -208,6 +208,13 @@ def test_gradients_pass_by_numbers_that_half_precision_has_not(name):
 ROUND_TRIPS = {
     "there and back": lambda x: x.to(torch.float8_e4m3fn).float(),
     "too large numbers": lambda x: torch.nan_to_num((500 * x).to(torch.float8_e4m3fn).float(), nan=7.0) / 500 + x,
+    "transposed": lambda x: x.to(torch.float8_e4m3fn).T.float().T,
+    "in other sizes": lambda x: x.to(torch.float8_e5m2).reshape(-1).float().reshape(x.shape),
+    "joined and taken apart": lambda x: torch.cat([y.to(torch.float8_e4m3fnuz) for y in (x, x.sin())], 1).float()[
+        :, 4:12
+    ],
+    "of some places": lambda x: x + x.to(torch.float8_e4m3fn)[:, [0]].float(),
+    "of zeros": lambda x: x + torch.zeros_like(x, dtype=torch.float8_e4m3fn).float(),
     "with the gradient of no rounding": lambda x: x + (x.to(torch.float8_e5m2).float() - x).detach(),
 }
 
@@ -216,6 +223,29 @@ ROUND_TRIPS = {
 def test_floats_of_8_bits_train_in_the_first_opset_that_has_them(name):
     trainer = trained(Calls(ROUND_TRIPS[name]), torch.float32)
     assert {x.domain: x.version for x in trainer.training_graph.model.opset_import}[""] == 19
+
+
+@pytest.mark.parametrize("kind", ["buffer", "frozen weight"])
+def test_state_of_8_bits_is_refused_by_name(kind):
+    module = Calls(lambda x: x * module.table.float())
+    table = torch.ones(1).to(torch.float8_e4m3fn)
+    if kind == "frozen weight":
+        module.table = nn.Parameter(table, requires_grad=False)
+    else:
+        module.register_buffer("table", table)
+    trainer = orttrainer.trainer(module, nn.MSELoss(), torch.optim.SGD(module.parameters(), 0.1))
+    with pytest.raises(
+        UnsupportedModelError, match=r"'table' of the model is of torch.float8_e4m3fn, .*tensor\.half\(\)"
+    ):
+        trainer.step(torch.ones(3, 8), torch.ones(3, 8))
+
+
+@pytest.mark.skipif(not hasattr(torch, "float8_e8m0fnu"), reason="torch has none")
+def test_powers_of_two_of_8_bits_are_refused_by_name():
+    module = Calls(lambda x: x * x.detach().abs().to(torch.float8_e8m0fnu).float())
+    trainer = orttrainer.trainer(module, nn.MSELoss(), torch.optim.SGD(module.parameters(), 0.1))
+    with pytest.raises(UnsupportedModelError, match=r"forward makes numbers of torch.float8_e8m0fnu, by .*exp2"):
+        trainer.step(torch.ones(3, 8), torch.ones(3, 8))
 
 
 def test_an_output_of_8_bits_is_refused_by_name():

@@ -112,6 +112,7 @@ def capture_dynamo(
             )
     model = onnx_program.model
     make_real(model.graph)
+    float8.held_in_half(model)
     float8.overflow_as_in_torch(model)
     define_assignments(model)
     define_grouped_products(model)
