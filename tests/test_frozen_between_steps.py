@@ -85,6 +85,31 @@ def test_the_state_has_what_belongs_to_frozen_parameters(optimizer, strict):
     pair.steps(3)
 
 
+@pytest.mark.parametrize(
+    "optimizer, strict", usual([*itertools.product(OPTIMIZERS, [True, False])], ("Adam", True), ("LAMB", False))
+)
+def test_a_state_from_before_a_layer_was_trained_has_none_of_it(optimizer, strict):
+    """As in PyTorch, whose optimizers drop moments and counts that a state lacks; a state of some layers leaves the others."""
+    pair = Pair(stack(), optimizer=optimizer)
+    pair.change(only("head"))
+    pair.steps(2)
+    saved = pair.engine.state_dict(), *map(copy.deepcopy, (pair.reference.state_dict(), pair.optimizer.state_dict()))
+    for parts in (ALL, ("head",)):  # a graph that has the moments of all, and one that keeps those of others
+        pair.change(only(*ALL))
+        pair.steps(2)
+        pair.change(only(*parts))
+        pair.steps(1)
+        pair.engine.load_state_dict(saved[0], strict)
+        pair.reference.load_state_dict(saved[1])
+        pair.optimizer.load_state_dict(copy.deepcopy(saved[2]))
+        pair.steps(1)
+    pair.change(only(*ALL))
+    pair.steps(2)
+    state = pair.engine.state_dict()
+    pair.engine.load_state_dict({name: x for name, x in state.items() if "head" in name})
+    pair.steps(2)
+
+
 def test_a_state_with_several_counts_is_loaded_between_steps():
     pair, other = Pair(stack()), Pair(stack())
     for parts in (("head",), ALL):

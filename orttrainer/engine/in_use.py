@@ -192,7 +192,7 @@ class InUse(NotCopied):
             earlier, names = ({}, set()) if strict else (self._given_early[0], self._loaded_early)
             self._given_early, self._loaded_early = (earlier | dict(state_dict), strict), names | loaded
             return
-        sums = self._runner.named_accumulators()
+        state_dict, sums = self._kept.completed(state_dict), self._runner.named_accumulators()
         check_goes_on(state_dict, strict, sums)
         self._state.check(state_dict, strict, sums)
         counts = self._state.counts_in(state_dict)

@@ -62,6 +62,19 @@ class KeptState:
         count = self.counters.get(parameter, self.counts.get(parameter))
         return found if count is None else found | {self.count: torch.tensor([int(count)])}
 
+    def completed(self, given: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """`given` and, where it has an optimizer's state, a new one of parameters in it that had none then, and have one now."""
+        slots = {name: {f"{slot}_{name}" for slot in self.slot_names} & given.keys() for name in given}
+        if not any(slots.values()):
+            return given
+        fresh = {
+            f"{slot}_{name}": torch.ones_like(x) if slot == self.count else torch.zeros_like(x)
+            for name in given
+            if not slots[name]
+            for slot, x in self.slots_of(name).items()
+        }
+        return {**given, **fresh}
+
     def of(self, parameters: Mapping[str, torch.Tensor], counts: bool = True) -> dict[str, torch.Tensor]:
         """What there may be for these parameters, and for dropout: by name a tensor of its shape."""
         one = torch.zeros(1, dtype=torch.float32)
