@@ -188,17 +188,17 @@ class Trainer(FrontEnd):
 
         Raises:
             InvalidArgumentError, UnsupportedFeatureError, StateError, ExecutionError: as `step`.
+            StateError: the batches are those of a loaded state, and there was no step or evaluation yet.
 
         Example:
             for x, y in batches:
                 trainer.step(x, y)
             trainer.update()
         """
-        if not self._engine.is_compiled:
-            return False
-        with self._engine.preparing_a_step(last=True):
-            self._follow_optimizer(trains=False)
-            self._take_moments()
+        if self._engine.is_compiled:
+            with self._engine.preparing_a_step(last=True):
+                self._follow_optimizer(trains=False)
+                self._take_moments()
         finite = self._engine.update(0.0, self._loss_scale, self._count)
         self._tell_of_update(finite)
         return bool(finite)

@@ -11,7 +11,7 @@ from test_sketch_optimizer import make as sketch
 from torch import nn
 
 from orttrainer import LossScaler
-from orttrainer.errors import InvalidArgumentError
+from orttrainer.errors import InvalidArgumentError, StateError
 
 BLOCK = 4
 
@@ -137,3 +137,22 @@ def test_two_ranks_update_with_what_both_have_and_refuse_different_numbers(launc
         assert then == "fine"
         for name, value in reference.state_dict().items():
             torch.testing.assert_close(rank["uneven"]["state"][name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_loaded_block_is_ended_once_there_is_a_graph_and_is_not_passed_over_before():
+    first, second = (sketch(m, sgd(m, momentum=0.9), gradient_accumulation_steps=BLOCK) for m in (net(), net()))
+    for index in range(BLOCK + 2):
+        first.step(*batch(index))
+    state = first.state_dict()
+    second.load_state_dict(state)
+    with pytest.raises(StateError, match=r"midst of a block, after 2 batches.*run one eval_step\(\) before it"):
+        second.update()
+    second.eval_step(*batch())
+    assert first.update() and second.update()
+    for index in range(BLOCK):
+        first.step(*batch(index))
+        second.step(*batch(index))
+    assert_parameters_close(second.model, first.model)
+    single = sketch(module := net(), sgd(module))  # which has no sums to take them up
+    single.load_state_dict(state)
+    assert not single.update()

@@ -32,6 +32,7 @@ from orttrainer.graph.places import Places
 from orttrainer.graph.versions import least_ir_version
 from orttrainer.profiling import Profile, check_updates, places_of, profiled, watching
 from orttrainer.runtime.failures import CheckFailed
+from orttrainer.state.state_dict import accumulated_in
 from orttrainer.training_graph import TrainingGraph
 
 log = logging.getLogger("orttrainer")
@@ -138,8 +139,16 @@ class Engine(InUse):
 
         Returns:
             None where no batches are accumulated, else whether their gradients were finite; where not, nothing was updated.
+
+        Raises:
+            StateError: they are in a state that was loaded, and there is no graph yet.
         """
         if self._runner is None:
+            if self._accumulation_steps > 1 and (batches := accumulated_in(self._given_early[0])):
+                raise StateError(
+                    f"the loaded state is from the midst of a block, after {batches} batches, and their update is a part of the "
+                    "graph that the first call makes: run one eval_step() before it. Nothing was updated."
+                )
             return None
         with self.preparing_a_step(last=True):
             scale = None if self.precision is None else self._scale.fill_(checked_loss_scale(loss_scale))

@@ -90,7 +90,7 @@ def check_goes_on(state_dict: Mapping[str, torch.Tensor], strict: bool, sums: Co
     Raises:
         StateError: they would be, and `strict`.
     """
-    if sums or ACCUMULATED not in state_dict or not (batches := checked_count(ACCUMULATED, state_dict[ACCUMULATED])):
+    if sums or not (batches := accumulated_in(state_dict)):
         return
     told = f"the state is from the midst of a block of batches, after {batches}, "
     why = "this trainer keeps no gradients from batch to batch"
@@ -98,6 +98,11 @@ def check_goes_on(state_dict: Mapping[str, torch.Tensor], strict: bool, sums: Co
     if strict:
         raise StateError(f"{told}and {why}. {advice}; or drop those gradients by strict=False. Nothing was loaded")
     warnings.warn(f"{told}whose gradients are dropped: {why}. {advice}.", stacklevel=8)  # where the trainer's is called
+
+
+def accumulated_in(state_dict: Mapping[str, torch.Tensor]) -> int:
+    """The number of batches whose gradients a state dict has the sums of."""
+    return checked_count(ACCUMULATED, state_dict.get(ACCUMULATED, 0))
 
 
 def accumulated_scale(state_dict: Mapping[str, torch.Tensor]) -> float:
