@@ -175,6 +175,30 @@ def test_before_the_first_step_there_is_nothing_to_export(tmp_path):
         make().export_inference(tmp_path / "model.onnx")
 
 
+class Bounded(nn.Linear):
+    """Takes no large numbers."""
+
+    def forward(self, x):
+        assert x.abs().max() < 50, "too large"
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("call", ["train_step", "eval_step", "export_inference"])
+def test_the_batch_before_one_that_forward_refuses_is_compared_on(call, tmp_path):
+    module = Bounded(4, 3)
+    trainer, (x, label) = make(module), batch()
+    trainer.train_step(x, label, RATE)
+    large = {
+        "train_step": lambda: trainer.train_step(1000 * x, label, RATE),
+        "eval_step": lambda: trainer.eval_step(1000 * x, label),
+        "export_inference": lambda: trainer.export_inference(tmp_path / "large.onnx", batch=[1000 * x, label]),
+    }
+    with pytest.raises(AssertionError, match="too large"):
+        large[call]()
+    trainer.export_inference(tmp_path / "model.onnx")
+    torch.testing.assert_close(run(tmp_path / "model.onnx", x)[0], module(x).detach())
+
+
 def test_an_unknown_output_is_an_error(tmp_path):
     trainer = make()
     trainer.eval_step(*batch())

@@ -24,7 +24,7 @@ from orttrainer.arguments import (
 from orttrainer.distributed import fail_on_others, failing_together
 from orttrainer.engine.in_use import InUse
 from orttrainer.engine.inference import export_inference
-from orttrainer.engine.turns import PreparingAStep, one_at_a_time
+from orttrainer.engine.turns import PreparingAStep, last_if_taken, one_at_a_time
 from orttrainer.errors import ExecutionError, InvalidArgumentError, NonFiniteLossError, SchemaError, StateError
 from orttrainer.graph.passes.constants import InitializersToConstantsPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass, stops_as_identities, stops_within_written
@@ -63,6 +63,7 @@ class Engine(InUse):
     # -- the step -------------------------------------------------------------------------
 
     @one_at_a_time
+    @last_if_taken
     def train_step(
         self,
         given: Mapping[str, torch.Tensor],
@@ -198,6 +199,7 @@ class Engine(InUse):
         return self._runner.accumulated + 1 >= self._accumulation_steps
 
     @one_at_a_time
+    @last_if_taken
     def eval_step(
         self,
         given: Mapping[str, torch.Tensor],
@@ -332,6 +334,7 @@ class Engine(InUse):
         return self.training_graph
 
     @one_at_a_time
+    @last_if_taken
     @signals.none_lost()
     def export_inference(
         self, path: str | os.PathLike, outputs: Sequence[str] | None = None, batch: Sequence | None = None

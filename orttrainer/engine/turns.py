@@ -71,6 +71,24 @@ def made_whole(method: Callable) -> Callable:
     return whole
 
 
+def last_if_taken(method: Callable) -> Callable:
+    """A method of an engine that takes a batch, which stays its last one only if nothing refuses it, as forward may.
+
+    An export compares with the last batch, which is to be one that can be evaluated.
+    """
+
+    @functools.wraps(method)
+    def taken(self, *args, **kwargs):
+        earlier = self._last_batch
+        try:
+            return method(self, *args, **kwargs)
+        except BaseException:
+            self._last_batch = earlier
+            raise
+
+    return taken
+
+
 def outside_of_exports(method: Callable) -> Callable:
     """A method that waits until no other thread exports: it would see what that has changed for the moment, as of classes."""
 
