@@ -29,6 +29,8 @@ SCHEDULES = {
     "of the values": lambda m, y: y / max(y.detach().abs().max().item(), 1e-3),
     "a decision": lambda m, y: y * (2.0 if math.exp(-m.t.item() / 5) > 0.6 else 3.0),
     "a decision that never comes": lambda m, y: y * 2 if math.isnan(y.sum().item()) else y,
+    "floats of comparisons": lambda m, y: y * (1 + float(m.n.item() > 2) + 2 * float(m.t.item() < 3.5)),
+    "a float of a comparison of sizes": lambda m, y: y * (1 + float(y.shape[0] > 4)),
     "the kind of a size": lambda m, y: y * (2.0 if isinstance(y.shape[0], int) else 3.0),
     "the kinds of numbers": lambda m, y: (
         y * (2.0 if isinstance(m.n.item(), (int, str)) and not isinstance(m.t.item(), int) else m.t.item())
