@@ -67,6 +67,19 @@ def test_other_gates_keep_their_gradient(form):
     assert not SiluGradientPass()(gradient(OTHERS[form])).modified
 
 
+def test_a_product_within_a_branch_is_no_result_to_take_the_gradient_from():
+    branches = (
+        "then_branch = a () => (float[N,1] y) { y = Mul(x, s) }, else_branch = b () => (float[N,1] z) { z = Neg(x) }"
+    )
+    body = f"""s = Sigmoid(x) out = If (is) <{branches}> one = Constant <value = float {{1}}> () rest = Sub(one, s)
+        through = Mul(c, s) dgate = Mul(c, x) slope = Mul(s, rest) gated = Mul(dgate, slope) dx = Add(through, gated)"""
+    graph = ir.from_onnx_text(
+        f"""<ir_version: 8, opset_import: ["" : 18]>
+        g (float[N,1] x, float[N,1] c, bool is) => (float[N,1] out, float[N,1] dx) {{ {body} }}"""
+    )
+    assert not SiluGradientPass()(common.ShapeInferencePass()(graph).model).modified
+
+
 def test_what_else_reads_the_input_adds_its_gradient():
     graph = gradient("s = Sigmoid(x) z = Mul(x, s) w = Exp(x) y = Add(z, w)")
     SiluGradientPass()(graph)

@@ -52,8 +52,6 @@ def reduce_mean(op, node, dy):
 def _over_count(op, node: ir.Node, dy: ir.Value) -> ir.Value:
     """dY / n, where n elements are averaged into one."""
     x, axes = node.inputs[0], axes_of(node)
-    if axes is None and node.attributes.get_int("noop_with_empty_axes", 0):
-        return dy
     if axes is None:
         count = _elements(op, x)
     elif (known := constant(axes)) is not None:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from orttrainer.differentiate.driver import unknown_rank
 from orttrainer.errors import GradientError
-from orttrainer.graph.builder import infer_outputs, static_dims
+from orttrainer.graph.builder import infer_outputs
 from orttrainer.graph.passes.empty_tensors import product_from_left, product_of_rows
 from orttrainer.graph.sizes import given_sizes, may_be_zero
 
@@ -184,8 +184,3 @@ def add_to_zeros(op, x: ir.Value, dy: ir.Value, place: Callable[[ir.Value, ir.Va
 def widened(op, *values: ir.Value | None) -> list[ir.Value | None]:
     """Half-precision values as float32, for sums that need its range; others as they are."""
     return [op.Cast(v, to=int(ir.DataType.FLOAT)) if v is not None and v.dtype in HALVES else v for v in values]
-
-
-def all_static(*values: ir.Value) -> bool:
-    """Whether every size of every value is known."""
-    return all(static_dims(value) is not None for value in values)

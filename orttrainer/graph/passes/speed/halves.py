@@ -28,11 +28,11 @@ class ProductByHalvesPass(ir.passes.InPlacePass):
 def _axes(node: ir.Node) -> list[int] | None:
     """The axes, from the front; None where one or its size is not known, or they have no two numbers to multiply."""
     x, axes = node.inputs[0], node.inputs[1] if len(node.inputs) > 1 else None
-    listed = [] if axes is None else constant_array(axes)
-    if x.shape is None or listed is None:
+    if x.shape is None:
         return None
-    if not len(listed):
-        listed = [] if node.attributes.get_int("noop_with_empty_axes", 0) else range(len(x.shape))
+    listed = range(len(x.shape)) if axes is None else constant_array(axes)
+    if listed is None:
+        return None
     found = [int(axis) % len(x.shape) for axis in listed]
     sizes = [x.shape[axis] for axis in found]
     return found if all(isinstance(size, int) for size in sizes) and math.prod(sizes) > 1 else None

@@ -70,7 +70,9 @@ def _factors(product: ir.Value) -> tuple[ir.Value, ir.Value] | tuple[None, None]
 
 
 def _readers(value: ir.Value, op_type: str) -> list[ir.Node]:
-    return [use.node for use in value.uses() if use.node.op_type == op_type and not use.node.domain]
+    """Those in the graph of the node that makes it, whose subgraphs may read it as well."""
+    nodes, graph = [use.node for use in value.uses()], value.producer().graph
+    return [node for node in nodes if node.op_type == op_type and not node.domain and node.graph is graph]
 
 
 def _other(node: ir.Node, value: ir.Value) -> ir.Value:
