@@ -57,7 +57,26 @@ HOLDING = {
     "in a branch": """o = Optional(a) c = Constant <value = bool {1}> () i = Identity(c)
         h = If (i) <then_branch = t () => (u) { u = OptionalHasElement(o) }, else_branch = e () => (v) { v = Identity(c) }>
         f = Cast <to = 1> (h) y = Mul(a, f)""",
+    "read in a branch": """o = Optional(a) h = OptionalHasElement(o)
+        y = If (h) <then_branch = t () => (float[3] u) { u = OptionalGetElement(o) }, else_branch = e () => (float[3] v) { v = Neg(a) }>""",
+    "made in a branch": """c = Constant <value = bool {1}> () i = Identity(c)
+        y = If (i) <then_branch = t () => (float[3] u) { o = Optional(a) u = OptionalGetElement(o) }, else_branch = e () => (float[3] v) { v = Neg(a) }>""",
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_list_is_read_and_made_in_branches(taken):
+    body = """g (real[4,2] x, bool c) => (real y) <int64 zero = {0}, int64 two = {2}> {
+      s = SplitToSequence <axis = 0> (x, two) w = Sin(x)
+      r = If (c) <then_branch = t () => (u) { one = Constant <value_int = 1> () u = SequenceAt(s, one) },
+                  else_branch = e () => (v) { z = SequenceAt(s, zero) q = SplitToSequence <axis = 0> (w, two) i = SequenceInsert(q, z)
+                                              v = ConcatFromSequence <axis = 0, new_axis = 1> (i) }>
+      y = ReduceSumSquare <keepdims = 0> (r) }"""
+
+    def twin(x):
+        return ((x[2:] if taken else torch.stack([*x.sin().split(2), x[:2]])) ** 2).sum()
+
+    check(body, {"c": np.array(taken), **randoms(x=(4, 2))}, twin)
 
 
 @pytest.mark.parametrize("name", HOLDING)

@@ -9,6 +9,9 @@ import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.order import TopologicalOrderPass
+from orttrainer.graph.subgraphs import subgraphs
+
+_Known = dict[ir.Value, "list[ir.Value] | ir.Value"]
 
 
 class ResolveSequencesPass(ir.passes.InPlacePass):
@@ -19,29 +22,41 @@ class ResolveSequencesPass(ir.passes.InPlacePass):
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        nodes = [node for node in model.graph if node.domain in ("", "ai.onnx") and node.op_type in _RULES]
-        if not nodes:
-            return ir.passes.PassResult(model, False)
-        op = Builder(model.graph, "sequence")
-        known: _Known = {}
-        for node in nodes:
-            with op.scope(node.name or node.op_type):
-                result = _RULES[node.op_type](op, node, known)
-            if isinstance(result, list) or (node.op_type == "Optional" and result is not None):
-                known[node.outputs[0]] = result
-            elif result is not None:
-                value = op.Identity(result)  # the output may be the graph's
-                node.outputs[0].replace_all_uses_with(value, replace_graph_outputs=True)
-                value.name, node.outputs[0].name = node.outputs[0].name, value.name
+        nodes = _resolve(model.graph, Builder(model.graph, "sequence"), {})
         for node in reversed(nodes):
             if not any(y.uses() or y.is_graph_output() for y in node.outputs):
-                model.graph.remove(node, safe=True)
-        TopologicalOrderPass()(model)
-        return ir.passes.PassResult(model, True)
+                node.graph.remove(node, safe=True)
+        if nodes:
+            TopologicalOrderPass()(model)
+        return ir.passes.PassResult(model, bool(nodes))
+
+
+def _resolve(graph: ir.Graph, op: Builder, known: _Known) -> list[ir.Node]:
+    """Write what makes tensors of known sequences without them, in bodies too, which may read those from around them.
+
+    Returns:
+        The nodes that make or read sequences, in order.
+    """
+    nodes = []
+    for node in list(graph):
+        for body in subgraphs(node):
+            body.opset_imports.setdefault("", op.opset)
+            nodes += _resolve(body, Builder(body, f"sequence_in_{node.outputs[0].name}"), known)
+        if node.domain not in ("", "ai.onnx") or node.op_type not in _RULES:
+            continue
+        nodes.append(node)
+        with op.scope(node.name or node.op_type):
+            result = _RULES[node.op_type](op, node, known)
+        if isinstance(result, list) or (node.op_type == "Optional" and result is not None):
+            known[node.outputs[0]] = result
+        elif result is not None:
+            value = op.Identity(result)  # the output may be the graph's
+            node.outputs[0].replace_all_uses_with(value, replace_graph_outputs=True)
+            value.name, node.outputs[0].name = node.outputs[0].name, value.name
+    return nodes
 
 
 # Each returns a list of tensors for a sequence, a value for a tensor, None for what is not known.
-_Known = dict[ir.Value, "list[ir.Value] | ir.Value"]
 
 
 def _construct(op: Builder, node: ir.Node, known: _Known):
