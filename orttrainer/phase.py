@@ -438,8 +438,8 @@ def open_session(model: ir.Model, providers: Sequence, options, blocked: bool = 
         text, hint = failures.first_line(error), ""
         if "Could not find an implementation" in text:
             hint = (
-                " It has this operator for other types only: let forward compute in float32, by model.float() where it "
-                "is of float64."
+                " It has this operator for other types only: let forward compute in float32 where it is of float64 (a module "
+                "does after model.float())."
             )
         elif "Protobuf serialization failed" in text:
             hint = " There is no room for its copy in the folder of temporary files; name another in TMPDIR."

@@ -45,6 +45,15 @@ def onnx_model(
     return proto
 
 
+def lstm(**shapes) -> onnx.ModelProto:
+    """Of hidden size 3, with weights of other shapes."""
+    body = "axes = Constant <value_ints = [0]> () s = Unsqueeze (x, axes) , h = LSTM <hidden_size = 3> (s, W, R, B) loss = ReduceMean <keepdims = 0> (h) output = Neg (label)"
+    proto = onnx_model(body, weight=np.zeros(shapes.pop("W", (1, 12, 4)), np.float32))
+    for name, shape in ({"R": (1, 12, 3), "B": (1, 24)} | shapes).items():
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros(shape, np.float32), name))
+    return proto
+
+
 def changed(change) -> onnx.ModelProto:
     proto = onnx_model()
     change(proto)
@@ -104,6 +113,11 @@ ONNX_MODELS = {
     "a random Loop on the way": (onnx_model(LOOP), {}, GradientError, "the body of 'Loop' node 'Loop_...draws random numbers (RandomNormalLike"),
     "an opset of the past": (onnx_model(opset=5), {}, ModelError, "opset 5 of the default domain is not supported; convert the model to 12 to 28"),
     "an opset of the future": (onnx_model(opset=99), {}, ModelError, "opset 99"),
+    "a version that there is not": (changed(lambda m: setattr(m.opset_import[2], "version", 2)), {}, ModelError, "imports 'com.microsoft' in version 2, of which there is version 1 only"),
+    **{f"{name} of an LSTM of another shape": (lstm(**{name: shape}), {}, ModelError, f"{name} of the LSTM that makes 'h' ('{name}') has the shape {told}") for name, shape, told in [
+        ("W", (1, 11, 4), "[1,11,4]; hidden_size=3, its direction and its input ask for [1,12,4]"), ("W", (12, 4), "[12,4]"), ("R", (1, 12, 4), "[1,12,4]"),
+        ("B", (1, 12), "[1,12]; hidden_size=3, its direction and its input ask for [1,24]"),
+    ]},
     "an empty model": (onnx.ModelProto(), {}, ModelError, "the ONNX model is broken: The model does not have an ir_version"),
     "no opset": (changed(lambda m: m.ClearField("opset_import")), {}, ModelError, "broken: model with IR version >= 3 must specify opset_import"),
     "an input from nowhere": (onnx_model(NOWHERE), {}, ModelError, "broken: Nodes in a graph must be topologically sorted, however input 'lable'"),
@@ -213,7 +227,7 @@ def test_a_shape_that_operators_do_not_make_is_one_warning_and_the_operators_hol
     torch.testing.assert_close(trainer.state_dict(), right.state_dict())
 
 
-LOOP = """n = Constant <value = int64 {2}> () go = Constant <value = bool {1}> () V = Constant <value = float[2, 2] {0.5, 1, -1, 0.3}> ()
+CARRYING = """n = Constant <value = int64 {2}> () go = Constant <value = bool {1}> () V = Constant <value = float[2, 2] {0.5, 1, -1, 0.3}> ()
     h = MatMul (x, W) output, all = Loop (n, go, h) <body = turn (int64 i, bool c, STATE s) => (bool c2, float[batch, 2] s2, float[batch, 2] o)
     { c2 = Identity (c) m = MatMul (s, V) s2 = Tanh (m) o = Exp (s2) }>""" + LINEAR.partition(")")[2]
 WRONG_RANKS = {
@@ -227,7 +241,9 @@ WRONG_RANKS = {
 @cases(WRONG_RANKS)
 def test_a_rank_that_a_loop_does_not_make_is_one_warning_and_the_operators_hold(case, caplog):
     state, output, told = case
-    trainer = make(onnx_model(LOOP.replace("STATE", state), f"float loss, {output} output"), None, name="SGDOptimizer")
+    trainer = make(
+        onnx_model(CARRYING.replace("STATE", state), f"float loss, {output} output"), None, name="SGDOptimizer"
+    )
     warned = [record.getMessage() for record in caplog.records if "declares shapes" in record.message]
     assert len(warned) == bool(told) and all(told in message for message in warned)
     weight, V = torch.tensor(W, requires_grad=True), torch.tensor([[0.5, 1], [-1, 0.3]])

@@ -316,9 +316,12 @@ def test_batch_normalization_in_the_training_form_of_old_exporters_trains(opset,
     assert_norm_trains(trainer, twin, W, BATCHES, "W", "scale", "bias", "m")
 
 
-def test_batch_normalization_of_single_pixels_is_refused():
-    with raises(ModelError, "the moments of BatchNormalization node 'norm' are of single pixels"):
-        make(old_normalization(7, ", spatial = 0"), 3)
+@pytest.mark.parametrize("outputs", [1, 5])
+def test_batch_normalization_of_single_pixels_is_refused(outputs):
+    proto = old_normalization(7, ", spatial = 0")
+    del proto.graph.node[1].output[outputs:]
+    with raises(ModelError, "the moments of the BatchNormalization that makes 'r' are of single pixels"):
+        make(proto, 3)
 
 
 # -- Recurrent layers -----------------------------------------------------------------------------

@@ -241,7 +241,7 @@ def _name_coordinates(resize):
     smaller = scales is not None and scales.min() < 1
     if smaller and scales.max() > 1 and resize.attributes.get_string("mode", "nearest") == "nearest":
         raise ModelError(
-            f"the nearest pixels that node {resize.name!r} takes by the scales {scales.tolist()}, of which some are below 1 "
+            f"the nearest pixels that {resize.outputs[0].name!r} takes by the scales {scales.tolist()}, of which some are below 1 "
             "and some above, cannot be told in a newer opset; export the model with opset 11 or later."
         )
     for name, value in (

@@ -22,6 +22,7 @@ STANDARD_DOMAINS = ("", "ai.onnx", "ai.onnx.ml")
 # got them, by their opset or at all.
 UNCHECKED = ("GroupNormalization", "LayerNormalization", "SimplifiedLayerNormalization")
 
+_GATES = {"GRU": 3, "LSTM": 4, "RNN": 1}
 _ASIDE = "orttrainer.unchecked"
 _BROKEN = (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ir.serde.SerdeError)
 
@@ -33,6 +34,11 @@ def read_model(proto: onnx.ModelProto) -> ir.Model:
         ModelError: ONNX's checker refuses the model, a text in it is not UTF-8, or data that it keeps in another file is missing.
     """
     _check_texts(proto)
+    for version in (entry.version for entry in proto.opset_import if entry.domain == "com.microsoft"):
+        if version > 1:
+            raise ModelError(
+                f"the ONNX model imports 'com.microsoft' in version {version}, of which there is version 1 only"
+            )
     for tensor in proto.graph.initializer:
         if uses_external_data(tensor) and not os.path.exists(location := ExternalDataInfo(tensor).location):
             raise ModelError(
@@ -55,6 +61,7 @@ def read_model(proto: onnx.ModelProto) -> ir.Model:
         forget_wrong_shapes(model)
         if mismatch is not None and not fits_together(model):
             raise ModelError(f"the ONNX model is broken: {_reason(mismatch)}") from mismatch
+    _check_recurrent(model)
     _complete_calls(model)
     return model
 
@@ -91,6 +98,29 @@ def _check_tensors(model: ir.Model) -> None:
             raise ModelError(
                 f"initializer {name!r} has {given} bytes, and its shape {list(tensor.shape.numpy())} takes {tensor.nbytes}"
             )
+
+
+def _check_recurrent(model: ir.Model) -> None:
+    """That weights of recurrent layers fit their hidden size, as ONNX Runtime asks when it runs; the checker does not."""
+    for node in model.graph.all_nodes():
+        hidden = node.attributes.get_int("hidden_size", 0)
+        if node.domain != "" or node.op_type not in _GATES or not hidden:
+            continue
+        x, *weights = node.inputs[:4]
+        directions = 2 if node.attributes.get_string("direction", "forward") == "bidirectional" else 1
+        rows, size = _GATES[node.op_type] * hidden, None if x is None or x.shape is None else x.shape[-1]
+        asked = ("W", (directions, rows, size)), ("R", (directions, rows, hidden)), ("B", (directions, 2 * rows))
+        for (name, sizes), value in zip(asked, weights):
+            found = None if value is None else value.shape
+            if found is not None and (len(found) != len(sizes) or any(map(_differ, found, sizes))):
+                raise ModelError(
+                    f"{name} of the {node.op_type} that makes {next(y.name for y in node.outputs if y.name)!r} ({value.name!r}) "
+                    f"has the shape {found}; hidden_size={hidden}, its direction and its input ask for {ir.Shape(sizes)}"
+                )
+
+
+def _differ(size, other) -> bool:
+    return isinstance(size, int) and isinstance(other, int) and size != other
 
 
 def _checkable(proto: onnx.ModelProto) -> onnx.ModelProto:

@@ -22,7 +22,7 @@ def in_usual_spelling(proto: onnx.ModelProto) -> onnx.ModelProto:
     """The model with dense tensors in the place of sparse ones, as ONNX Runtime makes them, and "" for the domain "ai.onnx".
 
     Where operators of "com.microsoft" are there without a version of theirs, as the optimizer of ONNX Runtime's tools for
-    transformers leaves them, it is 1, the only one.
+    transformers leaves them, it is 1, the only one; and where it is imported as 0.
     Sizes below 0, which some tools write for those that vary, become unknown ones, as they are to ONNX Runtime.
     Initializers that are no inputs, as ONNX's converter leaves them in models of before IR version 4, make it one of that version.
     Outputs that are maps, as scikit-learn's classifiers have one beside their probabilities, are left out.
@@ -66,7 +66,7 @@ def in_usual_spelling(proto: onnx.ModelProto) -> onnx.ModelProto:
         node.domain = _short(node.domain)
     for owner in (changed, *changed.functions):
         opsets = {_short(opset.domain): opset.version for opset in owner.opset_import}
-        if owner is changed and _lacks_version(changed):
+        if opsets.get(_CONTRIBUTED) == 0 or (owner is changed and _lacks_version(changed)):
             opsets[_CONTRIBUTED] = 1
         del owner.opset_import[:]
         owner.opset_import.extend(onnx.helper.make_opsetid(*opset) for opset in opsets.items())
@@ -104,8 +104,10 @@ def _names_default_domain(proto: onnx.ModelProto) -> bool:
 
 
 def _lacks_version(proto: onnx.ModelProto) -> bool:
-    imported = any(opset.domain == _CONTRIBUTED for opset in proto.opset_import)
-    return not imported and any(node.domain == _CONTRIBUTED for graph in _graphs(proto) for node in graph.node)
+    imported = [opset.version for opset in proto.opset_import if opset.domain == _CONTRIBUTED]
+    return 0 in imported or (
+        not imported and any(node.domain == _CONTRIBUTED for graph in _graphs(proto) for node in graph.node)
+    )
 
 
 def _drop_maps(graph: onnx.GraphProto) -> None:

@@ -95,7 +95,7 @@ def unconvertible_aside(model: ir.Model) -> Iterator[None]:
     bodies = ((body, x) for body in model.graph.subgraphs() for node in body for x in node.inputs)
     inside = {x for body, x in bodies if x is not None and x.graph is not body}
     for node in model.graph.all_nodes():
-        stops = node.op_type == "BatchNormalization" and len(node.outputs) > 1 and opset < 14
+        stops = node.op_type == "BatchNormalization" and opset < 14 and (len(node.outputs) > 1 or _of_pixels(node))
         stops |= node.op_type in _BY_ROWS and opset < 13 and node.outputs[0] in inside
         if node.domain == "" and (stops or schema_of(node, model.opset_imports) is None):
             node.domain, model.opset_imports[aside] = aside, 1
@@ -107,20 +107,24 @@ def unconvertible_aside(model: ir.Model) -> Iterator[None]:
         if node.op_type in _BY_ROWS:
             _of_rows(node)
         if node.op_type == "BatchNormalization":
+            if _of_pixels(node):
+                raise ModelError(
+                    f"the moments of the BatchNormalization that makes {node.outputs[0].name!r} are of single pixels (spatial=0), "
+                    "which newer opsets have no more; export the model with a newer opset"
+                )
             if any(y.uses() or y.is_graph_output() for y in node.outputs[3:]):
                 raise ModelError(
-                    f"the saved moments of BatchNormalization node {node.name!r} (outputs 3 and 4) are used, "
+                    f"the saved moments of the BatchNormalization that makes {node.outputs[0].name!r} (outputs 3 and 4) are used, "
                     "which opset 14 has no more; export the model with a newer opset"
                 )
             node.resize_outputs(min(len(node.outputs), 3))
             node.attributes["training_mode"] = ir.AttrInt64("training_mode", 1)
-            if not node.attributes.get_int("spatial", 1):
-                raise ModelError(
-                    f"the moments of BatchNormalization node {node.name!r} are of single pixels (spatial=0), which newer "
-                    "opsets have no more; export the model with a newer opset"
-                )
             node.attributes.pop("spatial", None)  # of opsets 7 and 8
     model.opset_imports.pop(aside, None)
+
+
+def _of_pixels(norm: ir.Node) -> bool:
+    return not norm.attributes.get_int("spatial", 1)
 
 
 def _of_rows(node: ir.Node) -> None:

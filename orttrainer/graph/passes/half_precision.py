@@ -88,7 +88,7 @@ class HalfPrecisionPass(ir.passes.InPlacePass):
             named = ", ".join(f"{value.name!r} ({value.dtype})" for value in others)
             raise UnsupportedFeatureError(
                 f"mixed precision trains float32 parameters, and computes with {self.dtype} copies of them; not so: "
-                f"{named}. Convert the model with module.float(), or train it without mixed precision."
+                f"{named}. Make float32 of them (of a module, by module.float()), or train without mixed precision."
             )
 
 
