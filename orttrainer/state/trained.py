@@ -442,8 +442,7 @@ def _overlaps(extent: tuple[int, int], others: Iterable[tuple[int, int]]) -> boo
 
 
 def _initial(graph: TrainingGraph, entry: StateEntry, device: torch.device) -> torch.Tensor:
-    tensor = graph.tensors[entry.name]
-    array = tensor.numpy()
+    array = (tensor := graph.tensors[entry.name]).numpy()
     if entry.role in ("parameter", "buffer"):  # the caller's, whose model is not to be trained in place
         array = array.copy()
     if tensor.dtype == ir.DataType.BFLOAT16:  # of which torch takes the bits alone from NumPy
