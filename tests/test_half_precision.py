@@ -291,7 +291,7 @@ def test_equal_models_become_equal_models():
 
 
 def test_only_float32_parameters_are_trained():
-    with pytest.raises(UnsupportedFeatureError, match=r"not so: 'w' \(DOUBLE\). Convert the model with module.float"):
+    with pytest.raises(UnsupportedFeatureError, match=r"not so: 'w' \(DOUBLE\). Make float32 of them"):
         converted(
             """ g (double[n, 4] x, double[4, 3] w) => (double loss)
             { a = MatMul(x, w)  loss = ReduceMean<keepdims = 0>(a) }"""

@@ -189,6 +189,24 @@ def test_a_gradient_is_also_by_a_weight_of_a_branch():
     assert [value.name for value in build_gradient(proto).graph.output] == ["loss", "W_grad", "V_grad"]
 
 
+def test_a_weight_that_is_another_one_transposed_is_named_in_a_warning(caplog):
+    """As torch.onnx.export(dynamo=True) writes one that is used both ways."""
+    weights = {
+        "W": V,
+        "t": np.ascontiguousarray(V.T),
+        "b": np.zeros((4, 3), np.float32),
+        "c": np.zeros((3, 4), np.float32),
+    }
+    body = "h = MatMul (x, W) k = MatMul (h, t) l = Add (t, b) m = MatMul (k, W) n = MatMul (m, l) o = MatMul (n, c) r = Add (m, o)"
+
+    def twin(x, W, t, b, c):
+        return x @ W @ t @ W + x @ W @ t @ W @ (t + b) @ c
+
+    assert_trains_like(model(body, "3", 18, **weights), twin, [x / 9 for x in rows()], **weights)
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith("'t' is 'W' transposed, and trains apart") and "optimize=False" in warning
+
+
 # -- Constants that are made on the way, where ONNX Runtime computes an operator otherwise ------------
 
 

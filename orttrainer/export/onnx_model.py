@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common
@@ -102,6 +103,7 @@ def as_forward_graph(model: ir.Model) -> ForwardGraph:
     parameters = tuple(n for n in initializers if n in trained)
     buffers = tuple(n for n in initializers if n not in {*parameters, *scalars, *constant})
     _warn_of_shared([initializers[n] for n in parameters])
+    _warn_of_transposed([initializers[n] for n in parameters])
     return ForwardGraph(model=model, parameters=parameters, buffers=buffers, updates=updates)
 
 
@@ -154,6 +156,23 @@ def _warn_of_shared(weights: Sequence[ir.Value]) -> None:
             "it is called with training=torch.onnx.TrainingMode.TRAINING",
             "; ".join(f"{name!r} is {', '.join(map(repr, others))} as well" for name, others in shared.items()),
         )
+
+
+def _warn_of_transposed(weights: Sequence[ir.Value]) -> None:
+    """Name weights that may be meant to be one."""
+    arrays = {w.name: w.const_value.numpy() for w in weights if len(w.shape) == 2 and w.const_value.size}
+    corners: dict[tuple, str] = {}
+    for name, a in arrays.items():
+        other = corners.get((a.shape[::-1], a[-1, 0].item(), a[0, -1].item()))
+        same = other and np.array_equal(a, arrays[other].T) and not np.array_equal(a, arrays[other])
+        if same and (a != a[0, 0]).any():  # zeros are many things
+            log.warning(
+                "%r is %r transposed, and trains apart. torch.onnx.export writes such a copy with dynamo=True of one weight that "
+                "is used both ways, unless it is called with optimize=False",
+                name,
+                other,
+            )
+        corners.setdefault((a.shape, a[0, -1].item(), a[-1, 0].item()), name)
 
 
 def _may_be_a_weight(constant: ir.Value) -> bool:
