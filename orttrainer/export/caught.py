@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.memory.run_code import is_installed
+from orttrainer.export.values.builtin_types import ON_BEHALF
 from orttrainer.export.values.domains import is_value
 from orttrainer.export.values.told import PASSED, place, shown
 
@@ -34,8 +35,8 @@ _ASKED = {  # what Python, and C for it, asks of the symbols that a trace has fo
 }
 _NUMBERS = ("__float__", "__index__", "__int__")  # of these, what gives one of Python's
 _TORCHS = ("torch", "opt_einsum")  # which torch.einsum asks in which order to multiply
-# What asks for another: `n.bit_length()`.
-_METHODS = {x.__code__ for kind in _ASKED for x in vars(kind).values() if isinstance(x, FunctionType)}
+# What asks for another: `n.bit_length()`, `Decimal(n)`.
+_METHODS = {x.__code__ for kind in _ASKED for x in vars(kind).values() if isinstance(x, FunctionType)} | ON_BEHALF
 
 
 class CaughtBySize(Exception):
