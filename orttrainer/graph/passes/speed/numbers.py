@@ -35,7 +35,8 @@ def _by_elements(op: Builder, node: ir.Node) -> ir.Value:
     x, places = node.inputs
     before, size = [op.dim(x, axis) for axis in range(len(x.shape) - 1)], x.shape[-1]
     at = places if len(places.shape) == 1 else op.Reshape(places, [-1])
-    at = op.Cast(at, to=int(ir.DataType.INT32)) if isinstance(size, int) and size < 2**31 else at
+    if isinstance(size, int) and size < 2**31 and at.dtype == ir.DataType.INT64:
+        at = op.Cast(op.Clip(at, -(2**31), 2**31 - 1), to=int(ir.DataType.INT32))  # a place that is not there stays one
     y = op.GatherElements(x, op.Expand(at, op.Concat(*before, np.array([1]), axis=0)), axis=len(before))
     if len(places.shape) == 1:
         return y
