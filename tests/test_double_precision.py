@@ -105,7 +105,7 @@ def test_an_operator_that_the_runtime_has_in_float32_only_is_named():
         }""")
     desc = ModelDescription([IODescription("x", ["n", 3], torch.float64)], [IODescription("loss", [])])
     with pytest.raises(
-        ExecutionError, match=r"an implementation for Hardmax.* by model\.float\(\) where it is of float64"
+        ExecutionError, match=r"an implementation for Hardmax.* compute in float32 where it is of float64"
     ):
         make(model, loss_fn=None, desc=desc).train_step(torch.ones(2, 3, dtype=torch.float64), 0.1)
 

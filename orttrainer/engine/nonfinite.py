@@ -43,7 +43,7 @@ class LossWatch:
         if (
             not finite and self._was_finite
         ):  # the stack: this, the engine's step, its lock, the front end, its lock, its block for signals, the caller
-            warnings.warn(_told(loss, self._steps), NonFiniteLossWarning, stacklevel=7)
+            warnings.warn(_told(loss, self._steps), NonFiniteLossWarning, stacklevel=8)
         self._was_finite = finite
 
     def refuse(self, loss: torch.Tensor, accumulated: int) -> None:

@@ -48,6 +48,7 @@ _FLOATS = (
     ir.DataType.BFLOAT16,
 )
 _OLDEST_OPSET, _CONVERTED_TO = 17, 18
+_BY_PLACES = {"Gather", "GatherElements", "GatherND", "ScatterElements", "ScatterND"}
 _NAMED = 5  # so many of a list are named in a warning
 # The last opset whose Resize does not say where pixels are, and in which the numbers of Pad and Clip are attributes.
 _OF_ATTRIBUTES = 10
@@ -110,9 +111,16 @@ def as_forward_graph(model: ir.Model) -> ForwardGraph:
 def _is_constant(value: ir.Value) -> bool:
     """Whether an initializer is neither a weight nor anything else that may change."""
     dtype = value.dtype
-    chooses = dtype not in _FLOATS and may_decide(value)
+    chooses = dtype not in _FLOATS and may_decide(value) and not any(_picks(*use) for use in value.uses())
     unfed = not _is_of_torch(dtype) or (dtype.is_floating_point() and dtype.bitwidth == 8)  # no step takes such state
     return chooses or unfed or only_instructs(value) or 0 in value.shape.numpy()
+
+
+def _picks(node: ir.Node, place: int) -> bool:
+    """Whether that input says which of some data are meant, as a table that a module keeps does."""
+    data = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
+    of_sizes = data is not None and data.op_type == "Shape"
+    return node.op_type in _BY_PLACES and place == 1 and not of_sizes
 
 
 def _is_of_torch(dtype: ir.DataType) -> bool:
