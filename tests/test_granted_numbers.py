@@ -146,3 +146,18 @@ def test_a_dropout_by_a_size_is_seen():
     step(engine, twin, batch(1), RATE)
     check_equal(module, twin)
     assert len(engine._ways.known) == 2
+
+
+def without_gradients(x):
+    with torch.no_grad():
+        return x * 1
+
+
+STOPPED = {"detach": torch.Tensor.detach, "no_grad": without_gradients, "data": lambda x: x.data}
+
+
+@pytest.mark.parametrize("name", ["detach", "no_grad", slow("data")])
+def test_a_gradient_that_is_stopped_by_a_size_is_seen(name):
+    """The outputs are the same."""
+    torch.manual_seed(0)
+    assert train(Gated(lambda a, b, gate: a + gate * (STOPPED[name](b) if len(b) > 1 else b)), (8, 1, 3)) == 2

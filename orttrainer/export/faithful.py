@@ -283,8 +283,8 @@ class MutedDropout(TorchFunctionMode):
         rates: those of the dropouts that were switched off.
         differentiates: whether autograd was asked for gradients.
         sees_gradients: whether the code, not torch's own, asked if there are any (with `watching`).
-        decisions: what Python decided by the truth of tensors.
-        told: numbers that it was told.
+        decisions, told: what Python decided by the truth of tensors, and numbers that it was told.
+        cuts: how often it may have stopped gradients.
         draws: of random numbers.
     """
 
@@ -294,12 +294,13 @@ class MutedDropout(TorchFunctionMode):
         self.differentiates = self.sees_gradients = False
         self.decisions: list[conditions.Condition] = []
         self.told: list[told.Told] = []
-        self.draws = Draws()
+        self.cuts, self.draws = 0, Draws()
         self._run: RunCode | None = None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         args, kwargs = told.with_numbers(func, args, kwargs or {}, self)
         self.differentiates |= func is torch.autograd.grad
+        self.cuts += func in told.CUTS
         self.sees_gradients |= func in told.OF_GRADIENTS and not told.by_torch()
         if mute := _MUTES.get(func):
             self.draws.note(kwargs)

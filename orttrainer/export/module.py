@@ -254,7 +254,10 @@ class _Job:
         check_dropouts(forward.model, self.rates)
         if not self.check:
             return forward
-        left = check_values(forward, self.wrapper, self.inputs, self.observed, self.public, self.symbols)
+        traced = self.observed
+        if self.example is not self.inputs:
+            traced = observe(self.wrapper, self.example, hidden_state=False)
+        left = check_values(forward, self.wrapper, self.inputs, self.observed, self.public, self.symbols, traced)
         if any("==" in statement.text for statement in set(forward.granted).difference(left)):
             _exporters().of_other_sizes(forward)
         return replace(forward, granted=left)

@@ -85,13 +85,16 @@ def _rates_text(rates):
 # ---------------------------------------------------------------- values
 
 
-def check_values(forward, wrapper, inputs, observed: Observation, public, symbols) -> tuple[Granted, ...]:
+def check_values(
+    forward, wrapper, inputs, observed: Observation, public, symbols, traced: Observation
+) -> tuple[Granted, ...]:
     """Raise ExportMismatchError unless the graph computes what the module does.
 
     Args:
         public: qualified state name -> public name.
         symbols: per input, {axis: symbol}; each symbol is also tried with another size.
         observed: on the first batch; its outputs are gone afterwards.
+        traced: on the batch that the graph was made with, of which a single row may be several.
 
     Returns:
         What it takes for granted of sizes, without what `_needless` found.
@@ -130,7 +133,7 @@ def check_values(forward, wrapper, inputs, observed: Observation, public, symbol
     state = {public[name]: x for name, x in (*wrapper.named_parameters(), *wrapper.named_buffers())}
     other_way = forward.other_way(state)
     _check_behind_zeros(wrapper, inputs, "on the first batch", names, named, run, rounding, other_way, halves)
-    left = _check_sizes(forward, wrapper, inputs, symbols, observed.rates, names, named, run, rounding, other_way)
+    left = _check_sizes(forward, wrapper, inputs, symbols, traced, names, named, run, rounding, other_way)
     return _told_of_training(replace(forward, granted=left), wrapper, inputs, symbols)
 
 
@@ -149,7 +152,7 @@ def _check_behind_zeros(wrapper, inputs, where, names, named, run, rounding, oth
             compare_outputs(expected, got, where, functools.partial(rounding, inputs, expected), halves)
 
 
-def _check_sizes(forward, wrapper, inputs, symbols, rates, names, named, run, rounding, other_way):
+def _check_sizes(forward, wrapper, inputs, symbols, traced, names, named, run, rounding, other_way):
     """Compare with all symbolic axes at another size; where that does not do, with one after the other, to name it.
 
     Returns what is granted still, see `check_values`.
@@ -162,8 +165,9 @@ def _check_sizes(forward, wrapper, inputs, symbols, rates, names, named, run, ro
             seen = observe(wrapper, other, hidden_state=False)
         except Exception:  # any reason: the module itself refuses this size
             return None
-        # Dropout is off: of other rates only they tell.
-        if (_ends_the_process(forward) or seen.rates != rates) and untrue(other):
+        # Dropout is off, and gradients are not compared: of other ones only these tell.
+        unseen = (seen.rates, seen.cuts) != (traced.rates, traced.cuts)
+        if (_ends_the_process(forward) or unseen) and untrue(other):
             return False
         if other_way(other):
             return None

@@ -33,6 +33,7 @@ class Observation:
     told: tuple[Told, ...]  # numbers, by the values of tensors
     touched: tuple[str, ...]  # paths of attributes that it changes
     read: Read | None  # what the code that it runs may read; None: not known
+    cuts: int  # how often it may have stopped gradients
 
 
 def observe(wrapper, inputs, hidden_state: bool = True) -> Observation:
@@ -71,7 +72,7 @@ def _observed(wrapper, inputs, hidden_state: bool) -> Observation:
         later.check()
     first.check_versions()
     mute, rates = first.mute, tuple(sorted(first.mute.rates))
-    seen = mute.differentiates, tuple(mute.decisions), tuple(mute.told), first.touched_attributes, mute.read
+    seen = mute.differentiates, tuple(mute.decisions), tuple(mute.told), first.touched_attributes, mute.read, mute.cuts
     return Observation(first.outputs, rates, random, first.updated, first.before, *seen)
 
 

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 __all__ = [
     "ARRAYS",
+    "CUTS",
     "MOST_TOLD",
     "NUMBERS",
     "OF_GRADIENTS",
@@ -42,6 +43,10 @@ __all__ = [
 
 NUMBERS = {torch.Tensor.item, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__}
 ARRAYS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
+CUTS = {  # by which code may stop gradients
+    torch.detach, torch.detach_, torch.Tensor.detach, torch.Tensor.detach_, torch.Tensor.data.__get__,
+    torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__, torch._C._set_grad_enabled,
+}  # fmt: skip
 OF_GRADIENTS = {torch.Tensor.requires_grad.__get__, torch.Tensor.grad_fn.__get__, torch.Tensor.is_leaf.__get__}
 _SIZES = {
     "__getitem__", "_pack_padded_sequence", "_unique2", "argwhere", "bincount", "masked_select", "narrow", "nonzero",
