@@ -43,6 +43,7 @@ __all__ = [
 
 NUMBERS = {torch.Tensor.item, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__}
 ARRAYS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
+_OPERATORS = getattr(opcode, "_nb_ops", ())  # private: of another Python a range of a size takes a graph for each
 CUTS = {  # by which code may stop gradients
     torch.detach, torch.detach_, torch.Tensor.detach, torch.Tensor.detach_, torch.Tensor.data.__get__,
     torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__, torch._C._set_grad_enabled,
@@ -144,7 +145,11 @@ def _caller(passed: Sequence[str]) -> FrameType:
 
 def is_at(frame: FrameType, *operations: str) -> bool:
     """Whether it is at one of these; at any, if there are none."""
-    return opcode.opname[frame.f_code.co_code[frame.f_lasti]].startswith(operations or "")
+    operation, argument = frame.f_code.co_code[frame.f_lasti : frame.f_lasti + 2]
+    name = opcode.opname[operation]
+    if name == "BINARY_OP" and ("NB_SUBSCR", "[]") in _OPERATORS[argument : argument + 1]:  # since Python 3.14
+        name = "BINARY_SUBSCR"
+    return name.startswith(operations or "")
 
 
 def takes(func: Callable) -> bool:
