@@ -147,7 +147,7 @@ FORMS = {  # what is done, and how many graphs the sizes need
     "int() of a size": (lambda y: scaled(y[: int(y.size(0)) // 2 + 1].view(-1, 5), int(y.shape[0])), 1),
     "int() of each size": (lambda y: (y[range(int(y.size(0)))].view(*map(int, y.shape)) * y.cumsum(0)).mean(), 1),
     "more than, of int()": (lambda y: y.square().mean() if int(y.shape[0]) > 5 else y.sum(), 2),
-    "int() beside its type": (lambda y: scaled(y, int(y.size(0)) * (2 if type(y.dim()) is int else 5)), 5),
+    "int() beside its type": (lambda y: scaled(y, int(y.size(0)) * (2 if type(y.dim()) is int else 5)), 1),
     "a size in a text": (lambda y: scaled(y, len("batch %d" % len(y))), 5),  # noqa: UP031
     "quotients of negative numbers": (lambda y: scaled(y[: -(-len(y) // 3)].cumsum(0), (3 - len(y)) // 2), 1),
     "windows by a divisor": (lambda y: F.avg_pool2d(y[None], 2, 2, 0, True, False, 3).square().mean(), 1),

@@ -66,7 +66,7 @@ NUMBERS = {  # what is done, after a batch of 7, of which 3, 15 and 9 tell nothi
     "elements": (lambda a, b, gate: a * gate + b * (a.shape.numel() // 100), (24,), 2),
     "numpy": (lambda a, b, gate: a * gate + b * float(np.int64(len(a)) % 2), (8,), 2),
     "numpy's product": (lambda a, b, gate: a * gate + b * (int(np.prod(a.shape)) // 100), (24,), 1),
-    "the last of a range": (lambda a, b, gate: a * gate + b * (range(len(a))[-1] // 16), (20,), 2),
+    "the last of a range": (lambda a, b, gate: a * gate + b * (range(len(a))[-1] // 16), (20,), 1),
     "any of a range": (lambda a, b, gate: a * gate + b * any(i > 16 for i in range(len(a))), (20,), 2),
     "a truth": (lambda a, b, gate: a * gate + b * float(len(a) % 2 == 0), (8, 9, 20), 2),
     "a truth that looks up": (lambda a, b, gate: [a, a + b][len(a) % 2 == 0] * gate, (8, 9), 2),
