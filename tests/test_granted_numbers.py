@@ -93,7 +93,7 @@ def test_a_number_that_python_makes_of_a_size_is_that_of_each_batch(name):
 @pytest.mark.parametrize("name", ["int, odd", slow("layers"), slow("gcd"), slow("chunks"), "a truth"])
 def test_so_it_is_in_a_graph_of_torchs_older_exporter(monkeypatch, name):
     def unable(*args):
-        raise NotImplementedError("not by this exporter")
+        raise RuntimeError("not by this exporter")
 
     for exporter in ("dynamo", "dynamo_whole"):
         monkeypatch.setattr(_Job, exporter, unable)

@@ -67,10 +67,8 @@ class Range(Sequence, metaclass=_Type):
     def __len__(self) -> int:
         caller = sys._getframe(1)
         passed_on = caller.f_code.co_filename.startswith(PASSED) and is_at(caller, "CALL_FUNCTION_EX")
-        if passed_on or is_at(
-            caller, "BINARY_SUBSCR", "STORE_SUBSCR"
-        ):  # torch looks for tensors in it, of which there is none
-            return 0
+        if passed_on or is_at(caller, "BINARY_SUBSCR", "STORE_SUBSCR"):
+            return 0  # torch looks for tensors in it, of which there is none
         return operator.index(self.size)
 
     def __bool__(self) -> bool:
