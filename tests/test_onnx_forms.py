@@ -109,15 +109,30 @@ def test_nodes_of_one_name_are_told_apart(name):
     assert len(names) == len({*names})
 
 
-def test_a_call_of_a_function_may_leave_its_last_outputs_out():
-    header = '<ir_version: 8, opset_import: ["" : 18, "own" : 1]>'
-    functions = """<domain: "own", opset_import: ["" : 18]> both (a, w) => (b, c, d) { b = MatMul (a, w) c = Neg (b) d = Abs (b) }
-    <domain: "own", opset_import: ["" : 18, "own" : 1]> first (a, w) => (b, c) { b, c = own.both (a, w) }"""
-    proto = onnx.parser.parse_model(
-        f"{header} g (float[rows, 3] x) => (float loss) {{ h = own.first (x, W) r = Tanh (h) {LOSS} }} {functions}"
-    )
+CALLS = {  # and what the model makes of h = x @ W
+    "the last": ("h, k = own.both (x, W) r = Tanh (h)", torch.tanh),
+    "the last, by no name": ('h, k, "", "" = own.both (x, W) r = Tanh (h)', torch.tanh),
+    "what others are made of": ('"", "", t, u = own.both (x, W) r = Mul (t, u)', lambda h: h.tanh() * h.sin()),
+    "within a function": ('r, "" = own.outer (x, W)', torch.tanh),
+    "within a loop": (
+        'h = MatMul (x, W) n = Constant <value_int = 2> () r = Loop (n, "", h) <body = again (int64 i, bool c, float[rows, 4] a)'
+        ' => (bool d, float[rows, 4] t) { d = Identity (c) "", "", t, "" = own.those (a) }>',
+        lambda h: h.tanh().tanh(),
+    ),
+}
+
+
+@pytest.mark.parametrize("body, twin", CALLS.values(), ids=CALLS)
+def test_a_call_of_a_function_may_leave_outputs_out(body, twin, caplog):
+    header = '<domain: "own", opset_import: ["" : 18, "own" : 1]>'
+    functions = f"""{header} those (h) => (g, k, t, s) {{ k = Identity (h) g = Neg (k) t = Tanh (k) s = Sin (k) }}
+    {header} both (a, w) => (h, k, t, s) {{ h = MatMul (a, w) "", k, t, s = own.those (h) }}
+    {header} outer (a, w) => (t, k) {{ "", k, t, "" = own.both (a, w) }}"""
+    opsets = 'ir_version: 8, opset_import: ["" : 18, "own" : 1]'
+    proto = onnx.parser.parse_model(f"<{opsets}> g (float[rows, 3] x) => (float loss) {{ {body} {LOSS} }} {functions}")
     proto.graph.initializer.append(onnx.numpy_helper.from_array(W, "W"))
-    assert_trains_like(proto, lambda x, W: torch.tanh(x @ W), BATCHES, W=W)
+    assert_trains_like(proto, lambda x, W: twin(x @ W), BATCHES, W=W)
+    assert caplog.text == ""
 
 
 # -- As ONNX Runtime's optimizers write them --------------------------------------------------------

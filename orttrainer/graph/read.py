@@ -164,10 +164,15 @@ def _is_small(proto: onnx.ModelProto) -> bool:
 
 
 def _complete_calls(model: ir.Model) -> None:
-    """Let calls of functions have all outputs, also those that they leave out, as the inliner wants them."""
+    """Let calls of functions have all outputs, also those that they leave out, as the inliner wants them.
+
+    It gives the results of the body the names of the outputs: with "" for a name they would be left out within the body, too.
+    """
     for node in _nodes(model):
         if (function := model.functions.get(node.op_identifier())) is not None:
             node.resize_outputs(len(function.outputs))
+            for value in node.outputs:
+                value.name = value.name or None
 
 
 def _nodes(model: ir.Model) -> Iterator[ir.Node]:
