@@ -10,7 +10,9 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+import second_generation
 import torch
+from marks import slow
 from small import batch, make, net
 from test_training_graph import bare_session
 from torch import nn
@@ -19,6 +21,7 @@ import orttrainer
 from orttrainer import IODescription, LossScaler, ModelDescription
 from orttrainer.errors import StateError
 from orttrainer.graph.versions import least_ir_version
+from orttrainer.training import optim
 
 RATE = 0.05
 
@@ -244,6 +247,79 @@ def test_several_counts_of_a_file_are_loaded_as_the_counts_of_named_parameters_a
     for each in (trainer, other):
         each.step(*batch(3))
     torch.testing.assert_close(other.state_dict(), trainer.state_dict())
+
+
+class Turned(nn.Module):
+    """With complex numbers of each kind: parameters, one of no axis, and a buffer that each step changes."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.weight = nn.Parameter(torch.randn(4, 3, dtype=torch.cfloat))
+        self.turn = nn.Parameter(torch.randn([], dtype=torch.cfloat))
+        self.register_buffer("mean", torch.randn(3, dtype=torch.cfloat))
+
+    def forward(self, x):
+        y = x.to(torch.cfloat) @ self.weight * self.turn
+        self.mean.copy_(0.9 * self.mean + 0.1 * y.detach().mean(0))
+        return (y - self.mean).real
+
+
+def first_generation(module):
+    trainer = make(module, "AdamOptimizer")
+    return trainer, lambda x, y: trainer.train_step(x, y, RATE)[0], trainer.load_state_dict
+
+
+def of_second_generation(module):
+    trainer = second_generation.make(module, optim.AdamConfig(lr=RATE))
+
+    def load(flat):
+        slots = "Moment_1", "Moment_2"
+        moments = {name: {slot: flat[f"{slot}_{name}"] for slot in slots} for name in ("weight", "turn")}
+        trainer.load_state_dict(
+            {
+                "model": {"full_precision": {name: flat[name] for name in module.state_dict()}},
+                "optimizer": {name: of | {"Update_Count": flat["Update_Count"]} for name, of in moments.items()},
+                "train_step_info": {"optimization_step": 3, "step": 3},
+            }
+        )
+
+    return trainer, lambda x, y: trainer.train_step(x, y)[0], load
+
+
+def around_a_torch_optimizer(module):
+    trainer = orttrainer.trainer(module, nn.CrossEntropyLoss(), torch.optim.Adam(module.parameters(), RATE))
+    return trainer, lambda x, y: trainer.step(x, y)[0], trainer.load_state_dict
+
+
+@pytest.mark.parametrize("front_end", [first_generation, slow(of_second_generation), slow(around_a_torch_optimizer)])
+def test_complex_state_goes_back_from_a_file_that_has_its_parts(front_end, tmp_path):
+    module, other = Turned(), Turned(seed=1)
+    (trainer, step, load), (_, step_other, load_other) = front_end(module), front_end(other)
+    step(*batch())
+    stranger = Stranger(trainer, tmp_path)
+    for index in (1, 2):
+        stranger.step(batch(index), {"__learning_rate": [RATE]})
+        step(*batch(index))
+    state = {name: torch.from_numpy(value) for name, value in stranger.state.items()}
+    load_other(state)  # before its first step
+    expected = [step(*batch(index)) for index in (3, 4)]  # the second shows whether the moments were there
+    torch.testing.assert_close([step_other(*batch(index)) for index in (3, 4)], expected)
+    torch.testing.assert_close(other.state_dict(), module.state_dict())
+    load(state)  # after many
+    torch.testing.assert_close([step(*batch(index)) for index in (3, 4)], expected)
+    torch.testing.assert_close(module.state_dict(), other.state_dict())
+
+
+def test_of_complex_state_both_parts_are_asked_for():
+    trainer = make(Turned())
+    for given in torch.zeros(4, 3, 3), torch.zeros(4, 2), torch.zeros(4, 3, 2, dtype=torch.cfloat):
+        shape = re.escape(str([*given.shape]))
+        with pytest.raises(
+            StateError,
+            match=rf"'weight' has shape {shape}, expected \[4, 3\], or \[4, 3, 2\] of real and imaginary parts\.",
+        ):
+            trainer.load_state_dict({"weight": given})
 
 
 def unread(path) -> set[str]:

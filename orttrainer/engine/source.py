@@ -31,7 +31,7 @@ from orttrainer.errors import (
 )
 from orttrainer.export.untouched import memory_of
 from orttrainer.graph.notes import Notes
-from orttrainer.state.state_dict import check_fits
+from orttrainer.state.state_dict import check_fits, overwrite
 
 if TYPE_CHECKING:
     from orttrainer.export import ForwardGraph
@@ -244,7 +244,7 @@ class Source:
         check_fits(live, state_dict, strict=False)
         with torch.no_grad():
             for name, tensor in live.items():
-                tensor.copy_(torch.as_tensor(state_dict[name]))
+                overwrite(tensor, state_dict[name])
         self.loaded |= live.keys()
         return {*live}
 

@@ -19,6 +19,7 @@ SUM = "_grad_accumulator"  # behind a parameter's name: that of the gradients of
 ACCUMULATED_SCALE = "Accumulated_Scale"  # the loss scale that these are multiplied with, where that is not 1
 BEFORE = "_before_block"  # behind the name of a statistic or counter: as it was before these batches
 ACCUMULATED_BY = "Accumulated_By"  # rank and world size, where there are several ranks: each has sums of its own
+OF_A_BLOCK = (ACCUMULATED, ACCUMULATED_SCALE, ACCUMULATED_BY)  # of accumulated batches, beside their sums
 
 
 def seems_to_fit(
@@ -31,10 +32,7 @@ def seems_to_fit(
         slot_names: what the optimizer calls its state of a parameter, without the parameter's name behind it.
         count: what it calls its counts of updates.
     """
-    beside, slots = (
-        {SEED, STEP, ACCUMULATED, ACCUMULATED_SCALE, ACCUMULATED_BY, count},
-        tuple(f"{s}_" for s in slot_names),
-    )
+    beside, slots = {SEED, STEP, *OF_A_BLOCK, count}, tuple(f"{s}_" for s in slot_names)
     return all(name in given for name in weights) and all(
         isinstance(name, str) and (name in beside or name.startswith(slots) or name.endswith((SUM, BEFORE)))
         for name in given
@@ -147,6 +145,17 @@ def cpu_copy(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
 
 
+def overwrite(own: torch.Tensor, given: Any) -> None:
+    """Copy what `check_fits` has seen."""
+    given = torch.as_tensor(given).detach()
+    own.copy_(torch.complex(*given.to(own.dtype.to_real()).unbind(-1)) if _are_parts(given, own) else given)
+
+
+def _are_parts(given: torch.Tensor, own: torch.Tensor) -> bool:
+    """Whether they are real and imaginary parts of such complex numbers, along a last axis, as a training file has them."""
+    return own.is_complex() and not given.is_complex() and given.shape == (*own.shape, 2)
+
+
 def _listed(value) -> object:
     try:
         return torch.as_tensor(value).tolist()
@@ -162,7 +171,7 @@ def check_fits(
 ) -> None:
     """Raise a StateError unless each tensor of `given` has the shape of that in `own`, and, if `strict`, all have one.
 
-    Others may be there if `free` has them, in its shape.
+    Others may be there if `free` has them, in its shape. Complex numbers may be given as their parts.
     """
     missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - {**own, **free}.keys(), key=str)
     own = {**free, **own}
@@ -174,8 +183,9 @@ def check_fits(
             shape = tensor.shape
         except (TypeError, ValueError, RuntimeError) as error:
             raise StateError(f"{name!r} is a {type(given[name]).__name__}, not a tensor. Nothing was loaded") from error
-        if shape != own[name].shape:
-            raise StateError(f"{name!r} has shape {list(shape)}, expected {list(own[name].shape)}. Nothing was loaded")
+        if shape != (expected := own[name].shape) and not _are_parts(tensor, own[name]):
+            parts = f", or {[*expected, 2]} of real and imaginary parts" if own[name].is_complex() else ""
+            raise StateError(f"{name!r} has shape {list(shape)}, expected {list(expected)}{parts}. Nothing was loaded")
         if tensor.is_meta or tensor.layout != torch.strided:
             kind = "on the meta device, without values" if tensor.is_meta else f"sparse, of {tensor.layout}"
             raise StateError(f"{name!r} is {kind}; a state dict has dense tensors. Nothing was loaded")

@@ -22,20 +22,18 @@ from orttrainer.state.seen import Seen, form
 from orttrainer.state.shown import Shown
 from orttrainer.state.state_dict import (
     ACCUMULATED,
-    ACCUMULATED_BY,
-    ACCUMULATED_SCALE,
     BEFORE,
+    OF_A_BLOCK,
     check_fits,
     checked_accumulated,
     cpu_copy,
+    overwrite,
     with_memory,
 )
 from orttrainer.state.update_counts import SHARED_COUNT, counts_in, counts_to_load
 from orttrainer.training_graph import SEED, STEP, StateEntry, TrainingGraph
 
 log = logging.getLogger("orttrainer")
-
-_OF_A_BLOCK = (ACCUMULATED, ACCUMULATED_SCALE, ACCUMULATED_BY)  # of accumulated batches, beside their sums
 
 
 class TrainedState:
@@ -309,7 +307,7 @@ class TrainedState:
         accumulates = bool(sums) and ACCUMULATED in given
         own = self._live(True) | (sums if accumulates else {})
         for name in own.keys() & given.keys() - {SHARED_COUNT, *self.signature.counted}:
-            own[name].copy_(torch.as_tensor(given[name]).detach())
+            overwrite(own[name], given[name])
         for parameter, count in self.counts_in(given).items():
             self.tensors[self.signature.counters[parameter]].fill_(count)
         if SEED in own and SEED in given:
@@ -341,7 +339,7 @@ class TrainedState:
         if sums and ACCUMULATED in given:
             checked_accumulated(given, sums, self._collective)
             own |= sums
-            given = {name: value for name, value in given.items() if name not in _OF_A_BLOCK}
+            given = {name: value for name, value in given.items() if name not in OF_A_BLOCK}
             free |= {f"{name}{BEFORE}": like for name, like in self._moving().items()}
         if (one := self._kept.count) == SHARED_COUNT or (one in given and self.signature.counters):  # or one for each
             names = {one, *self.signature.counted}
