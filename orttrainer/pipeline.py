@@ -15,6 +15,7 @@ from orttrainer.graph.passes.batch_norm import SplitBatchNormalizationPass, Swit
 from orttrainer.graph.passes.divisors import CheckedDivisorsPass
 from orttrainer.graph.passes.draws import CounterHashDrawsPass
 from orttrainer.graph.passes.dropout import CounterHashDropoutPass
+from orttrainer.graph.passes.empty_products import EmptyProductsPass
 from orttrainer.graph.passes.long_norms import MANY, LongNormsPass
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogSoftmaxNllPass
 from orttrainer.graph.passes.matmul import MultiplesPass, VectorMatMulPass
@@ -227,6 +228,7 @@ def after_update(
         GatherRowsPass(),
         *_CLEAN,
         AllAxesPass(),
+        EmptyProductsPass(),
         PaddedPoolsPass(),
         ScatterReductionPass(),
         ScatterIntoSumPass(),

@@ -78,6 +78,11 @@ def test_a_batch_of_nothing_trains_as_in_pytorch(loss):
     check_equal(module, twin)
 
 
+def attended(queries, keys):
+    """Of [heads, rows, numbers] and [heads, numbers, rows]."""
+    return (queries @ keys).softmax(-1) @ queries
+
+
 ALONG_ROWS = {
     "sums": lambda y: y.square().sum(-1),
     "sums of parts": lambda y: y[:, :4].reshape(-1, 2, 2).sum(-1).exp() / 9,
@@ -94,6 +99,7 @@ ALONG_ROWS = {
     "a vector with each": lambda y: torch.arange(4.0) @ y[:, :4].reshape(-1, 4, 1),
     "a matrix with each": lambda y: torch.ones(1, 2, 4) @ y[:, :4].reshape(-1, 4, 1).square(),
     "images, resized": lambda y: F.interpolate(y[:, :4].reshape(-1, 1, 2, 2), scale_factor=2, mode="bilinear").sin(),
+    "heads": lambda y: attended(*(y[:, :4].reshape(-1, 2, 2).permute(perm) for perm in ((1, 0, 2), (1, 2, 0)))),
 }
 IN_DOUBLE = {
     "convolved": lambda y: F.conv2d(y[:, :4].reshape(-1, 1, 2, 2), torch.ones(3, 1, 2, 1).double()).sin(),
@@ -159,3 +165,56 @@ def test_only_a_mean_that_may_be_one_of_nothing_is_asked(function, asked):
     operands = [x for node in engine.training_graph.graph.graph if node.op_type == "Where" for x in node.inputs]
     constants = [x.const_value.numpy() for x in operands if x.const_value is not None]
     assert any(np.isnan(constant).any() for constant in constants) == asked
+
+
+OF_NOTHING = {  # w: 2 x 3
+    "sums": lambda w: w[:0].sum(-2).exp() + w[:, :0].sum((-1, -2)),
+    "sums kept": lambda w: w[..., :0].sum(-1, keepdim=True).cos(),
+    "products": lambda w: w.narrow(-1, 1, 0).prod(-1) + w[0, :0].prod(-1),
+    "norms": lambda w: w[..., :0].norm(dim=-1) + w[0, :0].norm(1, -1),
+    "logarithms of sums": lambda w: w[:, :0].logsumexp(-1).exp(),
+    "means": lambda w: w[:, :0].mean(-1).nan_to_num(3.0) + w[:0].mean().nan_to_num(5.0),
+    "spreads": lambda w: w[:, :0].var(-1).nan_to_num(3.0) + w[:0].std().nan_to_num(5.0),
+    "squares": lambda w: F.mse_loss(w[:0], w[:0]).nan_to_num(2.0),
+    "counts": lambda w: (w[:, :0] > 0).sum(-1) + (w[:0] > 0).any(-2).sum() + (w[:, :0] > 0).all(-1),
+    "largest of no row": lambda w: w[:0].amax(-1).sum() + w[:0].max(-1).values.sum(),
+    "added up": lambda w: w[:, :0].cumsum(-1).sum(-1) + w[:0].softmax(-1).sum(-1).sum(),
+    "products of matrices": lambda w: (w[:, :0] @ w[:0]).sum() + (w[None, :, :0].expand(3, -1, -1) @ w[:0]).cos().sum(),
+    "joined": lambda w: torch.cat([w[:, :0], w, w[:, :0]], -1) + torch.cat([w[0, :0], w[1, 1:1]]).sum(),
+    "subscripts": lambda w: torch.einsum("ij,kj->ik", w[:, :0], w[:, :0]).cos(),
+    "layers": lambda w: F.linear(w[:, :0], w[:, :0], w[0, :2]) + F.layer_norm(w[:0], (3,), w[0], w[1]).sum(),
+    "pools": lambda w: F.max_pool1d(w[:0, None], 2).sum(),
+    "attention of no query": lambda w: F.scaled_dot_product_attention(w[None, None, :0], w[None, None], w[None, None]),
+    "attention to no key": lambda w: F.scaled_dot_product_attention(
+        w[None, None], w[None, None, :0], w[None, None, :0]
+    ),
+}
+
+
+class OfNothing(nn.Module):
+    """For each form a matrix, of which it takes parts that are none whatever the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrices = nn.ParameterDict({name: torch.randn(2, 3).double() for name in OF_NOTHING})
+
+    def forward(self, x):
+        return sum(
+            (form(w).sum() + w.sum()) * x.sin().mean() for w, form in zip(self.matrices.values(), OF_NOTHING.values())
+        )
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own: a spread of nothing
+def test_parts_that_are_none_whatever_the_batch_train_as_in_pytorch():
+    torch.manual_seed(0)
+    module = OfNothing()
+    twin = copy.deepcopy(module)
+    optimizer = torch.optim.SGD(twin.parameters(), RATE)
+    trainer = orttrainer.trainer(module, lambda y, label: y * label.mean(), torch.optim.SGD(module.parameters(), RATE))
+    for rows in (4, 3):
+        x, label = torch.randn(rows, 2).double(), torch.rand(rows).double()
+        optimizer.zero_grad()
+        (twin(x) * label.mean()).backward()
+        optimizer.step()
+        trainer.step(x, label)
+    torch.testing.assert_close(module.state_dict(), twin.state_dict(), rtol=1e-12, atol=1e-13)

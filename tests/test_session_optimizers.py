@@ -14,6 +14,7 @@ from small import make, net
 from torch import nn
 
 from orttrainer import IODescription, ModelDescription
+from orttrainer.differentiate.prepare import prepare
 from orttrainer.graph.optimizers import left_out
 from orttrainer.graph.passes.order import RootsFirstPass
 
@@ -70,6 +71,17 @@ def test_a_convolution_that_bodies_alone_read_is_not_fused(elsewhere, fused):
         g (float[1, 3, 4, 4] x, float[3, 3, 3, 3] w, bool t) => (float[1, 3, 2, 2] y) {{ c = Conv (x, w) {elsewhere}
           y = If (t) <then_branch = a () => (r) {{ r = Relu (c) }}, else_branch = b () => (s) {{ s = Tanh (c) }}> }}""")
     assert ("ConvActivationFusion" not in left_out(ir.from_proto(proto))) == fused
+
+
+@pytest.mark.parametrize(
+    ("axis", "perm", "fused"), [(0, "1, 0, 2", False), (0, "0, 2, 1", True), (2, "1, 0, 2", False)]
+)
+def test_a_product_of_a_stack_of_picked_rows_that_is_turned_is_not_fused(axis, perm, fused):
+    """Where none is picked ONNX Runtime ends the process."""
+    model = ir.from_onnx_text(f"""<ir_version: 10, opset_import: ["" : 18]>
+        g (float[n, m, k] x, float[4, 5] w, bool[r] mask) => (float[a, b, 5] y) {{
+          p = Compress <axis = {axis}> (x, mask) t = Transpose <perm = [{perm}]> (p) y = MatMul (t, w) }}""")
+    assert ("MatmulTransposeFusion" not in left_out(prepare(model))) == fused
 
 
 @pytest.mark.parametrize("size", [0, 5])

@@ -19,6 +19,7 @@ from orttrainer.graph.builder import Builder, static_dims
 from orttrainer.graph.names import free_name
 from orttrainer.graph.notes import Notes
 from orttrainer.graph.passes.axes import AllAxesPass
+from orttrainer.graph.passes.empty_products import EmptyProductsPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.padded_pools import PaddedPoolsPass
 from orttrainer.graph.passes.random import ShareSubexpressionsPass
@@ -81,6 +82,7 @@ def gradient_of(
     RemoveGradientMarksPass()(forward)
     RemoveUnusedNodesPass()(forward)
     AllAxesPass()(forward)
+    EmptyProductsPass()(forward)
     PaddedPoolsPass()(forward)
     ScatterReductionPass()(forward)
     RangesApartPass()(forward)

@@ -16,6 +16,7 @@ from orttrainer.errors import ExecutionError, ExportMismatchError, StateError
 from orttrainer.graph.light import without_weights
 from orttrainer.graph.passes.axes import AllAxesPass
 from orttrainer.graph.passes.batch_norm import SplitBatchNormalizationPass
+from orttrainer.graph.passes.empty_products import EmptyProductsPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.inference import InferenceBatchNormalizationPass
 from orttrainer.graph.passes.matmul import MultiplesPass, VectorMatMulPass
@@ -55,6 +56,7 @@ def inference_model(forward: ir.Model, outputs: Sequence[str], evaluates: bool =
         eliminate_identities,
         common.OutputFixPass(),
         AllAxesPass(),
+        EmptyProductsPass(),
         PaddedPoolsPass(),
         ForStockSessionsPass(),
         RemoveUnusedNodesPass(),

@@ -27,6 +27,7 @@ from orttrainer.errors import ExportMismatchError, UnsupportedModelError
 from orttrainer.graph import optimizers
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.passes.axes import AllAxesPass
+from orttrainer.graph.passes.empty_products import EmptyProductsPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.half_kernels import EmulateHalfPass
 from orttrainer.graph.passes.long_norms import LongBatchNormsPass, LongNormsPass
@@ -37,6 +38,7 @@ from orttrainer.graph.passes.order import TopologicalOrderPass
 from orttrainer.graph.passes.padded_pools import PaddedPoolsPass
 from orttrainer.graph.passes.random import MutePass
 from orttrainer.graph.passes.scatter import ScatterReductionPass
+from orttrainer.graph.passes.speed.einsum import EinsumProductPass
 from orttrainer.graph.passes.speed.fourier import FourierProductPass
 from orttrainer.graph.passes.speed.input_shapes import InputShapesPass
 from orttrainer.graph.passes.speed.usual_batch import sizes_at_hand
@@ -257,6 +259,7 @@ def gradient_errors(
         RemoveUnusedNodesPass(),
         MultiplesPass(),
         AllAxesPass(),
+        EmptyProductsPass(),
         PaddedPoolsPass(),
         ScatterReductionPass(),
         LongNormsPass(sizes),
@@ -282,7 +285,8 @@ def _deterministic_copy(forward: ForwardGraph) -> ir.Model:
         value.const_value = None
         model.graph.inputs.append(value)
     model = VectorMatMulPass()(prepare(model)).model
-    for rewrite in (FourierProductPass(), WidePass()):  # as it trains: the operator is less exact
+    # As it trains: the operators are less exact, and Einsum ends the process where a tensor is empty.
+    for rewrite in (FourierProductPass(), WidePass(), EinsumProductPass()):
         rewrite(model)
     return FuseLogSoftmaxNllPass()(model).model
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
+from orttrainer.graph.sizes import given_sizes, may_be_zero
+
 __all__ = ["is_clip_of_relu", "is_no_slice", "left_out", "nearly_neutral"]
 
 
@@ -16,7 +18,8 @@ def left_out(model: ir.Model) -> list[str]:
         *model.graph.all_nodes(),
         *(node for function in model.functions.values() for node in function.all_nodes()),
     ]
-    return _SLICES + _inexact(nodes) + _fatal(nodes) + _idle({node.op_type for node in nodes})
+    given = given_sizes(model.graph)
+    return _SLICES + _inexact(nodes) + _fatal(nodes, given) + _idle({node.op_type for node in nodes})
 
 
 # ---------------------------------------------------------------- what would change a number
@@ -112,9 +115,28 @@ def _is_nearly(value: ir.Value, neutral: float) -> bool:
 # ---------------------------------------------------------------- what would abort
 
 
-def _fatal(nodes: list[ir.Node]) -> list[str]:
-    """Those that end the process: before 1.24 ConvActivationFusion takes what a body reads for an input of the If."""
-    return ["ConvActivationFusion"] if any(map(_is_for_bodies, nodes)) else []
+def _fatal(nodes: list[ir.Node], given: set[str]) -> list[str]:
+    """Those that end the process: before 1.24 ConvActivationFusion takes what a body reads for an input of the If.
+
+    What MatmulTransposeFusion makes of a Transpose that moves the axis of a stack divides by 0 where an axis is empty (1.31.1).
+    """
+    convolutions = ["ConvActivationFusion"] if any(map(_is_for_bodies, nodes)) else []
+    return convolutions + (["MatmulTransposeFusion"] if any(_is_stack_of_none(node, given) for node in nodes) else [])
+
+
+def _is_stack_of_none(node: ir.Node, given: set[str]) -> bool:
+    """Whether it multiplies what may be empty, and comes of a Transpose of more than the last two axes."""
+    if node.op_type != "MatMul":
+        return False
+    turned = [x for x in node.inputs if x.shape is not None and len(x.shape) > 2 and _moves_stack(x.producer())]
+    return any(may_be_zero(size, given) for x in turned for size in x.shape.dims)
+
+
+def _moves_stack(node: ir.Node | None) -> bool:
+    if node is None or node.op_type != "Transpose":
+        return False
+    perm = node.attributes.get_ints("perm")
+    return perm is None or list(perm[:-2]) != list(range(len(perm) - 2))
 
 
 def _is_for_bodies(node: ir.Node) -> bool:

@@ -29,6 +29,7 @@ from orttrainer.export.values.granted import Granted
 from orttrainer.export.values.sizes import all_resized, resized
 from orttrainer.graph.passes.axes import AllAxesPass
 from orttrainer.graph.passes.divisors import NonzeroDivisorsPass
+from orttrainer.graph.passes.empty_products import EmptyProductsPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.half_kernels import EmulateHalfPass
 from orttrainer.graph.passes.inference import InferenceBatchNormalizationPass
@@ -379,6 +380,7 @@ def runner_of(forward, *more):
         EinsumProductPass(),  # as it trains: the operator ends the process where a tensor is empty
         NonzeroDivisorsPass(),
         AllAxesPass(),  # as it trains, and else wrong where a tensor is empty
+        EmptyProductsPass(),  # likewise
         LongNormsPass(),  # as it trains, and the next two
         LongBatchNormsPass(),
         LongSumsPass(),  # as it trains, and else the sums are less exact than PyTorch's

@@ -94,7 +94,7 @@ def _resize(op: _Complete, node: ir.Node) -> bool:
 
 def _reduce(op: _Complete, node: ir.Node) -> bool:
     axes, shape = node.inputs[1] if len(node.inputs) > 1 else None, node.inputs[0].shape
-    if axes is None or axes.const_value is None or axes.is_graph_input() or shape.is_static():
+    if axes is None or axes.const_value is None or axes.is_graph_input() or (shape.is_static() and 0 not in shape):
         return False
     places = axes.const_value.numpy()
     if not (places < 0).any():

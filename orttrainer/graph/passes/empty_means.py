@@ -14,13 +14,14 @@ from orttrainer.graph.passes.order import TopologicalOrderPass
 class EmptyMeansPass(ir.passes.InPlacePass):
     """ReduceMean(x) -> Where(Size(x) = 0, NaN, ReduceMean(x)), where values say how large x is, and not sizes of inputs.
 
-    So it is in PyTorch; ONNX leaves it open, and ONNX Runtime gives 0. What has a mean has a shape of named sizes.
+    Also where x is a part that is none whatever the batch, as w[:0]. So it is in PyTorch; ONNX leaves it open, and ONNX Runtime
+    gives 0. What has a mean has a shape of named sizes.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         known = {name for x in model.graph.inputs for size in x.shape or () for name in _names(size)}
         means = [node for node in model.graph if node.op_type == "ReduceMean"]
-        nodes = [node for node in means if any(_names(size) - known for size in _reduced(node))]
+        nodes = [node for node in means if any(size == 0 or _names(size) - known for size in _reduced(node))]
         op = Builder(model.graph, "mean") if nodes else None
         for node in nodes:
             (mean,) = node.outputs
