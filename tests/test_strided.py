@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from fidelity import assert_trains_as_in_pytorch, vectors
 from torch import nn
 
@@ -27,6 +28,12 @@ def overlapping(x):
     return x.as_strided((size[0], size[1] - 1, 2, *size[2:]), (stride[0], stride[1], *stride[1:]))
 
 
+def layer(x, outputs):
+    """A layer of [n, 3, 2], whose result is a view of a matrix that no one but torch has."""
+    weight, bias = torch.linspace(-1, 2, 2 * outputs).view(outputs, 2), torch.linspace(0, 1, outputs)
+    return F.linear(x.view(-1, 3, 2), weight, bias)
+
+
 def written(x, size, step):
     """A copy, the first elements of whose windows are larger."""
     x = x.clone()
@@ -48,6 +55,12 @@ VIEWS = {
     "of a slice": lambda y: y[:, 2:].as_strided((y.shape[0], 2), (6, 1)),
     "every second of every second": lambda y: y[:, ::2].as_strided((y.shape[0], 2), (6, 4)),
     "from a place": lambda y: torch.as_strided(y, size=(y.shape[0], 2), stride=(6, 2), storage_offset=1),
+    "of a layer": lambda y: overlapping(layer(y, 2)),
+    "of the rows of a layer": lambda y: overlapping(layer(y, 2).transpose(0, 1)),
+    "of a part of a layer": lambda y: overlapping(layer(y, 6).chunk(3, -1)[1]),
+    "of a layer, from a place": lambda y: layer(y, 2)[:, 1:].as_strided((y.shape[0], 2), (6, 1), 3),
+    "of a layer that is written to": lambda y: overlapping(layer(y, 2).add_(1)),
+    "of a sum of products": lambda y: overlapping(torch.einsum("nij,jk->nki", y.view(-1, 3, 2), torch.eye(2) + 1)),
     "expanded": lambda y: y[:, None].expand(-1, 3, -1).as_strided((y.shape[0], 2, 2), (6, 0, 1)),
 }
 

@@ -47,6 +47,7 @@ from orttrainer.export.rewrites import (
     noise,
     normalization,
     packed,
+    strided,
 )
 from orttrainer.export.rewrites.argument_names import by_torchs_names
 from orttrainer.export.untouched import memory_of
@@ -109,7 +110,8 @@ class _Rewrites(TorchFunctionMode):
 
     def __init__(self, wrapper, decided):
         super().__init__()
-        known = {**_REWRITES, **deformable.rewrites(), **grouped.rewrites()}
+        self._bases = strided.Bases()
+        known = {**_REWRITES, **deformable.rewrites(), **grouped.rewrites(), **self._bases.rewrites()}
         self._seen = {**_SEEN, **by_value.SEEN, torch.Tensor.register_hook: gradient_hooks.register_hook(wrapper)}
         self._forms, self._rewrites = known, {**known, **complex_numbers.rewrites(known)}
         self._wrapper, self.numbers = wrapper, Numbers(wrapper, decided)
@@ -154,6 +156,7 @@ class _Rewrites(TorchFunctionMode):
         self.numbers.check_script(func, args)
         result = self._rewrites.get(func, func)(*self.numbers.chosen(func, args), **kwargs)
         fallible.check(func, args, result, self._wrapper.followed)
+        self._bases.note(args, kwargs, result)
         unseen.write_back(func, args, kwargs)
         self._changed.mark(func, args, kwargs)
         result = self._changed.viewed(func, args, kwargs, result)
@@ -240,23 +243,6 @@ def _copy(self, src, non_blocking=False):
     return self.copy_(src.expand_as(self) if isinstance(src, torch.Tensor) else src)
 
 
-def _feature_dropout(input, p, train):
-    """Drop whole channels: one dropout per sample and channel, spread over the rest."""
-    if not train or p == 0.0:
-        return input
-    samples_and_channels = list(input.shape[:2]) + [1] * (input.dim() - 2)
-    return input * F.dropout(input.new_ones(samples_and_channels), p, training=True)
-
-
-def _in_place_dropout(dropout):
-    """The in-place form as the plain one and a copy, which export alike."""
-
-    def dropped(input, p, train):
-        return input.copy_(dropout(input, p, train)) if train and p > 0.0 else input
-
-    return dropped
-
-
 _SEEN = {torch.Tensor.__iter__: lambda x: iter(x.unbind(0)), **fake_quantized.SEEN}  # in calls that the mode sees
 
 _PLUMBING = {torch.Tensor.grad.__get__, *told.OF_GRADIENTS}
@@ -266,9 +252,6 @@ _REWRITES = {
     **stop_gradient.REWRITES,
     torch.Tensor.copy_: _copy,
     torch.where: _where,
-    torch.dropout_: _in_place_dropout(torch.dropout),
-    torch.feature_dropout: _feature_dropout,
-    torch.feature_dropout_: _in_place_dropout(_feature_dropout),
     torch._C._nn.scaled_dot_product_attention: attention,
 }
 
