@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -34,6 +36,11 @@ def layer(x, outputs):
     return F.linear(x.view(-1, 3, 2), weight, bias)
 
 
+def in_parts(x, size):
+    """Overlapping rows of three parts of 4 `size` elements each, whose strides have a number in them that is computed of a size."""
+    return overlapping(x[: 2 * size].reshape(3, size, 4))
+
+
 def written(x, size, step):
     """A copy, the first elements of whose windows are larger."""
     x = x.clone()
@@ -61,6 +68,10 @@ VIEWS = {
     "of a layer, from a place": lambda y: layer(y, 2)[:, 1:].as_strided((y.shape[0], 2), (6, 1), 3),
     "of a layer that is written to": lambda y: overlapping(layer(y, 2).add_(1)),
     "of a sum of products": lambda y: overlapping(torch.einsum("nij,jk->nki", y.view(-1, 3, 2), torch.eye(2) + 1)),
+    "by half of a size": lambda y: in_parts(y, torch.div(y.size(0), 2, rounding_mode="trunc")),
+    "by half of a size, by Python": lambda y: in_parts(y, int(len(y) / 2)) + in_parts(y, math.trunc(len(y) / 2)),
+    "by half of a size, rounded up": lambda y: in_parts(torch.cat([y, y]), math.ceil(len(y) / 2)),
+    "by half of a negative number": lambda y: in_parts(y, -torch.div(-len(y), 2, rounding_mode="trunc")),
     "expanded": lambda y: y[:, None].expand(-1, 3, -1).as_strided((y.shape[0], 2, 2), (6, 0, 1)),
 }
 

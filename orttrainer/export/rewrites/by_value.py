@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from orttrainer.export.forms.stop_gradient import stopped
 from orttrainer.export.values.domains import is_value
 from orttrainer.export.values.ranges import is_symbolic
+from orttrainer.export.values.sizes import is_never_negative
 
 __all__ = ["REWRITES", "SEEN", "from_numpy", "has_tensors", "stacked"]
 
@@ -124,10 +125,15 @@ def _shifted(sign):
 def _quotient(input, other, **options):
     """torch.div; of two sizes a size, since what is a tensor in PyTorch is asked for its number, as for another `view`."""
     sizes = all(isinstance(x, (int, torch.SymInt)) for x in (input, other)) and not torch.jit.is_tracing()
-    whole = {"floor": operator.floordiv, "trunc": lambda a, b: math.trunc(a / b)}.get(options.get("rounding_mode"))
+    whole = {"floor": operator.floordiv, "trunc": _towards_zero}.get(options.get("rounding_mode"))
     if sizes and isinstance(input, torch.SymInt) and whole is not None:
         return whole(input, other)
     return torch.div(input, other, **options)
+
+
+def _towards_zero(a, b):
+    """Where no size makes one of them negative, a form that torch computes with, as it does with no other."""
+    return a // b if is_never_negative(a) and is_never_negative(b) else math.trunc(a / b)
 
 
 def _of_sizes(function):

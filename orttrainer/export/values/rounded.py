@@ -1,6 +1,6 @@
-"""Whole numbers of quotients of sizes, as `round(len(x) * 0.7)`, in what a trace asserts of sizes.
+"""Whole numbers of quotients of sizes, as `round(len(x) * 0.7)`, in what a trace asserts of sizes, and in its strides.
 
-torch writes an assertion down by functions of Python's, of which some do not take what it traces with.
+torch writes both down by functions of Python's, of which some do not take what it traces with.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["asserted"]
 
 @contextlib.contextmanager
 def asserted() -> Iterator[None]:
-    """Within the block torch can assert something of them."""
+    """Within the block torch can assert something of them, and knows strides with them in terms of sizes."""
     with contextlib.ExitStack() as stack:
         for function in (math.ceil, math.floor, math.trunc, round):
             method = f"__{function.__name__}__"
@@ -29,6 +29,12 @@ def asserted() -> Iterator[None]:
             whole = lambda x, dtype: math.trunc(x)  # noqa: E731
             stack.enter_context(mock.patch.object(PythonReferenceAnalysis, "trunc_to_int", whole))
             stack.enter_context(mock.patch.object(PythonReferenceAnalysis, "int_truediv", operator.truediv))
+        with contextlib.suppress(ImportError, AttributeError):  # else it leaves strides, which ONNX has not
+            from torch.fx.experimental import symbolic_shapes
+            from torch.utils._sympy.functions import ToFloat
+
+            of_floats = lambda expression: expression.has(ToFloat)  # noqa: E731
+            stack.enter_context(mock.patch.object(symbolic_shapes, "_has_uninterpretable_sympy_function", of_floats))
         yield
 
 
