@@ -118,6 +118,10 @@ ONNX_MODELS = {
         ("W", (1, 11, 4), "[1,11,4]; hidden_size=3, its direction and its input ask for [1,12,4]"), ("W", (12, 4), "[12,4]"), ("R", (1, 12, 4), "[1,12,4]"),
         ("B", (1, 12), "[1,12]; hidden_size=3, its direction and its input ask for [1,24]"),
     ]},
+    **{f"a dropout of ratio {ratio}, {mode}": (
+        onnx_model(f"p = Constant <value_float = {ratio}> () t = Constant <value = bool {{1}}> () h = MatMul (x, W) output = Dropout (h, p{flag}) {ROOT}"),
+        {}, ModelError, f"the Dropout that makes 'output' has the ratio {ratio}; it must be at least 0 and below 1",
+    ) for ratio, mode, flag in [(1.0, "which trains", ", t"), (1.0, "which does not", ""), (-0.5, "which trains", ", t")]},
     "an empty model": (onnx.ModelProto(), {}, ModelError, "the ONNX model is broken: The model does not have an ir_version"),
     "no opset": (changed(lambda m: m.ClearField("opset_import")), {}, ModelError, "broken: model with IR version >= 3 must specify opset_import"),
     "an input from nowhere": (onnx_model(NOWHERE), {}, ModelError, "broken: Nodes in a graph must be topologically sorted, however input 'lable'"),

@@ -295,7 +295,6 @@ def test_a_lower_opset_is_raised_and_a_higher_one_refused(caplog):
 # ---------------------------------------------------------------- what cannot be exported
 
 UNSUPPORTED = {
-    "dropout of everything": (nn.Dropout(1.0), "rate 1.0"),
     "a float of Python's": (
         Model(lambda m, x: x * math.gamma(x.sum().abs().item())),
         r"makes a number of a tensor's value at .*calls\.py:\d+ \(.*math\.gamma\(x\.sum\(\)\.abs\(\)\.item\(\)\)",

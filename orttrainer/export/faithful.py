@@ -20,7 +20,6 @@ from torch._C._functorch import get_unwrapped, is_batchedtensor
 from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.call import is_dense, layout_refused
 from orttrainer.export.checkpoints import without_checkpoints
 from orttrainer.export.forms import stop_gradient, unseen
@@ -210,7 +209,7 @@ def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
         scores = scores + attn_mask
     weights = torch.softmax(scores, dim=-1)
     if dropout_p > 0.0:
-        weights = F.dropout(weights, dropout_p, training=True)
+        weights = noise.dropout(weights, dropout_p, True)
     output = torch.matmul(weights, value)
     # ... and torch gives zeros for it.
     return output if reachable is None else output * reachable.to(output.dtype)
@@ -324,18 +323,14 @@ class MutedDropout(TorchFunctionMode):
         self._run = run  # not before: dynamo, which may trace a part, goes through what a mode holds while that grows
 
     def note(self, rate, times=1):
-        """Record `times` active dropouts of `rate`."""
+        """Record `times` active dropouts of `rate`; of what drops everything the one of the flag, see `noise`."""
         rate = float(rate)
-        if rate >= 1.0:
-            raise UnsupportedModelError(
-                "the module has a dropout of rate 1.0, which drops everything and which ONNX does "
-                "not have; use a rate below 1."
-            )
         if rate > 0.0:
-            self.rates += [rate] * times
+            self.rates += [rate if rate < 1.0 else noise.OF_FLAG] * times
 
 
 def _mute_dropout(mode, input, p, train, in_place=False):
+    train = train is None or train  # as native_dropout takes it
     if train:
         mode.note(p)
     return input.clone() if train and p and not in_place else input  # as PyTorch: of a parameter it may be that itself
@@ -391,7 +386,7 @@ def _mute_rrelu(mode, func, args, kwargs):
     """Its mean slope; the flag that tells training from evaluation is a dropout, see `noise`."""
     arguments = _bound(_RRELU, args, kwargs)
     if arguments["training"]:
-        mode.note(0.5)
+        mode.note(noise.OF_FLAG)
     return func(**{**arguments, "training": False})
 
 

@@ -62,6 +62,7 @@ def read_model(proto: onnx.ModelProto) -> ir.Model:
         if mismatch is not None and not fits_together(model):
             raise ModelError(f"the ONNX model is broken: {_reason(mismatch)}") from mismatch
     _check_recurrent(model)
+    _check_dropouts(model)
     _complete_calls(model)
     return model
 
@@ -117,6 +118,18 @@ def _check_recurrent(model: ir.Model) -> None:
                     f"{name} of the {node.op_type} that makes {next(y.name for y in node.outputs if y.name)!r} ({value.name!r}) "
                     f"has the shape {found}; hidden_size={hidden}, its direction and its input ask for {ir.Shape(sizes)}"
                 )
+
+
+def _check_dropouts(model: ir.Model) -> None:
+    """That rates are below 1, as ONNX says, and ONNX Runtime when it runs, also where nothing is dropped; the checker does not."""
+    for node in _nodes(model):
+        given = node.inputs[1] if node.op_type == "Dropout" and node.domain == "" and len(node.inputs) > 1 else None
+        tensor = None if given is None or given.is_graph_input() else ir.convenience.get_const_tensor(given)
+        ratio = None if tensor is None else tensor.numpy()
+        if ratio is not None and not ((ratio >= 0.0) & (ratio < 1.0)).all():
+            raise ModelError(
+                f"the Dropout that makes {node.outputs[0].name!r} has the ratio {ratio.tolist()}; it must be at least 0 and below 1"
+            )
 
 
 def _differ(size, other) -> bool:

@@ -1,4 +1,4 @@
-"""What draws noise and is not plain dropout: `AlphaDropout` and `RReLU`, and draws that the exporters lack.
+"""Dropouts that ONNX has no operator for, such as that of everything, `RReLU`, and draws that the exporters lack.
 
 Whether a graph trains or evaluates is decided when it runs, and what a layer can tell it by is a Dropout:
 that of 1 is 0 or 1 / (1 - p) where it trains, and 1 where it does not.
@@ -15,9 +15,39 @@ from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.forms.stop_gradient import stop_gradient
 from orttrainer.export.rewrites.ordered import searchsorted
 
-__all__ = ["REWRITES"]
+__all__ = ["OF_FLAG", "REWRITES", "dropout"]
 
+OF_FLAG = 0.5  # the rate of a Dropout that only tells whether the graph trains
 _ALPHA = 1.7580993408473766  # minus the limit of SELU for x -> -inf
+
+
+def _evaluates(device):
+    """bool [], from the graph's flag."""
+    return F.dropout(torch.ones((), device=device), OF_FLAG, training=True) == 1.0
+
+
+def dropout(input, p, train):
+    """torch.dropout; of a rate of 1 a product with 0, as in PyTorch: ONNX's rates are below 1."""
+    return _all_dropped(input)[0] if train and p == 1.0 else torch.dropout(input, p, train)
+
+
+def _native_dropout(input, p, train):
+    train = train is None or train
+    return _all_dropped(input) if train and p == 1.0 else torch.native_dropout(input, p, train)
+
+
+def _all_dropped(input):
+    """Nothing where the graph trains, else the input; and what is kept of it."""
+    kept = _evaluates(input.device)
+    return input * kept.to(input.dtype), kept.expand(input.shape)
+
+
+def _feature_dropout(input, p, train):
+    """Drop whole channels: one dropout per sample and channel, spread over the rest."""
+    if not train or p == 0.0:
+        return input
+    samples_and_channels = list(input.shape[:2]) + [1] * (input.dim() - 2)
+    return input * dropout(input.new_ones(samples_and_channels), p, train)
 
 
 def _alpha_dropout(input, p, train):
@@ -31,8 +61,8 @@ def _feature_alpha_dropout(input, p, train):
 
 
 def _alpha_dropped(input, shape, p, train):
-    if not train or p == 0.0:
-        return input
+    if not train or p in (0.0, 1.0):
+        return dropout(input, p, train)
     a = 1.0 / math.sqrt((1.0 - p) * (1.0 + p * _ALPHA**2))
     # In float32: 1 / (1 - p) must not round to 1.
     drawn = F.dropout(torch.ones(shape, dtype=torch.float32, device=input.device), p, training=True)
@@ -46,8 +76,8 @@ def _rrelu(input, lower=1.0 / 8, upper=1.0 / 3, training=False):
     """x for x > 0, else r x: r uniform in [lower, upper] for each element where it trains, else their mean."""
     slope = (lower + upper) / 2
     if training:
-        trains = F.dropout(torch.ones(1, device=input.device), 0.5, training=True) != 1.0
-        slope = torch.where(trains, lower + (upper - lower) * torch.rand_like(input), slope).to(input.dtype)
+        drawn = lower + (upper - lower) * torch.rand_like(input)
+        slope = torch.where(_evaluates(input.device), slope, drawn).to(input.dtype)
     return torch.where(input > 0, input, input * slope)
 
 
@@ -169,15 +199,29 @@ def _refused(name):
     return draw
 
 
+def _in_place_dropout(dropout):
+    """The in-place form as the plain one and a copy, which export alike."""
+
+    def dropped(input, p, train):
+        return input.copy_(dropout(input, p, train)) if train and p > 0.0 else input
+
+    return dropped
+
+
 def _in_place(function):
     return lambda input, *args, **kwargs: input.copy_(function(input, *args, **kwargs))
 
 
 REWRITES = {
+    torch.dropout: dropout,
+    torch.dropout_: _in_place_dropout(dropout),
+    torch.native_dropout: _native_dropout,
+    torch.feature_dropout: _feature_dropout,
+    torch.feature_dropout_: _in_place_dropout(_feature_dropout),
     torch.alpha_dropout: _alpha_dropout,
-    torch.alpha_dropout_: _in_place(_alpha_dropout),
+    torch.alpha_dropout_: _in_place_dropout(_alpha_dropout),
     torch.feature_alpha_dropout: _feature_alpha_dropout,
-    torch.feature_alpha_dropout_: _in_place(_feature_alpha_dropout),
+    torch.feature_alpha_dropout_: _in_place_dropout(_feature_alpha_dropout),
     torch.rrelu: _rrelu,
     torch.rrelu_: _in_place(_rrelu),
     **dict.fromkeys([torch.bernoulli, torch.Tensor.bernoulli], _bernoulli),

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch._higher_order_ops.scan import scan
 
-from orttrainer.export.rewrites import packed
+from orttrainer.export.rewrites import noise, packed
 from orttrainer.export.rewrites.triangles import dense
 
 __all__ = ["REWRITES"]
@@ -66,7 +66,7 @@ def _layer_by_layer(one, input, hx, params, has_biases, num_layers, dropout, tra
             has_biases, 1, 0.0, train, bidirectional, batch_first,
         )  # fmt: skip
         states.append(state)
-        x = F.dropout(x, dropout, training=True) if train and dropout > 0.0 and layer != last else x
+        x = noise.dropout(x, dropout, True) if train and dropout > 0.0 and layer != last else x
     return (x, *(torch.cat(parts) for parts in zip(*states)))
 
 
@@ -115,7 +115,7 @@ def _onnx_layers(recurrent, x, lengths, hx, params, has_biases, num_layers, drop
         y, *last = _onnx_layer(name, (x, *weights, lengths, *parts), attributes, shapes)
         states.append(last)
         x = y.transpose(1, 2).flatten(2) if bidirectional else y.squeeze(1)
-        x = F.dropout(x, dropout, training=True) if train and dropout > 0.0 and layer != num_layers - 1 else x
+        x = noise.dropout(x, dropout, True) if train and dropout > 0.0 and layer != num_layers - 1 else x
     return (x, *(torch.cat(parts) for parts in zip(*states)))
 
 
