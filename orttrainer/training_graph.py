@@ -17,7 +17,7 @@ import onnx_ir as ir
 from orttrainer import signals
 from orttrainer.errors import InvalidArgumentError, UnsupportedFeatureError
 from orttrainer.graph.passes.stock import ForStockSessionsPass
-from orttrainer.graph.write import checked_path, write_model
+from orttrainer.graph.write import same_file, write_model
 
 log = logging.getLogger("orttrainer")
 
@@ -252,7 +252,7 @@ class TrainingGraph:
         if initial_state is None:
             write_model(self.model, path)
         else:
-            if os.path.realpath(checked_path(path)) == os.path.realpath(checked_path(initial_state)):
+            if same_file(path, initial_state):
                 raise InvalidArgumentError(
                     f"the training graph and its initial_state are two files; both are to be {os.fspath(path)!r}"
                 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 
@@ -11,6 +12,7 @@ import second_generation
 from small import LR, assert_same, batch, make, net
 
 from orttrainer import load_checkpoint, save_checkpoint
+from orttrainer.graph.write import replacing
 
 POINTS = 25  # of the calls that a way makes
 
@@ -149,3 +151,58 @@ def test_an_interruption_between_two_writes_of_torch_is_no_account_of_its_positi
         with raising(KeyboardInterrupt), pytest.raises(KeyboardInterrupt, match="it is time"), sent:
             run()
         check()
+
+
+def test_an_interruption_at_any_call_leaves_the_file_of_before_or_the_new_one_and_nothing_beside_it(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # a disk would take seconds
+    path, number, interrupted = tmp_path / "file", 0, True
+    while interrupted:
+        number, seen, interrupted = number + 1, [0], False
+        path.write_text("old")
+
+        def interrupt(frame, event, _):
+            """A handler runs at the begin of a function of Python's, and behind one of C's: os.mkdir has made the folder then."""
+            if event in ("call", "c_return") and frame.f_code.co_filename != __file__:
+                seen[0] += 1  # noqa: B023
+                if seen[0] == number:  # noqa: B023
+                    signal.raise_signal(signal.SIGALRM)
+
+        with raising(KeyboardInterrupt):
+            try:
+                sys.setprofile(interrupt)
+                with replacing(path) as written, open(written, "w") as file:
+                    file.write("new")
+            except KeyboardInterrupt:
+                interrupted = True
+            finally:
+                sys.setprofile(None)
+        assert os.listdir(tmp_path) == ["file"], number
+        assert path.read_text() in ("old", "new")
+        assert interrupted or seen[0] < number  # it arrives
+    assert number > 100
+
+
+def test_a_path_in_a_working_directory_that_was_deleted_is_named_and_one_from_the_root_on_is_written(
+    tmp_path, monkeypatch
+):
+    trainer, other = first(tmp_path), second_generation.make()
+    other.train_step(*batch())
+    gone, there = tmp_path / "gone", tmp_path / "there"
+    gone.mkdir(), there.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    for save, path in (
+        (lambda: save_checkpoint(trainer, "."), "./ORT_checkpoint.ort.pt"),
+        (lambda: other.save_checkpoint("state.h5"), "state.h5"),
+        (lambda: trainer.save_as_onnx("forward.onnx"), "forward.onnx"),
+        (lambda: trainer.training_graph.save("training.onnx", "start.onnx"), "training.onnx"),
+    ):
+        with pytest.raises(
+            FileNotFoundError, match="the working directory, in which this path begins, was deleted"
+        ) as caught:
+            save()
+        assert caught.value.filename == path
+    save_checkpoint(trainer, there)
+    assert os.listdir(there) == ["ORT_checkpoint.ort.pt"]

@@ -6,10 +6,10 @@ import contextlib
 import errno
 import os
 import re
+import secrets
 import shutil
 import socket
 import stat
-import tempfile
 import time
 import zlib
 from collections.abc import Iterator
@@ -37,6 +37,25 @@ def checked_path(path: str | os.PathLike) -> str:
     return text
 
 
+def absolute(path: str) -> str:
+    """The same path from the root on.
+
+    Raises:
+        FileNotFoundError: it begins in the working directory, and that is gone.
+    """
+    try:
+        return os.path.abspath(path)
+    except FileNotFoundError as error:
+        what = "the working directory, in which this path begins, was deleted; change to another, or give a path from the root on"
+        raise FileNotFoundError(errno.ENOENT, what, path) from error
+
+
+def same_file(a: str | os.PathLike, b: str | os.PathLike) -> bool:
+    """Whether these are two names of one file, which need not be there yet."""
+    a, b = (os.path.realpath(absolute(checked_path(path))) for path in (a, b))
+    return a == b
+
+
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike) -> Iterator[str]:
     """Give a path to write to; at the end what was written there takes the place of `path`, in one move.
@@ -51,7 +70,7 @@ def replacing(path: str | os.PathLike) -> Iterator[str]:
         InvalidArgumentError: `path` is no path.
     """
     path = checked_path(path)
-    asked, target = os.path.abspath(path), os.path.realpath(path)
+    asked, target = absolute(path), os.path.realpath(path)
     old = _what_is_there(path)
     if old and stat.S_ISDIR(old.st_mode):
         raise IsADirectoryError(errno.EISDIR, "it is a folder; name a file in it", asked)
@@ -83,11 +102,28 @@ def beside(target: str, asked: str) -> Iterator[str]:
         raise FileNotFoundError(errno.ENOENT, "there is no such folder", asked)
     prefix = f".orttrainer-{_machine()}-{os.getpid()}-"
     _remove_remains(folder)
-    with (
-        _naming(asked, os.path.join(folder, prefix)),
-        tempfile.TemporaryDirectory(prefix=prefix, dir=folder) as partial,
-    ):
-        yield os.path.join(partial, name)
+    partial = os.path.join(folder, f"{prefix}{secrets.token_hex(8)}")
+    # Ctrl-C may come at any moment. So its name is known before it is there, and it is removed twice: the first time may be cut
+    # short.
+    try:
+        try:
+            with _naming(asked, os.path.join(folder, prefix)):
+                os.mkdir(partial, 0o700)
+                yield os.path.join(partial, name)
+        finally:
+            _remove(partial)
+    finally:
+        _remove(partial)
+
+
+def _remove(folder: str) -> None:
+    """Remove a hidden folder, and what a writer that failed left in it; also one that is removed in part, or gone."""
+    with contextlib.suppress(
+        OSError
+    ):  # shutil.rmtree closes a file twice where Ctrl-C comes at its close, and fails of that
+        for name in os.listdir(folder):
+            os.unlink(os.path.join(folder, name))
+        os.rmdir(folder)
 
 
 def _remove_remains(folder: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from orttrainer import signals
 from orttrainer.errors import CheckpointError, InvalidArgumentError, OrtTrainerError
-from orttrainer.graph.write import beside, checked_path
+from orttrainer.graph.write import absolute, beside, checked_path
 from orttrainer.training._user_data import from_serialized_hex, to_serialized_hex
 
 __all__ = ["from_serialized_hex", "load", "save", "to_serialized_hex"]
@@ -47,7 +47,7 @@ def save(save_obj: Mapping, path: str | os.PathLike | io.IOBase) -> None:
             raise InvalidArgumentError(f"the path of a checkpoint must be a path or a binary file object, got {path!r}")
         path.write(_as_bytes(save_obj))
         return
-    path = os.path.abspath(checked_path(path))
+    path = absolute(checked_path(path))
     if os.path.lexists(path):
         raise FileExistsError(errno.EEXIST, "a checkpoint is never overwritten; remove it or choose another name", path)
     with beside(path, path) as partial:
