@@ -261,3 +261,23 @@ def test_rows_of_a_softmax_that_are_masked_whole_have_no_gradient():
         dx = evaluate(gradient, {"x": x, "bias": bias, "masked": masked, "y_cotangent": dy})["x_grad"]
     p = 1 / (1 + np.exp(0.6))  # of two classes, the first
     np.testing.assert_allclose(dx, [[-p * (1 - p), p * (1 - p), 0], [0, 0, 0]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("align_corners, size", [(True, 5), (True, 3), (True, 1), (False, 4), (False, 2), (False, 1)])
+@pytest.mark.parametrize("padding_mode", ["zeros", "border", "reflection"])
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic", "nearest"])
+def test_on_pixels_and_the_rim_and_beyond_the_slope_of_grid_sample_is_pytorch_s(
+    mode, padding_mode, align_corners, size
+):
+    """At whole pixels and halves: on the rim, and at each reflection of it, PyTorch's slope of the bilinear is 0."""
+    at = np.arange(-4 * size - 2, 5 * size + 2) / 2  # in pixels; each is exact, in [-1, 1] as well
+    x = (2 * at + (0 if align_corners else 1)) / max(size - align_corners, 1) - 1
+    if mode == "nearest" and padding_mode == "reflection":
+        x = x[at == np.floor(at)]  # of halves the runtime rounds before it reflects
+    grid = np.stack(np.meshgrid(x, np.array([-1.0, -0.5, 0.25, 1.0])), -1)[None]
+    image = np.random.default_rng(0).standard_normal((1, 2, 3, size))
+    options = dict(mode=mode, padding_mode=padding_mode)
+    found = gradients("GridSample", image, grid, align_corners=int(align_corners), **options)
+    expected = torch_gradients(lambda x, g: F.grid_sample(x, g, align_corners=align_corners, **options), image, grid)
+    for one, other in zip(found, expected):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)

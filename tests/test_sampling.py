@@ -1,4 +1,4 @@
-"""Volumes read at points between their voxels train like in PyTorch, whatever lies beyond their bounds."""
+"""Images and volumes read at points between their pixels train like in PyTorch, whatever lies beyond their bounds."""
 
 from __future__ import annotations
 
@@ -78,6 +78,66 @@ class AtCorners(nn.Module):
 @pytest.mark.parametrize("mode", ["bilinear", pytest.param("bicubic", marks=needs_cubic)])
 def test_at_voxels_and_bounds_the_slope_is_pytorch_s(mode):
     assert_trains_as_in_pytorch(lambda: AtCorners(mode), lambda step: [torch.ones(2 + step, 1)], evaluates=False)
+
+
+class Transformer(nn.Module):
+    """A spatial transformer, which begins with the identity: it reads each pixel where the slope jumps."""
+
+    def __init__(self, size, align_corners):
+        super().__init__()
+        self.theta = nn.Parameter(torch.eye(2, 3))
+        self.weight = nn.Parameter(torch.randn(size, size, generator=torch.Generator().manual_seed(0)) * 0.1)
+        self.align_corners = align_corners
+
+    def forward(self, images):
+        grid = F.affine_grid(self.theta.expand(len(images), -1, -1), images.shape, align_corners=self.align_corners)
+        found = [F.grid_sample(images, grid, padding_mode=p, align_corners=self.align_corners) for p in PADDINGS]
+        return torch.cat(found, 1) * self.weight
+
+
+@pytest.mark.parametrize("size, align_corners", [(4, True), (19, False), slow(28, False), slow(28, True)])
+def test_a_spatial_transformer_that_begins_with_the_identity_trains_as_in_pytorch(size, align_corners):
+    images = [torch.randn(2 + step, 1, size, size, generator=torch.Generator().manual_seed(step)) for step in range(10)]
+    assert_trains_as_in_pytorch(lambda: Transformer(size, align_corners), lambda step: [images[step]], evaluates=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_flow_that_is_0_at_first_has_no_slope_on_the_rim(dtype):
+    class Warp(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Conv2d(1, 2, 3, padding=1, dtype=dtype)
+            nn.init.zeros_(self.net.weight)
+            nn.init.zeros_(self.net.bias)
+
+        def forward(self, images):
+            same = torch.eye(2, 3).to(images).expand(len(images), -1, -1)
+            grid = F.affine_grid(same, images.shape, align_corners=False) + self.net(images).permute(0, 2, 3, 1)
+            return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
+
+    images = [torch.rand(2 + step, 1, 8, 8, generator=torch.Generator().manual_seed(step)) for step in range(10)]
+    assert_trains_as_in_pytorch(Warp, lambda step: [images[step].to(dtype)], evaluates=True)
+
+
+class OfHalves(nn.Module):
+    """Images that are read at whole pixels and between two, far beyond their bounds as well."""
+
+    def __init__(self, align_corners):
+        super().__init__()
+        self.scale, self.align_corners = nn.Parameter(torch.ones(5, 4)), align_corners
+        at = torch.arange(-30, 40) / 2
+        sides = [(2 * at + (not align_corners)) / (n - align_corners) - 1 for n in (4, 5)]
+        self.points = nn.Parameter(torch.stack(torch.meshgrid(*sides, indexing="ij"), -1))
+
+    def forward(self, images):
+        grid, options = self.points.expand(len(images), -1, -1, -1), {"align_corners": self.align_corners}
+        return F.grid_sample(images * self.scale, grid, "nearest", "reflection", **options)
+
+
+@pytest.mark.parametrize("align_corners", [False, True])
+def test_the_pixel_nearest_to_a_reflected_half_is_pytorch_s(align_corners):
+    images = [torch.randn(2 + step, 1, 5, 4, generator=torch.Generator().manual_seed(step)) for step in range(10)]
+    assert_trains_as_in_pytorch(lambda: OfHalves(align_corners), lambda step: [images[step]], evaluates=False)
 
 
 class Turned(nn.Module):

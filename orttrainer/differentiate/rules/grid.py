@@ -130,7 +130,9 @@ def _in_pixels(op, node: ir.Node, g: ir.Value, length: ir.Value) -> tuple[ir.Val
         slope = op.Mul(op.Sub(length, 1.0), 0.5)
         return op.Mul(op.Add(g, 1.0), slope), slope
     slope = op.Mul(length, 0.5)
-    return op.Sub(op.Mul(op.Add(g, 1.0), slope), 0.5), slope
+    # PyTorch multiplies and adds in one instruction, which rounds once: a bit decides on which side of a pixel the slope is.
+    wide = [op.Cast(x, to=int(ir.DataType.DOUBLE)) for x in (op.Add(g, 1.0), slope)]
+    return op.cast_as(op.Sub(op.Mul(*wide), 0.5), g), slope
 
 
 def _taps(op, node: ir.Node, at: ir.Value, length: ir.Value):
@@ -138,41 +140,51 @@ def _taps(op, node: ir.Node, at: ir.Value, length: ir.Value):
 
     Each [batch, taps, points]: the points, of which there are many, lie next to each other.
     """
-    mode = attribute(node, "mode", "linear")
+    mode, zeros = attribute(node, "mode", "linear"), attribute(node, "padding_mode", "zeros") == "zeros"
     at = op.Unsqueeze(at, [1])  # [batch, 1, points]
-    if mode == "nearest":
-        first, offsets = op.Round(at), [0.0]
-        weights, slopes = op.full_like(at, 1.0), None
-    else:
-        first = op.Floor(at)
-        t = op.Sub(at, first)
-        if mode in ("linear", "bilinear"):
-            offsets = [0.0, 1.0]
-            weights = op.Concat(op.Sub(1.0, t), t, axis=1)
-            slopes = op.Concat(op.full_like(t, -1.0), op.full_like(t, 1.0), axis=1)
+    if mode in ("linear", "bilinear"):
+        at, turn = (at, op.full_like(at, 1.0)) if zeros else _within(op, node, at, length)
+        pixel = op.Floor(at)
+        t = op.Sub(at, pixel)
+        weights = op.Concat(op.Sub(1.0, t), t, axis=1)
+        slopes = op.Concat(op.Neg(turn), turn, axis=1)
+        pixel = op.Add(pixel, op.const([[0.0], [1.0]], at.dtype))
+    else:  # not the position is brought into the image, but each pixel that it is read from
+        if mode == "nearest":
+            pixel = op.Round(at)
+            weights, slopes = op.full_like(at, 1.0), None
         else:
-            offsets = [-1.0, 0.0, 1.0, 2.0]
-            cubic = keys_kernel(-0.75)
+            first = op.Floor(at)
+            t, cubic = op.Sub(at, first), keys_kernel(-0.75)
             weights = _polynomial(op, t, cubic)
             slopes = _polynomial(op, t, cubic[:, :3] * [3, 2, 1])
-    pixel = op.Cast(op.Add(first, op.const(np.array(offsets)[:, None], at.dtype)), to=int(ir.DataType.INT64))
-    last = op.Sub(length, np.int64(1))
+            pixel = op.Add(first, op.const([[-1.0], [0.0], [1.0], [2.0]], at.dtype))
+        pixel = pixel if zeros else _within(op, node, pixel, length)[0]
+    pixel, last = op.Cast(pixel, to=int(ir.DataType.INT64)), op.Sub(length, np.int64(1))
     inside = None
-    padding = attribute(node, "padding_mode", "zeros")
-    if padding == "zeros":
+    if zeros:
         inside = op.And(op.GreaterOrEqual(pixel, np.int64(0)), op.LessOrEqual(pixel, last))
         inside = op.Cast(inside, to=int(at.dtype))
-    elif padding == "reflection":
-        if attribute(node, "align_corners", 0):  # about the centers of the first and the last pixel
-            period = op.Max(op.Mul(last, np.int64(2)), np.int64(1))
-            pixel = op.Mod(pixel, period)
-            pixel = op.Min(pixel, op.Sub(period, pixel))
-        else:  # about their outer edges
-            period = op.Mul(length, np.int64(2))
-            pixel = op.Mod(pixel, period)
-            pixel = op.Min(pixel, op.Sub(op.Sub(period, np.int64(1)), pixel))
     pixel = op.Max(op.Min(pixel, last), np.int64(0))
     return pixel, weights, slopes, inside
+
+
+def _within(op, node: ir.Node, at: ir.Value, length: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """A position of which the padding has made one in the image, and the slope of that: 0 on the rim, as in PyTorch."""
+    length = op.cast_as(length, at)
+    last, slope = op.Sub(length, 1.0), op.scalar(1.0, at)
+    if attribute(node, "padding_mode", "zeros") == "reflection":
+        # About the centers of the first and the last pixel, or about their outer edges: there and back again.
+        low, span = (0.0, last) if attribute(node, "align_corners", 0) else (-0.5, length)
+        period = op.Max(op.Mul(span, 2.0), 1.0)
+        beyond = op.Sub(at, low)
+        there = op.Abs(beyond)
+        there = op.Sub(there, op.Mul(op.Floor(op.Div(there, period)), period))
+        back = op.Sub(period, there)
+        turned = op.Xor(op.Less(beyond, 0.0), op.Greater(there, back))
+        at, slope = op.Add(op.Min(there, back), low), op.Where(turned, op.scalar(-1.0, at), slope)
+    between = op.And(op.Greater(at, 0.0), op.Less(at, last))
+    return op.Max(op.Min(at, last), 0.0), op.Where(between, slope, op.scalar(0.0, at))
 
 
 def keys_kernel(a: float) -> np.ndarray:

@@ -1,4 +1,7 @@
-"""`grid_sample` of volumes, which the exporters have for images alone: each point is a weighted sum of the voxels around it."""
+"""`grid_sample` of volumes, which the exporters have for images alone: each point is a weighted sum of the voxels around it.
+
+And `affine_grid`, to the last bit: the grid that leaves an image as it is reads each pixel where the slope jumps.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,23 @@ from orttrainer.export.rewrites.resized import cubic
 __all__ = ["REWRITES"]
 
 _NEAREST, _CUBIC = 1, 2  # as torch numbers the modes ...
-_ZEROS, _BORDER = 0, 1  # ... and what is beyond the volume; 2 is its reflection
+_ZEROS, _BORDER, _REFLECTION = 0, 1, 2  # ... and what is beyond the volume
 
 
 def _grid_sampler(input, grid, interpolation_mode, padding_mode, align_corners):
-    if input.dim() != 5:
-        return torch.grid_sampler(input, grid, interpolation_mode, padding_mode, align_corners)
-    return _grid_sampler_3d(input, grid, interpolation_mode, padding_mode, align_corners)
+    if input.dim() == 5:
+        return _grid_sampler_3d(input, grid, interpolation_mode, padding_mode, align_corners)
+    if (interpolation_mode, padding_mode) == (_NEAREST, _REFLECTION):  # halfway ONNX rounds first, to another pixel
+        pixels = [_pixel(at, n, align_corners) for at, n in zip(grid.unbind(-1), reversed(input.shape[2:]))]
+        grid, padding_mode = torch.stack(pixels, -1), _BORDER
+    return torch.grid_sampler(input, grid, interpolation_mode, padding_mode, align_corners)
+
+
+def _pixel(at, size, align_corners):
+    """The center of the pixel next to each coordinate, or to its reflection."""
+    place = (at + 1) * ((size - 1) / 2) if align_corners else (at + 1) * (size / 2) - 0.5
+    place = torch.round(_within(place, size, _REFLECTION, align_corners))
+    return place * 2 / at.new_ones(()).mul(size - 1).clamp(min=1) - 1 if align_corners else (place * 2 + 1) / size - 1
 
 
 def _grid_sampler_3d(input, grid, interpolation_mode, padding_mode, align_corners):
@@ -42,7 +55,7 @@ def _within(at, size, padding_mode, align_corners):
     """Positions, of which those beyond the volume are as `padding_mode` says."""
     if padding_mode == _ZEROS:
         return torch.where((at >= -1) & (at <= size), at, -2.0)  # what is farther away is as good as NaN
-    if padding_mode != _BORDER:
+    if padding_mode == _REFLECTION:
         at = _reflected(at, *((0.0, size - 1) if align_corners else (-0.5, size)))
     # The slope at both ends is 0, as in PyTorch.
     return torch.where(at > 0, torch.where(at < size - 1, at, at.new_ones(()) * (size - 1)), 0.0)
@@ -85,5 +98,26 @@ def _next_four(at):
     return below + offsets, cubic((at - below - offsets).abs(), -0.75)
 
 
-REWRITES = {torch.grid_sampler: _grid_sampler, torch.grid_sampler_3d: _grid_sampler_3d}
+def _affine_grid(theta, size, align_corners):
+    """torch.affine_grid_generator; exporters scale the ends of the steps, and PyTorch each step."""
+    batch, _, *sizes = size
+    if not all(isinstance(n, int) for n in sizes):
+        return torch.affine_grid_generator(theta, size, align_corners)
+    sides = torch.meshgrid(*(_steps(n, align_corners, theta) for n in sizes), indexing="ij")
+    points = torch.stack([*reversed(sides), torch.ones_like(sides[0])], -1)  # x, y[, z], 1
+    return (points.reshape(-1, len(sizes) + 1) @ theta.mT).reshape(batch, *sizes, len(sizes))
+
+
+def _steps(count, align_corners, like):
+    if count <= 1:
+        return like.new_zeros(count)
+    steps = torch.linspace(-1, 1, count, dtype=like.dtype, device=like.device)
+    return steps if align_corners else steps * (count - 1) / count
+
+
+REWRITES = {
+    torch.affine_grid_generator: _affine_grid,
+    torch.grid_sampler: _grid_sampler,
+    torch.grid_sampler_3d: _grid_sampler_3d,
+}
 """Each has the value and the gradient of the original, also where the slope jumps."""
