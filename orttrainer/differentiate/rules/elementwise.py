@@ -216,11 +216,11 @@ def log(op, node, dy):
 
 @vjp("Pow")
 def pow_(op, node, dy):
-    """Y = X^P  ->  dX = dY * P * X^(P-1)  (0 where P == 0),  dP = dY * Y * log(X)  (0 where X <= 0)."""
+    """Y = X^P  ->  dX = dY * P * X^(P-1)  (0 where P == 0),  dP = dY * Y * log(X)  (0 where X == 0, P >= 0)."""
     x, p = node.inputs
     (y,) = node.outputs
-    base = op.Where(compare(op, "Greater", x, 0.0), x, op.scalar(1.0, x))
-    dp = op.Mul(dy, op.Mul(y, op.Log(base)))
+    flat = op.And(compare(op, "Equal", x, 0.0), compare(op, "GreaterOrEqual", p, 0.0))
+    dp = op.Mul(dy, op.Where(flat, op.scalar(0.0, y), op.Mul(y, op.Log(x))))  # NaN where X < 0, as in PyTorch
     return op.Mul(dy, _power_slope(op, x, p, y)), op.cast_as(dp, p)
 
 
