@@ -13,6 +13,7 @@ from torch import nn
 
 from orttrainer import IODescription
 from orttrainer.errors import (
+    ExportError,
     InvalidArgumentError,
     ModelError,
     OptimizerError,
@@ -149,3 +150,13 @@ def test_what_the_system_refuses_the_exporters_is_not_said_of_forward():
     error = failure(SimpleNamespace(module=net()), [], {"dynamo": gone, "torchscript": gone})
     assert re.search(r"No such file or directory\nThe system refused this: see that the working folder", str(error))
     assert error.__cause__ is gone
+
+
+@pytest.mark.parametrize("other", ["of other sizes", "FileNotFoundError"])
+def test_why_no_exporter_took_a_module_is_one_of_the_errors_that_there_are(other):
+    """A class of its own, by which exports are tried in turn, is nobody's to catch."""
+    ours = type("_OfOtherSizes", (ExportError,), {})("the graph is one for x.shape[0] >= 2")
+    second = ours if other == "of other sizes" else FileNotFoundError(2, other)
+    error = failure(SimpleNamespace(module=net()), [], {"dynamo": ours, "torchscript": second})
+    assert type(error) is ExportError
+    assert "the graph is one for x.shape[0] >= 2" in str(error)

@@ -49,7 +49,7 @@ def failure(wrapper, inputs, failures):
         return error
     reason = next(iter(failures.values()))
     if isinstance(reason, ExportError) and len({condensed(error) for error in failures.values()}) == 1:
-        error = type(reason)(f"{name} could not be exported to ONNX as it trains: {reason}")
+        error = _public(reason)(f"{name} could not be exported to ONNX as it trains: {reason}")
         error.__cause__ = reason
         return error
     if (lacking := _lacks_form(failures["dynamo"])) is not None:
@@ -59,14 +59,20 @@ def failure(wrapper, inputs, failures):
         )
         error.__cause__ = failures["dynamo"]
         return error
-    classes = [type(error) for error in failures.values() if isinstance(error, ExportError)]
+    classes = [_public(error) for error in failures.values() if isinstance(error, ExportError)]
+    telling = next((found for found in classes if found is not ExportError), ExportError)
     reasons = "".join(f"\n  {exporter}: {condensed(error)}" for exporter, error in failures.items())
     advice = "Take data-dependent Python (if, int(), .item() on tensors) out of forward, or pass an ONNX model."
     if all(isinstance(error, OSError) for error in failures.values()):
         advice = "The system refused this: see that the working folder and the one of temporary files are there and have room."
-    error = (classes or [ExportError])[0](f"{name} could not be exported to ONNX as it trains:{reasons}\n{advice}")
+    error = telling(f"{name} could not be exported to ONNX as it trains:{reasons}\n{advice}")
     error.__cause__ = failures["dynamo"]
     return error
+
+
+def _public(error: ExportError) -> type[ExportError]:
+    """Its class, or the one of those that callers know from which that is made."""
+    return next(base for base in type(error).__mro__ if base.__module__ == ExportError.__module__)
 
 
 def _lacks_form(error) -> str | None:
