@@ -118,9 +118,8 @@ def beside(target: str, asked: str) -> Iterator[str]:
 
 def _remove(folder: str) -> None:
     """Remove a hidden folder, and what a writer that failed left in it; also one that is removed in part, or gone."""
-    with contextlib.suppress(
-        OSError
-    ):  # shutil.rmtree closes a file twice where Ctrl-C comes at its close, and fails of that
+    # Not shutil.rmtree, which closes a file twice where Ctrl-C comes at its close, and fails of that.
+    with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             os.unlink(os.path.join(folder, name))
         os.rmdir(folder)
