@@ -80,6 +80,10 @@ FIRST_STEP = {
     "an unknown frozen weight": (dict(frozen_weights=["fc.weight"]), ModelError, "frozen_weights=['fc.weight'] are not weights of the model; it has ['0.bias', '0.weight'"),
     "all weights frozen": (dict(frozen_weights=WEIGHTS), ModelError, "nothing to train: no parameter reaches the loss. Check requires_grad, frozen_weights"),
     "no weights at all": (dict(model=nn.Sequential(nn.Tanh(), nn.Flatten()), loss_fn=lambda p, t: p.sum()), ModelError, "nothing to train"),
+    "all weights detached": (
+        dict(loss_fn=lambda p, t: (p.detach() - t).square().mean()), ModelError, "nothing to train: no parameter reaches the loss. Between them and 'loss' no gradient passes a detach() or torch.no_grad()",
+    ),
+    "all weights compared": (dict(loss_fn=lambda p, t: ((p > 0).float() - t).square().mean()), ModelError, "Between them and 'loss' no gradient passes the Greater that makes '"),
     "an unknown attribute": (dict(attributes=lambda n: {"lr": 0.1}), OptimizerError, "AdamOptimizer has no attribute 'lr' (given for parameter '0.weight'); it has: 'alpha'"),
     "an attribute as text": (dict(attributes=lambda n: {"alpha": "0.9"}), OptimizerError, "'alpha' of parameter '0.weight' is '0.9'; it must be a float, not a str"),
     "an attribute out of range": (dict(attributes=lambda n: {"beta": 1.5}), OptimizerError, "'beta' of parameter '0.weight' is 1.5; it must be between 0 and 1"),

@@ -104,6 +104,14 @@ ONNX_MODELS = {
     "an input left out": (onnx_model(), dict(desc=describe([X])), ModelError, "needs the inputs ['label'] as well. Describe them"),
     "an unknown frozen weight": (onnx_model(), dict(frozen_weights=["V"]), ModelError, "frozen_weights=['V'] are not weights of the model; it has ['W']"),
     "all weights frozen": (onnx_model(), dict(frozen_weights=["W"]), ModelError, "nothing to train: no parameter reaches the loss"),
+    "all weights quantized": (
+        onnx_model(f"s = Constant <value_float = 0.1> () z = Constant <value = int8 {{0}}> () h = MatMul (x, W) n = QuantizeLinear (h, s, z) output = DequantizeLinear (n, s, z) {ROOT}"),
+        {}, ModelError, "nothing to train: no parameter reaches the loss. Between them and 'loss' no gradient passes the QuantizeLinear that makes 'n'",
+    ),
+    "all weights behind integers and bools": (
+        onnx_model(f"s = Constant <value_float = 0.1> () h = MatMul (x, W) b = Greater (h, s) i = Cast <to = 7> (h) f = Cast <to = 1> (i) output = Where (b, f, s) {ROOT}"),
+        {}, ModelError, "no gradient passes the Greater that makes 'b', the Cast that makes 'i'",
+    ),
     "the rate named as an inner value": (onnx_model(), dict(rate=IODescription("d", [1])), ModelError, "the name 'd' is needed...give the learning rate another name"),
     "half-precision weights": (
         onnx_model("h = Cast <to = 10> (x) p = MatMul (h, W) output = Cast <to = 1> (p) " + ROOT, weight=W.astype(np.float16)), {}, OptimizerError, "cannot update parameter 'W' of dtype FLOAT16; it needs float32 or float64...Convert the model to float32 and train it in mixed precision, or name in frozen_weights=",

@@ -194,6 +194,24 @@ def values_reached_in_steps(outputs: Iterable[ir.Value], nodes: Iterable[ir.Node
     return reached
 
 
+def where_gradients_stop(
+    sources: Iterable[ir.Value], outputs: Iterable[ir.Value], nodes: Sequence[ir.Node]
+) -> list[ir.Node]:
+    """On the way from `sources` to `outputs` the first nodes that pass no gradient on to what is read of them, as of integers."""
+    passed, stops = set(sources), []
+    for node in nodes:
+        if not passed.isdisjoint(node_inputs(node)):
+            flat = is_non_differentiable(node.domain, node.op_type)
+            stopped = {y for y in node.outputs if flat or (y.dtype is not None and y.dtype not in _PASSED)}
+            passed.update(y for y in node.outputs if y not in stopped)
+            stops.append((node, stopped))
+    behind = set(outputs)
+    for node in reversed(nodes):
+        if not behind.isdisjoint(node.outputs):
+            behind.update(node_inputs(node))
+    return [node for node, stopped in stops if not behind.isdisjoint(stopped)]
+
+
 def values_that_depend_on(sources: Iterable[ir.Value], nodes: Iterable[ir.Node]) -> set[ir.Value]:
     """Every value that a source reaches, through float and integer values alike, subgraphs included."""
     reached = set(sources)

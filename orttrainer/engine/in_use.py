@@ -262,7 +262,7 @@ class InUse(NotCopied):
             counts = counts_in(self._given_early[0], self._kept.count, self._forward.parameters)
             graph = self._training_graph(self._forward, counts)
             if trains:
-                check_trains(graph)
+                check_trains(graph, self._forward)
 
         with runtime.garbage_kept(), failing_together(self.collective, "compiling the model"), signals.none_lost():
             make(compile_)
@@ -442,4 +442,4 @@ class InUse(NotCopied):
                 self._recompile(forward)
         self._state.masked.make_anew()
         if trains:  # an evaluation may be of what trains nothing: adapters that are merged for it
-            check_trains(self.training_graph)
+            check_trains(self.training_graph, self._forward)

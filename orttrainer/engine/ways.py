@@ -18,6 +18,7 @@ import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
 from orttrainer import export
+from orttrainer.differentiate.driver import where_gradients_stop
 from orttrainer.engine.attributes import OF_GRADIENTS, Attributes
 from orttrainer.engine.inference import inference_model
 from orttrainer.errors import ModelError, UnsupportedModelError
@@ -25,6 +26,8 @@ from orttrainer.export.memory.holdings import Without
 from orttrainer.export.values.granted import unmet
 from orttrainer.export.values.told import shown
 from orttrainer.graph.budget import evaluated_shape
+from orttrainer.graph.passes.gradient_marks import DOMAIN as MARKS
+from orttrainer.graph.passes.gradient_marks import STOP_GRADIENT
 from orttrainer.graph.subgraphs import node_inputs, subgraphs
 
 if TYPE_CHECKING:
@@ -38,6 +41,7 @@ MOST = 16  # whose graphs are kept: each was exported
 REMEMBERED = 1024  # sizes that were found to fit
 OPEN = 4  # of these, whose sessions are, whatever memory they take
 LIGHT = 2**26  # bytes that the sessions of more may take, by `_weight`
+_NAMED = 3  # so many operators are named in an error
 _OF_A_NODE = 2**14  # bytes, about, in the graphs and the session
 
 log = logging.getLogger("orttrainer")
@@ -336,17 +340,31 @@ def _nameless(forward: ForwardGraph) -> tuple[bytes, list[tuple]]:
     return ir.to_proto(model).SerializeToString(deterministic=True), contents
 
 
-def check_trains(graph: TrainingGraph) -> None:
+def check_trains(graph: TrainingGraph, forward: ForwardGraph) -> None:
     """Refuse a graph that trains nothing.
+
+    Args:
+        forward: what it was made of.
 
     Raises:
         ModelError: no parameter reaches the loss.
     """
-    if not graph.signature.gradients:
-        raise ModelError(
-            "nothing to train: no parameter reaches the loss. Check requires_grad, frozen_weights, and that output "
-            f"{graph.signature.outputs[0]!r} is the loss"
-        )
+    if graph.signature.gradients:
+        return
+    whole, loss = forward.model.graph, graph.signature.outputs[0]
+    parameters = [whole.initializers[name] for name in forward.parameters]
+    stops = where_gradients_stop(parameters, whole.outputs[:1], [*whole])
+    advice = f"Check requires_grad, frozen_weights, and that output {loss!r} is the loss"
+    if said := list(dict.fromkeys(map(_as_said, stops))):
+        more = f" and {len(said) - _NAMED} more" if len(said) > _NAMED else ""
+        advice = f"Between them and {loss!r} no gradient passes {', '.join(said[:_NAMED])}{more}"
+    raise ModelError(f"nothing to train: no parameter reaches the loss. {advice}")
+
+
+def _as_said(node: ir.Node) -> str:
+    if node.domain == MARKS and node.op_type == STOP_GRADIENT:
+        return "a detach() or torch.no_grad()"
+    return f"the {node.op_type} that makes {next(y.name for y in node.outputs if y.name)!r}"
 
 
 def check_can_go_on(before: TrainingGraph, after: TrainingGraph, alone: bool, accumulated: int) -> None:
