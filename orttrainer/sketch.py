@@ -66,10 +66,11 @@ def trainer(
             trainers on one optimizer share its moments, as several losses do in PyTorch: each goes on with
             what the one that stepped last has left, which costs a copy of them where they take turns. Learning
             rates are read from its groups at every step, so that `torch.optim.lr_scheduler`s work, and so are
-            momentum, betas, eps and weight decay, once one has changed, which compiles again (OneCycleLR);
-            groups may be added (`add_param_group`), but not on several ranks, and where one is taken out a new trainer
-            goes on, as it does when that comes back; everything else must stay as it is. Hooks that it has for
-            after a step (`register_step_post_hook`) are called after each update; for before a step none may be.
+            momentum, betas, eps and weight decay, once one has changed, which compiles again (OneCycleLR), as
+            another value of nesterov or maximize does; groups may be added (`add_param_group`), but not on several
+            ranks, and where one is taken out a new trainer goes on, as it does when that comes back; everything else
+            must stay as it is. Hooks that it has for after a step (`register_step_post_hook`) are called after each
+            update; for before a step none may be.
         model_desc: inputs (the label last, unless its `label` says more) and outputs (the loss first). None: those of the first
             batch, whose axis 0 may vary, together in all inputs that have its size there. At a batch of which other
             axes vary, the module is exported again, for any size there; described here, with a name for each size that
@@ -138,7 +139,7 @@ class Trainer(FrontEnd):
         self._describes = engine.description is None
         self._first: ModelDescription | None = None  # what the first batch says, where that describes the inputs
         self._seen: list[dict[str, tuple[int, ...]]] = []  # shapes of the batches that the description is for
-        self._fed: set[tuple[int, str]] = set()  # as `Groups` had it when the graph was made
+        self._changes = 0  # as `Groups` had them when the graph was made
         self._moments, self._holding = moments_of(self.optimizer), Holding(engine.kept.slots_of, groups.names)
         self._moments.trainers.add(self)
         self._loaded: Holding | None = None  # what `load_state_dict` was given before the first step
@@ -364,9 +365,9 @@ class Trainer(FrontEnd):
         if (trains and groups.grow()) or not engine.is_compiled:
             engine.freeze(groups.frozen)
         groups.take_numbers(engine.is_compiled)
-        if groups.fed != self._fed:
+        if groups.changes != self._changes:
             engine.renew_update()
-            self._fed = {*groups.fed}
+            self._changes = groups.changes
 
     def _tell_of_eval_mode(self) -> None:
         self._told_of_eval_mode = True

@@ -120,9 +120,8 @@ def test_a_parameter_of_another_module_is_refused():
 # -- what must not change, and what is not there ----------------------------------------------
 
 CHANGES = {
-    "nesterov": (
-        lambda m: sgd(m, momentum=0.9), {"nesterov": True}, "'nesterov'.* is True now.*It is part of the graph",
-    ),
+    "nesterov": (sgd, {"nesterov": True}, "'nesterov'.* is True now.*it must be False where 'momentum' is 0"),
+    "maximize": (sgd, {"maximize": "yes"}, "'maximize'.* is 'yes' now.*it must be a number"),
     "no momentum": (
         lambda m: sgd(m, momentum=0.9), {"momentum": 0.0}, "'momentum'.* is 0.0 now.*it must be above 0",
     ),

@@ -34,12 +34,14 @@ class Groups:
         parameters: those in groups, by name.
         frozen: names of the parameters that are in no group.
         fed: groups and keys whose numbers each step feeds, since they have changed.
+        changes: how often numbers have changed so that a graph needs another update.
     """
 
-    _FED: ClassVar = {  # numbers that may change
+    _FED: ClassVar = {  # numbers that may change, and are fed from then on
         "SGDOptimizer": ("momentum", "weight_decay"),
         "AdamOptimizer": ("betas", "eps", "weight_decay"),
     }
+    _RENEWED: ClassVar = {"SGDOptimizer": ("nesterov", "maximize"), "AdamOptimizer": ("maximize",)}  # with a new update
 
     _KINDS: ClassVar = {
         torch.optim.SGD: "SGDOptimizer",
@@ -73,6 +75,7 @@ class Groups:
         self._numbers: list[dict[str, Any]] = []  # of each group
         self._ids: list[list[int]] = []
         self.fed: set[tuple[int, str]] = set()
+        self.changes = 0
         self._places: dict[tuple[int, str, int], int] = {}  # group, key, which of its numbers -> place in `rates`
         self._check_added()
         self.grow()
@@ -114,11 +117,14 @@ class Groups:
         self.frozen = tuple(n for key, n in self.names.items() if key in self._known and n not in self._group_of)
 
     def take_numbers(self, compiled: bool) -> None:
-        """Take those that have changed, which `check` has seen; of which a graph has the old ones, each step feeds from now on."""
+        """Take those that have changed, which `check` has seen; those that a graph feeds each step feeds from now on."""
         for index, (group, before) in enumerate(zip(self.optimizer.param_groups, self._numbers)):
             if before != (now := self._present(group)):
                 self._numbers[index] = now
-                self.fed |= {(index, key) for key in now if now[key] != before[key] and compiled}
+                changed = {key for key in now if now[key] != before[key] and compiled}
+                fed = {(index, key) for key in changed.intersection(self._FED[self.kind])}
+                self.changes += not (fed <= self.fed and changed.isdisjoint(self._RENEWED[self.kind]))
+                self.fed |= fed
 
     def attributes(self, name: str) -> dict[str, float | int]:
         """The attributes of the engine's optimizer for one parameter."""
@@ -180,7 +186,7 @@ class Groups:
                 )
             for key, value in compiled.items():
                 if group[key] is not value and _plain(group[key]) != value:
-                    self._check_number(index, key, group[key], compiled)
+                    self._check_number(index, key, group, compiled)
                     self._refuse_unsupported(index, group)
 
     def _check_added(self) -> None:
@@ -206,9 +212,10 @@ class Groups:
                     "parameters of this model, and for a layer that came later a new trainer."
                 )
 
-    def _check_number(self, index: int, key: str, now: Any, compiled: Mapping[str, Any]) -> None:
+    def _check_number(self, index: int, key: str, group: Mapping[str, Any], compiled: Mapping[str, Any]) -> None:
+        now = group[key]
         where = f"param_groups[{index}][{key!r}] of the optimizer is {now!r} now, but was {compiled[key]!r} before"
-        if key not in self._FED[self.kind]:
+        if key not in (*self._FED[self.kind], *self._RENEWED[self.kind]):
             raise InvalidArgumentError(
                 f"{where}. It is part of the graph. For another value make a new trainer; nothing was updated."
             )
@@ -223,6 +230,8 @@ class Groups:
         if (key == "betas" and max(values) == 1) or (key == "momentum" and values[0] == 0):
             rule = "below 1" if key == "betas" else "above 0: without momentum PyTorch leaves its buffers as they are"
             raise InvalidArgumentError(f"{where}; it must be {rule}. Nothing was updated.")
+        if key == "nesterov" and now and not group["momentum"]:
+            raise InvalidArgumentError(f"{where}; it must be False where 'momentum' is 0. Nothing was updated.")
 
     def moments(self, of: Collection[torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
         """The state that the optimizer has of its own, under the engine's names; of a parameter without any, that of a fresh one.
