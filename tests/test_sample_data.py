@@ -10,6 +10,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -329,6 +330,8 @@ def test_train_reads_a_folder(tmp_path):
         (["--lr", "nan"], "argument --lr: 'nan' is not a number above 0"),
         (["--dropout", "1"], "argument --dropout: '1' is not a number from 0 to below 1"),
         (["--epochs", "0"], "argument --epochs: '0' is not a whole number above 0"),
+        (["--seed", "9" * 20], f"argument --seed: '{'9' * 20}' is not a whole number from -2**63 to 2**63 - 1"),
+        (["--seed", "some"], "argument --seed: 'some' is not a whole number"),
         (["--bptt", "many"], "argument --bptt: 'many' is not a whole number above 0"),
         (["--device", "tpu"], "argument --device: 'tpu' is not cpu, cuda or cuda:N"),
         (["--device", "cuda:99"], "--device cuda:99: PyTorch"),
@@ -347,6 +350,37 @@ def test_what_train_cannot_do_is_said_in_one_line(arguments, message, monkeypatc
     said = f"{capsys.readouterr().err}{ended.value.code}"
     assert message in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("", "it is a folder"),
+        (".", "it is a folder; name a file in it"),
+        ("/proc/graph.onnx", ""),  # where nobody can make a file, not even root
+        ("nowhere/graph.onnx", "there is no such folder"),
+        ("common.py/graph.onnx", "there is no such folder"),
+        ("a" * 300, "File name too long"),
+    ],
+)
+def test_a_graph_that_cannot_be_written_is_refused_before_the_training(path, why, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train_ort.py", "--save-graph", path])
+    monkeypatch.syspath_prepend(SAMPLE)
+    monkeypatch.chdir(SAMPLE)
+    with pytest.raises(SystemExit):
+        importlib.import_module("common").parse_arguments("", ["sgd"], trains_graph=True)
+    assert f"argument --save-graph: {path!r} cannot be written: {why}" in capsys.readouterr().err
+
+
+def test_a_run_ends_behind_its_last_step_however_many_epochs_there_might_be(monkeypatch):
+    monkeypatch.syspath_prepend(SAMPLE)
+    run = object.__new__(importlib.import_module("common").Run)
+    run.args, run.steps, run.total_steps = SimpleNamespace(epochs=10**20, lr=0.1, lr_decay=0.5), 0, 2
+    rates = []
+    for rate in run.epochs():
+        rates.append(rate)
+        run.steps += 1
+    assert rates == [0.1, 0.05]
 
 
 def test_what_the_system_lacks_is_said_in_one_line():

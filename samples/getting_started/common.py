@@ -1,9 +1,12 @@
 """What train.py and train_ort.py share beside model and data: options, progress, results."""
 
 import argparse
+import errno
 import math
+import os
 import re
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -40,12 +43,12 @@ def parse_arguments(description, optimizers, trains_graph=False):
     add("--bptt", type=positive_int, default=35, metavar="N", help="tokens per column in a step (35)")
     add("--dropout", type=fraction, default=0.2, metavar="P", help="(0.2)")
     add("--min-frequency", type=positive_int, default=2, metavar="N", help="rarer words are <unk> (2)")
-    add("--seed", type=int, default=1111, help="of the initial weights and of dropout (1111)")
+    add("--seed", type=seed, default=1111, metavar="N", help="of the initial weights and of dropout (1111)")
     add("--device", type=device, default="cpu", metavar="NAME", help="cpu, cuda or cuda:N (cpu)")
     add("--log-interval", type=positive_int, default=50, metavar="N", help="steps between lines (50)")
     if trains_graph:
         add("--precision", choices=["float16", "bfloat16"], help="mixed precision; slower on a CPU (none)")
-        add("--save-graph", metavar="PATH", help="write the training graph, an ONNX file")
+        add("--save-graph", type=writable, metavar="PATH", help="write the training graph, an ONNX file")
     args = parser.parse_args()
 
     args.epochs = args.epochs or (3 if args.data else 20)
@@ -53,8 +56,6 @@ def parse_arguments(description, optimizers, trains_graph=False):
     gpus = torch.cuda.device_count()
     if args.device != "cpu" and int(args.device[len("cuda:") :] or 0) >= gpus:
         parser.error(f"--device {args.device}: PyTorch {torch.__version__} finds {gpus} CUDA GPUs here")
-    if trains_graph and args.save_graph and not Path(args.save_graph).absolute().parent.is_dir():
-        parser.error(f"--save-graph {args.save_graph}: there is no such folder")
     return args
 
 
@@ -70,6 +71,32 @@ def positive_float(text):
 
 def fraction(text):
     return checked_float(text, lambda x: 0 <= x < 1, "a number from 0 to below 1")
+
+
+def seed(text):
+    try:
+        value = int(text)
+    except ValueError:
+        value = None
+    if value is None or not -(2**63) <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from -2**63 to 2**63 - 1")
+    return value
+
+
+def writable(text):
+    """The path of a file to write, which is tried at once: after the training it would be too late."""
+    try:
+        path = Path(os.path.realpath(text))  # a link's target is what is written
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder; name a file in it")
+        if not path.parent.is_dir():
+            raise FileNotFoundError(errno.ENOENT, "there is no such folder")
+        if path.is_file() or not path.exists():  # a device or a FIFO takes what is written itself
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {error.strerror}") from error
+    return text
 
 
 def device(text):
@@ -152,9 +179,10 @@ class Run:
     def epochs(self):
         """Yield the learning rate of each epoch, until there are steps enough."""
         for epoch in range(self.args.epochs):
-            if self.steps < self.total_steps:
-                self.epoch, self.learning_rate = epoch + 1, self.args.lr * self.args.lr_decay**epoch
-                yield self.learning_rate
+            if self.steps == self.total_steps:
+                break
+            self.epoch, self.learning_rate = epoch + 1, self.args.lr * self.args.lr_decay**epoch
+            yield self.learning_rate
 
     def batches(self):
         """Yield (data [n, batch], targets [n * batch]) of an epoch, n = bptt but for the last."""
