@@ -302,7 +302,8 @@ class ORTTrainer(FrontEnd):
         """Load what `state_dict` gave: before the first step the weights at once and the optimizer's state then.
 
         Args:
-            strict: missing or unexpected names are an error; else they are ignored.
+            strict: missing or unexpected names are an error; else they are ignored. The optimizer's state of a parameter that has
+                none at the moment (it is frozen, or SGD is without momentum) is expected: it is kept until the parameter has.
 
         Raises:
             StateError: a tensor of another shape, or, if `strict`, other names. Nothing is loaded. Before the first step

@@ -247,6 +247,11 @@ class Trainer(FrontEnd):
         Learning rates are not in it: those are the optimizer's and its scheduler's. The loss scale is, of an
         `orttrainer.LossScaler` that is dynamic; a state dict that lacks it leaves the present one.
 
+        Args:
+            strict: missing or unexpected names are an error; else they are ignored. The optimizer's state of a parameter that has
+                none at the moment (it is frozen, or SGD is without momentum) is expected: it is kept until the parameter has, as
+                where `param_groups[0]["momentum"]` is set later.
+
         Raises:
             StateError: a tensor of another shape, or, if `strict`, other names. Nothing is loaded.
         """

@@ -16,6 +16,7 @@ from test_sketch import assert_parameters_close, sgd, torch_step
 from test_sketch_optimizer import MOMENTS, make
 from torch import nn
 
+from orttrainer import trainer as trainer_of
 from orttrainer.errors import StateError
 
 KINDS = ["momentum", "dampening", "adam", "amsgrad"]
@@ -334,3 +335,30 @@ def test_a_trainer_that_its_own_criterion_knows_is_collected():
     del learner
     gc.collect()
     assert engine() is None
+
+
+def test_momentum_that_is_loaded_strictly_without_momentum_waits_for_it_as_in_pytorch():
+    modules = [net() for _ in range(3)]
+    made = [sgd_of(module, momentum) for module, momentum in zip(modules, (0.9, 0.0, 0.9))]
+    (before, after), twin = [trainer_of(m, nn.functional.cross_entropy, o) for m, o in zip(modules, made[:2])], made[2]
+    for step in range(3):
+        before.step(*batch(step))
+        torch_step(modules[2], twin, *batch(step))
+    after.step(*batch())
+    after.load_state_dict(before.state_dict(), strict=True)
+    assert_same(after.state_dict(), before.state_dict())
+    made[1].param_groups[0]["momentum"] = 0.9
+    assert_goes_on_alike(after, modules[1], modules[2], twin)
+
+
+def test_moments_of_another_optimizer_are_unexpected_where_a_load_is_strict():
+    module, adam_module = net(), net()
+    plain = trainer_of(module, nn.functional.cross_entropy, sgd_of(module, 0.0))
+    adam = trainer_of(adam_module, nn.functional.cross_entropy, torch.optim.Adam(adam_module.parameters()))
+    plain.step(*batch()), adam.step(*batch())
+    with pytest.raises(StateError, match=r"unexpected.*Moment_1_"):
+        plain.load_state_dict(adam.state_dict(), strict=True)
+
+
+def sgd_of(module, momentum):
+    return torch.optim.SGD(module.parameters(), 0.1, momentum)
