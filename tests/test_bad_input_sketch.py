@@ -162,8 +162,8 @@ def test_a_group_less_is_refused():
 @pytest.mark.parametrize(
     "change, text",
     [
-        (lambda m: m.__setitem__(0, nn.Linear(4, 3)), "layers of the module were replaced, added or removed since the graph was compiled: ['0']"),
-        (lambda m: m.append(nn.Tanh()), "since the graph was compiled: ['3'] of ['0', '1', '2']"),
+        (lambda m: m.__setitem__(0, nn.Linear(4, 3)), "layers of the module were replaced, added or removed since the graph was compiled, and with them parameters or buffers: ['0']"),
+        (lambda m: m.append(nn.PReLU()), "since the graph was compiled, and with them parameters or buffers: ['3'] of ['0', '1', '2']"),
         (lambda m: setattr(m[0], "weight", nn.Parameter(torch.ones(5, 4))), "'0.weight' of the module is torch.float32 [5, 4], but was torch.float32 [3, 4] when the graph was compiled"),
     ],
     ids=["another layer", "a layer more", "a weight of another shape"],

@@ -10,7 +10,7 @@ from launched import ONE_LAUNCHER, WORKERS, results
 from torch.nn import functional as F
 
 sys.path.insert(0, str(WORKERS))
-from own_ways import MODELS, SIZES, OneOfTwo, made, optimizer_of, signed
+from own_ways import MODELS, SIZES, Activated, OneOfTwo, made, optimizer_of, signed
 
 
 @pytest.fixture(scope="module", params=ONE_LAUNCHER)
@@ -19,11 +19,13 @@ def ranks(request, tmp_path_factory) -> list[dict]:
     return results(request.param, "own_ways.py", tmp_path_factory.mktemp(request.param))
 
 
-def in_pytorch(module, batch, steps):
+def in_pytorch(module, batch, steps, change=None):
     """Losses of each rank, and the trained module: each step with the mean of both ranks' gradients."""
     module = made(module)
     optimizer, losses = optimizer_of(module), []
     for step in steps:
+        if change is not None:
+            change(module, step)
         both = [F.cross_entropy(module(x), y) for x, y in (batch(step, rank) for rank in range(2))]
         optimizer.zero_grad()
         (sum(both) / 2).backward()
@@ -72,3 +74,13 @@ def test_ranks_whose_first_batches_go_ways_that_train_other_parameters_are_told_
         assert "or forward went another way on the first batch of a rank" in said[0]
         assert said[1:] == ["fine", "fine"]
     check_weights([rank["other first batch"] for rank in ranks], in_pytorch(OneOfTwo, signed, (0, 4))[1])
+
+
+def test_a_layer_without_weights_that_all_ranks_replace_is_followed(ranks):
+    def change(module, step):
+        if step == 2:
+            module.act = torch.nn.ReLU()
+
+    check_weights(
+        [rank["another activation"] for rank in ranks], in_pytorch(Activated, signed, range(len(SIZES)), change)[1]
+    )

@@ -25,6 +25,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from orttrainer import export
+from orttrainer.engine.layers import layers_of, orders_of
 from orttrainer.engine.turns import outside_of_exports
 from orttrainer.export.memory.holdings import (
     CONTAINERS,
@@ -75,7 +76,8 @@ class Attributes:
         frozen: Callable[[], Collection[str]] = tuple,
     ):
         modules = {root: part for root, part in parts.items() if isinstance(part, torch.nn.Module)}
-        self._own_layers = self._layers = _layers_of(modules)
+        self._modules, self._own_layers = modules, layers_of(modules)
+        self._layers = self._own_layers
         self._parts, self._roots = dict(parts), list(modules.values())
         self._flags: dict[str, bool] = {}  # as they are when the model trains
         self._frozen = frozen
@@ -102,7 +104,7 @@ class Attributes:
         """
         self._outside, self._without = [*outside], without
         roots = {f"{export.OUTSIDE}.{index}": module for index, module in enumerate(outside)}
-        self._layers = self._own_layers | _layers_of(roots)
+        self._layers = self._own_layers | layers_of(roots)
         self._flags = self._read_flags() | {path: self._flags[path] for path in self._own_layers}
 
     def are_looked_at(self, outside: Sequence[torch.nn.Module], without: Without) -> bool:
@@ -160,13 +162,15 @@ class Attributes:
         places = [*{(id(held), key): (held, key) for _, held, key in found}.values()]
         elsewhere = [*self._enclosed, *(self._hooks if self._hooked else ())]
         self._held = Holdings(places, elsewhere, self._entries, self._state())
-        self._had = self._tensors_there()
+        self._had, self._had_orders = self._tensors_there(), orders_of(self._layers)
         self.look_at_parameters()
 
     def look_at_parameters(self) -> None:
-        """Note whether `requires_grad` or hooks of any are others, or buffers have come; who watches them calls this where something
-        happened to one."""
-        self._has_others = self._tensors_there() != self._had
+        """Note whether `requires_grad` or hooks of any are others, or buffers or layers have come; who watches them calls this where
+        something happened to one."""
+        self._find_layers()
+        self._has_others = [*map(id, self._layers.values())] != [*map(id, self._all)]
+        self._has_others |= orders_of(self._layers) != self._had_orders or self._tensors_there() != self._had
         self._train_others = self._read_trained() != self._seen_trained
         self._hook_others = self._others_have_hooks()
 
@@ -225,7 +229,7 @@ class Attributes:
             ]:
                 elsewhere[path] = others
         found |= {path: comparable(hooks, self._nothing) for path, hooks in elsewhere.items()}
-        found |= dict.fromkeys(self._tensors_there(), torch.Tensor)
+        found |= orders_of(self._layers) | dict.fromkeys(self._tensors_there(), torch.Tensor)
         return found | {f"{path}{OF_GRADIENTS}": _Training(flag) for path, flag in self._trained.items()}
 
     @contextlib.contextmanager
@@ -246,6 +250,16 @@ class Attributes:
                 layer.training = training
             for path, parameter in parameters.items():
                 parameter.requires_grad_(needed[path])
+
+    def _find_layers(self) -> None:
+        """Take the layers that the modules have now; of one that is new its own flag says whether it is in train mode."""
+        before, self._own_layers = self._own_layers, layers_of(self._modules)
+        outside = {path: layer for path, layer in self._layers.items() if path not in before}
+        self._layers = self._own_layers | outside
+        self._flags = {
+            path: self._flags[path] if path in outside or before.get(path) is layer else layer.training
+            for path, layer in self._layers.items()
+        }
 
     def _read_flags(self) -> dict[str, bool]:
         return {path: layer.training for path, layer in self._layers.items()}
@@ -394,12 +408,6 @@ class Attributes:
             if isinstance(value, FunctionType) and value.__name__ != "__init__"
         ]
         return {name for function in functions for name in export.names_in(function.__code__)}
-
-
-def _layers_of(roots: Mapping[str, torch.nn.Module]) -> dict[str, torch.nn.Module]:
-    return {
-        f"{root}.{path}".strip("."): layer for root, module in roots.items() for path, layer in module.named_modules()
-    }
 
 
 def _is_of_torch(kind: type) -> bool:

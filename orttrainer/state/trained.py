@@ -18,6 +18,7 @@ from orttrainer.export.memory.holdings import same_elements
 from orttrainer.export.memory.masked import Masked
 from orttrainer.seed import seed_of_rank, seed_of_run
 from orttrainer.state.kept import KeptState
+from orttrainer.state.layers import Layers
 from orttrainer.state.seen import Seen, form
 from orttrainer.state.shown import Shown
 from orttrainer.state.state_dict import (
@@ -114,14 +115,7 @@ class TrainedState:
         self._entries = {name: entry for entry in entries for name in entry.views(self.stored[entry.name])}
         self._places = self._shared_places(own)
         self._note_addresses()
-        self._layers = [(module._modules, dict(module._modules)) for m in self._modules for module in m.modules()]
-        self._absent = [
-            (module._parameters, key, f"{path}.{key}".lstrip("."))
-            for m in self._modules
-            for path, module in m.named_modules()
-            for key, parameter in module._parameters.items()
-            if parameter is None
-        ]
+        self._layers = Layers(self._modules)
         self.masked = Masked(self._modules)
         kept = {id(own[name]): name for name in decided}
         self._decided = [
@@ -191,18 +185,7 @@ class TrainedState:
         New data, a new Parameter, `load_state_dict(assign=True)` and moving the module all give a tensor other memory, and
         `share_memory` puts its memory elsewhere. Without this the module and the graph would part in silence.
         """
-        for layers, compiled in self._layers:
-            if layers != compiled:
-                changed = sorted(k for k in layers.keys() | compiled.keys() if layers.get(k) is not compiled.get(k))
-                raise StateError(
-                    f"layers of the module were replaced, added or removed since the graph was compiled: {changed} of "
-                    f"{list(compiled)}. Make a new ORTTrainer for a changed module, or restore it."
-                )
-        if added := [name for owner, key, name in self._absent if owner.get(key) is not None]:
-            raise StateError(
-                f"parameters of the module that were None when the graph was compiled are tensors now: {added}. Make a new "
-                "ORTTrainer for a changed module, or restore it."
-            )
+        self._layers.follow()
         self._check_ties()
         present, moved = {}, {}
         for owner, key, name in self._places:

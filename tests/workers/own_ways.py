@@ -57,6 +57,17 @@ class OneOfTwo(Either):
         return self.first(x) if x.mean() > 0 else self.second(x)
 
 
+class Activated(Either):
+    """With an activation that is replaced between steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.act = nn.Tanh()
+
+    def forward(self, x):
+        return self.second(self.act(self.first(x)))
+
+
 def sentences(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(10 * step + rank)
     size = SIZES[step][rank]
@@ -88,6 +99,7 @@ def main(folder: str) -> None:
     results["too long"] = with_one_that_is_too_long(rank)
     results["other first batch"] = with_other_parameters(rank, first=1)
     results["other parameters"] = with_other_parameters(rank)
+    results["another activation"] = with_another_activation(rank)
     torch.save(results, pathlib.Path(folder) / f"{rank}.pt")
 
 
@@ -126,6 +138,16 @@ def with_other_parameters(rank: int, first: int = 0) -> dict:
     trainer = trainer_of(made(OneOfTwo))
     said = [attempt(lambda step=step: trainer.step(*signed(step, rank))) for step in (first, 1 - first, 4)]
     return {"said": said, "weights": trainer.state_dict(include_optimizer_state=False)}
+
+
+def with_another_activation(rank: int) -> dict:
+    """From the third step on."""
+    trainer = trainer_of(module := made(Activated))
+    for step in range(len(SIZES)):
+        if step == 2:
+            module.act = nn.ReLU()
+        trainer.step(*signed(step, rank))
+    return {"weights": trainer.state_dict(include_optimizer_state=False)}
 
 
 if __name__ == "__main__":
