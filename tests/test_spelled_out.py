@@ -194,6 +194,20 @@ FUNCTIONS = {
     ),
     "scatter_reduce to a mean, in place": (lambda x, y: (2 * x).scatter_reduce_(1, PLACES, y, "mean"), TIES, OTHER),
     **{
+        f"scatter_reduce to a {reduce} of others, which self may equal": (
+            lambda x, y, r=reduce: x.scatter_reduce(1, PLACES, y, r, include_self=False),
+            [[4.0, 3, 2, 9], [0, 5, 7, 0]], [[2.0, 3, 2, 4], [5, 0, 5, zero]],
+        )
+        for reduce, zero in (("amax", 5.0), ("amin", 5.0), ("prod", 2.0), ("sum", 0.0))
+    },
+    "scatter_reduce to a product of others, two of which are 0": (
+        lambda x, y: x.scatter_reduce(1, PLACES, y, "prod", include_self=False) * x.scatter_reduce(1, PLACES, y, "prod"),
+        [[4.0, 0, 2, 9], [0, 5, 7, 0]], [[0.0, 3, 2, 4], [5, 0, 5, 0]],
+    ),
+    "index_reduce to a minimum of others, which self equals": (
+        lambda x, y: torch.index_reduce(x, 0, torch.tensor([1, 1]), y, "amin", include_self=False), TIES, [[2.0, 2, 5, 9], [3, 2, 0, 2]],
+    ),
+    **{
         f"index_reduce to a {reduce}": (lambda x, y, r=reduce: x.index_reduce(1, INDEX, y[:, :3], r), TIES, OTHER)
         for reduce in ("mean", "amax", "prod")
     },
@@ -325,6 +339,7 @@ DYNAMO_ALONE = {
     "einsum of a list", "index_reduce to a amax", "index_reduce to a prod", "combinations",
     "combinations with replacement", "cdist of nothing", "pdist by the largest difference", "vecdot of nothing",
     "medians of infinities", "squeeze of a scalar", "squeeze of several axes", "hypot in place, of a part", "lgamma in place, of a part",  # it drops what is written to parts
+    *(name for name in FUNCTIONS if "of others, " in name),
 }  # fmt: skip
 
 

@@ -40,17 +40,41 @@ def _index_fill(input, dim, index, value):
 
 
 def _scatter_reduce(input, dim, index, src, reduce, *, include_self=True):
-    """torch.scatter_reduce, whose mean no exporter knows; nor does ONNX know it of a scalar."""
+    """torch.scatter_reduce, whose mean no exporter knows; nor does ONNX know it of a scalar.
+
+    What `input` has in a place that leaves it out shares the gradient of an extremum that it happens to equal, and loses its share.
+    """
     if not input.dim():
         flat = input.reshape(1), 0, index.reshape(-1), src.reshape(-1)
         return _scatter_reduce(*flat, reduce, include_self=include_self).reshape(())
     if reduce != "mean":
-        return torch.scatter_reduce(input, dim, index, src, reduce, include_self=include_self)
+        found = torch.scatter_reduce(input, dim, index, src, reduce, include_self=include_self)
+        if include_self or reduce not in ("amax", "amin") or not input.is_floating_point():
+            return found
+        return _ExtremumOfOthers.apply(input, src, found.detach(), index, dim)
     counts = torch.zeros_like(input).scatter_add(dim, index, torch.ones_like(src))
     kept = input if include_self else torch.where(counts > 0, 0, input)
     total = kept.scatter_add(dim, index, src)
     counts = counts + 1 if include_self else counts.clamp(min=1)
     return total / counts if input.is_floating_point() else total.div(counts, rounding_mode="floor")
+
+
+class _ExtremumOfOthers(Function):
+    """What scatter_reduce found in `src` alone, with its gradient as PyTorch has it."""
+
+    @staticmethod
+    def forward(ctx, input, src, found, index, dim):
+        ctx.save_for_backward(input, src, found, index)
+        ctx.dim = dim
+        return found.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        input, src, found, index = ctx.saved_tensors
+        own, ties = (input == found).to(g.dtype), (src == found.gather(ctx.dim, index)).to(g.dtype)
+        share = g / own.scatter_add(ctx.dim, index, ties)
+        filled = torch.zeros_like(g).scatter_add(ctx.dim, index, torch.ones_like(src)) > 0
+        return torch.where(filled, 0.0, own * share), ties * share.gather(ctx.dim, index), None, None, None
 
 
 def _fill_diagonal_(input, fill_value, wrap=False):
