@@ -1,5 +1,6 @@
 """Functions that torch's exporters lack, or get wrong, have torch's value and gradient; at zeros, ties and poles too."""
 
+import copy
 import math
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from marks import slow
 from torch import nn
 
+import orttrainer
 from orttrainer import ORTTrainer, build_gradient
 from orttrainer.describe import IODescription, ModelDescription
 from orttrainer.export import export_module
@@ -181,6 +183,9 @@ FUNCTIONS = {
     "frexp": (lambda x: torch.frexp(x)[0], [1.0, 0.99999994, 8.0, -3.5, 1e-20, -6e30, 0.0]),
     "frexp's exponent": (lambda x: x * torch.frexp(x).exponent, [1.0, 0.99999994, 8.0, -3.5, 0.0]),
     "vander": (lambda x: torch.linalg.vander(x, N=4), [[0.0, 2.0], [-1.0, 0.5]]),
+    "kron": (lambda x, y: torch.kron(x, y), TIES, OTHER),
+    "kron of a vector": (lambda x, y: x[0].kron(y), TIES, OTHER),
+    "kron of a number and of nothing": (lambda x, y: torch.kron(x[0, 0], y) + torch.kron(x[:, :0], y).sum(), TIES, OTHER),
     "vecdot": (lambda x, y: torch.linalg.vecdot(x, y, dim=0), TIES, OTHER),
     "cov": (lambda x: torch.cov(x), OTHER),
     "cov with weights": (lambda x: x.cov(aweights=torch.tensor([1.0, 2, 3, 1]), fweights=torch.tensor([1, 1, 2, 3])), OTHER),
@@ -388,3 +393,35 @@ def test_a_probability_of_0_or_1_has_a_gradient_as_in_torch():
     (gradient,) = torch.autograd.grad(expected, [theirs.scale])
     torch.testing.assert_close(loss, expected.detach())
     torch.testing.assert_close(ours.scale.detach(), 1 - gradient)
+
+
+class Products(nn.Module):
+    """Of the rows of a batch and a matrix, either way around, and of complex numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix = nn.Parameter(torch.tensor([[1.0, -2.0], [0.5, 3.0]]))
+
+    def forward(self, x):
+        x = x * self.matrix
+        turned = torch.kron(torch.complex(x, -x), torch.complex(self.matrix, x[0]))
+        return (
+            torch.kron(x[:, 0], self.matrix).sin().sum()
+            + torch.kron(self.matrix, x[:, 1]).cos().sum()
+            + turned.imag.sin().sum()
+        )
+
+
+def test_kronecker_products_of_all_sizes_train_by_one_graph(exports):
+    ours = Products()
+    module = copy.deepcopy(ours)
+    optimizer = torch.optim.SGD(module.parameters(), 0.01)
+    trainer = orttrainer.trainer(ours, None, torch.optim.SGD(ours.parameters(), 0.01))
+    for rows in (4, 3, 6, 1):
+        x = torch.randn(rows, 2, 2, generator=torch.Generator().manual_seed(rows))
+        optimizer.zero_grad()
+        module(x).backward()
+        optimizer.step()
+        trainer.step(x)
+    torch.testing.assert_close(ours.state_dict(), module.state_dict())
+    assert len(exports) == 1

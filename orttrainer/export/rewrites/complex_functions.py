@@ -17,7 +17,7 @@ from orttrainer.export.rewrites import complex_arithmetic, linear_algebra
 from orttrainer.export.rewrites.complex_arithmetic import mul
 from orttrainer.export.rewrites.complex_parts import by_parts, is_complex, parts
 from orttrainer.export.rewrites.real_transforms import resized, several, sizes_of
-from orttrainer.export.rewrites.spelled_out import atan2
+from orttrainer.export.rewrites.spelled_out import atan2, kron
 
 __all__ = ["FUNCTIONS", "METHODS", "rewrites_of_others"]
 
@@ -346,7 +346,7 @@ FUNCTIONS = {  # of `torch` and methods of tensors, by name
     "isinf": _either(torch.isinf), "lerp": _lerp, "addcmul": _addcmul, "addcdiv": _addcdiv,
     "var": _var, "std": _std, "prod": _prod, "cumprod": _cumprod,
     "matmul": _matmul, "bmm": _matmul, "mm": _matmul, "mv": _matmul, "dot": _matmul, "outer": _outer,
-    "inner": _product(torch.inner), "kron": _product(torch.kron), "tensordot": _product(torch.tensordot),
+    "inner": _product(torch.inner), "kron": _product(kron), "tensordot": _product(torch.tensordot),
     "vdot": lambda x, y: (x.conj() * y).sum(),
     "addmm": _added(_matmul), "addmv": _added(_matmul), "baddbmm": _added(_matmul), "addr": _added(_outer),
 }  # fmt: skip

@@ -14,7 +14,7 @@ from orttrainer.export.forms.stop_gradient import stop_gradient
 from orttrainer.export.rewrites import bessel, error_function, special
 from orttrainer.export.rewrites.kinks import flat_beyond, larger, slope_at_zero, smaller
 
-__all__ = ["REWRITES", "atan2", "functions"]
+__all__ = ["REWRITES", "atan2", "functions", "kron"]
 
 
 # ---------------------------------------------------------------- elementwise
@@ -128,6 +128,18 @@ def _vander(x, *, N=None):
     for _ in range((x.shape[-1] if N is None else N) - 1):
         powers.append(powers[-1] * x)
     return torch.stack(powers, -1)
+
+
+def kron(input, other, *, out=None):
+    """torch.kron: each number of `input` times all of `other`; torch's own form has sizes of one batch."""
+    rank = max(input.dim(), other.dim())
+    x, y = (z[(None,) * (rank - z.dim())] for z in (input, other))
+    for axis in range(rank):
+        x, y = x.unsqueeze(2 * axis + 1), y.unsqueeze(2 * axis)
+    product = x * y  # [x0, y0, x1, y1, ...]
+    for axis in range(rank):
+        product = product.flatten(axis, axis + 1)
+    return product
 
 
 # ---------------------------------------------------------------- covariance
@@ -284,6 +296,7 @@ REWRITES = {
         histc=_histc,
         hstack=_hstack,
         hypot=_hypot,
+        kron=kron,
         log1p=_log1p,
         mean=_mean,
         sinc=_sinc,
