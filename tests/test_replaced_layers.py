@@ -17,7 +17,7 @@ class Layers(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.0))
+        self.body = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.LeakyReLU(0.3))
         self.first, self.second, self.third = nn.Tanh(), nn.Sigmoid(), None
         self.third = self.first
         self.head = nn.Linear(6, 3)
@@ -32,14 +32,13 @@ def shared(m):
 
 def order(m):
     """The same paths, the same classes, and another order."""
-    m.body.append(nn.LeakyReLU(0.3))
     del m.body._modules["1"]
     m.body._modules["1"] = nn.Tanh()
 
 
 CHANGES = {
     "another activation": lambda m: m.body.__setitem__(1, nn.ReLU()),
-    "one of another number": lambda m: m.body.__setitem__(1, nn.LeakyReLU(0.3)),
+    "one of another number": lambda m: m.body.__setitem__(2, nn.LeakyReLU(0.6)),
     "one more": lambda m: m.body.append(nn.Softplus()),
     "one less": lambda m: m.body.__delitem__(1),
     "what is there twice is there once": shared,
