@@ -122,7 +122,7 @@ FUNCTIONS = {
     ],
     "functions": [
         lambda z, w: z.exp(), lambda z, w: (z + 3).log(), lambda z, w: (z + 4).sqrt(), lambda z, w: z.sin() + w.cos(),
-        lambda z, w: z.tanh(), lambda z, w: z**2 + w.square(), lambda z, w: (w + 4) ** 0.5, lambda z, w: torch.linalg.norm(z),
+        lambda z, w: z.tanh(), lambda z, w: z**2 + w.square(), lambda z, w: (z - z) ** 0 * w, lambda z, w: (w + 4) ** 0.5, lambda z, w: torch.linalg.norm(z),
         lambda z, w: torch.exp(1j * z.real) * (2 - 1j) * w, lambda z, w: z / (1 + z.abs()),
     ],
     "more functions": [

@@ -9,6 +9,8 @@ from fidelity import assert_trains_as_in_pytorch
 from marks import slow
 from torch import nn
 
+import orttrainer
+
 PADDINGS = ["zeros", "border", "reflection"]
 
 
@@ -78,6 +80,24 @@ class AtCorners(nn.Module):
 @pytest.mark.parametrize("mode", ["bilinear", pytest.param("bicubic", marks=needs_cubic)])
 def test_at_voxels_and_bounds_the_slope_is_pytorch_s(mode):
     assert_trains_as_in_pytorch(lambda: AtCorners(mode), lambda step: [torch.ones(2 + step, 1)], evaluates=False)
+
+
+class Nearest(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.points = nn.Parameter(torch.rand(1, 2, 2, 2, 3, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, volumes):
+        return F.grid_sample(volumes, self.points, mode="nearest", align_corners=False).sum()
+
+
+def test_weight_decay_moves_points_whose_gradient_is_0():
+    points = Nearest()
+    start = points.points.detach().clone()
+    optimizer = torch.optim.SGD(points.parameters(), lr=0.5, weight_decay=0.5)
+    trainer = orttrainer.trainer(points, lambda y, label: y * label, optimizer)
+    trainer.step(torch.ones(1, 1, 3, 3, 3), torch.tensor(1.0))
+    torch.testing.assert_close(points.points.detach(), start * 0.75)
 
 
 class Transformer(nn.Module):

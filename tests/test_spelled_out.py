@@ -97,6 +97,8 @@ FUNCTIONS = {
     "hypot in place, of a part": (lambda x, y: _changed(2 * x, lambda z: z[:, 1:3].hypot_(y[:, :2])), TIES, OTHER),
     "lgamma in place, of a part": (lambda x: _changed(x * 1, lambda z: z[1:].lgamma_()), [0.3, 2.5, 7.0]),
     "index_reduce in place": (lambda x, y: (x * 1).index_reduce_(1, INDEX, y[:, :3], "amax"), TIES, OTHER),
+    "signbit of zeros": (lambda x: x * torch.signbit(x.detach()), [-0.0, 1.0, -1.0, 0.0]),
+    "heaviside of NaN": (lambda x, y: y * torch.heaviside(x.detach(), y.detach()), [-0.0, 1, -1, math.nan], [3.0, 4, 5, 6]),
     "copysign": (torch.copysign, ROWS, [-0.0, 1.0, -1.0, 0.0]),
     "cumprod with a zero": (lambda x: x.cumprod(1), ROWS),
     "cumprod along the first axis": (lambda x: x.cumprod(0), OTHER),

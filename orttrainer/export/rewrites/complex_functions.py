@@ -105,6 +105,9 @@ def _sgn(z):
 
 
 def _pow(z, exponent):
+    if isinstance(exponent, (int, float, complex)) and exponent == 0:
+        a, b = parts(z)
+        return torch.complex(torch.ones_like(a), torch.zeros_like(b))  # of 0, too, which has no logarithm
     if isinstance(exponent, int) and 1 <= exponent <= 8:
         return functools.reduce(torch.mul, [z] * exponent)
     if not isinstance(z, torch.Tensor):

@@ -84,8 +84,8 @@ def _neighbors(at, size, mode, padding_mode, align_corners):
 
 
 def _nearest(at):
-    near = torch.round(at.detach()).unsqueeze(0)
-    return near, torch.ones_like(near)
+    near = torch.round(at).unsqueeze(0)
+    return near.detach(), 1 + 0 * torch.sign(near)  # with the gradient 0, and not none: weight decay moves such a grid
 
 
 def _next_two(at):

@@ -88,6 +88,16 @@ def _sign(x):
     return torch.where((x < 0) | (x.reciprocal() < 0), -1.0, 1.0).to(x.dtype)
 
 
+def _signbit(input):
+    """Whether it is negative, as -0 is, too."""
+    return _sign(input) < 0 if input.is_floating_point() else input < 0
+
+
+def _heaviside(input, values):
+    """0 and 1 around `values`; of NaN it is 0."""
+    return torch.where(input == 0, values, (input > 0).to(values.dtype))
+
+
 def atan2(input, other):
     """torch.atan2(y, x); the exporter's is -pi to the left where y is 0, and has no slope where x is. At (0, 0) the slope is 0."""
     dtype = torch.result_type(input, other)
@@ -293,12 +303,14 @@ REWRITES = {
         fmax=_fmax,
         fmin=_fmin,
         frexp=_frexp,
+        heaviside=_heaviside,
         histc=_histc,
         hstack=_hstack,
         hypot=_hypot,
         kron=kron,
         log1p=_log1p,
         mean=_mean,
+        signbit=_signbit,
         sinc=_sinc,
         vstack=_vstack,
         xlogy=_xlogy,
