@@ -59,6 +59,8 @@ DISTINCT = [[2.0, 3.0, -0.5, 4.0], [1.0, 2.0, 5.0, 0.0]]
 NEAR = [[3.0, -1.0, 0.5, 3.0], [1.0, 2.0, 3.0, 4.0]]  # the first row is one of ROWS
 PLANE = [[[[7.0, 1, 3, 2, 5], [4, 9, 8, 6, 0], [1, 2, 3, 4, -5], [5, -1, 0, 7, 8], [2, 4, 6, 8.5, 3.5]]]]
 INDEX = torch.tensor([2, 1, 2])
+MANY = torch.tensor([0, 12, -18, 7, 1, 360360, -1024, 46368, 75025])
+ORDERS = torch.tensor([0.05, 0.5, 1.0, 2.0, 6.5, 20.0, 75.0, 310.0])
 PLACES = torch.tensor([[2, 1, 2, 0], [1, 1, 1, 1]])
 
 
@@ -259,6 +261,9 @@ FUNCTIONS = {
     ),
     "searchsorted by an order": (lambda x, y: x * torch.searchsorted(y, x, side="right", sorter=y.argsort(1)), TIES, OTHER),
     "a diagonal that is filled": (lambda x: (2 * x).fill_diagonal_(5.0), TIES),
+    "a wrapped diagonal that is filled": (lambda x: (2 * x).T.repeat(2, 1).fill_diagonal_(5.0, wrap=True), TIES),
+    "greatest common divisors": (lambda x: x * torch.gcd(MANY[:, None], MANY[:4]).sum(0), OTHER[0]),
+    "least common multiples": (lambda x: x * torch.lcm(MANY[1:, None].int(), MANY[1:].int()).abs().max(), OTHER[0]),
     "the exponential of a matrix": (torch.linalg.matrix_exp, [[[0.0, 2.0], [-2.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]]]),
     "the exponential of a large matrix": (torch.matrix_exp, [[-30.0, 40.0, 1.0], [0.5, -60.0, 0.0], [3.0, 2.0, -9.0]]),
     "erfinv": (torch.erfinv, [0.0, 0.3, -0.75, 0.99, -0.9999, 1e-6]),
@@ -274,6 +279,20 @@ FUNCTIONS = {
     "column_stack": (lambda x, y: torch.column_stack([x, y]), [1.0, 2.0], [[3.0], [4.0]]),
     "lgamma": (torch.lgamma, [-7.3, -2.5, -0.001, 1e-5, 0.3, 1.0, 2.0, 7.9, 8.0, 30.0, 1e6]),
     "digamma": (torch.special.digamma, [-7.3, -2.5, -0.25, 0.3, 1.0, 1.4616321, 7.9, 8.0, 30.0, 1e6]),
+    "igamma": (lambda x: torch.igamma(ORDERS.to(x)[:, None], x), [0.01, 0.3, 1.0, 2.5, 7.0, 12.5, 80.0, 300.0]),
+    "igammac": (lambda x: torch.special.gammaincc(ORDERS.to(x)[:, None], x), [0.01, 0.3, 1.0, 2.5, 7.0, 12.5, 80.0, 300.0]),
+    "zeta": (lambda x: torch.special.zeta(1 + ORDERS[:6].to(x)[:, None], x), [0.1, 0.7, 1.0, 3.0, 9.5, 200.0]),
+    "zeta of Riemann": (lambda x: torch.special.zeta(torch.tensor([1.5, 2.0, 4.0, 60.0]), 1.0) * x, [1.0, 2.0, 3.0, 4.0]),
+    "Bessel functions of the second kind": (
+        lambda x: x * sum(
+            f(x) for f in (
+                torch.special.modified_bessel_k0, torch.special.modified_bessel_k1,
+                torch.special.scaled_modified_bessel_k0, torch.special.scaled_modified_bessel_k1,
+            )
+        ),
+        [0.01, 0.4, 1.0, 1.1, 3.0, 20.0, 90.0],
+    ),
+    "a spherical Bessel function": (lambda x: x * torch.special.spherical_bessel_j0(x), [0.0, 0.2, -1.0, 3.0, 40.0]),
     "mvlgamma": (lambda x: torch.mvlgamma(x, 3), [1.1, 2.0, 9.0]),
     "cdist of order 1/2": (lambda x, y: torch.cdist(x, y, 0.5), ROWS, NEAR),
     **{f"cdist of order {p}": (lambda x, y, p=p: torch.cdist(x, y, float(p)), ROWS, NEAR) for p in (1, 2, 3)},
@@ -360,14 +379,6 @@ def test_spelled_out_function_is_the_original(monkeypatch, exporter):
         monkeypatch.setattr(export_stage._Job, "dynamo", fail)
         functions = {name: case for name, case in FUNCTIONS.items() if name not in DYNAMO_ALONE}
     check(functions)
-
-
-def test_poles_of_the_gamma_function_are_torch_s():
-    from orttrainer.export.rewrites.special import _digamma, _lgamma
-
-    poles = torch.tensor([0.0, -1.0, -2.0, -7.0])
-    for ours, theirs in ((_lgamma, torch.lgamma), (_digamma, torch.digamma)):
-        torch.testing.assert_close(ours(poles), theirs(poles), equal_nan=True)
 
 
 class _Certain(nn.Module):

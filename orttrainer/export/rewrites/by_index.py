@@ -79,9 +79,10 @@ class _ExtremumOfOthers(Function):
 
 def _fill_diagonal_(input, fill_value, wrap=False):
     """Tensor.fill_diagonal_ of a matrix; it goes by strides, which no exporter knows."""
-    if input.dim() != 2 or wrap:
+    if input.dim() != 2:
         return input.fill_diagonal_(fill_value, wrap)
     rows, columns = (torch.arange(size, device=input.device) for size in input.shape)
+    rows = rows % (input.shape[1] + 1) if wrap else rows  # behind a square and a row that has none it starts anew
     return input.copy_(torch.where(rows[:, None] == columns, fill_value, input))
 
 

@@ -1,4 +1,4 @@
-"""The logarithm of the gamma function with its derivatives, which ONNX has not.
+"""The logarithm of the gamma function with its derivatives, and the zeta function of Hurwitz, which ONNX has not.
 
 By Stirling's series at 8 and above, which leaves out less than 1e-11, or of float64 at 16 and above; smaller arguments are
 moved there by gamma(x + 1) = x gamma(x), and negative ones are reflected. In float64, for the terms cancel.
@@ -10,9 +10,10 @@ import math
 
 import torch
 
+from orttrainer.export.forms.stop_gradient import stopped
 from orttrainer.export.rewrites.series import float_of, in_float64, polynomial
 
-__all__ = ["REWRITES"]
+__all__ = ["REWRITES", "lgamma"]
 
 _LGAMMA_SERIES = (1 / 12, -1 / 360, 1 / 1260, -1 / 1680, 1 / 1188, -691 / 360360)
 _DIGAMMA_SERIES = (1 / 12, -1 / 120, 1 / 252, -1 / 240, 1 / 132, -691 / 32760)
@@ -23,7 +24,7 @@ def _shift(input):
     return 16 if input.dtype == torch.float64 else 8
 
 
-def _lgamma(input):
+def lgamma(input):
     """log |gamma(x)|; infinite at 0, -1, -2, ..."""
     x, mirrored, z, small, w = _shifted(input, _shift(input))
     value = (w - 0.5) * w.log() - w + 0.5 * math.log(2 * math.pi) + _series(_LGAMMA_SERIES, w) / w
@@ -72,7 +73,7 @@ def _series(coefficients, w):
 def _mvlgamma(input, p):
     """log of the multivariate gamma function: a sum of lgamma(x - j / 2)."""
     halves = torch.arange(p, device=input.device, dtype=input.dtype) / 2
-    return _lgamma(input.unsqueeze(-1) - halves).sum(-1) + p * (p - 1) / 4 * math.log(math.pi)
+    return lgamma(input.unsqueeze(-1) - halves).sum(-1) + p * (p - 1) / 4 * math.log(math.pi)
 
 
 def _polygamma(n, input):
@@ -99,10 +100,50 @@ def _cotangent(n):
     return powers[::-1]
 
 
+# The numbers of Bernoulli B_2, B_4, ..., of Euler and Maclaurin's sum.
+_BERNOULLI = (
+    1 / 6,
+    -1 / 30,
+    1 / 42,
+    -1 / 30,
+    5 / 66,
+    -691 / 2730,
+    7 / 6,
+    -3617 / 510,
+    43867 / 798,
+    -174611 / 330,
+    854513 / 138,
+)
+
+
+def _zeta(input, other, *, out=None):
+    """torch.special.zeta: the sum of (q + k)^-x over k; with a gradient for q alone, as in torch.
+
+    Ten terms, and the others by Euler and Maclaurin's sum. NaN for q below 0, where torch knows it of integers x.
+    """
+    x, q = (torch.as_tensor(z) for z in (input, other))
+    dtype = torch.result_type(x, q)
+    dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
+    x, q = torch.broadcast_tensors(stopped(in_float64(x.to(dtype))), in_float64(q.to(dtype)))
+    inside = (x > 1) & (q > 0)
+    s, p = torch.where(inside, x, 2.0).clamp(max=1e6), torch.where(inside, q, 1.0)
+    value = sum(torch.pow(p + k, -s) for k in range(9))
+    w = p + 9
+    last, factor, square = torch.pow(w, -s), s, 1 / (w * w)
+    value = value + last * (w / (s - 1) + 0.5)
+    power = last / w
+    for k, bernoulli in enumerate(_BERNOULLI):
+        value = value + bernoulli / math.factorial(2 * k + 2) * factor * power
+        factor, power = factor * (s + (2 * k + 1)) * (s + (2 * k + 2)), power * square
+    pole = (x == 1) | ((x > 1) & (q <= 0) & (q == q.floor()))
+    return torch.where(inside, value, torch.where(pole, math.inf, math.nan)).to(dtype)
+
+
 REWRITES = {
-    torch.lgamma: _lgamma,
-    torch.Tensor.lgamma: _lgamma,
-    torch.special.gammaln: _lgamma,
+    torch.special.zeta: _zeta,
+    torch.lgamma: lgamma,
+    torch.Tensor.lgamma: lgamma,
+    torch.special.gammaln: lgamma,
     torch.digamma: _digamma,
     torch.Tensor.digamma: _digamma,
     torch.special.digamma: _digamma,

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from orttrainer.export.forms.stop_gradient import stop_gradient
-from orttrainer.export.rewrites import bessel, error_function, special
+from orttrainer.export.rewrites import bessel, error_function, incomplete_gamma, modified_bessel, special
 from orttrainer.export.rewrites.kinks import flat_beyond, larger, slope_at_zero, smaller
 
 __all__ = ["REWRITES", "atan2", "functions", "kron"]
@@ -138,6 +138,22 @@ def _vander(x, *, N=None):
     for _ in range((x.shape[-1] if N is None else N) - 1):
         powers.append(powers[-1] * x)
     return torch.stack(powers, -1)
+
+
+def _gcd(input, other, *, out=None):
+    """torch.gcd, by as many steps of Euclid's, each to the remainder nearest to 0, as whole numbers of their size may need."""
+    a, b = torch.broadcast_tensors(*(x.abs() for x in _of_one_dtype(input, other)))
+    for _ in range(math.ceil(torch.iinfo(a.dtype).bits * math.log(2) / math.log(1 + math.sqrt(2)))):
+        rest = a % torch.where(b == 0, 1, b)
+        a, b = torch.where(b == 0, a, b), torch.where(b == 0, 0, torch.minimum(rest, b - rest))
+    return a
+
+
+def _lcm(input, other, *, out=None):
+    """torch.lcm; 0 where either is."""
+    a, b = _of_one_dtype(input, other)
+    common = _gcd(a, b)
+    return (torch.div(a, torch.where(common == 0, 1, common), rounding_mode="floor") * b).abs()
 
 
 def kron(input, other, *, out=None):
@@ -279,6 +295,8 @@ def _relu6(input, inplace=False):
 REWRITES = {
     **bessel.REWRITES,
     **error_function.REWRITES,
+    **incomplete_gamma.REWRITES,
+    **modified_bessel.REWRITES,
     **special.REWRITES,
     torch.linalg.vander: _vander,
     torch.linalg.vecdot: _vecdot,
@@ -303,11 +321,13 @@ REWRITES = {
         fmax=_fmax,
         fmin=_fmin,
         frexp=_frexp,
+        gcd=_gcd,
         heaviside=_heaviside,
         histc=_histc,
         hstack=_hstack,
         hypot=_hypot,
         kron=kron,
+        lcm=_lcm,
         log1p=_log1p,
         mean=_mean,
         signbit=_signbit,
