@@ -28,6 +28,7 @@ __all__ = [
 _ARRAYS_OF_OBJECTS = "loop of ufunc does not support argument", "np.ndarray of type numpy.object_"
 
 _LACKS_FORM = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)'")
+_UNKNOWN_SIZE = re.compile(r"\bu\d+\b")
 _CALLED = re.compile(r"target=torch\.ops\.aten\.(\w+)")
 _LOST_WRITES = {
     "internal overlap": "windows of `unfold` that overlap",
@@ -63,6 +64,11 @@ def failure(wrapper, inputs, failures):
     telling = next((found for found in classes if found is not ExportError), ExportError)
     reasons = "".join(f"\n  {exporter}: {condensed(error)}" for exporter, error in failures.items())
     advice = "Take data-dependent Python (if, int(), .item() on tensors) out of forward, or pass an ONNX model."
+    if (unknown := _UNKNOWN_SIZE.search(condensed(failures["dynamo"]))) is not None:
+        advice = (
+            f"{unknown[0]} is a size that forward takes out of a tensor, of which nothing else is known. Where it follows from other "
+            "sizes, let Python compute it of these (-(-x.shape[-1] // 2)), not a tensor; or pass it as an input's size."
+        )
     if all(isinstance(error, OSError) for error in failures.values()):
         advice = "The system refused this: see that the working folder and the one of temporary files are there and have room."
     error = telling(f"{name} could not be exported to ONNX as it trains:{reasons}\n{advice}")

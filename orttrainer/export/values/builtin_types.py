@@ -13,6 +13,7 @@ from torch._subclasses import FakeTensor
 
 from orttrainer.export.values.domains import Domains
 from orttrainer.export.values.ranges import Range, is_symbolic
+from orttrainer.export.values.sized import follows
 from orttrainer.export.values.stand_ins import Kind
 
 __all__ = ["KINDS", "ON_BEHALF", "exact_types", "types_of"]
@@ -34,7 +35,8 @@ class _Converting(_Builtin):
     def __call__(cls, *args, **kwargs):
         x = args[0] if args else None
         if len(args) == 1 and isinstance(x, torch.Tensor):
-            x = (x.long() if x.dtype == torch.bool else x).item()  # torch would decide by a truth
+            whole = x.dtype == torch.bool or (cls.builtin is int and follows(x) is not None)
+            x = (x.long() if whole else x).item()  # torch would decide by a truth
         if len(args) == 1 and cls.builtin is list and is_symbolic(x):
             return x
         if cls.builtin is not list and isinstance(x, (torch.SymInt, torch.SymFloat)):

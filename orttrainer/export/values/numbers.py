@@ -19,6 +19,8 @@ from torch._subclasses import FakeTensor
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.untouched import written
 from orttrainer.export.values.conditions import decides
+from orttrainer.export.values.domains import is_value
+from orttrainer.export.values.sized import Sized, computed, follows
 from orttrainer.export.values.told import MOST_TOLD, NUMBERS, by_torch, place, shown, takes
 
 try:
@@ -94,6 +96,12 @@ class Numbers:
             self._wrapper.followed.note(condition, args[0])
             return (condition.value,)
         hints = self._wrapper.followed.hints
+        if found is None and func in NUMBERS:
+            found = self._of_sizes(func, args)
+        if found is not None and hints is not None:
+            hints.note(
+                func, args, found[0]
+            )  # which forward was told: the next that it was told there is of another tensor
         if found is None and hints is not None and func in NUMBERS and func is not torch.Tensor.item:
             hints.note(func, args, number := args[0].item())
             return (_OF_NUMBERS[func](number),)  # torch has it made within the call, and then it is too late
@@ -102,6 +110,30 @@ class Numbers:
         result, buffers = found
         self._decided.update(buffers)
         return (result,)
+
+    def _of_sizes(self, func: Callable, args: tuple) -> tuple[Any, frozenset[str]] | None:
+        """A number of a tensor that follows from sizes, and the buffers that it comes from."""
+        sized = follows(args[0])
+        of_floats = func is torch.Tensor.item and args[0].is_floating_point()
+        if sized is None or of_floats or (number := sized.whole) is None:
+            return None
+        return _OF_NUMBERS[func](number) if func in _OF_NUMBERS else number, sized.buffers
+
+    def _operand(self, argument: Any) -> tuple[int | torch.SymInt | Sized, frozenset[str]] | None:
+        """See `sized.computed`."""
+        buffers = frozenset()
+        if isinstance(argument, torch.Tensor):
+            if (sized := follows(argument)) is not None:
+                return sized, sized.buffers
+            known = self._known(argument)
+            if known is None or known.value.dim() or known.value.is_complex():
+                return None
+            with torch._C.DisableTorchFunction(), _outside_of_the_trace():
+                argument, buffers = known.value.item(), known.buffers
+        if isinstance(argument, torch.SymInt):
+            return None if is_value(argument) else (argument, buffers)
+        whole = isinstance(argument, int) or (isinstance(argument, float) and argument.is_integer())
+        return (int(argument), buffers) if whole else None
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether the numbers of a trace's tensor are known."""
@@ -154,6 +186,8 @@ class Numbers:
         x, index = args
         parts = []
         for part in index if isinstance(index, tuple) else (index,):
+            if isinstance(part, slice):
+                part = slice(*map(self._bound, (part.start, part.stop, part.step)))
             known = self._known(part) if isinstance(part, torch.Tensor) and part.dtype == torch.bool else None
             if known is None or not known.value.dim():
                 parts.append(part)
@@ -162,6 +196,14 @@ class Numbers:
             with torch._C.DisableTorchFunction(), _outside_of_the_trace():
                 parts.extend(known.value.nonzero(as_tuple=True))
         return x, tuple(parts) if isinstance(index, tuple) or len(parts) > 1 else parts[0]
+
+    def _bound(self, bound: Any) -> Any:
+        """A bound of a slice, as a number if that follows from sizes."""
+        found = self._of_sizes(torch.Tensor.item, (bound,)) if isinstance(bound, torch.Tensor) else None
+        if found is None:
+            return bound
+        self._decided.update(found[1])
+        return found[0]
 
     def tolist(self) -> Callable[[FakeTensor], list]:
         """A method of the exporter's tensors that gives the numbers, where they are known."""
@@ -210,6 +252,8 @@ class Numbers:
         if not all(isinstance(x, FakeTensor) and _small(x) for x in results):
             return False
         if (found := self._computed(func, args, kwargs)) is None:
+            if (follows_from := computed(func, args, kwargs, result, self._operand)) is not None:
+                result.sized = follows_from
             return False
         values = found[0] if isinstance(found[0], (tuple, list)) else [found[0]]
         for x, value in zip(results, values):
