@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from orttrainer.export.forms.stop_gradient import stop_gradient
+
 __all__ = ["REWRITES", "clamp", "flat_beyond", "larger", "slope_at_zero", "smaller"]
 
 
@@ -32,10 +34,13 @@ def clamp(input, min=None, max=None, *, out=None):
     """torch.clamp.
 
     At a bound that is a number the slope is 1, as ONNX's Clip has it, and since torch 2.15 it is 0; at one that is a tensor
-    it is the input's alone, and since then both share it, as ONNX's Max and Min do.
+    it is the input's alone, and since then both share it, as ONNX's Max and Min do. The lower of two such bounds has none but
+    where it is lower.
     """
     if isinstance(min, torch.Tensor) or isinstance(max, torch.Tensor):
         at_least, at_most = (torch.maximum, torch.minimum) if _FLAT_AT_BOUNDS else (larger, smaller)
+        if isinstance(min, torch.Tensor) and isinstance(max, torch.Tensor) and not _FLAT_AT_BOUNDS:
+            min = torch.where(min < max, min, stop_gradient(min))
         bounded = input if min is None else at_least(input, min)
         return bounded if max is None else at_most(bounded, max)
     if _FLAT_AT_BOUNDS and input.is_floating_point():

@@ -111,6 +111,17 @@ def pairwise_distance(x1, x2, p=2.0, eps=1e-6, keepdim=False):
     return _vector_norm(x1 - x2 + eps, p, -1, keepdim)
 
 
+def _dist(input, other, p=2.0):
+    return _vector_norm(input - other, p)
+
+
+def _renorm(input, p, dim, maxnorm):
+    """torch.renorm: what is along `dim`, where it is longer than that."""
+    axes = [axis for axis in range(input.dim()) if axis != dim % input.dim()]
+    norm = _vector_norm(input, p, axes, True)
+    return input * torch.where(norm > maxnorm, maxnorm / (norm + 1e-7), 1.0)
+
+
 REWRITES = {
     torch.linalg.vector_norm: _vector_norm,
     torch.linalg.matrix_norm: _matrix_norm,
@@ -119,5 +130,5 @@ REWRITES = {
     torch.Tensor.norm: _tensor_norm,
     torch.pdist: _pdist,
     F.pairwise_distance: pairwise_distance,
-    **functions(cdist=_cdist),
+    **functions(cdist=_cdist, dist=_dist, renorm=_renorm),
 }
