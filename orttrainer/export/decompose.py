@@ -37,7 +37,7 @@ try:
 except (ImportError, AttributeError):  # private names: other torch versions may lack them
     _fx_passes = None
 
-__all__ = ["node_by_node"]
+__all__ = ["name_outputs", "node_by_node"]
 
 aten = torch.ops.aten
 _ASK_FOR_DTYPES = {aten.promote_types, aten.result_type}
@@ -57,7 +57,7 @@ def node_by_node(done: list[bool]) -> Iterator[None]:
     whole = _fx_passes.decompose_with_registry
 
     def decompose(program, registry):
-        _name_outputs(program)
+        name_outputs(program)
         fold(program)
         _erase_types(program.graph)
         try:
@@ -94,7 +94,7 @@ def _taken_apart(node: torch.fx.Node) -> bool:
     return all(user.target is operator.getitem for user in node.users)
 
 
-def _name_outputs(program) -> None:
+def name_outputs(program) -> None:
     """Let the signature of the program name the nodes that are its outputs now."""
     for spec, output in zip(program.graph_signature.output_specs, program.graph.output_node().args[0]):
         if isinstance(output, torch.fx.Node):
@@ -356,7 +356,7 @@ def _inline(program, expansions: dict[torch.fx.Node, _Expansion]) -> None:
     for node in [node for node in reversed(graph.nodes) if node in replaced]:
         graph.erase_node(node)
     graph.eliminate_dead_code()
-    _name_outputs(program)
+    name_outputs(program)
 
 
 def _copied(part: torch.fx.Node, node: torch.fx.Node, here: dict[torch.fx.Node, torch.fx.Node]) -> torch.fx.Node:

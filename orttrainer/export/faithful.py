@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import math
 import operator
 from unittest import mock
 
@@ -46,9 +45,11 @@ from orttrainer.export.rewrites import (
     noise,
     normalization,
     packed,
+    precision,
     strided,
 )
 from orttrainer.export.rewrites.argument_names import by_torchs_names
+from orttrainer.export.rewrites.attention import attention
 from orttrainer.export.untouched import memory_of
 from orttrainer.export.values import builtin_functions, conditions, told
 from orttrainer.export.values.numbers import Numbers
@@ -81,6 +82,7 @@ def faithful(wrapper, decided):
             assignment.on_tensors(builtin_functions.scopes(wrapper)),
             derivatives.snapshots_apart(),
             packed.unchecked(),
+            precision.told_to_exporter(),
             _Rewrites(wrapper, decided) as rewrites,
             attention_masks.left_out(rewrites.numbers.knows),
             mock.patch.object(FakeTensor, "tolist", rewrites.numbers.tolist()),  # no mode sees these
@@ -192,46 +194,6 @@ def _shows(result, args):
 # ---------------------------------------------------------------- faithful forms
 
 
-def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
-    """softmax(query @ key^T * scale + mask) @ value, with a dropout that an exporter keeps."""
-    if enable_gqa:
-        key, value = (_repeat_heads(x, query.size(-3)) for x in (key, value))
-    scale = 1.0 / math.sqrt(query.size(-1)) if scale is None else scale
-    scores = torch.matmul(query * scale, key.transpose(-2, -1))  # [..., target, source]
-    if is_causal:
-        scores = torch.where(_causal_mask(scores), scores, float("-inf"))
-    reachable = None
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        # A finite minimum, for a row with nothing to attend to must not become NaN ...
-        scores = scores + _bias_of(attn_mask, scores.dtype)
-        reachable = attn_mask.any(dim=-1, keepdim=True)
-    elif attn_mask is not None:
-        scores = scores + attn_mask
-    weights = torch.softmax(scores, dim=-1)
-    if dropout_p > 0.0:
-        weights = noise.dropout(weights, dropout_p, True)
-    output = torch.matmul(weights, value)
-    # ... and torch gives zeros for it.
-    return output if reachable is None else output * reachable.to(output.dtype)
-
-
-def _repeat_heads(x, heads):
-    """[..., few, length, depth] -> [..., heads, length, depth], each head repeated in place."""
-    *batch, few, length, depth = x.shape
-    x = x.unsqueeze(-3).expand(*batch, few, heads // few, length, depth)
-    return x.reshape(*batch, heads, length, depth)
-
-
-def _causal_mask(scores):
-    target = torch.arange(scores.size(-2), device=scores.device).unsqueeze(-1)
-    return torch.arange(scores.size(-1), device=scores.device) <= target
-
-
-def _bias_of(mask, dtype):
-    zero = torch.zeros((), dtype=dtype, device=mask.device)
-    return torch.where(mask, zero, torch.finfo(dtype).min)
-
-
 def _where(condition, *choices, **named):
     """torch.where of a condition that may be of bytes, as masks once were."""
     return torch.where(condition.bool() if condition.dtype == torch.uint8 else condition, *choices, **named)
@@ -251,7 +213,6 @@ _REWRITES = {
     **stop_gradient.REWRITES,
     torch.Tensor.copy_: _copy,
     torch.where: _where,
-    torch._C._nn.scaled_dot_product_attention: attention,
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
 from unittest import mock
 
@@ -29,9 +28,6 @@ _OTHER_NAMES = {  # torch.onnx translates these, too, and casts no argument of t
 }
 # An exponent may be of a dtype of its own, in ONNX as well.
 _NEVER_CAST = {aten.pow.Tensor_Tensor, aten.stack.default}  # in their first argument
-_HALVES = (torch.float16, torch.bfloat16)
-_BY_NUMBERS_IN_FLOAT32 = {aten.div, aten.mul}
-_IN_FLOAT32 = {aten.addcdiv, aten.addcmul, aten.lerp, aten.softplus}  # which are several operators in ONNX
 
 
 @contextlib.contextmanager
@@ -64,8 +60,7 @@ def one_dtype() -> Iterator[None]:
                         first, *others = node.args
                         node.args = self._maybe_promote_arg(node, first, node.meta["val"].dtype), *others
                     elif rule := rule_of(node, self.type_promotion_table):
-                        with mock.patch.object(rule, "_USE_OPMATH", _computes_in_float32(node), create=True):
-                            promote(self, node, rule)  # which writes anew what it changes
+                        promote(self, node, rule)  # which writes anew what it changes
                 return node.meta["val"]
 
             stack.enter_context(mock.patch.object(interpreter, "run_node", run_node))
@@ -102,30 +97,6 @@ def _say_dtype(node: torch.fx.Node) -> None:
         and node.kwargs.get("dtype") is None
     ):
         node.kwargs = {**node.kwargs, "dtype": node.meta["val"].dtype}
-
-
-def _computes_in_float32(node: torch.fx.Node) -> bool:
-    """Whether PyTorch computes with a number beside tensors in half precision as float32 has it, and rounds only the result.
-
-    (1 - mask.half()) * -1e9 -> ((1 - mask.half()).float() * -1e9).half(): a number that is rounded first may be infinite, or
-    0. So it is of products and quotients, and with a tensor on the CPU that is one number; sums and powers round it first.
-    """
-    result, operator = node.meta["val"], getattr(node.target, "overloadpacket", None)
-    if not isinstance(result, torch.Tensor) or result.dtype not in _HALVES:
-        return False
-    if operator not in _BY_NUMBERS_IN_FLOAT32:
-        return operator in _IN_FLOAT32
-    other = node.args[1].meta["val"] if isinstance(node.args[1], torch.fx.Node) else node.args[1]
-    if isinstance(other, torch.Tensor):
-        return other.dim() == 0 and other.dtype != result.dtype and other.device.type == "cpu"
-    return not isinstance(other, (bool, int, float)) or not _is_exact(other, result.dtype)
-
-
-def _is_exact(number: float, dtype: torch.dtype) -> bool:
-    """Whether a dtype has all digits of a number; False of those next to 0."""
-    info = torch.finfo(dtype)
-    in_range = info.smallest_normal <= abs(number) <= info.max or number == 0
-    return in_range and (2 * math.frexp(number)[0] / info.eps).is_integer()
 
 
 def _use_main_name(node: torch.fx.Node) -> None:

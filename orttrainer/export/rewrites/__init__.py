@@ -7,6 +7,7 @@ Those that need more than the call itself have their own ways: `assignment`, `co
 import torch
 
 from orttrainer.export.rewrites import (
+    attention,
     by_index,
     by_value,
     ctc,
@@ -45,10 +46,12 @@ from orttrainer.export.rewrites import (
     value_arguments,
     windows,
 )
+from orttrainer.export.rewrites.precision import in_torchs_precision
 
 __all__ = ["REWRITES"]
 
 _FAMILIES = (
+    attention,
     by_index,
     by_value,
     ctc,
@@ -87,7 +90,11 @@ _FAMILIES = (
     value_arguments,
     windows,
 )
-REWRITES = {function: rewrite for family in _FAMILIES for function, rewrite in family.REWRITES.items()}
+REWRITES = {
+    function: in_torchs_precision(function, rewrite)
+    for family in _FAMILIES
+    for function, rewrite in family.REWRITES.items()
+}
 
 
 def _in_place(rewrite):

@@ -30,6 +30,10 @@ def _einsum(*args):
     terms = [term.replace("...", meant[most - rank :] if rank else "") for term, rank in zip(terms, ranks)]
     wide = {letter for term, x in zip(terms, operands) for letter, size in zip(term, x.shape) if not _is_one(size)}
     dtype = functools.reduce(torch.promote_types, (x.dtype for x in operands))
+    kind, letters = operands[0].device.type, Counter(letter for term in terms for letter in set(term))
+    summed = {letter for letter, count in letters.items() if count > 1} - set(right.replace("...", meant))
+    if summed and dtype.is_floating_point and dtype != torch.float64 and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)  # sums of products are a product of matrices
     parts = []
     for place, (term, x) in enumerate(zip(terms, operands)):
         thin = [axis for axis, letter in enumerate(term) if letter in wide and _is_one(x.shape[axis])]

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from orttrainer.export.forms.stop_gradient import stop_gradient
+from orttrainer.export.rewrites.precision import rounded_once
 
 __all__ = ["REWRITES", "clamp", "flat_beyond", "larger", "slope_at_zero", "smaller"]
 
@@ -86,7 +87,11 @@ def _clamp_max(input, max, *, out=None):
 
 def _logit(input, eps=None, *, out=None):
     """torch.logit, whose slope is 0 beyond eps and 1 - eps."""
-    p = input if eps is None else torch.clamp(input, eps, 1 - eps)
+    return _log_odds(input if eps is None else torch.clamp(input, eps, 1 - eps))
+
+
+@rounded_once
+def _log_odds(p):
     return torch.log(p) - torch.log1p(-p)
 
 

@@ -178,6 +178,10 @@ def _binary_cross_entropy(input, target, weight=None, reduction=1):
     return _weighted(torch.where(extreme, bounded + rise * (there - target), inner), weight, reduction)
 
 
+def _mse_loss(input, target, reduction=1):
+    return torch._C._nn.mse_loss(input, target, reduction)
+
+
 def _weighted(losses, weight, reduction):
     """Losses times their weights; `reduction` is 0, none, 1, the mean, or 2, the sum."""
     losses = losses if weight is None else losses * weight
@@ -199,6 +203,7 @@ REWRITES = {
     F.nll_loss: _nll_loss,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     torch._C._nn.binary_cross_entropy: _binary_cross_entropy,
+    torch._C._nn.mse_loss: _mse_loss,
     torch._C._nn.multi_margin_loss: _multi_margin_loss,
     torch._C._nn.multilabel_margin_loss: _multilabel_margin_loss,
     torch.cosine_embedding_loss: _cosine_embedding_loss,

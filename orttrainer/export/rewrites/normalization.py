@@ -83,4 +83,5 @@ REWRITES = {
     torch.instance_norm: _torch_instance_norm,
     F.layer_norm: _layer_norm,
     torch.layer_norm: _torch_layer_norm,
+    torch._weight_norm: torch._weight_norm,
 }

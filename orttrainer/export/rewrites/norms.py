@@ -9,12 +9,14 @@ import torch.nn.functional as F
 
 from orttrainer.export.rewrites import pairs
 from orttrainer.export.rewrites.extrema import largest_difference
+from orttrainer.export.rewrites.precision import rounded_once
 from orttrainer.export.rewrites.spectra import spectral_norm
 from orttrainer.export.rewrites.spelled_out import functions
 
 __all__ = ["REWRITES", "pairwise_distance"]
 
 
+@rounded_once
 def _vector_norm(input, ord=2, dim=None, keepdim=False, *, dtype=None):
     """torch.linalg.vector_norm; exporters forget `keepdim` without `dim`, and their x^p has no slope at 0."""
     x = input if dtype is None else input.to(dtype)

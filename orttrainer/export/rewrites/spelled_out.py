@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from orttrainer.export.forms.stop_gradient import stop_gradient
 from orttrainer.export.rewrites import airy, bessel, error_function, incomplete_gamma, modified_bessel, special
 from orttrainer.export.rewrites.kinks import flat_beyond, larger, slope_at_zero, smaller
+from orttrainer.export.rewrites.precision import rounded_once
 
 __all__ = ["REWRITES", "atan2", "functions", "kron"]
 
@@ -42,6 +43,7 @@ else:
     _larger, _smaller = larger, smaller
 
 
+@rounded_once
 def log_sigmoid(input):
     """Exporters write the logarithm of the sigmoid, which is infinite below -100."""
     threshold = (
