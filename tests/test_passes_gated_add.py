@@ -46,7 +46,8 @@ SUMS = {
 
 @needs_operator
 @pytest.mark.parametrize(
-    ("x", "s"), [("float[5,40]", "float"), ("float[2,3,32]", "float[1]"), ("float[7]", "float[1]")]
+    ("x", "s"),
+    [("float[5,40]", "float"), ("float[2,3,32]", "float[1]"), ("float[7]", "float[1]"), ("float[0,40]", "float")],
 )
 @pytest.mark.parametrize("body", SUMS.values(), ids=SUMS)
 def test_sum_and_product_in_one_are_the_same_to_the_last_bit(body, x, s):
@@ -64,6 +65,7 @@ def test_sum_and_product_in_one_are_the_same_to_the_last_bit(body, x, s):
     ("p = Mul(y, x) z = Add(x, p)", "float[5,40]"),  # no scalar
     ("p = Mul(y, c) z = Add(x, p)", "float[5,3]"),  # short rows
     ("p = Mul(y, c) z = Add(x, p)", "float[70000]"),  # one long row
+    ("p = Mul(y, c) z = Add(x, p)", "float[0]"),  # an empty one
     ("p = Mul(y, c) z = Add(x, p)", "float[n,40]"),  # of unknown size
 ], ids=str)  # fmt: skip
 def test_other_sums_stay(body, x, monkeypatch):

@@ -93,7 +93,7 @@ def _product(node: ir.Node, graph: ir.Graph) -> tuple[ir.Node, ir.Value, ir.Valu
 
 def _suits(dims: tuple[int, ...]) -> bool:
     if len(dims) < 2:
-        return len(dims) == 1 and dims[0] <= ONE_ROW
+        return len(dims) == 1 and 0 < dims[0] <= ONE_ROW  # a row of nothing it refuses
     return dims[-1] >= LEAST_COLUMNS
 
 
