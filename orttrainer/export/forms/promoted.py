@@ -54,6 +54,8 @@ def one_dtype() -> Iterator[None]:
                 with self._set_current_node(node):
                     _clamp_alike(node)
                     _name_alpha(node)
+                    if (number := _number_in_front(node)) is not None:
+                        self.env[number] = number.meta["val"]
                     _use_main_name(node)
                     _say_dtype(node)
                     if node.target in _NEVER_CAST:
@@ -83,6 +85,23 @@ def _name_alpha(node: torch.fx.Node) -> None:
     """Write alpha of a sum with a number, which may become a tensor, as a keyword: that of two tensors takes no other."""
     if node.target in (aten.add.Scalar, aten.sub.Scalar) and len(node.args) > 2:
         node.args, node.kwargs = node.args[:2], {"alpha": node.args[2]}
+
+
+def _number_in_front(node: torch.fx.Node) -> torch.fx.Node | None:
+    """Write the number that a tensor of another dtype is taken from as a tensor, as which it stands there; the node for it.
+
+    1.0 - mask -> scalar_tensor(1.0) - mask: torch's pass casts the mask, and then finds no difference of a number and a tensor.
+    """
+    if node.target is not aten.sub.Tensor or not isinstance(node.args[0], (int, float)):
+        return None
+    number, other = node.args[0], node.args[1].meta["val"]
+    if (dtype := torch.result_type(number, other)) == other.dtype:
+        return None
+    with node.graph.inserting_before(node):
+        tensor = node.graph.call_function(aten.scalar_tensor.default, (number,), {"dtype": dtype})
+    tensor.meta = node.meta | {"val": other.new_empty((), dtype=dtype)}
+    node.args = tensor, *node.args[1:]
+    return tensor
 
 
 def _say_dtype(node: torch.fx.Node) -> None:
