@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from orttrainer.export.forms.stop_gradient import stopped
-from orttrainer.export.rewrites.series import float_of, in_float64
+from orttrainer.export.rewrites.series import expm1, float_of, in_float64
 from orttrainer.export.rewrites.special import lgamma
 
 __all__ = ["REWRITES"]
@@ -62,7 +62,7 @@ def _up_to(a, x):
     end = (_DROP + x) / b
     end = torch.where(x >= 3 * _DROP, torch.minimum(end, torch.sqrt(3 * _DROP / x)), end)
     w = end.unsqueeze(-1) * _constant(_PLACES, x)
-    terms = torch.exp(x.unsqueeze(-1) * -torch.expm1(-w) - b.unsqueeze(-1) * w) * _constant(_WEIGHTS, x)
+    terms = torch.exp(x.unsqueeze(-1) * -expm1(-w) - b.unsqueeze(-1) * w) * _constant(_WEIGHTS, x)
     return torch.exp(a * x.log() - x - lgamma(b)) * (1 + x * end * terms.sum(-1))
 
 
@@ -70,7 +70,7 @@ def _beyond(a, x):
     """Q, where a is not much larger than x: x^a e^-x / gamma(a) times the integral of e^(a w - x (e^w - 1))."""
     end = torch.minimum(torch.sqrt(2 * _DROP / x), torch.log1p(2 * _DROP / x) + 1)
     w = end.unsqueeze(-1) * _constant(_PLACES, x)
-    terms = torch.exp(a.unsqueeze(-1) * w - x.unsqueeze(-1) * torch.expm1(w)) * _constant(_WEIGHTS, x)
+    terms = torch.exp(a.unsqueeze(-1) * w - x.unsqueeze(-1) * expm1(w)) * _constant(_WEIGHTS, x)
     return torch.exp(a * x.log() - x - lgamma(a)) * end * terms.sum(-1)
 
 

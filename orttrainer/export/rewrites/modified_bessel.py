@@ -11,7 +11,7 @@ import math
 import torch
 
 from orttrainer.export.forms.stop_gradient import stopped
-from orttrainer.export.rewrites.series import float_of, in_float64, polynomial
+from orttrainer.export.rewrites.series import expm1, float_of, in_float64, polynomial
 
 __all__ = ["REWRITES"]
 
@@ -55,7 +55,7 @@ def _integral(order, x):
     total = 0.5 * torch.ones_like(x)
     for k in range(1, _STEPS + 1):
         half = k * step / 2
-        above = (torch.expm1(half) * (1 + torch.exp(-half))).square() / 2  # cosh(t) - 1 = 2 sinh(t / 2)^2
+        above = (expm1(half) * (1 + torch.exp(-half))).square() / 2  # cosh(t) - 1 = 2 sinh(t / 2)^2
         total = total + torch.exp(-x * above) * (1 + above if order else 1.0)
     return step * total
 

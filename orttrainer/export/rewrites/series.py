@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["float_of", "in_float64", "polynomial"]
+__all__ = ["expm1", "float_of", "in_float64", "polynomial"]
 
 
 def float_of(input):
@@ -23,3 +23,10 @@ def polynomial(coefficients, x):
     for coefficient in coefficients:
         total = total * x + coefficient
     return total
+
+
+def expm1(input):
+    """exp(x) - 1, near 0 by tanh(x / 2) (exp(x) + 1), which has all digits."""
+    near = input.clamp(-0.5, 0.5)
+    exact = torch.tanh(near / 2) * (torch.exp(near) + 1)
+    return torch.where(input == near, exact, torch.exp(input) - 1)

@@ -14,6 +14,7 @@ from orttrainer.export.forms.stop_gradient import stop_gradient
 from orttrainer.export.rewrites import airy, bessel, error_function, incomplete_gamma, modified_bessel, special
 from orttrainer.export.rewrites.kinks import flat_beyond, larger, slope_at_zero, smaller
 from orttrainer.export.rewrites.precision import rounded_once
+from orttrainer.export.rewrites.series import expm1
 
 __all__ = ["REWRITES", "atan2", "functions", "kron"]
 
@@ -64,13 +65,6 @@ def _log1p(input):
     total = 1 + input
     lost = (input - (total - 1)) / total
     return torch.log(total) + stop_gradient(torch.where((total > 0) & (total < math.inf), lost, 0.0))
-
-
-def _expm1(input):
-    """exp(x) - 1, near 0 by tanh(x / 2) (exp(x) + 1), which has all digits."""
-    near = input.clamp(-0.5, 0.5)
-    exact = torch.tanh(near / 2) * (torch.exp(near) + 1)
-    return torch.where(input == near, exact, torch.exp(input) - 1)
 
 
 def _sinc(input):
@@ -309,7 +303,7 @@ REWRITES = {
     F.relu6: _relu6,
     torch.special.xlogy: _xlogy,
     torch.special.xlog1py: _xlog1py,
-    torch.special.expm1: _expm1,
+    torch.special.expm1: expm1,
     torch.special.log1p: _log1p,
     torch.special.sinc: _sinc,
     **functions(
@@ -320,7 +314,7 @@ REWRITES = {
         corrcoef=_corrcoef,
         cov=_cov,
         dstack=_dstack,
-        expm1=_expm1,
+        expm1=expm1,
         fmax=_fmax,
         fmin=_fmin,
         frexp=_frexp,
