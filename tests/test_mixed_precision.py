@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import random
@@ -13,6 +14,7 @@ from marks import in_turn, slow, usual
 from small import LR, OPTIMIZERS, assert_same, batch, make, net, snapshot
 from torch import nn
 
+import orttrainer
 from orttrainer import LossScaler, set_seed
 from orttrainer.errors import InvalidArgumentError, SchemaError, StateError, UnsupportedFeatureError
 
@@ -343,3 +345,38 @@ def test_float64_parameters_are_refused_by_name():
     trainer = mixed(net().double(), desc=None)
     with pytest.raises((UnsupportedFeatureError, StateError), match=r"0\.weight"):
         trainer.train_step(batch()[0].double(), batch()[1], LR, 64.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_gelu_has_the_left_tail_that_it_has_under_autocast(dtype):
+    """Which it has not where each of its operators is rounded: 1 + Erf(x) is 0 in bfloat16 from -3 on."""
+    x = torch.linspace(-3.5, 2, 32).to(dtype).float().reshape(8, 4)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.GELU(), nn.Linear(4, 4, bias=False))
+    for layer in (model[0], model[2]):
+        nn.init.eye_(layer.weight)
+    theirs, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    with torch.autocast("cpu", dtype):
+        expected = theirs(x)
+    expected.float().sum().backward()
+    truth = exact(x.double())
+    truth.sum().backward()
+    scaler = LossScaler("loss", False, loss_scale=1.0) if dtype == torch.float16 else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    trainer = orttrainer.trainer(
+        model,
+        lambda y, label: y.float().sum() + 0 * label.sum(),
+        optimizer,
+        mixed_precision=str(dtype)[6:],
+        loss_scaler=scaler,
+    )
+    before = model[0].weight.detach().clone()
+    _, found = trainer.step(x, torch.zeros(8))
+    assert found.dtype == dtype
+
+    def error(y):
+        return ((y.double() - truth).abs() / truth.abs()).max()
+
+    assert error(expected) <= torch.finfo(dtype).eps and error(found) <= torch.finfo(dtype).eps
+    gradients = [before - model[0].weight.detach(), theirs[0].weight.grad]
+    ours, pytorchs = ((g.double() - exact[0].weight.grad).norm() for g in gradients)
+    assert ours <= 1.5 * pytorchs  # sums in another order

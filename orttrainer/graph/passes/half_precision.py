@@ -25,6 +25,7 @@ from orttrainer.graph.passes.half_policy import (
     WIDE,
     operator,
 )
+from orttrainer.graph.passes.speed.gelu import spelled_out_gelu
 from orttrainer.graph.subgraphs import captured_values, subgraphs
 
 FLOAT = ir.DataType.FLOAT
@@ -43,6 +44,8 @@ class HalfPrecisionPass(ir.passes.InPlacePass):
 
     Like every rewrite it keeps the names of inputs and outputs. The first output (the loss) and the `updates` stay
     float32; other outputs get the precision that they are computed in.
+
+    A Gelu spelled out is rounded once, as PyTorch's kernel does: half precision has no digits of 1 + Erf(x) for x < -3.
 
     Args:
         dtype: FLOAT16 or BFLOAT16.
@@ -113,6 +116,13 @@ class _Conversion:
         self.floats: dict[ir.Value, ir.Value] = {}  # half value -> the same in float32
         self.bounded: dict[ir.Value, ir.Value] = {}  # mask -> the same without what half cannot hold
         self.fits = functools.cache(self._fits)
+        self.inside: set[ir.Node] = set()  # the nodes of Gelus spelled out, but for the last of each ...
+        self.ends: dict[ir.Node, ir.Value] = {}  # ... and these, with what it is the Gelu of
+        for node in graph:
+            if node.op_type == "Erf" and (found := spelled_out_gelu(node)) is not None:
+                x, inner, last = found
+                self.inside.update(inner)
+                self.ends[last] = x
 
     # -- nodes ----------------------------------------------------------------------------
 
@@ -123,8 +133,13 @@ class _Conversion:
                 self.floats.setdefault(node.inputs[0], node.outputs[0])
             return
         groups = self._groups(node)
-        if (
+        if node in self.ends:
+            self._widen(node)
+            if self.ends[node] in self.halved:
+                self._round(node)
+        elif (
             groups is None
+            or node in self.inside
             or operator(node) in WIDE
             or _divides_a_number(node, self.values)
             or _is_square_for_sums(node)
@@ -209,6 +224,15 @@ class _Conversion:
         for x in captured_values(node):
             if x in self.halved:
                 _replace_inside(node, x, self.float(x))
+
+    def _round(self, node: ir.Node) -> None:
+        """Let what reads the node, which computes in float32, read its output in half."""
+        (y,) = node.outputs
+        rounded = self.op.Cast(y, to=int(self.dtype))
+        y.replace_all_uses_with(rounded, replace_graph_outputs=True)
+        rounded.producer().replace_input_with(0, y)
+        y.name, rounded.name = f"{y.name}/float", y.name
+        self.halved.add(rounded)
 
     def _pass_flexibility(self, node: ir.Node) -> None:
         """A view of a flexible value is one; so are a scalar that is computed from parameters, and what ConstantOfShape fills."""

@@ -20,7 +20,7 @@ class FuseGeluPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         modified = False
         for node in list(model.graph):
-            found = _spelled_out(node) if node.op_type == "Erf" else None
+            found = spelled_out_gelu(node) if node.op_type == "Erf" else None
             if found is None:
                 continue
             x, inner, last = found
@@ -96,7 +96,7 @@ def _is_gelu(node: ir.Node) -> bool:
     return node.op_type == "Gelu" and node.domain == "com.microsoft"
 
 
-def _spelled_out(erf: ir.Node) -> tuple[ir.Value, list[ir.Node], ir.Node] | None:
+def spelled_out_gelu(erf: ir.Node) -> tuple[ir.Value, list[ir.Node], ir.Node] | None:
     """x, the nodes between, and the last node, whose output is the Gelu."""
     (inside,) = erf.inputs
     scaled = inside.producer()
