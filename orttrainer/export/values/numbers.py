@@ -99,9 +99,8 @@ class Numbers:
         if found is None and func in NUMBERS:
             found = self._of_sizes(func, args)
         if found is not None and hints is not None:
-            hints.note(
-                func, args, found[0]
-            )  # which forward was told: the next that it was told there is of another tensor
+            # Which forward was told: the next that it was told there is of another tensor.
+            hints.note(func, args, found[0])
         if found is None and hints is not None and func in NUMBERS and func is not torch.Tensor.item:
             hints.note(func, args, number := args[0].item())
             return (_OF_NUMBERS[func](number),)  # torch has it made within the call, and then it is too late

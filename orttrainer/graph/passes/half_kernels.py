@@ -128,9 +128,8 @@ class EmulateHalfPass(ir.passes.InPlacePass):
             if node.domain == MARKS:  # gone before anything is run
                 continue
             if operator(node) == ("", "Cast") and _is_half(node.inputs[0]) and node.outputs[0].dtype == FLOAT:
-                floats.setdefault(
-                    node.inputs[0], node.outputs[0]
-                )  # so its gradients are summed before they are rounded
+                # So its gradients are summed before they are rounded.
+                floats.setdefault(node.inputs[0], node.outputs[0])
             halves = {v.dtype for v in (*node.inputs, *node.outputs) if v is not None and _is_half(v)}
             if any(not self.has_kernel(node, dtype, opsets.get("", 1)) for dtype in halves):
                 _in_float(graph, node, floats)
