@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from fidelity import assert_trains_as_in_pytorch
 from marks import slow
 from torch import nn
 from torch.autograd import Function
+
+import orttrainer
 
 
 def lengths(place):
@@ -112,3 +116,27 @@ def rows(step: int):
 )
 def test_writes_by_index_train_as_in_pytorch(name):
     assert_trains_as_in_pytorch(lambda: ByIndex(FUNCTIONS[name]), rows, evaluates=True)
+
+
+class AddsToAll(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([0.5, -1.0, 2.0]))
+
+    def forward(self, x):
+        more = x.sum(0) + self.weight**2
+        return 3 * self.weight.sin() + self.weight.index_put((torch.arange(3),), more, accumulate=True)
+
+
+def test_what_is_added_to_all_there_is_takes_the_place_of_nothing():
+    """Unchecked: the check would let another exporter make the graph."""
+    x = rows(0)[0][:, :3]
+    theirs, ours = AddsToAll(), AddsToAll()
+    expected = theirs(x)
+    expected.square().sum().backward()
+    optimizer = torch.optim.SGD(ours.parameters(), lr=1.0)
+    trainer = orttrainer.trainer(ours, lambda y, _: y.square().sum(), optimizer, check_export=False)
+    before = copy.deepcopy(ours).weight.detach()
+    _, found = trainer.step(x, torch.zeros(8))
+    torch.testing.assert_close(found, expected.detach())
+    torch.testing.assert_close(before - ours.weight.detach(), theirs.weight.grad, rtol=1e-5, atol=1e-5)
