@@ -34,9 +34,8 @@ def asserted() -> Iterator[None]:
             from torch.fx.experimental import symbolic_shapes
             from torch.utils._sympy.functions import ToFloat
 
-            left = (
-                symbolic_shapes._has_uninterpretable_sympy_function
-            )  # and assertions, as ever: some are what forward catches
+            # Assertions it leaves as ever: of some forward catches the error.
+            left = symbolic_shapes._has_uninterpretable_sympy_function
             left_now = lambda x: left(x) if isinstance(x, Boolean) else x.has(ToFloat)  # noqa: E731
             stack.enter_context(mock.patch.object(symbolic_shapes, "_has_uninterpretable_sympy_function", left_now))
         yield
