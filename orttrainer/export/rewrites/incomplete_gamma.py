@@ -18,7 +18,6 @@ from orttrainer.export.rewrites.special import lgamma
 __all__ = ["REWRITES"]
 
 _DROP = 37.0  # beyond e^-37 of the largest nothing counts
-_PLACES, _WEIGHTS = (0.5 * (x + shift) for x, shift in zip(np.polynomial.legendre.leggauss(64), (1.0, 0.0)))
 
 
 def _igamma(input, other, *, out=None):
@@ -61,21 +60,26 @@ def _up_to(a, x):
     b = a + 1
     end = (_DROP + x) / b
     end = torch.where(x >= 3 * _DROP, torch.minimum(end, torch.sqrt(3 * _DROP / x)), end)
-    w = end.unsqueeze(-1) * _constant(_PLACES, x)
-    terms = torch.exp(x.unsqueeze(-1) * -expm1(-w) - b.unsqueeze(-1) * w) * _constant(_WEIGHTS, x)
+    places, weights = _rule(x)
+    w = end.unsqueeze(-1) * places
+    terms = torch.exp(x.unsqueeze(-1) * -expm1(-w) - b.unsqueeze(-1) * w) * weights
     return torch.exp(a * x.log() - x - lgamma(b)) * (1 + x * end * terms.sum(-1))
 
 
 def _beyond(a, x):
     """Q, where a is not much larger than x: x^a e^-x / gamma(a) times the integral of e^(a w - x (e^w - 1))."""
     end = torch.minimum(torch.sqrt(2 * _DROP / x), torch.log1p(2 * _DROP / x) + 1)
-    w = end.unsqueeze(-1) * _constant(_PLACES, x)
-    terms = torch.exp(a.unsqueeze(-1) * w - x.unsqueeze(-1) * expm1(w)) * _constant(_WEIGHTS, x)
+    places, weights = _rule(x)
+    w = end.unsqueeze(-1) * places
+    terms = torch.exp(a.unsqueeze(-1) * w - x.unsqueeze(-1) * expm1(w)) * weights
     return torch.exp(a * x.log() - x - lgamma(a)) * end * terms.sum(-1)
 
 
-def _constant(numbers, x):
-    return torch.tensor(numbers.tolist(), dtype=torch.float64, device=x.device)
+def _rule(x):
+    """Places between 0 and 1, and what each counts."""
+    places, weights = np.polynomial.legendre.leggauss(64)
+    numbers = 0.5 * (places + 1), 0.5 * weights
+    return [torch.tensor(values.tolist(), dtype=torch.float64, device=x.device) for values in numbers]
 
 
 REWRITES = {
