@@ -1,6 +1,7 @@
 """What train.py and train_ort.py share beside model and data: options, progress, results."""
 
 import argparse
+import contextlib
 import errno
 import math
 import os
@@ -87,6 +88,8 @@ def writable(text):
     """The path of a file to write, which is tried at once: after the training it would be too late."""
     try:
         path = Path(os.path.realpath(text))  # a link's target is what is written
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            path.stat()  # says what is wrong with a name; from Python 3.14 on is_dir does not
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, "it is a folder; name a file in it")
         if not path.parent.is_dir():
