@@ -28,8 +28,8 @@ _KERNELS = {
     "upsample_trilinear3d",
 }  # fmt: skip
 _OF_ROUNDED_NUMBERS = {"__mod__", "fmod", "remainder"}  # likewise; a number beside a tensor is rounded first
-# Likewise; the mean or sum is another kernel.
-_LOSSES = {"binary_cross_entropy", "binary_cross_entropy_with_logits", "huber_loss", "mse_loss", "smooth_l1_loss"}
+# Likewise; the mean or sum is another kernel. (`binary_cross_entropy` rounds within, in PyTorch as here.)
+_LOSSES = {"binary_cross_entropy_with_logits", "huber_loss", "mse_loss", "smooth_l1_loss"}
 _ON_CPU = {"scaled_dot_product_attention"}  # likewise; on a GPU the products stay in half
 # Of those that autocast has a rule for, where this is not to compute in float32: the products, and what takes the widest dtype.
 _LOW = {
