@@ -295,7 +295,6 @@ FUNCTIONS = {
         ),
         [0.01, 0.4, 1.0, 1.1, 3.0, 20.0, 90.0],
     ),
-    "the Airy function": (lambda x: x * torch.special.airy_ai(x), [-30.0, -3.3, -2.09, -1.0, 0.0, 2.0, 2.09, 7.0, 120.0]),
     "a spherical Bessel function": (lambda x: x * torch.special.spherical_bessel_j0(x), [0.0, 0.2, -1.0, 3.0, 40.0]),
     "mvlgamma": (lambda x: torch.mvlgamma(x, 3), [1.1, 2.0, 9.0]),
     "cdist of order 1/2": (lambda x, y: torch.cdist(x, y, 0.5), ROWS, NEAR),

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from orttrainer.export.forms.stop_gradient import stop_gradient
-from orttrainer.export.rewrites import airy, bessel, error_function, incomplete_gamma, modified_bessel, special
+from orttrainer.export.rewrites import bessel, error_function, incomplete_gamma, modified_bessel, special
 from orttrainer.export.rewrites.kinks import flat_beyond, larger, slope_at_zero, smaller
 from orttrainer.export.rewrites.precision import rounded_once
 from orttrainer.export.rewrites.series import expm1
@@ -289,7 +289,6 @@ def _relu6(input, inplace=False):
 
 
 REWRITES = {
-    **airy.REWRITES,
     **bessel.REWRITES,
     **error_function.REWRITES,
     **incomplete_gamma.REWRITES,
