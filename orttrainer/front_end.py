@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from orttrainer.errors import UnsupportedFeatureError
+from orttrainer.errors import SettingError, UnsupportedFeatureError
 from orttrainer.training_graph import TrainingGraph
 
 if TYPE_CHECKING:
@@ -25,6 +25,22 @@ class NotCopied:
             "a trainer cannot be copied or pickled: it trains the memory of its module, through sessions of ONNX Runtime. "
             "Copy or pickle its state_dict(), and load that into a new trainer of a copy of the module"
         )
+
+
+class MadeWith:
+    """An attribute that its object is made with: what another would change is compiled, so another is refused."""
+
+    def __init__(self, instead: str = "Make a new trainer"):
+        self._instead = instead
+
+    def __set_name__(self, owner: type, name: str):
+        self._name = name
+
+    def __set__(self, trainer, value) -> None:
+        if vars(trainer).setdefault(self._name, value) is not value:
+            raise SettingError(
+                f"another {self._name} comes too late: a trainer reads it when it is made. {self._instead}"
+            )
 
 
 class FrontEnd(NotCopied):

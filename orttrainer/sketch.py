@@ -21,7 +21,7 @@ from orttrainer.engine.engine import Engine
 from orttrainer.engine.settings import OptimizerChoice, Settings
 from orttrainer.engine.turns import made_whole, one_at_a_time, outside_of_steps
 from orttrainer.errors import InvalidArgumentError, SchemaError, StateError
-from orttrainer.front_end import FrontEnd
+from orttrainer.front_end import FrontEnd, MadeWith
 from orttrainer.loss_scaler import LossScaler
 from orttrainer.scaler_state import from_state, scaler_state
 from orttrainer.schedule_state import StepsMade
@@ -62,15 +62,14 @@ def trainer(
             goes on with them. Moments that it has already are taken over at the first step, and those that it
             is made to load (`optimizer.load_state_dict`) or given in another `optimizer.state`, or in an entry
             `optimizer.state[parameter] = {...}`, at the next one, be it that there are none; what is empty already cannot
-            be seen to be cleared, and is given anew: `optimizer.state = defaultdict(dict)`. Several
-            trainers on one optimizer share its moments, as several losses do in PyTorch: each goes on with
-            what the one that stepped last has left, which costs a copy of them where they take turns. Learning
-            rates are read from its groups at every step, so that `torch.optim.lr_scheduler`s work, and so are
-            momentum, betas, eps and weight decay, once one has changed, which compiles again (OneCycleLR), as
-            another value of nesterov or maximize does; groups may be added (`add_param_group`), but not on several
-            ranks, and where one is taken out a new trainer goes on, as it does when that comes back; everything else
-            must stay as it is. Hooks that it has for after a step (`register_step_post_hook`) are called after each
-            update; for before a step none may be.
+            be seen to be cleared, and is given anew: `optimizer.state = defaultdict(dict)`. Several trainers on one
+            optimizer share its moments, as several losses do in PyTorch: each goes on with what the one that stepped
+            last has left, which costs a copy of them where they take turns. Learning rates are read from its groups
+            at every step, so that `torch.optim.lr_scheduler`s work, and so are momentum, betas, eps and weight decay,
+            once one has changed, which compiles again (OneCycleLR), as another value of nesterov or maximize does;
+            groups may be added (`add_param_group`), but not on several ranks, and where one is taken out a new
+            trainer goes on, as it does when that comes back; everything else must stay as it is. Hooks that it has
+            for after a step (`register_step_post_hook`) are called after each update; for before a step none may be.
         model_desc: inputs (the label last, unless its `label` says more) and outputs (the loss first). None: those of the first
             batch, whose axis 0 may vary, together in all inputs that have its size there. At a batch of which other
             axes vary, the module is exported again, for any size there; described here, with a name for each size that
@@ -129,12 +128,16 @@ class Trainer(FrontEnd):
     """What `trainer` returns.
 
     Attributes:
-        model, optimizer: as given.
+        model, criterion, optimizer, max_grad_norm, mixed_precision, loss_scaler: as given; for others make a new trainer.
     """
 
+    model, criterion, optimizer = MadeWith(), MadeWith(), MadeWith()
+    max_grad_norm, mixed_precision, loss_scaler = MadeWith(), MadeWith(), MadeWith()
+
     def __init__(self, engine: Engine, criterion: Callable | None, groups: Groups, loss_scaler):
-        self.model, self.optimizer = engine.model, groups.optimizer
-        self._engine, self._criterion, self._groups, self._loss_scaler = engine, criterion, groups, loss_scaler
+        self.model, self.criterion, self.optimizer = engine.model, criterion, groups.optimizer
+        self.max_grad_norm, self.mixed_precision = groups.max_grad_norm, engine.settings.precision
+        self.loss_scaler, self._engine, self._groups = loss_scaler, engine, groups
         engine.loaded_elsewhere = groups.named_rates
         self._describes = engine.description is None
         self._first: ModelDescription | None = None  # what the first batch says, where that describes the inputs
@@ -238,7 +241,7 @@ class Trainer(FrontEnd):
         found = engine.state_dict(include_optimizer_state)
         if not engine.is_compiled and not found:
             warnings.warn("the trainer has no state before its first step; state_dict() is empty", stacklevel=3)
-        return found | (scaler_state(self._loss_scaler) if include_optimizer_state and found else {})
+        return found | (scaler_state(self.loss_scaler) if include_optimizer_state and found else {})
 
     @outside_of_steps
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = False) -> None:
@@ -255,7 +258,7 @@ class Trainer(FrontEnd):
         Raises:
             StateError: a tensor of another shape, or, if `strict`, other names. Nothing is loaded.
         """
-        state_dict, scale_on = from_state(state_dict, self._loss_scaler)
+        state_dict, scale_on = from_state(state_dict, self.loss_scaler)
         state_dict, _ = StepsMade.from_state(state_dict)  # of a trainer that has its schedule itself
         engine, slots = self._engine, tuple(f"{slot}_" for slot in self._engine.slot_names)
         has_moments = isinstance(state_dict, Mapping) and any(str(name).startswith(slots) for name in state_dict)
@@ -282,11 +285,11 @@ class Trainer(FrontEnd):
 
     @property
     def _loss_scale(self) -> float:
-        return 1.0 if self._loss_scaler is None else self._loss_scaler.loss_scale_
+        return 1.0 if self.loss_scaler is None else self.loss_scaler.loss_scale_
 
     def _count(self, finite: bool | None) -> None:
-        if finite is not None and self._loss_scaler is not None:
-            self._loss_scaler.update_loss_scale(finite)
+        if finite is not None and self.loss_scaler is not None:
+            self.loss_scaler.update_loss_scale(finite)
 
     def _tell_of_update(self, finite: bool | None) -> None:
         """Of one that was made, if its gradients were finite; None: there was none."""
@@ -311,7 +314,7 @@ class Trainer(FrontEnd):
         return given
 
     def _by_name(self, batch: tuple, call: str) -> dict[str, torch.Tensor]:
-        inputs, label = inputs_and_label(batch, self._criterion is not None)
+        inputs, label = inputs_and_label(batch, self.criterion is not None)
         engine = self._engine
         if not engine.is_compiled:
             if self._describes:
@@ -363,7 +366,7 @@ class Trainer(FrontEnd):
         """
         groups, engine = self._groups, self._engine
         if not engine.is_compiled:  # layers may have come
-            groups.rename(_names(self.model, self._criterion))
+            groups.rename(_names(self.model, self.criterion))
         groups.check()
         if engine.accumulated and trains:
             groups.refuse_added(engine.accumulated)

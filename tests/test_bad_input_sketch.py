@@ -182,3 +182,25 @@ def test_nothing_is_exported_before_a_step_or_into_nowhere(tmp_path, trained):
     with pytest.raises(FileNotFoundError, match="no/such/folder"):
         trained.export("no/such/folder/m.onnx")
     assert not list(tmp_path.iterdir())
+
+
+MADE_WITH = {
+    "model": lambda: net(),
+    "criterion": lambda: nn.functional.l1_loss,
+    "optimizer": lambda: sgd(net()),
+    "max_grad_norm": lambda: 0.5,
+    "mixed_precision": lambda: "bfloat16",
+    "loss_scaler": lambda: None,
+}
+
+
+@pytest.mark.parametrize("name", MADE_WITH)
+def test_what_a_trainer_is_made_with_is_not_replaced(name):
+    sketch = make(mixed_precision="float16", max_grad_norm=1.0)
+    sketch.step(x, y)
+    before, given = snapshot(sketch), getattr(sketch, name)
+    with raises(InvalidArgumentError, f"another {name} comes too late: a trainer reads it when it is made. Make a new"):
+        setattr(sketch, name, MADE_WITH[name]())
+    setattr(sketch, name, given)
+    assert getattr(sketch, name) is given
+    assert_untouched(sketch, before)

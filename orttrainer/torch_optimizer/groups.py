@@ -30,6 +30,7 @@ class Groups:
 
     Attributes:
         kind: the engine's optimizer.
+        max_grad_norm: as given.
         names: those of all parameters, by the parameter, which they do not keep alive.
         parameters: those in groups, by name.
         frozen: names of the parameters that are in no group.
@@ -69,7 +70,7 @@ class Groups:
                 "end takes objects of torch.optim.SGD, Adam and AdamW. LAMB is there in orttrainer.ORTTrainer."
             )
         self.optimizer, self.kind = optimizer, self._KINDS[type(optimizer)]
-        self._max_norm = math.inf if max_grad_norm is None else float(max_grad_norm)
+        self.max_grad_norm = max_grad_norm
         self.names: MutableMapping[torch.Tensor, str] = WeakTensorKeyDictionary(dict(names))
         self._known = {*names}  # the parameters that were there when the trainer was made
         self._numbers: list[dict[str, Any]] = []  # of each group
@@ -135,7 +136,8 @@ class Groups:
             )
         index = self._group_of[name]
         numbers = self._numbers[index]
-        found = {"max_norm_clip": self._max_norm, "max_norm_epsilon": _CLIP_EPSILON}
+        norm = math.inf if self.max_grad_norm is None else float(self.max_grad_norm)
+        found = {"max_norm_clip": norm, "max_norm_epsilon": _CLIP_EPSILON}
         found |= {key: number(numbers[key]) for key, number in self._FIXED[self.kind].items()}
         for key in self._FED[self.kind]:
             for which, attribute in enumerate(self._attributes_of(key, numbers)):

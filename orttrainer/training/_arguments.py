@@ -59,22 +59,6 @@ def check_loss_fn_is_needed(model, desc: _ORTTrainerModelDesc) -> None:
         )
 
 
-class MadeWith:
-    """An attribute that its object is made with: what another would change is compiled, so another is refused."""
-
-    def __init__(self, instead: str = "Make a new trainer"):
-        self._instead = instead
-
-    def __set_name__(self, owner: type, name: str):
-        self._name = name
-
-    def __set__(self, trainer, value) -> None:
-        if vars(trainer).setdefault(self._name, value) is not value:
-            raise SettingError(
-                f"another {self._name} comes too late: a trainer reads it when it is made. {self._instead}"
-            )
-
-
 def _takes_two(loss_fn) -> bool:
     if not callable(loss_fn) or inspect.isclass(loss_fn):
         return False

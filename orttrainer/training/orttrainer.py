@@ -16,10 +16,10 @@ from orttrainer.distributed import failing_together
 from orttrainer.engine.engine import Engine
 from orttrainer.engine.turns import made_whole, one_at_a_time, outside_of_steps
 from orttrainer.errors import CheckpointError, RuntimeNotFoundError, SettingError, StateError
-from orttrainer.front_end import FrontEnd
+from orttrainer.front_end import FrontEnd, MadeWith
 from orttrainer.graph.write import write_model
 from orttrainer.training import _checkpoint_storage, _state_layout, checkpoint
-from orttrainer.training._arguments import MadeWith, check_arguments, check_loss_fn_is_needed, engine_description
+from orttrainer.training._arguments import check_arguments, check_loss_fn_is_needed, engine_description
 from orttrainer.training._counts import Counts
 from orttrainer.training._early_load import EarlyLoad, not_sent
 from orttrainer.training._graph_dumps import dump_graphs
