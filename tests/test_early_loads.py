@@ -115,6 +115,32 @@ def test_a_strict_load_that_the_first_step_refuses_leaves_the_weights(tmp_path):
     assert_same(dict(module.state_dict()), before)
 
 
+@pytest.mark.parametrize("kind", ["AdamOptimizer", "LambOptimizer"])
+def test_a_strict_load_without_what_the_optimizer_remembers_is_refused_at_once(kind):
+    module = net(seed=1)
+    before, trainer = {name: x.clone() for name, x in module.state_dict().items()}, make(module, kind)
+    with pytest.raises(StateError, match=r"it has no Moment_1_<weight> and no Moment_2_<weight>.*Nothing was loaded"):
+        trainer.load_state_dict(net().state_dict(), strict=True)
+    assert_same(dict(module.state_dict()), before)
+    trainer.train_step(*batch(0), LR)
+
+
+def test_where_the_weights_are_in_the_module_already_the_refusal_of_the_rest_says_so():
+    def amsgrad(module):
+        optimizer = torch.optim.Adam(module.parameters(), amsgrad=True)
+        return orttrainer.trainer(module, nn.functional.cross_entropy, optimizer, check_export=False)
+
+    source, module = make(optimizer="AdamOptimizer"), net(seed=1)
+    source.train_step(*batch(0), LR)
+    trainer = amsgrad(module)
+    trainer.load_state_dict(source.state_dict(), strict=True)
+    with pytest.raises(
+        StateError, match=r"missing .*Max_Moment_2.* The module has its weights since it was given; of the rest"
+    ):
+        trainer.step(*batch(0))
+    assert_same(dict(module.state_dict()), source.state_dict(include_optimizer_state=False))
+
+
 @pytest.mark.filterwarnings("ignore:Missing key")
 @pytest.mark.parametrize("started", [False, True])
 def test_a_checkpoint_without_the_optimizers_state_is_for_any_optimizer(tmp_path, started):

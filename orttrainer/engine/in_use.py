@@ -41,7 +41,7 @@ from orttrainer.run import Runner
 from orttrainer.seed import seed_of_rank
 from orttrainer.state.kept import KeptState
 from orttrainer.state.shown import ir_view
-from orttrainer.state.state_dict import accumulated_scale, check_goes_on, cpu_copy, of_a_block, seems_to_fit
+from orttrainer.state.state_dict import accumulated_scale, check_goes_on, cpu_copy, early_load, of_a_block, seems_to_fit
 from orttrainer.state.trained import TrainedState
 from orttrainer.state.update_counts import counters_fit, counts_in, numbered
 from orttrainer.training_graph import TrainingGraph
@@ -89,7 +89,8 @@ class InUse(NotCopied):
             settings = replace(settings, providers=runtime.with_provider_options(chosen, settings.provider_options))
         runtime.choose_providers(self.device, settings.providers)  # an unknown provider is an error now
         make_optimizer(optimizer.name, [], optimizer.attributes, optimizer.clip)  # so is an unknown optimizer
-        self._kept = KeptState(OPTIMIZERS[optimizer.name].slot_names, OPTIMIZERS[optimizer.name].count)
+        kind = OPTIMIZERS[optimizer.name]
+        self._kept = KeptState(kind.slot_names, kind.count, kind.always)
         self.settings = settings
         self.description: ModelDescription | None = None
         if description is not None:
@@ -187,7 +188,7 @@ class InUse(NotCopied):
             raise StateError(f"load_state_dict takes a dict of name -> tensor, got {type(state_dict).__name__}")
         if self._runner is None:
             # By other names than those of the weights a strict load may be refused when all are known.
-            fits = not strict or seems_to_fit(state_dict, self.source.weights(), self.slot_names, self._kept.count)
+            fits = not strict or seems_to_fit(state_dict, self.source.weights(), self._kept)
             loaded = self.source.load(state_dict) if fits else set()
             earlier, names = ({}, set()) if strict else (self._given_early[0], self._loaded_early)
             self._given_early, self._loaded_early = (earlier | dict(state_dict), strict), names | loaded
@@ -285,7 +286,8 @@ class InUse(NotCopied):
     def _open_on_state(self, graph: TrainingGraph) -> None:
         state = self._trained_state(graph, self._forward, share=True)
         self._go_on(self._forward, graph, state, self._opened(graph, state))
-        self.load_state_dict(self._pending_state, self._given_early[1])
+        with early_load(self._loaded_early):
+            self.load_state_dict(self._pending_state, self._given_early[1])
 
     def _check_what_ranks_loaded(self, given: Mapping, elsewhere: Mapping) -> None:
         """Refuse moments and counts that not all ranks have loaded: rank 0's weights are sent to all, the rest is each rank's own."""

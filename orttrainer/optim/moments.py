@@ -73,6 +73,8 @@ def direction(op: Builder, scalars: Scalars, m: ir.Value, v: ir.Value, epsilon: 
 class MomentOptimizer(Optimizer):
     """What Adam and LAMB share: both moments of every parameter, a count, and their update; not the step itself."""
 
+    always = ("Moment_1", "Moment_2")
+
     def slots(self, name, shape, dtype):
         self._check_dtype(name, dtype)
         greatest = (Slot(_greatest(name), tuple(shape), dtype, 0.0, name),) if self._keeps_greatest(name) else ()

@@ -97,6 +97,7 @@ class Optimizer(abc.ABC):
     name: ClassVar[str]
     known: ClassVar[Mapping[str, Attribute]] = {}
     slot_names: ClassVar[tuple[str, ...]] = ()  # in a state dict each has its parameter behind it
+    always: ClassVar[tuple[str, ...]] = ()  # those of them that each parameter has whatever the attributes are
     count: ClassVar[str | None] = (
         None  # the one of them that counts updates; of further counters it has a number behind it
     )

@@ -21,6 +21,7 @@ class KeptState:
     Args:
         slot_names: what the optimizer calls its state of a parameter, without the parameter's name behind it.
         count: that of them which counts updates; None if none does.
+        always: those that each parameter has that is trained; others go by the optimizer's attributes.
 
     Attributes:
         latest: name -> the tensor that has its value, as the model declares it; counters are not among them.
@@ -28,8 +29,8 @@ class KeptState:
         counters: trained parameter -> the tensor that counts its updates in the graph at work.
     """
 
-    def __init__(self, slot_names: Collection[str], count: str | None = None):
-        self.slot_names, self.count = slot_names, count
+    def __init__(self, slot_names: Collection[str], count: str | None = None, always: Collection[str] = ()):
+        self.slot_names, self.count, self.always = slot_names, count, always
         self.latest: dict[str, torch.Tensor] = {}
         self.counts: dict[str, int] = {}
         self.counters: dict[str, torch.Tensor] = {}

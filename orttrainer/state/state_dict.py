@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from orttrainer.distributed import Collective
 from orttrainer.errors import StateError
+from orttrainer.state.kept import KeptState
 from orttrainer.tensors import has_memory
 from orttrainer.training_graph import SEED, STEP
 
@@ -22,22 +24,45 @@ ACCUMULATED_BY = "Accumulated_By"  # rank and world size, where there are severa
 OF_A_BLOCK = (ACCUMULATED, ACCUMULATED_SCALE, ACCUMULATED_BY)  # of accumulated batches, beside their sums
 
 
-def seems_to_fit(
-    given: Mapping[str, torch.Tensor], weights: Collection[str], slot_names: Iterable[str], count: str | None
-) -> bool:
+def seems_to_fit(given: Mapping[str, torch.Tensor], weights: Collection[str], kept: KeptState) -> bool:
     """Whether it has all weights and nothing but what an optimizer may have beside them; what that is the graph knows.
 
     Args:
         weights: their names.
-        slot_names: what the optimizer calls its state of a parameter, without the parameter's name behind it.
-        count: what it calls its counts of updates.
+
+    Raises:
+        StateError: it has nothing of what the optimizer has of each weight that it trains. Nothing is loaded.
     """
-    beside, slots = {SEED, STEP, *OF_A_BLOCK, count}, tuple(f"{s}_" for s in slot_names)
+    names = [name for name in given if isinstance(name, str)]
+    if missing := [slot for slot in kept.always if not any(name.startswith(f"{slot}_") for name in names)]:
+        raise StateError(
+            f"the state dict does not fit: of the optimizer's state it has no {' and no '.join(f'{slot}_<weight>' for slot in missing)}. "
+            "With strict=False the weights are loaded alone. Nothing was loaded"
+        )
+    beside, slots = {SEED, STEP, *OF_A_BLOCK, kept.count}, tuple(f"{slot}_" for slot in kept.slot_names)
     return all(name in given for name in weights) and all(
         isinstance(name, str) and (name in beside or name.startswith(slots) or name.endswith((SUM, BEFORE)))
         for name in given
         if name not in weights
     )
+
+
+@contextlib.contextmanager
+def early_load(loaded: Collection[str]) -> Iterator[None]:
+    """A context in which the rest of a state dict is loaded: what refuses it says whether the module has its weights already.
+
+    Args:
+        loaded: the names of what it has.
+    """
+    try:
+        yield
+    except StateError as error:
+        if not loaded:
+            raise
+        told = str(error).removesuffix(". Nothing was loaded")
+        raise StateError(
+            f"{told}. The module has its weights since it was given; of the rest nothing was loaded"
+        ) from error
 
 
 def of_a_block(
