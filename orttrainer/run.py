@@ -85,7 +85,7 @@ class Runner:
         self.put_back = put_back or functools.partial(_put_back, state)
         self._evaluate: dict[tuple[str, ...], Phase] = {}
         self._needed: dict[tuple[str, ...], set[str]] = {}
-        self._on, self._off = (torch.tensor(value) for value in (True, False))
+        self._on, self._off = (torch.tensor(value, device="cpu") for value in (True, False))
         norm = next(x for x in graph.graph.graph.outputs if x.name == graph.signature.gradient_norm)
         self.gradient_norm = torch.zeros((), dtype=to_torch_dtype(norm.dtype), device=device)
         self.accumulated = 0

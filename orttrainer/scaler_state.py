@@ -25,8 +25,8 @@ def scaler_state(scaler) -> dict[str, torch.Tensor]:
     if not _moves(scaler):
         return {}
     return {
-        SCALE: torch.tensor([scaler.loss_scale_], dtype=torch.float64),
-        STABLE_STEPS: torch.tensor([scaler.stable_steps_]),
+        SCALE: torch.tensor([scaler.loss_scale_], dtype=torch.float64, device="cpu"),
+        STABLE_STEPS: torch.tensor([scaler.stable_steps_], device="cpu"),
     }
 
 

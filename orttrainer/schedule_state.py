@@ -22,7 +22,7 @@ class StepsMade(NamedTuple):
 
     def state(self) -> dict[str, torch.Tensor]:
         """As they are in a state dict."""
-        return {UPDATES: torch.tensor([self.updates]), BATCHES: torch.tensor([self.batches])}
+        return {name: torch.tensor([made], device="cpu") for name, made in zip((UPDATES, BATCHES), self)}
 
     @classmethod
     def from_state(cls, state_dict: Any) -> tuple[Any, StepsMade | None]:

@@ -172,7 +172,7 @@ class TorchSchedule:
         return [self._last]
 
     def _begin(self) -> None:
-        self._optimizer = torch.optim.SGD([torch.zeros((), requires_grad=True)], lr=self.lr)
+        self._optimizer = torch.optim.SGD([torch.zeros((), device="cpu", requires_grad=True)], lr=self.lr)
         self._group = self._optimizer.param_groups[0]
         self._others = {key: value for key, value in self._group.items() if key not in ("params", "lr")}
         scheduler = self._make(self._optimizer)

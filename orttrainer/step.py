@@ -35,7 +35,7 @@ class SplitStep:
         self._runner, self._backward, self._check, self._update = runner, backward, check, update
         self.phases = [phase for phase in (backward, check, update) if phase is not None]
         self._early = early
-        self._batches = torch.zeros(1, dtype=torch.float32)
+        self._batches = torch.zeros(1, dtype=torch.float32, device="cpu")
 
     def __call__(self, feeds: dict[str, torch.Tensor], update: bool) -> tuple[list[torch.Tensor], bool]:
         runner = self._runner

@@ -1,8 +1,9 @@
-"""What of the tensors of a batch no graph can take, whatever is described."""
+"""What of the tensors of a batch no graph can take, whatever is described; and what is no tensor yet as one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -42,6 +43,11 @@ def check_tensors(names: Sequence[str], batch: Sequence[torch.Tensor]) -> None:
                 f"input {name!r}: ONNX Runtime takes no tensors of {tensor.dtype}. Pass real and imaginary part, "
                 f"torch.view_as_real({name}), and begin forward with torch.view_as_complex."
             )
+
+
+def as_tensor(value: Any) -> torch.Tensor:
+    """A tensor as it is; else one on the CPU, whatever `torch.set_default_device` says, with torch's own errors."""
+    return value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

@@ -77,9 +77,10 @@ MAY_IMPORT = {
         "schedules",
         "signals",
         "state",
+        "tensors",
         "training_graph",
     },
-    "torch_optimizer": {"arguments", "optim"},
+    "torch_optimizer": {"arguments", "optim", "tensors"},
     "batches": {"arguments", "describe", "export", "tensors"},
     "sketch": {
         "arguments",

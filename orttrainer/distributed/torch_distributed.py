@@ -150,8 +150,8 @@ class TorchCollective(Collective):
     def all_gather_object(self, obj: Any) -> list:
         with self._restated("all_gather_object"):
             own = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-            sizes = [int(size) for size in self._gather(torch.tensor([own.numel()]))]
-            padded = torch.zeros(max(sizes), dtype=torch.uint8)
+            sizes = [int(size) for size in self._gather(torch.tensor([own.numel()], device="cpu"))]
+            padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
             padded[: own.numel()] = own
             gathered = self._gather(padded)
         return [pickle.loads(one[:size].numpy().tobytes()) for one, size in zip(gathered, sizes)]

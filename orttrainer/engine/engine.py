@@ -172,7 +172,7 @@ class Engine(InUse):
         # A later graph may train parameters of further groups.
         rates = [rate] if self._optimizer.rates is None else self._optimizer.rates(rate)[: self._rates_fed]
         if rates != self._rates_given:
-            self._rates, self._rates_given = torch.tensor(rates, dtype=self._rates_dtype), rates
+            self._rates, self._rates_given = torch.tensor(rates, dtype=self._rates_dtype, device="cpu"), rates
         self._rate = rate
         return self._rates
 
@@ -272,7 +272,8 @@ class Engine(InUse):
     @property
     def gradient_norm(self) -> torch.Tensor:
         """Global L2 norm of the gradients of the last update, before clipping: 0-d."""
-        return torch.zeros((), dtype=torch.float32) if self._runner is None else self._runner.gradient_norm.clone()
+        none = torch.zeros((), dtype=torch.float32, device=self.device)
+        return none if self._runner is None else self._runner.gradient_norm.clone()
 
     @one_at_a_time
     def profile(self, steps: int, batch: Sequence | None) -> Profile:

@@ -109,7 +109,7 @@ class InUse(NotCopied):
         self._sizes: dict[str, int] = {}  # of the symbolic dimensions, in the first batch
         self._state: TrainedState | None = None
         self._eval_mode: EvalMode | None = None
-        self._scale = torch.ones(1, dtype=torch.float32)
+        self._scale = torch.ones(1, dtype=torch.float32, device="cpu")
         self._rate = 0.0  # that the last step was given
         if not self.source.needs_batch(description):
             self._compile(self._of_onnx_model)
@@ -162,9 +162,7 @@ class InUse(NotCopied):
         if self._runner is None:
             own = self.source.weights()
             return {
-                name: cpu_copy(torch.as_tensor(x))
-                for name, x in self._pending_state.items()
-                if include_optimizer_state or name in own
+                name: cpu_copy(x) for name, x in self._pending_state.items() if include_optimizer_state or name in own
             }
         runner = self._runner
         state = self._state.copies(include_optimizer_state)

@@ -429,7 +429,7 @@ def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     (begin, end), (other_begin, other_end) = _extent(x), _extent(y)
     if end <= other_begin or other_end <= begin:
         return False
-    seen = torch.zeros(x.untyped_storage().nbytes() // x.element_size(), dtype=torch.bool)
+    seen = torch.zeros(x.untyped_storage().nbytes() // x.element_size(), dtype=torch.bool, device="cpu")
     seen.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(True)
     return bool(seen.as_strided(y.shape, y.stride(), y.storage_offset()).any())
 

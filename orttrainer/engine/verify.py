@@ -400,14 +400,16 @@ def _copied(module: torch.nn.Module) -> torch.nn.Module:
 
 def _nearer_to_0(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Each number by what float32 sums are off by, at most: a probability stays one."""
-    return x * (1 - _ROUNDING * torch.rand(x.shape, generator=generator).to(x))
+    return x * (1 - _ROUNDING * torch.rand(x.shape, generator=generator, device="cpu").to(x))
 
 
 @contextlib.contextmanager
 def _moved(module: torch.nn.Module, generator: torch.Generator):
     """Within the block each weight differs by what float32 sums are off by, at most."""
     with torch.no_grad():
-        moves = [torch.rand(p.shape, generator=generator).to(p).mul_(2).sub_(1) for p in module.parameters()]
+        moves = [
+            torch.rand(p.shape, generator=generator, device="cpu").to(p).mul_(2).sub_(1) for p in module.parameters()
+        ]
         factors = [move.mul_(_ROUNDING).add_(1) for move in moves]
         for parameter, factor in zip(module.parameters(), factors):
             parameter.mul_(factor)

@@ -239,7 +239,7 @@ class SharedTensors:
 
     def _at(self, place: _Place) -> torch.Tensor:
         if 0 in place.shape:
-            return torch.empty(place.shape, dtype=place.dtype)
+            return torch.empty(place.shape, dtype=place.dtype, device="cpu")
         count = torch.Size(place.shape).numel()
         return torch.frombuffer(self._memory, dtype=place.dtype, count=count, offset=place.begin).view(place.shape)
 

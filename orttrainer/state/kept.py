@@ -61,7 +61,7 @@ class KeptState:
             slot: self.latest[f"{slot}_{parameter}"] for slot in self.slot_names if f"{slot}_{parameter}" in self.latest
         }
         count = self.counters.get(parameter, self.counts.get(parameter))
-        return found if count is None else found | {self.count: torch.tensor([int(count)])}
+        return found if count is None else found | {self.count: torch.tensor([int(count)], device="cpu")}
 
     def completed(self, given: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """`given` and, where it has an optimizer's state, a new one of parameters in it that had none then, and have one now."""
@@ -78,7 +78,7 @@ class KeptState:
 
     def of(self, parameters: Mapping[str, torch.Tensor], counts: bool = True) -> dict[str, torch.Tensor]:
         """What there may be for these parameters, and for dropout: by name a tensor of its shape."""
-        one = torch.zeros(1, dtype=torch.float32)
+        one = torch.zeros(1, dtype=torch.float32, device="cpu")
         slots = {
             f"{slot}_{name}": one if slot == self.count else like
             for name, like in parameters.items()

@@ -13,7 +13,7 @@ import torch
 from orttrainer.distributed import Collective
 from orttrainer.errors import StateError
 from orttrainer.state.kept import KeptState
-from orttrainer.tensors import has_memory
+from orttrainer.tensors import as_tensor, has_memory
 from orttrainer.training_graph import SEED, STEP
 
 ACCUMULATED = "Accumulated_Batches"
@@ -82,11 +82,11 @@ def of_a_block(
     """
     named = {**sums, **{f"{name}{BEFORE}": tensor for name, tensor in before.items()}}
     found = {name: cpu_copy(tensor) for name, tensor in named.items()}
-    found[ACCUMULATED] = torch.tensor([batches])
+    found[ACCUMULATED] = torch.tensor([batches], device="cpu")
     if scale != 1.0:
-        found[ACCUMULATED_SCALE] = torch.tensor([scale], dtype=torch.float64)
+        found[ACCUMULATED_SCALE] = torch.tensor([scale], dtype=torch.float64, device="cpu")
     if collective.size > 1:
-        found[ACCUMULATED_BY] = torch.tensor([collective.rank, collective.size])
+        found[ACCUMULATED_BY] = torch.tensor([collective.rank, collective.size], device="cpu")
     return found
 
 
@@ -132,7 +132,7 @@ def accumulated_scale(state_dict: Mapping[str, torch.Tensor]) -> float:
     """The loss scale that the sums of gradients are multiplied with."""
     value = state_dict.get(ACCUMULATED_SCALE, 1.0)
     try:
-        if torch.as_tensor(value).numel() == 1 and 0 < (scale := float(value)) < math.inf:
+        if as_tensor(value).numel() == 1 and 0 < (scale := float(value)) < math.inf:
             return scale
     except (TypeError, ValueError, RuntimeError):
         pass
@@ -142,7 +142,7 @@ def accumulated_scale(state_dict: Mapping[str, torch.Tensor]) -> float:
 def checked_count(name: str, value: Any) -> int:
     """The whole number, of at least 0, that a state dict has under this name."""
     try:
-        number = torch.as_tensor(value)
+        number = as_tensor(value)
         if number.numel() == 1 and int(number) == number and number >= 0:
             return int(number)
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -165,14 +165,15 @@ def with_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def cpu_copy(tensor: torch.Tensor) -> torch.Tensor:
+def cpu_copy(value: Any) -> torch.Tensor:
     """A contiguous copy on the CPU."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+    tensor = as_tensor(value).detach()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
 
 
 def overwrite(own: torch.Tensor, given: Any) -> None:
     """Copy what `check_fits` has seen."""
-    given = torch.as_tensor(given).detach()
+    given = as_tensor(given).detach()
     own.copy_(torch.complex(*given.to(own.dtype.to_real()).unbind(-1)) if _are_parts(given, own) else given)
 
 
@@ -183,7 +184,7 @@ def _are_parts(given: torch.Tensor, own: torch.Tensor) -> bool:
 
 def _listed(value) -> object:
     try:
-        return torch.as_tensor(value).tolist()
+        return as_tensor(value).tolist()
     except (TypeError, ValueError, RuntimeError):
         return value
 
@@ -204,7 +205,7 @@ def check_fits(
         raise StateError(f"the state dict does not fit: missing {missing}, unexpected {unexpected}. Nothing was loaded")
     for name in (name for name in own if name in given):
         try:
-            tensor = torch.as_tensor(given[name])
+            tensor = as_tensor(given[name])
             shape = tensor.shape
         except (TypeError, ValueError, RuntimeError) as error:
             raise StateError(f"{name!r} is a {type(given[name]).__name__}, not a tensor. Nothing was loaded") from error

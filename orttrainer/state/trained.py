@@ -298,11 +298,11 @@ class TrainedState:
         idle = self._idle()
         self._kept.counts |= counts_in(given, self._kept.count, idle)
         others = self._kept.of(idle, counts=False).keys() - own.keys()
-        self._kept.latest |= {n: cpu_copy(torch.as_tensor(given[n])) for n in others if n in given}
+        self._kept.latest |= {n: cpu_copy(given[n]) for n in others if n in given}
         if not accumulates:
             return 0, {}
         before = {name: given[key] for name in self._moving() if (key := f"{name}{BEFORE}") in given}
-        copied = {name: cpu_copy(torch.as_tensor(value)) for name, value in before.items()}
+        copied = {name: cpu_copy(value) for name, value in before.items()}
         return checked_accumulated(given, sums, self._collective), copied
 
     def put_back(self, before: Mapping[str, torch.Tensor]) -> None:
@@ -326,9 +326,9 @@ class TrainedState:
             free |= {f"{name}{BEFORE}": like for name, like in self._moving().items()}
         if (one := self._kept.count) == SHARED_COUNT or (one in given and self.signature.counters):  # or one for each
             names = {one, *self.signature.counted}
-            free |= dict.fromkeys(names, torch.zeros(1, dtype=torch.float32))
+            free |= dict.fromkeys(names, torch.zeros(1, dtype=torch.float32, device="cpu"))
             own = {name: tensor for name, tensor in own.items() if name not in names}
-            own |= {} if names & given.keys() else {one: torch.zeros(1, dtype=torch.float32)}
+            own |= {} if names & given.keys() else {one: torch.zeros(1, dtype=torch.float32, device="cpu")}
         counts = self.counts_in(given)
         check_fits(own, given, strict, free)
         for name in self.signature.counters:
@@ -370,7 +370,11 @@ class TrainedState:
     def _of_others(self) -> dict[str, torch.Tensor]:
         """The optimizer's state that this graph has not, as far as there is any."""
         idle = self._idle()
-        found = {f"{self._kept.count}_{n}": torch.tensor([i]) for n, i in self._kept.counts.items() if n in idle}
+        found = {
+            f"{self._kept.count}_{n}": torch.tensor([i], device="cpu")
+            for n, i in self._kept.counts.items()
+            if n in idle
+        }
         return found | {name: x for name, x in self._kept.latest.items() if name not in self.tensors}
 
     def _live(self, include_optimizer_state: bool) -> dict[str, torch.Tensor]:

@@ -6,9 +6,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch
-
 from orttrainer.errors import StateError
+from orttrainer.tensors import as_tensor
 
 __all__ = ["counters_fit", "counts_in", "counts_to_load", "numbered"]
 
@@ -71,7 +70,7 @@ def counters_fit(counters: Mapping[str, str], counts: Counts) -> bool:
 
 def _number(value: Any) -> int | None:
     try:
-        number = torch.as_tensor(value)
+        number = as_tensor(value)
         return int(number) if number.numel() == 1 and int(number) == number else None
     except (TypeError, ValueError, RuntimeError, OverflowError):  # the load says what is wrong with it
         return None

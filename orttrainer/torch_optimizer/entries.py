@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from orttrainer.tensors import as_tensor
+
 __all__ = ["entry_of", "slots_of"]
 
 
@@ -22,12 +24,12 @@ def slots_of(kind: str, entry: Mapping[str, Any], parameter: torch.Tensor, group
         momentum = entry.get("momentum_buffer")
         found = {"Momentum": _real(zeros if momentum is None else momentum)}
         if group is None or group["dampening"]:
-            found["Update_Count"] = torch.tensor([1 if momentum is None else 2])
+            found["Update_Count"] = torch.tensor([1 if momentum is None else 2], device="cpu")
         return found
     found = {"Moment_1": _real(entry.get("exp_avg", zeros)), "Moment_2": _real(entry.get("exp_avg_sq", zeros))}
     if "max_exp_avg_sq" in entry or (group is not None and group["amsgrad"]):
         found["Max_Moment_2"] = _real(entry.get("max_exp_avg_sq", zeros))
-    return found | {"Update_Count": torch.tensor([int(entry.get("step", 0)) + 1])}
+    return found | {"Update_Count": torch.tensor([int(entry.get("step", 0)) + 1], device="cpu")}
 
 
 def entry_of(slots: Mapping[str, Any], parameter: torch.Tensor, group: Mapping | None) -> dict[str, Any]:
@@ -57,6 +59,6 @@ def _real(moment: torch.Tensor) -> torch.Tensor:
 
 def _like(moment: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """A copy as PyTorch has it, where the parameter is."""
-    moment = torch.as_tensor(moment).detach()
+    moment = as_tensor(moment).detach()
     copied = torch.empty(moment.shape, dtype=moment.dtype, device=parameter.device).copy_(moment)
     return torch.view_as_complex(copied) if parameter.is_complex() else copied

@@ -70,8 +70,8 @@ class Counts:
         """As they are in a flat state dict: what a schedule, if there is one, and a scaler go on by."""
         found = StepsMade(self.optimization_step, self.step).state() if scheduled else {}
         if self.loss_scale is not None:
-            found[SCALE] = torch.tensor([self.loss_scale], dtype=torch.float64)
-            found[STABLE_STEPS] = torch.tensor([self.stable_steps])
+            found[SCALE] = torch.tensor([self.loss_scale], dtype=torch.float64, device="cpu")
+            found[STABLE_STEPS] = torch.tensor([self.stable_steps], device="cpu")
         return found
 
     def put(self, info: TrainStepInfo, scaler: LossScaler | None) -> None:

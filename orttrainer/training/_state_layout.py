@@ -25,6 +25,7 @@ import torch
 from orttrainer.errors import StateError
 from orttrainer.state.state_dict import ACCUMULATED, ACCUMULATED_BY, ACCUMULATED_SCALE, BEFORE, SUM
 from orttrainer.state.update_counts import SHARED_COUNT
+from orttrainer.tensors import as_tensor
 from orttrainer.training_graph import SEED, STEP
 
 FULL_PRECISION, SHARED = "full_precision", "shared_optimizer_state"
@@ -173,6 +174,6 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 
 def _as_tensor(value: Any) -> Any:
     try:
-        return torch.as_tensor(value)
+        return as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
         return value

@@ -63,7 +63,7 @@ def aggregate_checkpoints(paths: Sequence[str | os.PathLike], pytorch_format: bo
     columns = [_of_zero_ranks(states[h::blocks], h, options) for h in range(blocks)]
     state = _of_megatron_ranks(columns)
     if pytorch_format:
-        return {name: torch.tensor(value) for name, value in state["model"][FULL_PRECISION].items()}
+        return {name: torch.tensor(value, device="cpu") for name, value in state["model"][FULL_PRECISION].items()}
     state["trainer_options"] = {
         **options,
         **dict.fromkeys(("zero_stage", "world_rank"), 0),

@@ -99,4 +99,4 @@ def _remembers(other: Callable, call: Callable) -> bool:
 
 def _state(wrapper, name: str) -> torch.Tensor:
     found = operator.attrgetter(name)(wrapper)
-    return torch.empty(0) if found is None else found.detach()
+    return torch.empty(0, device="cpu") if found is None else found.detach()
