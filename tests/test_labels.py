@@ -156,3 +156,24 @@ def test_a_loss_of_a_module_takes_several_tensors():
         assert len(predictions) == 2
         torch.testing.assert_close(loss, torch_step(reference, optimizer, x, labels, reference_criterion))
     assert_parameters_close(nn.ModuleList([model, criterion]), both)
+
+
+SMALL = {
+    "cross entropy of classes": (torch.uint8, F.cross_entropy),
+    "one class that is left out": (torch.uint8, nn.CrossEntropyLoss(ignore_index=2)),
+    "negative log likelihood": (torch.uint8, lambda p, y: F.nll_loss(p.log_softmax(1), y, reduction="sum")),
+    "unsigned, of 16 bits": (torch.uint16, lambda p, y: F.cross_entropy(p, y.long())),
+    "unsigned, of 64 bits": (torch.uint64, lambda p, y: F.mse_loss(p[:, 0], y.float())),
+}
+
+
+@pytest.mark.parametrize("case", SMALL)
+def test_labels_of_small_integers_train_as_in_pytorch(case):
+    dtype, criterion = SMALL[case]
+    module, reference = net(), net()
+    trainer, optimizer = orttrainer.trainer(module, criterion, sgd(module)), sgd(reference)
+    for step, rows in enumerate((6, 5)):
+        x, y, *_ = batch(step, rows)
+        loss, _ = trainer.step(x, y.to(dtype))
+        assert torch.isclose(loss, torch_step(reference, optimizer, x, y.to(dtype), criterion))
+    assert_parameters_close(module, reference)

@@ -68,7 +68,9 @@ def _nll_loss(input, target, weight=None, size_average=None, ignore_index=-100, 
 
 
 def _labels(target, classes, ignore_index):
-    """Labels and `ignore_index` as ONNX has them, an attribute; models of answers in a text ignore its length, a symbol."""
+    """Labels, which torch takes of 8 bits too, and `ignore_index` as ONNX has them, an attribute; models of answers in a
+    text ignore its length, a symbol."""
+    target = target.long()
     if isinstance(ignore_index, int):
         return _out_of_range(target, classes, ignore_index), ignore_index
     return torch.where(target == ignore_index, _IGNORED, _out_of_range(target, classes, 0)), _IGNORED

@@ -149,7 +149,9 @@ def _resize(tensor, axes, sizes, anew):
         if symbol in sizes:
             index, size = torch.arange(sizes[symbol], device=tensor.device), tensor.shape[axis]
             index = (index + index // max(1, size)) % size
-            tensor = tensor.index_select(axis, index)
+            tensor = tensor[
+                (slice(None),) * axis + (index,)
+            ]  # index_select takes no unsigned integers of 16 bits and more
             if anew and len(index) > size:
                 _change(tensor.narrow(axis, size, len(index) - size), axis)
     return tensor
