@@ -66,7 +66,7 @@ def trainer(
             optimizer share its moments, as several losses do in PyTorch: each goes on with what the one that stepped
             last has left, which costs a copy of them where they take turns. Learning rates are read from its groups
             at every step, so that `torch.optim.lr_scheduler`s work, and so are momentum, betas, eps and weight decay,
-            once one has changed, which compiles again (OneCycleLR), as another value of nesterov or maximize does;
+            once one has changed, which compiles again, as another value of nesterov or maximize does (OneCycleLR does not);
             groups may be added (`add_param_group`), but not on several ranks, and where one is taken out a new
             trainer goes on, as it does when that comes back; everything else must stay as it is. Hooks that it has
             for after a step (`register_step_post_hook`) are called after each update; for before a step none may be.

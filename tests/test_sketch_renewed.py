@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small import batch, net
+from small import assert_same, batch, net
 from test_sketch import assert_parameters_close, torch_step
 from test_sketch_optimizer import make
 from torch import nn
@@ -53,3 +53,34 @@ def test_nesterov_may_change_in_the_midst_of_a_block_of_batches_and_before_the_f
             theirs.step()
             theirs.zero_grad()
     assert_parameters_close(module, reference)
+
+
+@pytest.mark.parametrize("kind, number", [(torch.optim.SGD, "momentum"), (torch.optim.AdamW, "betas")])
+@pytest.mark.parametrize("scheduler", ["OneCycleLR", "CyclicLR"])
+def test_a_schedule_of_the_momentum_too_goes_on_exactly_from_a_checkpoint(kind, number, scheduler):
+    def start():
+        module = net()
+        optimizer = optimizer_of(module, kind, {number: 0.9 if number == "momentum" else (0.9, 0.999)})
+        scheduled = {
+            "OneCycleLR": lambda: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20),
+            "CyclicLR": lambda: torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=4),
+        }[scheduler]()
+        return module, optimizer, scheduled, make(module, optimizer)
+
+    def train(steps, trainer, schedule):
+        for step in steps:
+            trainer.step(*batch(step))
+            schedule.step()
+
+    module, optimizer, schedule, trainer = start()
+    train(range(1), trainer, schedule)
+    graph = trainer.training_graph
+    train(range(1, 4), trainer, schedule)
+    assert trainer.training_graph is graph  # compiled once
+    resumed, other_optimizer, other_schedule, other = start()
+    resumed.load_state_dict(module.state_dict())
+    other_optimizer.load_state_dict(optimizer.state_dict())
+    other_schedule.load_state_dict(schedule.state_dict())
+    train(range(4, 7), trainer, schedule)
+    train(range(4, 7), other, other_schedule)
+    assert_same(dict(resumed.state_dict()), dict(module.state_dict()))

@@ -118,8 +118,16 @@ class Groups:
         self.frozen = tuple(n for key, n in self.names.items() if key in self._known and n not in self._group_of)
 
     def take_numbers(self, compiled: bool) -> None:
-        """Take those that have changed, which `check` has seen; those that a graph feeds each step feeds from now on."""
+        """Take those that have changed, which `check` has seen; those that a graph feeds each step feeds from now on.
+
+        Those that a scheduler is about to change it feeds from the first step on, so that it is compiled once, and a run that
+        is resumed goes on exactly.
+        """
         for index, (group, before) in enumerate(zip(self.optimizer.param_groups, self._numbers)):
+            if not compiled and "base_momentum" in group:  # as OneCycleLR and CyclicLR leave it there
+                self.fed |= {
+                    (index, key) for key in ("momentum", "betas") if key in self._FED[self.kind] and group[key]
+                }
             if before != (now := self._present(group)):
                 self._numbers[index] = now
                 changed = {key for key in now if now[key] != before[key] and compiled}
