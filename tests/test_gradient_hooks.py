@@ -14,6 +14,7 @@ from small import batch, make, net
 from test_custom_gradients import layer
 from torch import nn
 
+from orttrainer import LossScaler
 from orttrainer.errors import ExportMismatchError, UnsupportedModelError
 
 
@@ -314,6 +315,31 @@ def test_hooks_go_with_the_parameter_that_has_them():
     pair.module[0].weight = nn.Parameter(pair.module[0].weight.detach().clone())
     pair.reference[0].weight._backward_hooks.clear()
     pair.steps(2)
+
+
+def test_a_hook_sees_the_gradient_of_its_batch_as_float16_scales_it():
+    module, reference, scaler = net(), net(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for net_ in (module, reference):
+        net_[0].weight.register_hook(lambda gradient: gradient.clamp(-20.0, 20.0))  # of up to 0.1 * 1024
+    optimizer = torch.optim.SGD(reference.parameters(), RATE)
+    trainer = make(
+        module, get_lr_this_step=lambda step: RATE, use_mixed_precision=True, gradient_accumulation_steps=2,
+        loss_scaler=LossScaler("loss_scale", True, loss_scale=1024.0),
+    )  # fmt: skip
+    for step in range(4):
+        x, label = batch(step)
+        trainer.train_step(x, label)
+        with torch.autocast("cpu", torch.float16):
+            loss = nn.functional.cross_entropy(reference(x), label)
+        scaler.scale(loss).backward()
+        if step % 2:
+            for parameter in reference.parameters():
+                parameter.grad /= 2
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    for actual, expected in zip(module.parameters(), reference.parameters()):
+        torch.testing.assert_close(actual, expected, rtol=2e-3, atol=2e-4)  # float16 has three digits
 
 
 def weight_of(gradient):
