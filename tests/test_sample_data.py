@@ -328,6 +328,7 @@ def test_train_reads_a_folder(tmp_path):
         ),
         (["--lr", "0"], "argument --lr: '0' is not a number above 0"),
         (["--lr", "nan"], "argument --lr: 'nan' is not a number above 0"),
+        (["--lr", "1e39"], "argument --lr: '1e39' is not a number above 0 that float32 holds"),
         (["--dropout", "1"], "argument --dropout: '1' is not a number from 0 to below 1"),
         (["--epochs", "0"], "argument --epochs: '0' is not a whole number above 0"),
         (["--seed", "9" * 20], f"argument --seed: '{'9' * 20}' is not a whole number from -2**63 to 2**63 - 1"),

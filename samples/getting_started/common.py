@@ -67,7 +67,7 @@ def positive_int(text):
 
 
 def positive_float(text):
-    return checked_float(text, lambda x: 0 < x < math.inf, "a number above 0")
+    return checked_float(text, lambda x: 0 < x <= torch.finfo(torch.float32).max, "a number above 0 that float32 holds")
 
 
 def fraction(text):
