@@ -166,6 +166,14 @@ FORMS = {  # what is done, and how many graphs the sizes need
         lambda y: spectrum(torch.einsum("bk,bc,bkc->bc", y.tanh(), y.tanh(), y[:, :, None].tanh() * y[:, None].tanh())),
         2 if older.is_older("torch") else 1,  # of four rows the strides of 2.9's spectra are others than of six
     ),
+    "an einsum of many": (  # of which torch multiplies others first where there are other sizes
+        lambda y: torch.einsum("bi,ij,bj,j->b", y, y.T @ y, y.tanh(), y[0]).tanh().mean(),
+        1,
+    ),
+    "an einsum of many, by lists of axes": (
+        lambda y: torch.einsum(y, [0, 1], y.T @ y, [1, 2], y.tanh(), [0, 2], y[0], [2], [0]).tanh().mean(),
+        1,
+    ),
     "an einsum of no rows": (lambda y: scores(y[1:]) if len(y) > 1 else y.sum(), 2),
     "a window of all but one": (lambda y: pooled(F.max_pool1d, y, max(1, len(y) - 1)), 5),
     "places modulo the size": (lambda y: (y.take_along_dim(y.argsort(0), 0) * y).cumsum(0).square().mean(), 1),

@@ -34,7 +34,6 @@ _ASKED = {  # what Python, and C for it, asks of the symbols that a trace has fo
     torch.SymFloat: ("__bool__", "__float__", "__hash__", "__int__"),
 }
 _NUMBERS = ("__float__", "__index__", "__int__")  # of these, what gives one of Python's
-_TORCHS = ("torch", "opt_einsum")  # which torch.einsum asks in which order to multiply
 # What asks for another: `n.bit_length()`, `Decimal(n)`.
 _METHODS = {x.__code__ for kind in _ASKED for x in vars(kind).values() if isinstance(x, FunctionType)} | ON_BEHALF
 
@@ -132,7 +131,7 @@ def _is_torchs(frame: FrameType) -> bool:
     """Whether it is of an operator of torch's; with what we have in the place of one, Python has as many tensors as there are rows."""
     while frame.f_code in _METHODS:
         frame = frame.f_back
-    return frame.f_globals.get("__name__", "").partition(".")[0] in _TORCHS
+    return frame.f_globals.get("__name__", "").partition(".")[0] == "torch"
 
 
 class Caught(TorchFunctionMode):

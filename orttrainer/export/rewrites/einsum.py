@@ -1,4 +1,8 @@
-"""torch.einsum in the forms that ONNX Runtime's Einsum takes: one dtype, and no axes that are only meant or broadcast."""
+"""torch.einsum in the forms that ONNX Runtime's Einsum takes: one dtype, and no axes that are only meant or broadcast.
+
+Of more than two operands torch asks opt_einsum, where it is installed, which two are next. That asks for each size as a number
+of Python's, which makes a trace one of these sizes, and the order of products is the graph's (`graph/passes/speed/einsum.py`).
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,7 @@ __all__ = ["REWRITES"]
 
 def _einsum(*args):
     """Each axis has a letter, and each letter one size: axes of size 1 are left out where others have more."""
-    equation, *operands = args
-    if not isinstance(equation, str):  # lists of axes
-        return torch.einsum(*args)
+    equation, *operands = args if isinstance(args[0], str) else _with_letters(*args)
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = operands[0]
     left, arrow, right = equation.replace(" ", "").partition("->")
@@ -39,7 +41,17 @@ def _einsum(*args):
         thin = [axis for axis, letter in enumerate(term) if letter in wide and _is_one(x.shape[axis])]
         terms[place] = "".join(letter for axis, letter in enumerate(term) if axis not in thin)
         parts.append((x.squeeze(thin) if thin else x).to(dtype))
-    return torch.einsum(f"{','.join(terms)}->{right.replace('...', meant)}", *parts)
+    return torch._VF.einsum(
+        f"{','.join(terms)}->{right.replace('...', meant)}", parts
+    )  # torch.einsum without opt_einsum
+
+
+def _with_letters(*args) -> tuple:
+    """`x, [0, 1], y, [1, 2], [0, 2]` as equation and operands; the order of letters is that of the numbers, as in torch."""
+    letters = string.ascii_uppercase + string.ascii_lowercase
+    spelled = ["".join("..." if axis is ... else letters[axis] for axis in axes) for axes in (*args[1::2], args[-1])]
+    equation = ",".join(spelled[:-1]) + f"->{spelled[-1]}" * (len(args) % 2)
+    return equation, *args[: len(args) // 2 * 2 : 2]
 
 
 def _is_one(size) -> bool:
