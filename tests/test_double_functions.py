@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+import onnx
 import pytest
 import torch
+import torch.nn.functional as F
 from marks import usual
 from small import make
 from torch import nn
@@ -44,6 +47,43 @@ def test_spelled_out_functions_are_exact_in_float64(name):
     found = make(ours, loss_fn=None, desc=desc).train_step(x, 1.0)[1]
     torch.testing.assert_close(found, y.detach(), rtol=1e-13, atol=1e-14)
     torch.testing.assert_close(ours.shift, -module.shift.grad, rtol=SLOPES.get(name, 1e-12), atol=1e-14)
+
+
+def recurrent(rows):
+    """The last state of a layer whose weights are all 0.25."""
+    h = rows.new_zeros(3)
+    for row in rows:
+        h = torch.tanh(0.25 * (row.sum() + h.sum())).expand(3)
+    return h[None]
+
+
+WITHOUT_NAMES = {  # of an ONNX model whose nodes have none; what is written out has names of theirs
+    "Erf": ("e = Erf (h) y = Erf (e)", lambda h: torch.erf(torch.erf(h))),
+    "Gelu": ("e = Gelu (h) y = Gelu (e)", lambda h: F.gelu(F.gelu(h))),
+    "RNN": (
+        "m = Constant <value = int64[1] {1}> () s = Unsqueeze (h, m) , e = RNN <hidden_size = 3> (s, v, v) "
+        ", y = RNN <hidden_size = 3> (e, v, v)",
+        lambda h: recurrent(recurrent(h)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_NAMES)
+def test_functions_that_are_written_out_twice_have_names_of_their_own(name):
+    body, function = WITHOUT_NAMES[name]
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["" : 20]> g (double[n, 3] x) => (double loss)
+        {{ h = Mul (x, w) {body} loss = ReduceSum <keepdims = 0> (y) }}"""
+    )
+    for given, value in (("w", np.array([1.5, -0.5, 0.25])), ("v", np.full((1, 3, 3), 0.25))):
+        model.graph.initializer.append(onnx.numpy_helper.from_array(value, given))
+    x, w = torch.linspace(-2, 2, 12, dtype=torch.float64).reshape(4, 3), torch.tensor([1.5, -0.5, 0.25]).double()
+    desc = ModelDescription([IODescription("x", ["n", 3], torch.float64)], [IODescription("loss", [])])
+    trainer = make(model, loss_fn=None, desc=desc)
+    loss = function(x * w.requires_grad_()).sum()
+    loss.backward()
+    torch.testing.assert_close(trainer.train_step(x, 1.0), loss.detach(), rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(trainer.state_dict()["w"], w.detach() - w.grad, rtol=1e-12, atol=1e-14)
 
 
 TRANSFORMS = {  # of lengths that are known at run time only: no products with a matrix

@@ -17,6 +17,7 @@ import onnx_ir as ir
 from onnx import shape_inference
 
 from orttrainer.errors import GradientError
+from orttrainer.graph.names import free_name
 from orttrainer.graph.sizes import product_of, sizes_in
 
 Operand = "ir.Value | np.ndarray | float | int | bool | Sequence | None"
@@ -439,12 +440,8 @@ def _constant_dtype(x, formal, bound: dict[str, ir.DataType]) -> ir.DataType | N
 
 
 def _unused_prefix(graph: ir.Graph, prefix: str) -> str:
-    """`prefix`, or the first of prefix_2, prefix_3, ... that no name in the graph starts with."""
-    names = (name for node in graph for name in (node.name, *(y.name for y in node.outputs)))
-    taken = {(name or "").partition("/")[0] for name in names}
-    taken |= {name.partition("/")[0] for name in graph.initializers} | {v.name.partition("/")[0] for v in graph.inputs}
-    candidate, count = prefix, 1
-    while candidate in taken:
-        count += 1
-        candidate = f"{prefix}_{count}"
-    return candidate
+    """`prefix`, or the first of prefix_2, prefix_3, ... that no name in the graph starts with; a path of a node without a name, too."""
+    names = [name for node in graph for name in (node.name, *(y.name for y in node.outputs)) if name]
+    names += [*graph.initializers, *(x.name for x in graph.inputs)]
+    depth = prefix.count("/") + 1
+    return free_name(prefix, {"/".join(name.split("/", depth)[:depth]) for name in names})
