@@ -57,8 +57,12 @@ def recurrent(rows):
     return h[None]
 
 
-WITHOUT_NAMES = {  # of an ONNX model whose nodes have none; what is written out has names of theirs
+WRITTEN_OUT = {  # in an ONNX model whose nodes have no names, as what is written out has
     "Erf": ("e = Erf (h) y = Erf (e)", lambda h: torch.erf(torch.erf(h))),
+    "Shrink": (
+        "e = Shrink <lambd = 0.25> (h) y = Shrink <lambd = 0.125, bias = 0.125> (e)",
+        lambda h: F.softshrink(F.hardshrink(h, 0.25), 0.125),
+    ),
     "Gelu": ("e = Gelu (h) y = Gelu (e)", lambda h: F.gelu(F.gelu(h))),
     "RNN": (
         "m = Constant <value = int64[1] {1}> () s = Unsqueeze (h, m) , e = RNN <hidden_size = 3> (s, v, v) "
@@ -68,9 +72,9 @@ WITHOUT_NAMES = {  # of an ONNX model whose nodes have none; what is written out
 }
 
 
-@pytest.mark.parametrize("name", WITHOUT_NAMES)
-def test_functions_that_are_written_out_twice_have_names_of_their_own(name):
-    body, function = WITHOUT_NAMES[name]
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+def test_functions_of_an_onnx_model_are_exact_in_float64(name):
+    body, function = WRITTEN_OUT[name]
     model = onnx.parser.parse_model(
         f"""<ir_version: 10, opset_import: ["" : 20]> g (double[n, 3] x) => (double loss)
         {{ h = Mul (x, w) {body} loss = ReduceSum <keepdims = 0> (y) }}"""

@@ -68,6 +68,13 @@ def thresholded_relu(op, node: ir.Node) -> ir.Value:
     return op.Where(op.Greater(x, attribute(node, "alpha", 1.0)), x, op.scalar(0.0, x))
 
 
+def shrink(op, node: ir.Node) -> ir.Value:
+    """x + bias below -lambd, x - bias above lambd, else 0; ONNX Runtime's kernel of float64 computes in float32."""
+    x, lambd, bias = node.inputs[0], attribute(node, "lambd", 0.5), attribute(node, "bias", 0.0)
+    above = op.Where(op.Greater(x, lambd), op.Sub(x, bias), op.scalar(0.0, x))
+    return op.Where(op.Less(x, -lambd), op.Add(x, bias), above)
+
+
 def softsign(op, node: ir.Node) -> ir.Value:
     """x / (1 + |x|)."""
     (x,) = node.inputs
@@ -95,7 +102,7 @@ def sigmoid(op, node: ir.Node) -> ir.Value:
 
 
 # ONNX Runtime's kernels, or ONNX's bodies, lose digits as they near 0.
-FORMS = {"Elu": elu, "Mish": mish, "Selu": _selu, "Sigmoid": sigmoid, "Softplus": softplus}
+FORMS = {"Elu": elu, "Mish": mish, "Selu": _selu, "Shrink": shrink, "Sigmoid": sigmoid, "Softplus": softplus}
 FORMS_WITHOUT_BODY = {  # of which ONNX Runtime has neither a kernel nor a body of these opsets
     "HardSigmoid": hard_sigmoid,
     "HardSwish": hard_swish,
