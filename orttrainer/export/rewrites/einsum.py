@@ -41,9 +41,8 @@ def _einsum(*args):
         thin = [axis for axis, letter in enumerate(term) if letter in wide and _is_one(x.shape[axis])]
         terms[place] = "".join(letter for axis, letter in enumerate(term) if axis not in thin)
         parts.append((x.squeeze(thin) if thin else x).to(dtype))
-    return torch._VF.einsum(
-        f"{','.join(terms)}->{right.replace('...', meant)}", parts
-    )  # torch.einsum without opt_einsum
+    equation = f"{','.join(terms)}->{right.replace('...', meant)}"
+    return torch._VF.einsum(equation, parts)  # torch.einsum without opt_einsum
 
 
 def _with_letters(*args) -> tuple:

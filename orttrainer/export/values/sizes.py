@@ -149,9 +149,8 @@ def _resize(tensor, axes, sizes, anew):
         if symbol in sizes:
             index, size = torch.arange(sizes[symbol], device=tensor.device), tensor.shape[axis]
             index = (index + index // max(1, size)) % size
-            tensor = tensor[
-                (slice(None),) * axis + (index,)
-            ]  # index_select takes no unsigned integers of 16 bits and more
+            # index_select takes no unsigned integers of 16 bits and more
+            tensor = tensor[(slice(None),) * axis + (index,)]
             if anew and len(index) > size:
                 _change(tensor.narrow(axis, size, len(index) - size), axis)
     return tensor
