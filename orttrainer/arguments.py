@@ -160,6 +160,14 @@ def check_postprocess(postprocess) -> None:
         )
 
 
+def check_functions(postprocess, session_options) -> None:
+    check_postprocess(postprocess)
+    if session_options is not None and not callable(session_options):
+        raise InvalidArgumentError(
+            f"session_options must be callable as f(options, part), or None; got {session_options!r}"
+        )
+
+
 def checked_frozen(frozen_weights) -> tuple[str, ...]:
     listed = isinstance(frozen_weights, (list, tuple, set, frozenset))
     if not listed or not all(isinstance(name, str) for name in frozen_weights):

@@ -110,6 +110,11 @@ def described(model: torch.nn.Module, inputs: tuple | Mapping, label: tuple) -> 
         raise SchemaError("the first batch has no inputs; give those of the model, then the label: step(x, y)")
     taken = {*dict(model.named_parameters()), *dict(model.named_buffers())}
     if isinstance(inputs, Mapping):
+        if others := [key for key in inputs if not isinstance(key, str)]:
+            raise SchemaError(
+                f"the first batch has inputs by {others}, which are no names of forward's arguments; give them by name, "
+                "step({'x1': x1, 'x2': x2}, y), or in the order of forward: step(x1, x2, y)"
+            )
         taken |= inputs.keys()
         arguments = {k: k if isinstance(x, torch.Tensor) else _names_of(x, k, taken) for k, x in inputs.items()}
     else:

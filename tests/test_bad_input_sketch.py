@@ -51,6 +51,8 @@ ARGUMENTS = {
     "a norm of 0": (lambda: make(max_grad_norm=0), InvalidArgumentError, "max_grad_norm must be a number above 0, or None; got 0"),
     "a norm that is True": (lambda: make(max_grad_norm=True), InvalidArgumentError, "max_grad_norm must be a number above 0, or None; got True"),
     "a norm of NaN": (lambda: make(max_grad_norm=float("nan")), InvalidArgumentError, "above 0, or None; got nan"),
+    "a number for session_options": (lambda: make(session_options=3), InvalidArgumentError, "session_options must be callable as f(options, part), or None; got 3"),
+    "text for postprocess": (lambda: make(postprocess="x"), InvalidArgumentError, "the postprocess function must be callable as f(onnx_model), or None; got 'x'"),
     "no batch per update": (lambda: make(gradient_accumulation_steps=0), InvalidArgumentError, "an int >= 1; got 0"),
     "another name of float16": (lambda: make(mixed_precision="fp16"), InvalidArgumentError, "the precision must be 'float16', 'bfloat16' or None, got 'fp16'"),
     "mixed precision switched on": (lambda: make(mixed_precision=True), InvalidArgumentError, "the precision must be 'float16', 'bfloat16' or None, got True"),

@@ -114,6 +114,7 @@ NOT_TAKEN = {
         Both, ([X, X], Y), r"too many positional arguments.*as 2 tensors.*then the label.*forward takes one argument, 'pair'",
     ),
     "two for one": (Both, (X, X, Y), r"too many positional arguments.*as 2 tensors"),
+    "keys that are no names": (Both, ({0: X}, Y), r"inputs by \[0\], which are no names of forward's arguments"),
     "a name that it has not": (Both, ({"x": X}, Y), r"argument: 'pair'.*as tensors by the names \['x'\]"),
 }  # fmt: skip
 

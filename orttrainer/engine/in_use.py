@@ -14,7 +14,7 @@ import torch
 from onnx_ir.tensor_adapters import to_torch_dtype
 
 from orttrainer import runtime, signals
-from orttrainer.arguments import check_recompute, checked_precision, checked_steps, to_device
+from orttrainer.arguments import check_functions, check_recompute, checked_precision, checked_steps, to_device
 from orttrainer.compile import compile_training_graph
 from orttrainer.describe import InputSchema, ModelDescription
 from orttrainer.distributed import (
@@ -70,6 +70,7 @@ class InUse(NotCopied):
         self._accumulation_steps = checked_steps(settings.accumulation_steps)
         self.precision: ir.DataType | None = checked_precision(settings.precision)
         check_recompute(settings.recompute)
+        check_functions(settings.postprocess, settings.session_options)
         self._watch = LossWatch(settings.nonfinite_loss)
         check_disabled_passes(settings.disabled_passes)
         self._lock = threading.RLock()
@@ -89,8 +90,8 @@ class InUse(NotCopied):
             settings = replace(settings, providers=runtime.with_provider_options(chosen, settings.provider_options))
         runtime.choose_providers(self.device, settings.providers)  # an unknown provider is an error now
         make_optimizer(optimizer.name, [], optimizer.attributes, optimizer.clip)  # so is an unknown optimizer
-        kind = OPTIMIZERS[optimizer.name]
-        self._kept = KeptState(kind.slot_names, kind.count, kind.always)
+        rule = OPTIMIZERS[optimizer.name]
+        self._kept = KeptState(rule.slot_names, rule.count, rule.always)
         self.settings = settings
         self.description: ModelDescription | None = None
         if description is not None:
