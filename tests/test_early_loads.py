@@ -125,6 +125,15 @@ def test_a_strict_load_without_what_the_optimizer_remembers_is_refused_at_once(k
     trainer.train_step(*batch(0), LR)
 
 
+def test_a_module_that_trains_nothing_needs_nothing_that_the_optimizer_remembers():
+    source, module = net().requires_grad_(False), net(seed=1).requires_grad_(False)
+    for trained in (source, module):
+        trainer = make(trained, "AdamOptimizer")
+        trainer.load_state_dict(source.state_dict(), strict=True)
+        trainer.eval_step(*batch(0))
+    assert_same(dict(module.state_dict()), dict(source.state_dict()))
+
+
 def test_where_the_weights_are_in_the_module_already_the_refusal_of_the_rest_says_so():
     def amsgrad(module):
         optimizer = torch.optim.Adam(module.parameters(), amsgrad=True)

@@ -187,7 +187,7 @@ class InUse(NotCopied):
             raise StateError(f"load_state_dict takes a dict of name -> tensor, got {type(state_dict).__name__}")
         if self._runner is None:
             # By other names than those of the weights a strict load may be refused when all are known.
-            fits = not strict or seems_to_fit(state_dict, self.source.weights(), self._kept)
+            fits = not strict or seems_to_fit(state_dict, self.source.weights(), self.settings.frozen, self._kept)
             loaded = self.source.load(state_dict) if fits else set()
             earlier, names = ({}, set()) if strict else (self._given_early[0], self._loaded_early)
             self._given_early, self._loaded_early = (earlier | dict(state_dict), strict), names | loaded

@@ -24,17 +24,21 @@ ACCUMULATED_BY = "Accumulated_By"  # rank and world size, where there are severa
 OF_A_BLOCK = (ACCUMULATED, ACCUMULATED_SCALE, ACCUMULATED_BY)  # of accumulated batches, beside their sums
 
 
-def seems_to_fit(given: Mapping[str, torch.Tensor], weights: Collection[str], kept: KeptState) -> bool:
+def seems_to_fit(
+    given: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], frozen: Collection[str], kept: KeptState
+) -> bool:
     """Whether it has all weights and nothing but what an optimizer may have beside them; what that is the graph knows.
 
     Args:
-        weights: their names.
+        weights: the module's, by name.
+        frozen: names of those that are not trained, beside those that need no gradient.
 
     Raises:
         StateError: it has nothing of what the optimizer has of each weight that it trains. Nothing is loaded.
     """
     names = [name for name in given if isinstance(name, str)]
-    if missing := [slot for slot in kept.always if not any(name.startswith(f"{slot}_") for name in names)]:
+    missing = [slot for slot in kept.always if not any(name.startswith(f"{slot}_") for name in names)]
+    if missing and any(tensor.requires_grad for name, tensor in weights.items() if name not in frozen):
         raise StateError(
             f"the state dict does not fit: of the optimizer's state it has no {' and no '.join(f'{slot}_<weight>' for slot in missing)}. "
             "With strict=False the weights are loaded alone. Nothing was loaded"
