@@ -57,6 +57,29 @@ def test_the_hidden_states_are_asked_for_where_the_model_has_only_the_last_one(k
     _compare(actual, {name: expected[name] for name in actual}, 1e-12, kind)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_layer_of_an_onnx_model_trains_in_the_parts_of_a_step(kind):
+    """Those of bfloat16, as of several ranks: they hand on the gradients by name, which are those of the layer's own weights."""
+    case = recurrent.case(kind, "parts", "bidirectional", states=False, outputs=1, **recurrent.RESET[kind])
+    model, feeds = _model(case, np.float64)
+    expected = _torch_gradients(case, model, feeds, {"y0": np.ones((5, 2, 3, 4))})
+    x, *weights = ((name, value.astype(np.float32)) for name, value in feeds.items())
+    loss = helper.make_node("ReduceSum", ["y0"], ["loss"], keepdims=0)
+    infos = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, dims) for name, dims in ((x[0], [5, 3, 2]), ("loss", []))
+    ]
+    given = [onnx.numpy_helper.from_array(value, name) for name, value in weights]
+    graph = helper.make_graph([*model.graph.node, loss], "parts", infos[:1], infos[1:], given)
+    proto = helper.make_model(graph, opset_imports=model.opset_import, ir_version=8)
+    description = ModelDescription([IODescription(x[0], [5, 3, 2])], [IODescription("loss", [])])
+    options = {"use_mixed_precision": True, "mixed_precision_dtype": "bfloat16"}
+    trainer = ORTTrainer(proto, None, description, "SGDOptimizer", None, models.LEARNING_RATE, "cpu", **options)
+    trainer.train_step(torch.tensor(x[1]), torch.tensor([1.0]))
+    for name, value in weights:
+        found = torch.tensor(value) - trainer.state_dict()[name]
+        torch.testing.assert_close(found, torch.tensor(expected[name]).float(), rtol=2e-2, atol=2e-2)  # bfloat16
+
+
 @pytest.mark.parametrize("clip", [{}, {"clip": 9.0}], ids=["plain", "clipped"])  # which nothing here reaches
 def test_a_layer_of_which_only_the_last_state_is_read_is_trained(clip):
     """No gradient reads what the layer makes: the update alone waits for it."""

@@ -137,8 +137,10 @@ def shaped_like(value: ir.Value, x: ir.Value) -> ir.Value:
 
 
 def replace(old: ir.Value, new: ir.Value) -> None:
-    """Let the readers of `old` read `new`, which takes over its name where the graph's caller sees it."""
-    name, visible = old.name, old.is_graph_output()
+    """Let the readers of `old` read `new`, a new result, which takes over its name: the graph's caller may know it.
+
+    So it knows outputs, and gradients, which the parts of a step hand on to each other.
+    """
     old.replace_all_uses_with(new, replace_graph_outputs=True)
-    if visible:
-        old.name, new.name = f"{name}/replaced", name
+    if old.name:  # else nobody asked for it
+        old.name, new.name = new.name, old.name

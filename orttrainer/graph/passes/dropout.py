@@ -116,17 +116,25 @@ def _lower(op: Builder, node: ir.Node, keep: ir.Value, m: ir.Value) -> None:
     x = node.inputs[0]
     replace(node.outputs[0], shaped_like(op.Mul(x, m), x))
     if len(node.outputs) > 1:
-        replace(node.outputs[1], op.Identity(keep) if node.outputs[1].is_graph_output() else keep)
+        _hand_on(op, keep, node.outputs[1])
     op.graph.remove(node, safe=True)
 
 
 def _remove(op: Builder, node: ir.Node) -> None:
     x = node.inputs[0]
-    replace(node.outputs[0], shaped_like(op.Identity(x), x) if node.outputs[0].is_graph_output() else x)
+    _hand_on(op, x, node.outputs[0])
     if len(node.outputs) > 1 and (node.outputs[1].uses() or node.outputs[1].is_graph_output()):
         everything = op.ConstantOfShape(op.shape(x), value=ir.tensor(np.ones(1, bool)))
         replace(node.outputs[1], shaped_like(everything, x))
     op.graph.remove(node, safe=True)
+
+
+def _hand_on(op: Builder, x: ir.Value, old: ir.Value) -> None:
+    """Let the readers of `old` read `x`, which keeps its own name."""
+    if old.is_graph_output():
+        replace(old, shaped_like(op.Identity(x), x))
+    else:
+        old.replace_all_uses_with(x)
 
 
 def _check_subgraphs(graph: ir.Graph) -> None:

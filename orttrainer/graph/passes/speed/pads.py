@@ -49,9 +49,7 @@ class JoinPadsPass(ir.passes.InPlacePass):
                     graph.remove(joined.producer(), safe=True)
                     joined = op.Identity(whole)  # no copy: ONNX Runtime removes it, and x keeps its name
                 joined.type, joined.shape = old.type, old.shape
-                name, old.name = old.name, f"{old.name}/sum"
                 replace(old, joined)
-                joined.name = name
                 graph.remove(node, safe=True)
                 modified = True
         if modified:
