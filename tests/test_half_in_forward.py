@@ -62,6 +62,23 @@ def test_normalizations_of_half_numbers_take_weights_of_float32(name):
     trained(Normalized(NORMALIZATIONS[name], torch.float16), torch.float16)
 
 
+class Divided(nn.Module):
+    """Whole numbers, divided by others that may be 0 on another batch, beside half ones."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        whole = (x * 4).int()
+        return (self.layer(x).half() * 2.5).float() * (7 // (whole.abs() + 1)) + whole % (x.shape[0] + 1)
+
+
+def test_whole_numbers_are_divided_beside_half_ones():
+    trained(Divided(), torch.float16)
+
+
 class Adapted(nn.Module):
     """A frozen layer in half precision, with float32 beside it and behind it."""
 

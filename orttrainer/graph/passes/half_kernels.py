@@ -143,14 +143,15 @@ def _complete_types(node: ir.Node, opsets: Mapping[str, int]) -> None:
     Also those that have a type: exporters take that of statistics for that of the images. ONNX does, too, and infers
     nothing of an operator that in this opset has not the type.
     """
-    if not node.inputs or any(subgraphs(node)):
+    if any(subgraphs(node)):
         return
     try:
         domain, op_type = operator(node)
         schema = onnx.defs.get_schema(op_type, opsets.get(domain, 1), domain)
     except onnx.defs.SchemaError:
+        first = node.inputs[0] if node.inputs else None
         for y in node.outputs:
-            y.type = y.type if y.type is not None or node.inputs[0] is None else node.inputs[0].type
+            y.type = y.type if y.type is not None or first is None else first.type
         return
     inputs, outputs = schema.inputs, schema.outputs
     known = {_variable(inputs, i): x.type for i, x in enumerate(node.inputs) if x is not None and x.type is not None}
