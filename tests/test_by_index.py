@@ -79,6 +79,12 @@ FUNCTIONS = {
             Subtracts.apply(x, place[:, None]),
         ]
     ),
+    "numbers, as rows of one": lambda x, place: (
+        x * x[0, 0].flip(0)
+        + x.mean().flip((-1,)) * x.max().scatter(0, place[0] * 0, src=x[0, 1])
+        + x.max().clone().scatter_add_(-1, torch.tensor(0), x[1, 1])
+        + x.sum().scatter(0, torch.tensor(0), 0.5)
+    ),
     "repeat_interleave": lambda x, place: x.repeat_interleave(torch.tensor([2, 0, 1, 1, 3, 0]), dim=1, output_size=7),
 }  # fmt: skip
 
@@ -109,6 +115,7 @@ def rows(step: int):
             "combinations",
             "index_put, by int32 and int64",
             "scatter, of the corner of what is larger",
+            "numbers, as rows of one",
         )
         else slow(name)
         for name in FUNCTIONS

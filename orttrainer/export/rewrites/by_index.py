@@ -7,6 +7,7 @@ import math
 
 import torch
 from torch.autograd import Function
+from torch.utils import _pytree as pytree
 
 from orttrainer.export.rewrites.spelled_out import functions
 
@@ -37,6 +38,23 @@ def _index_fill(input, dim, index, value):
     hit = hit.reshape([-1 if axis == dim else 1 for axis in range(input.dim())])
     value = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, dtype=input.dtype, device=input.device)
     return torch.where(hit, value, input)
+
+
+def _flip(input, *dims, **kwargs):
+    """torch.flip; of a number, which torch takes for a row of one, it is that."""
+    return input.flip(*dims, **kwargs) if input.dim() else input.clone()
+
+
+def _of_numbers(function):
+    """`function(input, dim, index, ...)`, which torch has of a number as of a row of one, and ONNX has not."""
+
+    def along_axis(input, dim, index, *values, **named):
+        if input.dim():
+            return function(input, dim, index, *values, **named)
+        index, values, named = pytree.tree_map_only(torch.Tensor, lambda x: x.reshape(1), (index, values, named))
+        return function(input.reshape(1), 0, index, *values, **named).reshape(())
+
+    return along_axis
 
 
 def _scatter_reduce(input, dim, index, src, reduce, *, include_self=True):
@@ -211,11 +229,14 @@ REWRITES = {
     **functions(
         combinations=_combinations,
         diagonal_scatter=_diagonal_scatter,
+        flip=_flip,
         index_add=_index_add,
         index_fill=_index_fill,
         index_reduce=_index_reduce,
         put=_put,
         repeat_interleave=_repeat_interleave,
+        scatter=_of_numbers(torch.scatter),
+        scatter_add=_of_numbers(torch.scatter_add),
         scatter_reduce=_scatter_reduce,
     ),
 }
