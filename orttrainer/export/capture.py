@@ -45,7 +45,7 @@ from orttrainer.export.forms.rounded_once import kernels_rounded_once
 from orttrainer.export.initializers import make_real, state_tensor
 from orttrainer.export.quiet import silence
 from orttrainer.export.untouched import unchanged
-from orttrainer.export.values import rounded
+from orttrainer.export.values import divided, rounded
 from orttrainer.export.values.granted import Granted, granted_by, takes_for_equal
 
 __all__ = ["capture_dynamo", "capture_torchscript", "load_exporter"]
@@ -79,7 +79,7 @@ def capture_dynamo(
     by_hints = contextlib.nullcontext() if hints is None else hints.followed()
     with (
         silence(), _sources_forgotten(), _no_stack_traces(), _sizes_known_later(), _losses_of_any_number(),
-        _without_assertions(), by_hints,
+        _without_assertions(), divided.as_they_cancel(), by_hints,
     ):  # fmt: skip
         load_exporter()
         trace = functools.partial(_exported_program, wrapper, inputs, symbols, fixed, decided)
