@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -304,6 +305,31 @@ def test_the_derivative_of_forward_is_taken_where_the_backward_cannot_be_traced(
 
     swish = type("Swish", (Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
     assert_trains_as_in_pytorch(lambda: layer(lambda m, x: swish.apply(m.linear(x))), vectors, evaluates=True)
+
+
+@pytest.mark.parametrize("cache", [list, lambda: SimpleNamespace(past=[])], ids=["list", "object"])
+def test_what_forward_keeps_in_its_arguments_is_not_there_when_it_is_traced_once_more(cache, caplog):
+    class Cached(Function):
+        @staticmethod
+        def forward(ctx, x, kept):
+            past = getattr(kept, "past", kept)
+            past.append(x)
+            ctx.save_for_backward(x)
+            return torch.stack(past).sum(0).sigmoid()
+
+        @staticmethod
+        def backward(ctx, dy):  # as Reformer's, which no trace can show
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            with torch.enable_grad():
+                x.sigmoid().backward(dy)
+            return x.grad, None
+
+    with caplog.at_level("INFO", "orttrainer"):
+        assert_trains_as_in_pytorch(
+            lambda: layer(lambda m, x: Cached.apply(m.linear(x), cache())), vectors, evaluates=True
+        )
+    assert "the backward of Cached is not in the graph" in caplog.text
+    assert "exporter failed" not in caplog.text  # and torch's older one is no help where sizes vary
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["SET_DATA", "Moved", "memory_of", "unchanged", "written"]
+__all__ = ["SET_DATA", "Containers", "Moved", "memory_of", "unchanged", "written"]
 
 SET_DATA = torch.Tensor.data.__set__
 _MANY = 1000  # entries: what is longer is a table of the user's, not what a forward keeps
@@ -28,7 +28,7 @@ def unchanged(module: torch.nn.Module, inputs: Sequence[torch.Tensor] = ()) -> I
     Yields:
         The parameters, attributes and inputs that are written to within the block.
     """
-    attributes = _Containers(vars(m) for m in module.modules())
+    attributes = Containers(vars(m) for m in module.modules())
     buffers = [(b, b.detach().clone()) for b in module.buffers()]
     flags = [(p, p.requires_grad, p.grad) for p in module.parameters()]
     parameters = [parameter for parameter, *_ in flags]
@@ -55,7 +55,7 @@ def unchanged(module: torch.nn.Module, inputs: Sequence[torch.Tensor] = ()) -> I
                 tensor.grad = grad
 
 
-class _Containers:
+class Containers:
     """What containers hold, and those within them.
 
     Attributes:

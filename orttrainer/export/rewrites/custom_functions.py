@@ -18,6 +18,7 @@ from torch.autograd.function import FunctionCtx
 
 from orttrainer.export.call import LossModule
 from orttrainer.export.initializers import as_real
+from orttrainer.export.untouched import Containers
 from orttrainer.graph.passes.gradient_marks import COTANGENT, CUSTOM_GRADIENT, DOMAIN
 
 try:
@@ -79,10 +80,12 @@ class CustomFunctions:
             self._put_back(cls)
             ctx, args = (None, given) if _is_newer(cls) else (given[0], given[1:])
             if _may_be_traced(cls, args):
+                kept = _kept_in(args)
                 with torch.enable_grad():  # as around `apply`
                     outputs = _traced(cls, ctx, args, self._wrapper)
                 if outputs is not None:
                     return outputs[0]
+                kept.back()  # forward is about to be called once more
             self.depth += 1
             try:
                 return forward(*given)
@@ -173,6 +176,13 @@ def _may_be_traced(cls: type[Function], args: tuple) -> bool:
         and any(x.requires_grad for x in tensors)
         and not any(x.is_complex() for x in tensors)
     )
+
+
+def _kept_in(args: tuple) -> Containers:
+    """What forward may keep in its arguments: in lists, caches, modules."""
+    modules = [module for x in args if isinstance(x, torch.nn.Module) for module in x.modules()]
+    objects = [x for x in (*args, *modules) if hasattr(x, "__dict__") and not isinstance(x, torch.Tensor)]
+    return Containers([args, *map(vars, objects)])
 
 
 def _traced(cls: type[Function], of_torch: FunctionCtx | None, args: tuple, wrapper: LossModule) -> tuple | None:
