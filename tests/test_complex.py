@@ -129,6 +129,7 @@ FUNCTIONS = {
         lambda z, w: (z / 3).expm1() + (w / 4).log1p(), lambda z, w: (z + 3).log2() + (w + 4).log10(), lambda z, w: z.sinh() - w.cosh(),
         lambda z, w: z.tan(), lambda z, w: z.sigmoid() + w.sgn(), lambda z, w: (z + 4).rsqrt() * w.exp2(), lambda z, w: 2**z + 1j**w,
         lambda z, w: torch.addcmul(z, w, z, value=2) + torch.addcdiv(z, z, w + 4), lambda z, w: z * (z.conj() == z.conj()) * (z != w),
+        lambda z, w: z * z.isclose(z + w / 1e6, rtol=1e-6) + w * torch.isclose(z, z),
         lambda z, w: z * (z.isfinite() & ~z.isnan() & ~w.isinf()) if (z == None) is False and z != None else w,  # noqa: E711
     ],
     "far from 0": [
@@ -142,6 +143,7 @@ FUNCTIONS = {
         lambda z, w: z.var(1) + w.std(1, correction=0), lambda z, w: z.prod(1, keepdim=True) * w, lambda z, w: z.cumprod(1) + w.prod(),
         lambda z, w: z.T[:3].trace() * w.diag() + z.diff(dim=1)[:, 0], lambda z, w: z.roll((1, 2), (0, 1)) * w,
         lambda z, w: z.masked_select(WHERE) * w.index_add(1, torch.tensor([3, 1]), z[:, :2])[0, :2].sum(),
+        lambda z, w: torch.trapezoid(z, dim=0) + torch.cumulative_trapezoid(w, dx=0.5, dim=0)[-1] * torch.flip(z, (0,))[0],
         lambda z, w: z.unfold(1, 2, 1) * w[:, :3, None], lambda z, w: torch.nn.functional.pad(z, (1, 2), value=1.5), written,
     ],
     "imaginary parts of conjugates": [

@@ -116,6 +116,12 @@ def _pow(z, exponent):
     return _exp(mul(_log(z), exponent))
 
 
+def _isclose(input, other, rtol=1e-5, atol=1e-8, equal_nan=False):
+    near = (input - other).abs() <= atol + rtol * other.abs()
+    no_numbers = _either(torch.isnan)(input) & _either(torch.isnan)(other) if equal_nan else False
+    return (near & _both(torch.isfinite)(input)) | _equal(input, other) | no_numbers
+
+
 def _equal(x, y):
     if not isinstance(y, (torch.Tensor, int, float, complex)):
         return NotImplemented  # as None, which no tensor equals
@@ -345,7 +351,7 @@ FUNCTIONS = {  # of `torch` and methods of tensors, by name
     "exp": _exp, "exp2": lambda z: _exp(z * math.log(2)), "expm1": _expm1, "log": _log, "log2": lambda z: _log(z, 2),
     "log10": lambda z: _log(z, 10), "log1p": _log1p, "sqrt": _sqrt, "rsqrt": lambda z: 1 / _sqrt(z), "sin": _sin, "cos": _cos,
     "angle": _angle, "tan": _tan, "sinh": _sinh, "cosh": _cosh, "tanh": _tanh, "sigmoid": _sigmoid, "sgn": _sgn, "pow": _pow,
-    "square": lambda z: z * z, "eq": _equal, "ne": _unequal, "isfinite": _both(torch.isfinite), "isnan": _either(torch.isnan),
+    "square": lambda z: z * z, "eq": _equal, "ne": _unequal, "isclose": _isclose, "isfinite": _both(torch.isfinite), "isnan": _either(torch.isnan),
     "isinf": _either(torch.isinf), "lerp": _lerp, "addcmul": _addcmul, "addcdiv": _addcdiv,
     "var": _var, "std": _std, "prod": _prod, "cumprod": _cumprod,
     "matmul": _matmul, "bmm": _matmul, "mm": _matmul, "mv": _matmul, "dot": _matmul, "outer": _outer,

@@ -145,6 +145,7 @@ def _filled(function: Callable, *args, dtype=None, **kwargs):
 _BY_PARTS = [
     "chunk",
     "cumsum",
+    "cumulative_trapezoid",
     "diag",
     "diag_embed",
     "diagonal",
@@ -168,6 +169,8 @@ _BY_PARTS = [
     "tensor_split",
     "tile",
     "trace",
+    "trapezoid",
+    "trapz",
     "tril",
     "triu",
     "unbind",
