@@ -11,6 +11,7 @@ from onnx_ir.passes import common
 from small import LR, batch, make, net
 
 from orttrainer import build_gradient
+from orttrainer.errors import ModelError
 
 
 @pytest.fixture
@@ -40,3 +41,30 @@ def test_a_program_that_calls_onnx_ir_itself_reads_what_it_says(names):
     assert names() <= {"orttrainer"}
     common.RemoveUnusedNodesPass()(model)
     assert "onnx_ir" in names()
+
+
+INFERENCE = logging.getLogger(common.shape_inference.__name__)
+QUIET = {
+    "logging.disable": lambda: logging.disable(logging.CRITICAL),
+    "a level": lambda: INFERENCE.setLevel(logging.CRITICAL),
+    "a logger that is disabled": lambda: setattr(INFERENCE, "disabled", True),  # as logging.config does with all
+}
+
+
+@pytest.fixture
+def restored():
+    level = INFERENCE.level
+    yield
+    logging.disable(logging.NOTSET)
+    INFERENCE.setLevel(level)
+    INFERENCE.disabled = False
+
+
+@pytest.mark.parametrize("how", QUIET)
+def test_a_broken_model_is_told_where_loggers_are_quiet(how, restored):
+    """That ONNX infers no shapes of it onnx-ir says in its log alone."""
+    text = """<ir_version: 8, opset_import: ["" : 18]> g (double[n, 2] x) => (double loss) <double[2] w = {1.0, 2.0}> {
+        h = Mul (x, w) y = Celu (h) loss = ReduceSum <keepdims = 0> (y) }"""
+    QUIET[how]()
+    with pytest.raises(ModelError, match=r"Celu.*unsupported type: tensor\(double\)"):
+        build_gradient(onnx.parser.parse_model(text), of="loss", wrt="w")
