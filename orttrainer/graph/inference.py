@@ -106,11 +106,9 @@ def _constants_inside(model: ir.Model) -> Iterator[None]:
 def _succeeds(inference: common.ShapeInferencePass, model: ir.Model) -> bool:
     """Whether onnx-ir warns of no failure, which is all that it does with one: whatever the program lets loggers tell."""
     logger = logging.getLogger(common.shape_inference.__name__)
-    with (
-        mock.patch.object(logger, "warning") as warned,
-        without_warnings("onnx_ir.serde"),
-    ):  # the latter: of left out outputs,
-        inference(model)  # and of types that are not known yet
+    # Of outputs that nodes leave out, and of types that are not known yet, nothing is told.
+    with mock.patch.object(logger, "warning") as warned, without_warnings("onnx_ir.serde"):
+        inference(model)
     return not warned.called
 
 
