@@ -83,6 +83,11 @@ FUNCTIONS = {  # of y of [n, 6], masks of its rows and columns, and a place in e
     "read all or nothing": read(one),
     "read a column or nothing": read(ALL, None, 1, byte),
     "any of the chosen rows": lambda y, rows, *_: y * (y[rows] > 0).any(0) + (y[rows] > 0).any(),
+    "any along several axes": lambda y, rows, *_: (
+        y * torch.any(y[rows] > 0, (0,)) * torch.any(y > -1, ())
+        + torch.any(y[rows] > 0, (-2, 1))
+        + torch.any(y[rows] > 0, (-1, 0), keepdim=True)
+    ),
     "filled at chosen rows": lambda y, rows, *_: y.index_fill(0, rows.nonzero()[:, 0], 0.5),
     "in a list or not": lambda y, rows, columns, place: (
         y[torch.isin(place, rows.nonzero())].sum(0) + y.sum() * torch.isin(place, 2, invert=True)[:, None]
@@ -94,6 +99,7 @@ FUNCTIONS = {  # of y of [n, 6], masks of its rows and columns, and a place in e
     "sorted masks": lambda y, *_: y * (y > 0).sort(1, descending=True)[0] + y.gather(1, (y > 0).argsort(1)),
 }
 USUAL = (
+    "any along several axes",
     "a number in columns", "vectors in columns", "a number in a column of some rows that is told",
     "a number at a place of each row", "read a place of each row",
     "vectors in a tail or nowhere", "read a column or nothing", "any of the chosen rows", "in a list or not", "places that are not 0", "sums of masks", "sorted masks",

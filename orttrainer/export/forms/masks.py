@@ -101,6 +101,15 @@ def _any_dim(self, dim, keepdim=False):
     return _any_of(self, op.Constant(value_ints=[dim % len(self.shape)]), keepdim) if len(self.shape) else _any(self)
 
 
+def _any_dims(self, dim=None, keepdim=False):
+    """aten.any along several axes; None for all."""
+    rank = len(self.shape)
+    axes = range(rank) if dim is None else sorted({axis % rank for axis in dim if rank})
+    if not axes:
+        return op.Cast(self, to=ir.DataType.BOOL)
+    return _any_of(self, op.Constant(value_ints=list(axes)), keepdim)
+
+
 def _any_of(self, axes, keepdim):
     """By a count: of no elements ONNX Runtime's largest is true."""
     true = op.Cast(op.Cast(self, to=ir.DataType.BOOL), to=ir.DataType.INT64)
@@ -111,6 +120,7 @@ TRANSLATIONS = {
     aten.add.Tensor: core.aten_add,
     aten.any.default: _any,
     aten.any.dim: _any_dim,
+    aten.any.dims: _any_dims,
     aten.index.Tensor: _index,
     aten.index_put.default: _index_put,
     aten.nonzero.default: _nonzero,
