@@ -230,7 +230,7 @@ LONG = (
     "chosen rows, beside a reshape",
     "int() beside its type", "a size in a text", "more than, of int()", "int() of each size",
     "of all elements", "squeezed along the batch", "a window of all but one", "each row, sliced", "each row",
-    "parts", "halves", "numbers of a range", "a list that is changed", "rows in another order", "a square", "a divisor that may be 0", "as many layers as it has bits", "more than a root", "a share of the rows", "an einsum of no rows", "moved by one", "a quotient of sizes", "even", "more than",
+    "an einsum of many, by lists of axes", "parts", "halves", "numbers of a range", "a list that is changed", "rows in another order", "a square", "a divisor that may be 0", "as many layers as it has bits", "more than a root", "a share of the rows", "an einsum of no rows", "moved by one", "a quotient of sizes", "even", "more than",
 )  # fmt: skip
 
 
