@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import onnx_ir as ir
@@ -37,11 +38,10 @@ Form = Callable[[Builder, ir.Node], "ir.Value | Sequence[ir.Value]"]
 
 def put_in_place(op: Builder, node: ir.Node, form: Form) -> None:
     """Let what `form` makes of `node` take its place, under its name and from where it comes."""
-    before = set(op.graph)
+    last = next(reversed(op.graph), None)  # behind which the builder appends
     y = form(op, node)
-    for new in op.graph:
-        if new not in before:
-            copy_scope(node, new)
+    for new in itertools.takewhile(lambda new: new is not last, reversed(op.graph)):
+        copy_scope(node, new)
     take_place(y, node)
 
 
