@@ -11,6 +11,8 @@ __all__ = ["all_resized", "decisions_by_sizes_of", "is_never_negative", "of_trac
 
 _TRIES = 16
 _GOLDEN = (5**0.5 - 1) / 2  # whose multiples, but for whole numbers, lie evenly in [0, 1)
+# Of whole numbers without a sign torch chooses rows of 8 bits only; of those that have one, of all, and the bits are the same.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def resized(inputs, symbols, size=None, anew=False):
@@ -149,8 +151,8 @@ def _resize(tensor, axes, sizes, anew):
         if symbol in sizes:
             index, size = torch.arange(sizes[symbol], device=tensor.device), tensor.shape[axis]
             index = (index + index // max(1, size)) % size
-            # index_select takes no unsigned integers of 16 bits and more
-            tensor = tensor[(slice(None),) * axis + (index,)]
+            bits = tensor.view(_SIGNED.get(tensor.dtype, tensor.dtype))
+            tensor = bits.index_select(axis, index).view(tensor.dtype)
             if anew and len(index) > size:
                 _change(tensor.narrow(axis, size, len(index) - size), axis)
     return tensor
