@@ -30,8 +30,9 @@ class ColumnSumsPass(ir.passes.InPlacePass):
             new = op.Reshape(op.MatMul(ones[key], rows), list(old.shape.dims))
             new.name, new.type, new.shape, old.name = old.name, old.type, old.shape, f"{old.name}/rows"
             old.replace_all_uses_with(new, replace_graph_outputs=True)
-            graph.remove(node, safe=True)
         if nodes:
+            # At once: onnx-ir collects all outputs of the graph anew at each call.
+            graph.remove(nodes, safe=True)
             graph.sort()
         return ir.passes.PassResult(model, bool(nodes))
 
