@@ -48,7 +48,8 @@ class ORTTrainer(FrontEnd):
             an ONNX model only where the described loss is no output of it; then the model is
             compiled at the first step as well.
         model_desc: inputs (the label last, unless its `label` says more) and outputs (the loss first).
-        training_optimizer_name: "SGDOptimizer", "AdamOptimizer", "AdamWOptimizer" or "LambOptimizer".
+        training_optimizer_name: "SGDOptimizer", "AdamOptimizer", "AdamWOptimizer" or "LambOptimizer", or,
+            beyond legacy, "RAdamOptimizer", "RMSpropOptimizer", "AdagradOptimizer", "AdadeltaOptimizer" or "AdamaxOptimizer".
         map_optimizer_attributes: parameter name -> dict of optimizer attributes, those of the classes
             in `orttrainer.optim`, e.g. `alpha`, `beta`, `lambda`, `epsilon`, `max_norm_clip`; and
             `lr_factor`, what the learning rate is multiplied with for this parameter. None for
@@ -281,7 +282,7 @@ class ORTTrainer(FrontEnd):
 
         Optimizer entries have the legacy names `Moment_1_<weight>`, `Moment_2_<weight>`,
         `Update_Count_<weight>` (Adam) and `Step` (LAMB), beyond legacy also `Momentum_<weight>` (SGD) and
-        `Max_Moment_2_<weight>` (amsgrad); with float16 there are the copies
+        `Max_Moment_2_<weight>` (amsgrad), and those of `slot_names` of the other classes in `orttrainer.optim`; with float16 there are the copies
         `<weight>_fp16`, and of the trainer's own `LossScaler`, if that is dynamic, "Loss_Scale" and
         "Loss_Scale_Stable_Steps"; a scale that `train_step` takes is the caller's to save. With `get_lr_this_step` there
         are "Global_Step" and "Current_Step", by which it goes on. Before the first step of a torch module what was

@@ -56,8 +56,8 @@ def trainer(
         model: a `torch.nn.Module`; its parameters are trained in place.
         criterion: `criterion(model(*inputs), label) -> scalar`, the label a tensor, or several in a tuple, list or
             dict; None if the model returns its loss first.
-        optimizer: a `torch.optim.SGD`, `Adam` or `AdamW`, whose groups hold the parameters to train. Its
-            numbers are taken, its `step()` is not run: the moments are in the trainer, `optimizer.state`
+        optimizer: a `torch.optim.SGD`, `Adam`, `AdamW`, `RAdam`, `RMSprop`, `Adagrad`, `Adadelta` or `Adamax`, whose groups
+            hold the parameters to train. Its numbers are taken, its `step()` is not run: the moments are in the trainer, `optimizer.state`
             stays as it is, while `optimizer.state_dict()`, copies and pickles of it have them, and a step of its own
             goes on with them. Moments that it has already are taken over at the first step, and those that it
             is made to load (`optimizer.load_state_dict`) or given in another `optimizer.state`, or in an entry
@@ -115,7 +115,7 @@ def trainer(
     groups = Groups(optimizer, _names(model, criterion), max_grad_norm)
     if device is None:
         device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
-    choice = OptimizerChoice(groups.kind, groups.attributes, True, groups.group, groups.rates)
+    choice = OptimizerChoice(groups.kind.name, groups.attributes, True, groups.group, groups.rates)
     chosen = Settings(
         device=device, precision=mixed_precision, accumulation_steps=gradient_accumulation_steps,
         frozen=groups.frozen, **settings,

@@ -45,7 +45,7 @@ ARGUMENTS = {
     "a class for the optimizer": (lambda: trainer(net(), None, torch.optim.SGD), UnsupportedFeatureError, "optimizer is the class torch.optim.sgd.SGD; this front end takes objects of"),
     "a name for the optimizer": (lambda: make(lambda m: "AdamOptimizer"), UnsupportedFeatureError, "optimizer is a builtins.str; this front end takes objects of"),
     "the parameters for the optimizer": (lambda: make(lambda m: list(m.parameters())), UnsupportedFeatureError, "optimizer is a builtins.list"),
-    "an optimizer that there is not": (lambda: make(lambda m: torch.optim.RMSprop(m.parameters())), UnsupportedFeatureError, "RMSprop; this front end takes objects of torch.optim.SGD, Adam and AdamW"),
+    "an optimizer that there is not": (lambda: make(lambda m: torch.optim.NAdam(m.parameters())), UnsupportedFeatureError, "NAdam; this front end takes objects of torch.optim.SGD, Adam, AdamW, RAdam, RMSprop, Adagrad, Adadelta and Adamax"),
     "another model's parameters": (lambda: make(lambda m: sgd(net())), InvalidArgumentError, "param_groups[0] of the optimizer has a parameter of shape [3, 4] that is in neither model nor criterion"),
     "differentiable": (lambda: make(lambda m: torch.optim.Adam(m.parameters(), differentiable=True)), UnsupportedFeatureError, "has differentiable=True, for which the training graph has no update"),
     "a norm of 0": (lambda: make(max_grad_norm=0), InvalidArgumentError, "max_grad_norm must be a number above 0, or None; got 0"),

@@ -184,13 +184,14 @@ def test_zero_gradients_leave_weights_as_they_are(name):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_learning_rate_of_zero_leaves_weights_as_they_are(name):
-    given = {} if name == "SGDOptimizer" else {"lambda": 0.1}
+    decay = "lambda" if "lambda" in OPTIMIZERS[name].known else "weight_decay"
+    given = {} if name == "SGDOptimizer" else {decay: 0.1}
     update = Update(make_optimizer(name, ["W"], lambda _: given, True), {"W": (3,)})
     weights = np.float32([1, -2, 3])
     new, state = update(0.0, {"W": weights}, {"W": np.float32([1, 0, 3])}, update.initial_state())
     np.testing.assert_array_equal(new["W"], weights)
-    if state:
-        assert np.any(state["Moment_1_W"])
+    for slot in OPTIMIZERS[name].always:
+        assert np.any(state[f"{slot}_W"])
 
 
 @pytest.mark.parametrize("name", ["AdamOptimizer", "LambOptimizer"])

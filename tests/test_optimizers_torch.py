@@ -162,3 +162,34 @@ def test_coupled_and_decoupled_decay_are_two_things(name):
         update = Update(make_optimizer(name, SHAPES, lambda _, values=values: dict(zip(decays, values))), SHAPES)
         results.append(update.train(RATE, parameters, gradients)[0]["matrix"])
     assert all(np.abs(a - b).max() > 1e-4 for a, b in itertools.combinations(results, 2))
+
+
+OF_TORCH = {
+    "RMSprop": (dict(alpha=0.8, epsilon=1e-6), dict(alpha=0.8, eps=1e-6)),
+    "RMSprop centered": (dict(centered=1, epsilon=1e-3), dict(centered=True, eps=1e-3)),
+    "RMSprop with momentum": (dict(momentum=0.9), dict(momentum=0.9)),
+    "RMSprop with all": (dict(alpha=0.9, momentum=0.5, centered=1, epsilon=1e-2), dict(alpha=0.9, momentum=0.5, centered=True, eps=1e-2)),
+    "Adagrad": ({}, {}),
+    "Adagrad with lr_decay": (dict(lr_decay=0.1, epsilon=1e-3), dict(lr_decay=0.1, eps=1e-3)),
+    "Adadelta": ({}, {}),
+    "Adadelta with rho": (dict(rho=0.5, epsilon=1e-3), dict(rho=0.5, eps=1e-3)),
+    "Adamax": ({}, {}),
+    "Adamax with betas": (dict(alpha=0.5, beta=0.9, epsilon=1e-3), dict(betas=(0.5, 0.9), eps=1e-3)),
+    "RAdam": ({}, {}),
+    "RAdam that never adapts": (dict(beta=0.5), dict(betas=(0.9, 0.5))),
+    "RAdam with betas": (dict(alpha=0.5, beta=0.9, epsilon=1e-3), dict(betas=(0.5, 0.9), eps=1e-3)),
+    "RAdam, decay apart": ({"lambda": 0.05}, dict(weight_decay=0.05, decoupled_weight_decay=True)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype, tolerance", PRECISIONS)
+@pytest.mark.parametrize("max_norm, maximize, decay", [(None, False, 0.0), (3.0, True, 0.05)])
+@pytest.mark.parametrize("case", OF_TORCH)
+def test_optimizers_that_legacy_did_not_have_equal_torch(case, max_norm, maximize, decay, dtype, tolerance):
+    name, (given, options) = case.split()[0].rstrip(","), OF_TORCH[case]
+    if "lambda" in given:
+        decay = 0.0
+    given = {**given, "weight_decay": decay, "maximize": int(maximize), "max_norm_clip": max_norm or np.inf}
+    options = {"weight_decay": decay, **options, "maximize": maximize}
+    optimizer = getattr(torch.optim, name)
+    check(f"{name}Optimizer", given, lambda p, lr: optimizer(p, lr=lr, **options), dtype, tolerance, max_norm)

@@ -288,7 +288,7 @@ REFUSED = {
         lambda p: Other(p, lr=0.1),
         "optimizer is a test_sketch_optimizer.Other; this front end takes objects",
     ),
-    "RMSprop": (lambda p: torch.optim.RMSprop(p), "optimizer is a torch.optim.rmsprop.RMSprop"),
+    "NAdam": (lambda p: torch.optim.NAdam(p), "optimizer is a torch.optim.nadam.NAdam"),
     "the class": (lambda p: torch.optim.SGD, "optimizer is the class torch.optim.sgd.SGD"),
     "a name": (lambda p: "SGDOptimizer", "optimizer is a builtins.str"),
     "differentiable": (

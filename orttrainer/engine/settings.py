@@ -13,7 +13,7 @@ class OptimizerChoice:
     """Which update, and with what learning rates.
 
     Attributes:
-        name: 'SGDOptimizer', 'AdamOptimizer', 'AdamWOptimizer' or 'LambOptimizer'.
+        name: a key of `orttrainer.optim.OPTIMIZERS`.
         attributes: parameter name -> dict of attributes that differ from the defaults; None: defaults.
         clip: whether gradients are clipped to the attribute `max_norm_clip`.
         group: parameter name -> index of its learning rate, asked once for each; None: one rate for all.

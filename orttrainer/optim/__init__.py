@@ -1,4 +1,4 @@
-"""Optimizers as emitted nodes: SGD, Adam, AdamW, LAMB, clipping by the global gradient norm."""
+"""Optimizers as emitted nodes, by the names of `registry.py`; clipping by the global gradient norm."""
 
 from orttrainer.optim.adam import Adam, AdamW
 from orttrainer.optim.clip import global_norm

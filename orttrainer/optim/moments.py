@@ -28,7 +28,7 @@ def attributes(epsilon: float, do_bias_correction: int, shared: bool) -> dict[st
 
 def check_bias_correction(optimizer: str, parameter: str, values: Mapping[str, float | int]) -> None:
     for key in ("alpha", "beta"):
-        if values["do_bias_correction"] and values[key] == 1.0:
+        if values.get("do_bias_correction") and values[key] == 1.0:
             raise OptimizerError(
                 f"{optimizer}: attribute {key!r} of parameter {parameter!r} is 1, which leaves its moment at 0, and "
                 f"bias correction divides by 1 - {key}; it must be below 1, or 'do_bias_correction' 0."

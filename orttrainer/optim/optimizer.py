@@ -67,6 +67,7 @@ class Fed:
 
 
 NON_NEGATIVE = ("finite and not negative", lambda x: 0.0 <= x < math.inf)
+BELOW_ONE = ("at least 0 and below 1", lambda x: 0.0 <= x < 1.0)
 DECAY_RATE = ("between 0 and 1", lambda x: 0.0 <= x <= 1.0)
 CLIP = ("above 0 (inf: do not clip)", lambda x: x > 0.0)
 ZERO_OR_ONE = ("0 or 1", lambda x: x in (0, 1))

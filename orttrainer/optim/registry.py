@@ -6,11 +6,15 @@ from collections.abc import Callable, Iterable, Mapping
 
 from orttrainer.errors import OptimizerError
 from orttrainer.optim.adam import Adam, AdamW
+from orttrainer.optim.averages import Adadelta, Adagrad, Adamax, RMSprop
 from orttrainer.optim.lamb import Lamb
 from orttrainer.optim.optimizer import Optimizer
+from orttrainer.optim.radam import RAdam
 from orttrainer.optim.sgd import SGD
 
-OPTIMIZERS: Mapping[str, type[Optimizer]] = {optimizer.name: optimizer for optimizer in (SGD, Adam, Lamb, AdamW)}
+OPTIMIZERS: Mapping[str, type[Optimizer]] = {
+    optimizer.name: optimizer for optimizer in (SGD, Adam, Lamb, AdamW, RAdam, RMSprop, Adagrad, Adadelta, Adamax)
+}
 
 
 def make_optimizer(
@@ -23,7 +27,8 @@ def make_optimizer(
     """Make the optimizer that a legacy script names.
 
     Args:
-        name: 'SGDOptimizer', 'AdamOptimizer', 'LambOptimizer' or 'AdamWOptimizer'.
+        name: 'SGDOptimizer', 'AdamOptimizer', 'LambOptimizer' or 'AdamWOptimizer'; 'RAdamOptimizer', 'RMSpropOptimizer',
+            'AdagradOptimizer', 'AdadeltaOptimizer' and 'AdamaxOptimizer', which legacy did not have.
         parameter_names: the parameters to train.
         map_attributes: called once with each parameter's name; returns a dict of the attributes
             that differ from the optimizer's defaults. None: defaults for all.

@@ -19,7 +19,10 @@ INT64 = ir.DataType.INT64
 
 Scalar = ir.Value | float
 
-EMITTED_ONCE = ("clip", "bias_correction", "undamped", "product", "quotient", "sqrt", "complement", "positive", "_like")
+EMITTED_ONCE = (
+    "clip", "bias_correction", "undamped", "slowed", "rectification", "where", "product", "quotient", "sqrt", "complement", "positive",
+    "_like",
+)  # fmt: skip
 
 
 def sign(values: Mapping[str, float | int]) -> float:
@@ -67,6 +70,12 @@ class Scalars:
         clip = self.clip(values["max_norm_clip"], values["max_norm_epsilon"])
         return clip if self._scale is None else self.product(clip, self._scale)
 
+    def decayed(self, values: Mapping[str, float | int], x: ir.Value, g: ir.Value) -> ir.Value:
+        """h = s * g + weight_decay * x: what the update takes for the gradient; s scales, clips and, with maximize, turns g round."""
+        op, s, decay = self.op, self.product(self.gradient(values), sign(values)), values["weight_decay"]
+        h = g if s == 1.0 else op.Mul(g, self.like(g, s))
+        return op.Add(h, op.Mul(x, self.like(x, decay))) if decay else h
+
     def clip(self, max_norm: float, epsilon: float = 0.0) -> Scalar:
         """max_norm / norm where norm > max_norm, else 1: also where norm is NaN, so that NaN gradients stay seen.
 
@@ -94,6 +103,26 @@ class Scalars:
             return 1.0
         later = self.op.const(1.0 - dampening, DOUBLE)
         return self.op.Where(self.op.Greater(self.step, 1.0), later, self._one)
+
+    def slowed(self, rate: ir.Value, decay: Scalar) -> ir.Value:
+        """rate / (1 + (step - 1) * decay), as torch.optim.Adagrad's lr_decay has it."""
+        if not decay:
+            return rate
+        op = self.op
+        return op.Div(rate, op.Add(op.Mul(op.Sub(self.step, 1.0), decay), 1.0))
+
+    def rectification(self, decay: Scalar) -> tuple[ir.Value, ir.Value]:
+        """Whether the variance of the adaptive rate is tractable at this step, and then RAdam's r_t (its equation 3), else any number."""
+        op, corrected = self.op, self.bias_correction(decay, True)
+        longest = op.Sub(op.Div(2.0, op.Sub(self._one, decay)), 1.0)
+        length = op.Sub(longest, op.Div(op.Mul(op.Mul(self.step, 2.0), op.Sub(self._one, corrected)), corrected))
+        above, below = (
+            op.Mul(op.Mul(op.Sub(x, 4.0), op.Sub(x, 2.0)), y) for x, y in ((length, longest), (longest, length))
+        )
+        return op.Greater(length, 5.0), op.Sqrt(op.Div(above, below))
+
+    def where(self, condition: ir.Value, a: Scalar, b: Scalar) -> ir.Value:
+        return self.op.Where(condition, *(x if isinstance(x, ir.Value) else self.op.const(x, DOUBLE) for x in (a, b)))
 
     def product(self, *factors: Scalar) -> Scalar:
         """Product of all factors; the known ones are multiplied here and now."""

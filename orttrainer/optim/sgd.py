@@ -48,17 +48,14 @@ class SGD(Optimizer):
             scalars = scalars_of[self.counter_of(name)]
             x, g, values, rate = parameters[name], gradients[name], self.attributes[name], scalars.learning_rate(name)
             momentum, decay = values["momentum"], values["weight_decay"]
-            s = scalars.product(scalars.gradient(values), sign(values))
             if not momentum:
+                s = scalars.product(scalars.gradient(values), sign(values))
                 step = op.Mul(g, scalars.like(x, scalars.product(rate, s)))
                 if decay:
                     step = op.Add(step, op.Mul(x, scalars.like(x, scalars.product(rate, decay))))
                 updated[name] = op.Sub(x, step)
                 continue
-            mu = scalars.like(x, momentum)
-            h = g if s == 1.0 else op.Mul(g, scalars.like(g, s))
-            if decay:
-                h = op.Add(h, op.Mul(x, scalars.like(x, decay)))
+            mu, h = scalars.like(x, momentum), scalars.decayed(values, x, g)
             share = scalars.undamped(values["dampening"])
             u = op.Add(op.Mul(state[_slot(name)], mu), h if share == 1.0 else op.Mul(h, scalars.like(h, share)))
             d = op.Add(h, op.Mul(u, mu)) if values["nesterov"] else u

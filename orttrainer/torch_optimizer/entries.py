@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from orttrainer.optim import OPTIMIZERS
 from orttrainer.tensors import as_tensor
+from orttrainer.torch_optimizer.kinds import ENTRIES, SLOTS_BY_NUMBER
 
 __all__ = ["entry_of", "slots_of"]
 
@@ -26,9 +28,11 @@ def slots_of(kind: str, entry: Mapping[str, Any], parameter: torch.Tensor, group
         if group is None or group["dampening"]:
             found["Update_Count"] = torch.tensor([1 if momentum is None else 2], device="cpu")
         return found
-    found = {"Moment_1": _real(entry.get("exp_avg", zeros)), "Moment_2": _real(entry.get("exp_avg_sq", zeros))}
-    if "max_exp_avg_sq" in entry or (group is not None and group["amsgrad"]):
-        found["Max_Moment_2"] = _real(entry.get("max_exp_avg_sq", zeros))
+    of_kind, found = OPTIMIZERS[kind], {}
+    for slot in of_kind.slot_names:
+        asked = group is not None and slot in SLOTS_BY_NUMBER and group[SLOTS_BY_NUMBER[slot]]
+        if slot != of_kind.count and (slot in of_kind.always or ENTRIES[slot] in entry or asked):
+            found[slot] = _real(entry.get(ENTRIES[slot], zeros))
     return found | {"Update_Count": torch.tensor([int(entry.get("step", 0)) + 1], device="cpu")}
 
 
@@ -39,13 +43,10 @@ def entry_of(slots: Mapping[str, Any], parameter: torch.Tensor, group: Mapping |
         group: the optimizer's group that the parameter is in; None for one that is in none at the moment.
     """
     updates = int(slots.get("Update_Count", 2)) - 1
-    names = {
-        "Momentum": "momentum_buffer", "Moment_1": "exp_avg", "Moment_2": "exp_avg_sq", "Max_Moment_2": "max_exp_avg_sq",
-    }  # fmt: skip
-    found = {names[slot]: _like(value, parameter) for slot, value in slots.items() if slot in names}
+    found = {ENTRIES[slot]: _like(value, parameter) for slot, value in slots.items() if slot in ENTRIES}
     if not updates or not found:
         return {}
-    if "exp_avg" in found:
+    if found.keys() != {"momentum_buffer"}:
         on_device = group is not None and (group.get("capturable") or group.get("fused"))
         found["step"] = torch.tensor(float(updates), device=parameter.device if on_device else "cpu")
     return found

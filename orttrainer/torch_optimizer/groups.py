@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Collection, Mapping, MutableMapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -14,6 +14,7 @@ from orttrainer.arguments import checked_rate
 from orttrainer.errors import InvalidArgumentError, StateError, UnsupportedFeatureError
 from orttrainer.optim import OPTIMIZERS, Fed
 from orttrainer.torch_optimizer.entries import slots_of
+from orttrainer.torch_optimizer.kinds import KINDS
 
 __all__ = ["Groups"]
 
@@ -29,7 +30,7 @@ class Groups:
         max_grad_norm: global norm to clip to; None: not at all.
 
     Attributes:
-        kind: the engine's optimizer.
+        kind: what it is to the engine.
         max_grad_norm: as given.
         names: those of all parameters, by the parameter, which they do not keep alive.
         parameters: those in groups, by name.
@@ -38,38 +39,17 @@ class Groups:
         changes: how often numbers have changed so that a graph needs another update.
     """
 
-    _FED: ClassVar = {  # numbers that may change, and are fed from then on
-        "SGDOptimizer": ("momentum", "weight_decay"),
-        "AdamOptimizer": ("betas", "eps", "weight_decay"),
-    }
-    _RENEWED: ClassVar = {"SGDOptimizer": ("nesterov", "maximize"), "AdamOptimizer": ("maximize",)}  # with a new update
-
-    _KINDS: ClassVar = {
-        torch.optim.SGD: "SGDOptimizer",
-        torch.optim.Adam: "AdamOptimizer",
-        torch.optim.AdamW: "AdamOptimizer",
-    }
-    _NUMBERS: ClassVar = {
-        "SGDOptimizer": ("momentum", "weight_decay", "nesterov", "dampening", "maximize", "differentiable"),
-        "AdamOptimizer": (
-            "betas", "eps", "weight_decay", "amsgrad", "decoupled_weight_decay", "maximize", "differentiable",
-        ),
-    }  # fmt: skip
-    _FIXED: ClassVar = {  # those that the graph has as they are
-        "SGDOptimizer": {"nesterov": int, "dampening": float, "maximize": int},
-        "AdamOptimizer": {"amsgrad": int, "maximize": int},
-    }
-
     def __init__(
         self, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], max_grad_norm: float | None
     ):
-        if type(optimizer) not in self._KINDS:
-            kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+        if type(optimizer) not in KINDS:
+            kind, (*names, last) = type(optimizer), (known.__name__ for known in KINDS)
+            kind = optimizer if isinstance(optimizer, type) else kind
             raise UnsupportedFeatureError(
                 f"optimizer is {'the class' if kind is optimizer else 'a'} {kind.__module__}.{kind.__qualname__}; this front "
-                "end takes objects of torch.optim.SGD, Adam and AdamW. LAMB is there in orttrainer.ORTTrainer."
+                f"end takes objects of torch.optim.{', '.join(names)} and {last}. LAMB is there in orttrainer.ORTTrainer."
             )
-        self.optimizer, self.kind = optimizer, self._KINDS[type(optimizer)]
+        self.optimizer, self.kind = optimizer, KINDS[type(optimizer)]
         self.max_grad_norm = max_grad_norm
         self.names: MutableMapping[torch.Tensor, str] = WeakTensorKeyDictionary(dict(names))
         self._known = {*names}  # the parameters that were there when the trainer was made
@@ -125,14 +105,12 @@ class Groups:
         """
         for index, (group, before) in enumerate(zip(self.optimizer.param_groups, self._numbers)):
             if not compiled and "base_momentum" in group:  # as OneCycleLR and CyclicLR leave it there
-                self.fed |= {
-                    (index, key) for key in ("momentum", "betas") if key in self._FED[self.kind] and group[key]
-                }
+                self.fed |= {(index, key) for key in ("momentum", "betas") if key in self.kind.fed and group[key]}
             if before != (now := self._present(group)):
                 self._numbers[index] = now
                 changed = {key for key in now if now[key] != before[key] and compiled}
-                fed = {(index, key) for key in changed.intersection(self._FED[self.kind])}
-                self.changes += not (fed <= self.fed and changed.isdisjoint(self._RENEWED[self.kind]))
+                fed = {(index, key) for key in changed.intersection(self.kind.fed)}
+                self.changes += not (fed <= self.fed and changed.isdisjoint(self.kind.renewed))
                 self.fed |= fed
 
     def attributes(self, name: str) -> dict[str, float | int]:
@@ -146,8 +124,8 @@ class Groups:
         numbers = self._numbers[index]
         norm = math.inf if self.max_grad_norm is None else float(self.max_grad_norm)
         found = {"max_norm_clip": norm, "max_norm_epsilon": _CLIP_EPSILON}
-        found |= {key: number(numbers[key]) for key, number in self._FIXED[self.kind].items()}
-        for key in self._FED[self.kind]:
+        found |= {key: number(numbers[key]) for key, number in self.kind.fixed.items()}
+        for key in self.kind.fed:
             for which, attribute in enumerate(self._attributes_of(key, numbers)):
                 value = float(_listed(numbers[key])[which])
                 found[attribute] = Fed(value, self._place(index, key, which)) if (index, key) in self.fed else value
@@ -206,7 +184,7 @@ class Groups:
             self._check_names(index, group, self.names)
 
     def _check_keys(self, index: int, group: Mapping[str, Any]) -> None:
-        if missing := [key for key in ("params", "lr", *self._NUMBERS[self.kind]) if key not in group]:
+        if missing := [key for key in ("params", "lr", *self.kind.numbers) if key not in group]:
             raise InvalidArgumentError(
                 f"param_groups[{index}] of the optimizer has no {', '.join(map(repr, missing))}, which each step reads. Put it "
                 "back with the value that it had; nothing was updated."
@@ -225,7 +203,7 @@ class Groups:
     def _check_number(self, index: int, key: str, group: Mapping[str, Any], compiled: Mapping[str, Any]) -> None:
         now = group[key]
         where = f"param_groups[{index}][{key!r}] of the optimizer is {now!r} now, but was {compiled[key]!r} before"
-        if key not in (*self._FED[self.kind], *self._RENEWED[self.kind]):
+        if key not in (*self.kind.fed, *self.kind.renewed):
             raise InvalidArgumentError(
                 f"{where}. It is part of the graph. For another value make a new trainer; nothing was updated."
             )
@@ -234,7 +212,7 @@ class Groups:
             what = "a number" if len(names) == 1 else f"{len(names)} numbers"
             raise InvalidArgumentError(f"{where}; it must be {what}. Nothing was updated.")
         for name, value in zip(names, values):
-            attribute = OPTIMIZERS[self.kind].known[name]
+            attribute = OPTIMIZERS[self.kind.name].known[name]
             if not attribute.allows(float(value)):
                 raise InvalidArgumentError(f"{where}; it must be {attribute.rule}. Nothing was updated.")
         if (key == "betas" and max(values) == 1) or (key == "momentum" and values[0] == 0):
@@ -256,24 +234,32 @@ class Groups:
         for parameter in of:
             if (name := self.names.get(parameter)) is not None:
                 group = self._numbers[self._group_of[name]] if parameter in present else None
-                slots = slots_of(self.kind, state.get(parameter) or {}, parameter, group)
+                slots = slots_of(self.kind.name, state.get(parameter) or {}, parameter, group)
                 found |= {f"{slot}_{name}": value for slot, value in slots.items()}
         return found
 
     @property
     def state_is_empty(self) -> bool:
         """Whether the optimizer has no state of its own, of any parameter."""
-        key = "momentum_buffer" if self.kind == "SGDOptimizer" else "step"
-        return all(state.get(key) is None for state in self.optimizer.state.values())
+        if self.kind.name == "SGDOptimizer":
+            return all(entry.get("momentum_buffer") is None for entry in self.optimizer.state.values())
+        return not any(
+            entry.get("step") for entry in self.optimizer.state.values()
+        )  # Adagrad's is there before its first step
 
     def _present(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: _plain(group[key]) for key in self._NUMBERS[self.kind]}
+        return {key: _plain(group[key]) for key in self.kind.numbers}
 
     def _refuse_unsupported(self, index: int, group: Mapping[str, Any]) -> None:
         if group.get("differentiable"):
             raise UnsupportedFeatureError(
                 f"param_groups[{index}] of the optimizer has differentiable={group['differentiable']!r}, for which the "
                 "training graph has no update. Leave it out."
+            )
+        if group.get("initial_accumulator_value"):
+            raise UnsupportedFeatureError(
+                f"param_groups[{index}] of the optimizer has initial_accumulator_value={group['initial_accumulator_value']!r}; the "
+                "training graph's sums begin at 0. Leave it out."
             )
 
 
