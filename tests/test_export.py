@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
+import types
 
 import onnx_ir as ir
 import pytest
@@ -246,6 +248,48 @@ def test_a_model_of_transformers_makes_no_mask_that_it_does_not_need():
     forward = export_module(model, None, describe([("input_ids", (3, 6)), ("labels", (3, 6))]), [tokens, tokens])
     want = without_dropout(model, lambda m: m(input_ids=tokens, labels=tokens).loss)
     assert_same(forward, [tokens, tokens], {"loss": want})
+
+
+def test_a_model_of_transformers_that_asks_whether_it_is_exported_is_told_that_it_is_not(monkeypatch):
+    models = types.ModuleType("transformers.models.of_a_test")
+    models.is_torchdynamo_exporting = torch.compiler.is_exporting
+    monkeypatch.setitem(sys.modules, models.__name__, models)
+
+    class Asking(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return torch.cat(
+                [row.exp() for row in y.split(1)] if models.is_torchdynamo_exporting() else [y.exp()]
+            ).mean()
+
+    forward = export_module(Asking(3, 2), None, describe([("x", (4, 3))]), [torch.randn(4, 3)])
+    assert sum(node.op_type == "Exp" for node in forward.model.graph) == 1
+
+
+class GatedDelta(nn.Module):
+    """The rule of Qwen3-Next's linear attention, over what one projection gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 26)
+
+    def forward(self, x):
+        from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+        q, k, v, rates = self.inner(x).split([8, 8, 8, 2], -1)
+        heads = [part.unflatten(-1, (2, 4)) for part in (q, k, v)]
+        return torch_chunk_gated_delta_rule(*heads, -rates.exp(), rates.sigmoid(), chunk_size=8)[0].square().mean()
+
+
+@pytest.mark.slow
+def test_a_gated_delta_rule_solves_its_systems_at_once():
+    """For exporters it does so row by row."""
+    pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    module = GatedDelta()
+    first, other = torch.randn(2, 7, 4), torch.randn(3, 5, 4)
+    forward = export_module(module, None, describe([("x", ("batch", "length", 4))]), [first])
+    assert any(node.op_type == "Inverse" for node in forward.model.graph)
+    assert_same(forward, [other], {"loss": module(other).detach()})
 
 
 @pytest.mark.slow

@@ -29,7 +29,6 @@ from orttrainer.export.opened import opened
 from orttrainer.export.rewrites import (
     REWRITES,
     assignment,
-    attention_masks,
     by_value,
     complex_numbers,
     custom_functions,
@@ -38,6 +37,7 @@ from orttrainer.export.rewrites import (
     embedding,
     fake_quantized,
     fallible,
+    for_exports,
     given_out,
     gradient_hooks,
     grouped,
@@ -84,7 +84,7 @@ def faithful(wrapper, decided):
             packed.unchecked(),
             precision.told_to_exporter(),
             _Rewrites(wrapper, decided) as rewrites,
-            attention_masks.left_out(rewrites.numbers.knows),
+            for_exports.as_in_training(rewrites.numbers.knows),
             mock.patch.object(FakeTensor, "tolist", rewrites.numbers.tolist()),  # no mode sees these
             mock.patch.object(torch, "from_numpy", by_value.from_numpy),
             rewrites.functions.traced(),
