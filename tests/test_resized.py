@@ -39,3 +39,23 @@ def test_a_cubic_one_is_two_products_and_trains_as_in_pytorch(align_corners):
     description = described(images(0))
     graph = export_module(Loss(Resized("bicubic", align_corners, antialias=False)), None, description, images(0))
     assert "Resize" not in {node.op_type for node in graph.model.graph}
+
+
+class ResizedByValue(nn.Module):
+    """Positions of a grid, resized with antialias to the size that a batch tells, as NaViT-like models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions = nn.Parameter(torch.rand(1, 2, 4, 4))
+
+    def forward(self, x, sizes):
+        height, width = sizes[0]
+        resized = F.interpolate(self.positions, (height, width), mode="bilinear", antialias=True)
+        return x * resized.flatten(2).square().sum(-1)
+
+
+def test_one_resized_with_antialias_to_a_size_by_value_trains_as_in_pytorch():
+    """Smaller than it is in one axis, larger in the other, and the other way round."""
+    sizes = [[3, 6], [7, 2], [4, 5]]
+    batch = lambda step: [torch.ones(2, 2) + step, torch.tensor([sizes[step % 3]] * 2)]  # noqa: E731
+    assert_trains_as_in_pytorch(ResizedByValue, batch, evaluates=True)

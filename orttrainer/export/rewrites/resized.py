@@ -78,7 +78,7 @@ def _antialiased(kernel):
         """[count, size]: each row sums to 1; where the image shrinks the kernel is wider."""
         center, place = (torch.arange(n, device=like.device, dtype=like.dtype) + 0.5 for n in (count, size))
         distance = (place - center.unsqueeze(-1) * step).abs()
-        found = kernel(distance / max(step, 1.0))
+        found = kernel(distance / torch.sym_max(step, 1.0))
         return found / found.sum(-1, keepdim=True)
 
     return weights
