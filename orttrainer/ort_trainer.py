@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import onnx
@@ -178,7 +179,8 @@ class ORTTrainer(FrontEnd):
         self._takes_scale = use_mixed_precision and loss_scaler is None
         self._needs_scale = self._takes_scale and checked_precision(precision) == ir.DataType.FLOAT16
         self._engine = Engine(model, loss_fn, model_desc, optimizer, settings)
-        self._engine.loaded_elsewhere = lambda: {} if self._takes_rate else {"global_step_": self.global_step_}
+        own = weakref.proxy(self)
+        self._engine.loaded_elsewhere = lambda: {} if own._takes_rate else {"global_step_": own.global_step_}
         self.device = self._engine.device
         self.world_rank, self.world_size = self._engine.collective.rank, self._engine.collective.size
 

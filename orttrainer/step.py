@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,7 +33,9 @@ class SplitStep:
     """
 
     def __init__(self, runner: Runner, backward: Phase, check: Phase | None, update: Phase, early: list[str]):
-        self._runner, self._backward, self._check, self._update = runner, backward, check, update
+        # The runner has the step; by each other they would keep all of the state until garbage is collected.
+        self._runner: Runner = weakref.proxy(runner)
+        self._backward, self._check, self._update = backward, check, update
         self.phases = [phase for phase in (backward, check, update) if phase is not None]
         self._early = early
         self._batches = torch.zeros(1, dtype=torch.float32, device="cpu")

@@ -165,6 +165,7 @@ class TrainingGraph:
         compile_plain: compiles the same graph with all state as the model declares it; None if this one has it so.
         decisions: where the model decides by values which way it goes, `file:line`; the graph goes one of the ways.
         moment: what who goes on from a file has to know beside the state: asked when one is written.
+        owner: what `compile_plain`, `moment` and `tensors` need, for who has the graph alone; None while that has the graph.
     """
 
     def __init__(
@@ -180,6 +181,7 @@ class TrainingGraph:
         self.compile_plain = compile_plain
         self.decisions: Sequence[str] = ()
         self.moment: Callable[[], Mapping[str, Any]] = dict
+        self.owner: object = None
 
     @property
     def plain(self) -> TrainingGraph:
@@ -187,6 +189,7 @@ class TrainingGraph:
         if self.compile_plain is None:
             return self
         plain = self.compile_plain()
+        plain.owner = self.owner
         plain.tensors.update({name: tensor for name, tensor in self.tensors.items() if name in plain.tensors})
         return plain
 

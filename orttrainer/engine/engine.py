@@ -329,9 +329,10 @@ class Engine(InUse):
     @one_at_a_time
     @signals.none_lost()
     def present_graph(self) -> TrainingGraph | None:
-        """`training_graph`, which shows the state as the module has it by now."""
+        """`training_graph`, which shows the state as the module has it by now, and which may outlast its trainer."""
         if self._runner is not None:
             self._follow_module()
+            self.training_graph.owner = self
         return self.training_graph
 
     @one_at_a_time

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -178,7 +179,16 @@ class EvalMode:
 
     def _take(self, forward: ForwardGraph) -> None:
         _, _, phases = self._ways.opened(forward)
-        self._ways.took(forward, None, self, {} if phases is None else phases)
+        if phases is None:
+            self._let_go(forward)
+        self._ways.took(forward, None, weakref.proxy(self), {} if phases is None else phases)
+
+    def _let_go(self, forward: ForwardGraph) -> None:
+        """Let the initializers show the module's tensors and not keep them: a graph lasts until garbage is collected."""
+        own, live = weakref.proxy(self), self._live(forward)
+        for name, value in forward.model.graph.initializers.items():
+            if name in live:
+                value.const_value = ir_view(name, live[name], lambda name=name: own._live(forward)[name])
 
     def _fits_the_state(self) -> bool:
         """Whether parameters and buffers have the forms that the graphs are for, and buffers whose values are in one these."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -73,6 +74,8 @@ class InUse(NotCopied):
         check_functions(settings.postprocess, settings.session_options)
         self._watch = LossWatch(settings.nonfinite_loss)
         check_disabled_passes(settings.disabled_passes)
+        # For what the engine has itself: with it in a circle all of the memory would wait for garbage to be collected.
+        self._weak = weakref.proxy(self)
         self._lock = threading.RLock()
         self._in_step = False  # for a handler of a signal, which is called in the midst of one
         self._optimizer = optimizer
@@ -307,7 +310,8 @@ class InUse(NotCopied):
         )  # fmt: skip
 
     def _opened(self, graph: TrainingGraph, state: TrainedState) -> Runner:
-        accept = (lambda outputs: self._watch.refuse(outputs[0], self.accumulated)) if self._watch.refuses else None
+        own = self._weak
+        accept = (lambda outputs: own._watch.refuse(outputs[0], own.accumulated)) if self._watch.refuses else None
         return Runner(
             graph, state.stored, self.device, self.settings.providers, self.collective, self.settings.session_options,
             accept=accept, disabled_passes=self.settings.disabled_passes, native_kernels=self._native,
@@ -334,7 +338,7 @@ class InUse(NotCopied):
         counted_with = numbered(counts, forward.parameters)
         graph = self._compiled(forward, layouts, counted_with)
         if any(entry.transposed for entry in graph.signature.state):
-            graph.compile_plain = functools.partial(self._compiled, forward, False, counted_with)
+            graph.compile_plain = functools.partial(InUse._compiled, self._weak, forward, False, counted_with)
         return graph
 
     def _compiled(self, forward: ForwardGraph, layouts: bool, counted_with: Mapping[str, int]) -> TrainingGraph:
@@ -352,7 +356,7 @@ class InUse(NotCopied):
             as_declared=self.source.as_declared,
             disabled_passes=[*self.settings.disabled_passes, *(NOT_NATIVE if self._native else ())], sizes=self._sizes,
         )  # fmt: skip
-        graph.decisions, graph.moment = decisions, self._moment
+        graph.decisions, graph.moment = decisions, functools.partial(InUse._moment, self._weak)
         return graph
 
     def _moment(self) -> dict[str, float | list[float]]:

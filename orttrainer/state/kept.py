@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 
 import torch
 
+from orttrainer.state.shown import Held
 from orttrainer.training_graph import SEED, STEP, StateEntry
 
 __all__ = ["KeptState"]
@@ -27,6 +28,7 @@ class KeptState:
         latest: name -> the tensor that has its value, as the model declares it; counters are not among them.
         counts: parameter -> how often it was updated, plus 1, as of when the last graph took over.
         counters: trained parameter -> the tensor that counts its updates in the graph at work.
+        held: all state that graphs show, while there is a trainer, or its optimizer.
     """
 
     def __init__(self, slot_names: Collection[str], count: str | None = None, always: Collection[str] = ()):
@@ -34,6 +36,7 @@ class KeptState:
         self.latest: dict[str, torch.Tensor] = {}
         self.counts: dict[str, int] = {}
         self.counters: dict[str, torch.Tensor] = {}
+        self.held = Held()
         self._made: weakref.WeakValueDictionary[tuple, torch.Tensor] = weakref.WeakValueDictionary()
 
     def stored(self, entry: StateEntry, make: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -82,7 +82,7 @@ class TrainedState:
             own = export.named_state(*self._named)
         self._shared = {*own}
         self.tensors: dict[str, torch.Tensor] = {}
-        self._shown = Shown(self.tensors)
+        self._shown = Shown(self.tensors, self._kept.held)
         self._seen: Seen | None = None
         self.stored: dict[str, torch.Tensor] = {}
         entries = [entry for entry in graph.signature.state if entry.role != "accumulator"]  # those are the runner's

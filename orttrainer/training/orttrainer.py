@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -90,7 +91,8 @@ class ORTTrainer(FrontEnd):
             check_loss_fn_is_needed(model, self.model_desc)
         self._early: EarlyLoad | None = None
         self._is_settled = self._is_torn = False
-        self._groups = RateGroups(optim_config, self._has_schedule)
+        own = weakref.proxy(self)
+        self._groups = RateGroups(optim_config, lambda: own._has_schedule())
         settings = engine_settings(self.options)
         try:
             self._engine = Engine(
@@ -101,7 +103,7 @@ class ORTTrainer(FrontEnd):
                 f"{str(error).removesuffix('.')}. The device of this trainer is the option {{'device': {{'id': {settings.device!r}}}}}."
             ) from error
         self._torch_model = self._engine.source.module  # where legacy had it
-        self._engine.loaded_elsewhere = lambda: not_sent(self._early, self._counts, self._has_schedule())
+        self._engine.loaded_elsewhere = lambda: not_sent(own._early, own._counts, own._has_schedule())
         if self._engine.is_compiled:
             self._settle()
 
