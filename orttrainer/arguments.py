@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import numbers
 import os
 import warnings
 from collections.abc import Sequence
@@ -153,11 +154,25 @@ def check_schedule(get_lr_this_step, global_step) -> None:
         )
 
 
+def check_counts(**counts) -> None:
+    """What a trainer counts on from, which its users may set, before a step changes anything."""
+    for name, count in counts.items():
+        if not isinstance(count, (numbers.Real, torch.Tensor)):
+            raise InvalidArgumentError(f"{name} must be a number, which the trainer counts on; got {count!r}")
+
+
 def check_postprocess(postprocess) -> None:
     if postprocess is not None and not callable(postprocess):
         raise InvalidArgumentError(
             f"the postprocess function must be callable as f(onnx_model), or None; got {postprocess!r}"
         )
+
+
+def check_settings(settings) -> None:
+    """Of an engine's settings those that nobody reads before a model is compiled."""
+    check_flags(data_parallel=settings.data_parallel, strict=settings.strict, check_export=settings.check_export)
+    check_recompute(settings.recompute)
+    check_functions(settings.postprocess, settings.session_options)
 
 
 def check_functions(postprocess, session_options) -> None:

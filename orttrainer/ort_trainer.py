@@ -12,6 +12,7 @@ import onnx_ir as ir
 import torch
 
 from orttrainer.arguments import (
+    check_counts,
     check_flags,
     check_model,
     check_postprocess,
@@ -215,6 +216,7 @@ class ORTTrainer(FrontEnd):
         """
         engine = self._engine
         with engine.preparing_a_step(reading=True):
+            check_counts(global_step_=self.global_step_, current_step=self.current_step)
             given, rate, scale = self._arguments(args, kwargs)
             wanted = None if fetches is None else engine.checked_fetches(fetches)
         results, finite = engine.train_step(given, rate, scale, count=self._count)

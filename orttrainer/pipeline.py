@@ -149,7 +149,7 @@ NOT_NATIVE = (
 def check_disabled_passes(names: Sequence[str]) -> None:
     """Raise InvalidArgumentError unless `names` are a list of names of passes in `SPEED_PASSES`."""
     known = [chosen.__name__ for chosen in SPEED_PASSES]
-    if isinstance(names, str) or not all(name in known for name in names):
+    if not isinstance(names, (list, tuple, set, frozenset)) or not all(name in known for name in names):
         raise InvalidArgumentError(
             f"disabled_passes must be a list of passes that a graph can do without, which are {known}; got {names!r}"
         )

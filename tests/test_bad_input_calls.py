@@ -109,6 +109,18 @@ def test_a_wrong_call_changes_nothing_and_the_next_right_one_works(case, trained
     assert trained.current_step == before["current_step"] + 1
 
 
+@pytest.mark.parametrize("name", ["global_step_", "current_step"])
+def test_a_count_that_is_set_to_no_number_changes_nothing(name, trained):
+    before = snapshot(trained)
+    right = getattr(trained, name)
+    setattr(trained, name, None)
+    with raises(InvalidArgumentError, f"{name} must be a number, which the trainer counts on; got None"):
+        trained.train_step(x, y, 0.1)
+    setattr(trained, name, right)
+    assert_untouched(trained, before)
+    trained.train_step(x, y, 0.1)
+
+
 SCHEDULES = {
     "None": (
         lambda step: None,

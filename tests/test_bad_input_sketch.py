@@ -28,6 +28,11 @@ def make(optimizer=adamw, criterion=nn.functional.mse_loss, **settings):
     return trainer(module, criterion, optimizer(module), check_export=False, **settings)
 
 
+def with_check(check_export):
+    module = net()
+    return trainer(module, nn.functional.mse_loss, sgd(module), check_export=check_export)
+
+
 def snapshot(sketch) -> dict:
     return {name: tensor.clone() for name, tensor in sketch._engine.state_dict().items()}
 
@@ -58,6 +63,13 @@ ARGUMENTS = {
     "mixed precision switched on": (lambda: make(mixed_precision=True), InvalidArgumentError, "the precision must be 'float16', 'bfloat16' or None, got True"),
     "torch's scaler": (lambda: make(mixed_precision="float16", loss_scaler=torch.amp.GradScaler("cpu")), InvalidArgumentError, "GradScaler has no loss_scale_"),
     "a learning rate": (lambda: make(learning_rate=0.1), InvalidArgumentError, "trainer() has no arguments ['learning_rate']; beside its own it takes"),
+    "text for a switch": (lambda: make(data_parallel="no"), InvalidArgumentError, "data_parallel must be True or False, got 'no'"),
+    "text for another": (lambda: make(strict="False"), InvalidArgumentError, "strict must be True or False, got 'False'"),
+    "a tensor for another": (lambda: with_check(torch.ones(2)), InvalidArgumentError, "check_export must be True or False, got tensor([1., 1.])"),
+    "a number for providers": (lambda: make(providers=5), InvalidArgumentError, "providers must be a list of names or of (name, dict of options), got 5"),
+    "a list of provider_options": (lambda: make(provider_options=[{"a": "1"}]), InvalidArgumentError, "provider_options must be a dict, name of an execution provider -> dict of options for it; got [{'a': '1'}]"),
+    "a number for a provider's options": (lambda: make(provider_options={"CPUExecutionProvider": 3}), InvalidArgumentError, "provider_options must be a dict...got {'CPUExecutionProvider': 3}"),
+    "None for disabled_passes": (lambda: make(disabled_passes=None), InvalidArgumentError, "disabled_passes must be a list of passes...got None"),
     "a dict for the description": (lambda: make(model_desc={}), InvalidArgumentError, "model_desc must be a ModelDescription or None, got dict"),
 }  # fmt: skip
 

@@ -15,7 +15,7 @@ import torch
 from onnx_ir.tensor_adapters import to_torch_dtype
 
 from orttrainer import runtime, signals
-from orttrainer.arguments import check_functions, check_recompute, checked_precision, checked_steps, to_device
+from orttrainer.arguments import check_settings, checked_precision, checked_steps, to_device
 from orttrainer.compile import compile_training_graph
 from orttrainer.describe import InputSchema, ModelDescription
 from orttrainer.distributed import (
@@ -70,8 +70,7 @@ class InUse(NotCopied):
     ):
         self._accumulation_steps = checked_steps(settings.accumulation_steps)
         self.precision: ir.DataType | None = checked_precision(settings.precision)
-        check_recompute(settings.recompute)
-        check_functions(settings.postprocess, settings.session_options)
+        check_settings(settings)
         self._watch = LossWatch(settings.nonfinite_loss)
         check_disabled_passes(settings.disabled_passes)
         # For what the engine has itself: with it in a circle all of the memory would wait for garbage to be collected.
@@ -87,11 +86,11 @@ class InUse(NotCopied):
         )
         self.device = runtime.parse_device(device_of_rank(torch.device(settings.device), self.collective))
         runtime.check_device(self.device)
+        chosen = runtime.choose_providers(self.device, settings.providers)  # an unknown provider is an error now
         self._native = is_wanted(settings.native_kernels, self.device.type, settings.providers)
         if settings.provider_options:
-            chosen = runtime.choose_providers(self.device, settings.providers)
             settings = replace(settings, providers=runtime.with_provider_options(chosen, settings.provider_options))
-        runtime.choose_providers(self.device, settings.providers)  # an unknown provider is an error now
+            runtime.choose_providers(self.device, settings.providers)
         make_optimizer(optimizer.name, [], optimizer.attributes, optimizer.clip)  # so is an unknown optimizer
         rule = OPTIMIZERS[optimizer.name]
         self._kept = KeptState(rule.slot_names, rule.count, rule.always)

@@ -153,7 +153,15 @@ def choose_providers(device: torch.device, providers: Sequence | None = None) ->
 
 
 def with_provider_options(providers: Sequence, options: Mapping[str, Mapping]) -> list:
-    """The providers with more options each; one that is not among them goes before them."""
+    """The providers with more options each; one that is not among them goes before them.
+
+    Raises:
+        InvalidArgumentError: `options` is no dict of dicts.
+    """
+    if not isinstance(options, Mapping) or not all(isinstance(given, Mapping) for given in options.values()):
+        raise InvalidArgumentError(
+            f"provider_options must be a dict, name of an execution provider -> dict of options for it; got {options!r}"
+        )
     given = [(provider, {}) if isinstance(provider, str) else provider for provider in providers]
     merged = [(name, {**own, **options.get(name, {})}) for name, own in given]
     known = [name for name, _ in given]
