@@ -127,6 +127,8 @@ FUNCTIONS = {
     "extrema of all": (lambda x: x.max() * torch.min(x) - x.amax((0, 1)), TIES),
     "extrema of all axes that are not named": (lambda x: x.amax() * torch.amin(x, keepdim=True) + x.amin(()) - torch.amax(x, axis=1), TIES),
     "an amax of a scalar": (lambda x: x.amax() * torch.amin(x), 2.0),
+    "topk of a scalar": (lambda x: x.topk(1, 0)[0] * torch.topk(x, 1).values + x.topk(1, -1, False)[1], 2.0),
+    "variances of a scalar": (lambda x: (x * 1.0).sum() * (1 + x.var(0, correction=0) + torch.var_mean(x, -1, correction=0)[1] + x.std(dim=0, unbiased=False)), 2.0),
     "the larger of two": (lambda x, y: torch.max(x, y) * torch.min(x, other=y), TIES, OTHER),
     "a margin between several": (
         lambda x: F.multi_margin_loss(x, torch.tensor([1, 2]), margin=1.0, weight=x[0].detach(), reduction="none")

@@ -11,13 +11,28 @@ from orttrainer.export.rewrites.precision import rounded_once
 __all__ = ["REWRITES", "clamp", "flat_beyond", "larger", "slope_at_zero", "smaller"]
 
 
+def _of_a_row(function):
+    """torch.var or torch.var_mean: of a number as of a row of one, since the exporters ask for the size along its axis."""
+
+    def call(input, *args, **kwargs):
+        if input.dim():
+            return function(input, *args, **kwargs)
+        found = function(input.reshape(1), *args, **kwargs)
+        return tuple(part.reshape(()) for part in found) if isinstance(found, tuple) else found.reshape(())
+
+    return call
+
+
+_var, _var_mean = _of_a_row(torch.var), _of_a_row(torch.var_mean)
+
+
 def _std(input, *args, **kwargs):
     """torch.std, whose slope is 0 where all elements are equal."""
-    return _root(torch.var(input, *args, **kwargs))
+    return _root(_var(input, *args, **kwargs))
 
 
 def _std_mean(input, *args, **kwargs):
-    variance, mean = torch.var_mean(input, *args, **kwargs)
+    variance, mean = _var_mean(input, *args, **kwargs)
     return _root(variance), mean
 
 
@@ -102,5 +117,7 @@ REWRITES = {
     **dict.fromkeys([torch.clamp_max, torch.Tensor.clamp_max], _clamp_max),
     **dict.fromkeys([torch.std, torch.Tensor.std], _std),
     torch.std_mean: _std_mean,
+    **dict.fromkeys([torch.var, torch.Tensor.var], _var),
+    torch.var_mean: _var_mean,
     F.softshrink: _softshrink,
 }

@@ -32,6 +32,14 @@ def _kthvalue(input, k, dim=-1, keepdim=False):
     return torch.return_types.kthvalue(found if keepdim else [part.squeeze(dim) for part in found])
 
 
+def _topk(input, k, dim=-1, largest=True, sorted=True):
+    """ONNX's has no axis for a number."""
+    if input.dim():
+        return torch.topk(input, k, dim, largest, sorted)
+    found = torch.topk(input.reshape(1), k, dim, largest, sorted)
+    return torch.return_types.topk(part.reshape(()) for part in found)
+
+
 def _median(input, dim=None, keepdim=False):
     """The lower one of the two in the middle; without `dim`, elements that tie with it share its gradient."""
     if dim is None:
@@ -181,4 +189,5 @@ REWRITES = functions(
     nanquantile=_nanquantile,
     searchsorted=searchsorted,
     sort=_sort,
+    topk=_topk,
 )
