@@ -384,6 +384,17 @@ def test_a_run_ends_behind_its_last_step_however_many_epochs_there_might_be(monk
     assert rates == [0.1, 0.05]
 
 
+@pytest.mark.parametrize(("decay", "epoch"), [(1e38, 3), (1e20, 3), (4.0, 67)])
+def test_a_rate_that_float32_does_not_hold_ends_a_run_before_that_epoch(decay, epoch, monkeypatch):
+    monkeypatch.syspath_prepend(SAMPLE)
+    run = object.__new__(importlib.import_module("common").Run)
+    run.args, run.steps, run.total_steps = SimpleNamespace(epochs=1000, lr=0.1, lr_decay=decay), 0, 1
+    said = f"error: float32 does not hold the learning rate of epoch {epoch}: take a smaller --lr-decay than {decay:g}"
+    with pytest.raises(SystemExit, match=re.escape(said)):
+        list(run.epochs())
+    assert run.epoch == epoch - 1
+
+
 def test_what_the_system_lacks_is_said_in_one_line():
     done = train("--device", "cuda", env={"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode != 0

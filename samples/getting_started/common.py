@@ -184,8 +184,20 @@ class Run:
         for epoch in range(self.args.epochs):
             if self.steps == self.total_steps:
                 break
-            self.epoch, self.learning_rate = epoch + 1, self.args.lr * self.args.lr_decay**epoch
+            self.epoch, self.learning_rate = epoch + 1, self.rate(epoch)
             yield self.learning_rate
+
+    def rate(self, epoch):
+        try:
+            rate = self.args.lr * self.args.lr_decay**epoch
+        except OverflowError:
+            rate = math.inf
+        if rate > torch.finfo(torch.float32).max:
+            sys.exit(
+                f"error: float32 does not hold the learning rate of epoch {epoch + 1}: "
+                f"take a smaller --lr-decay than {self.args.lr_decay:g}"
+            )
+        return rate
 
     def batches(self):
         """Yield (data [n, batch], targets [n * batch]) of an epoch, n = bptt but for the last."""
