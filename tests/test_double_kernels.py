@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -10,6 +12,7 @@ from cases import (
     convolution,
     convolution_transposed,
     elementwise,
+    indexing,
     normalization,
     pooling,
     resize,
@@ -21,10 +24,12 @@ from marks import of_each_operator
 
 from orttrainer.differentiate.double.kernels import lacks_kernels
 from orttrainer.differentiate.rules import convolution_weights
-from orttrainer.testing import Case, check_vjp
+from orttrainer.testing import Case, Fixed, check_vjp
 from orttrainer.testing.check import _gradients, _model, evaluate
 
-FAMILIES = activation, convolution, convolution_transposed, elementwise, normalization, pooling, resize, shape, signal
+FAMILIES = (
+    activation, convolution, convolution_transposed, elementwise, indexing, normalization, pooling, resize, shape, signal,
+)  # fmt: skip
 # ONNX's evaluator has the scales in float32; of a kernel of unknown size there are no taps to write out.
 LESS_EXACT = {"cubic_down", "cubic_align_corners", "cubic_exclude_outside", "cubic_antialias"}
 
@@ -63,6 +68,41 @@ def close(found, expected, tolerance):
     for name, y in expected.items():
         assert found[name].shape == y.shape
         np.testing.assert_allclose(found[name], y, rtol=0, atol=tolerance * max(1.0, np.abs(y).max(initial=0.0)))
+
+
+def test_the_largest_of_the_first_axis_is_chosen_the_first_of_two():
+    case = Case("Hardmax", np.array([[1.0, 5.0, -1.0], [1.0, 2.0, 1e-300]]), axis=0)
+    found = written_out(*_model(case, np.float64))["y0"]
+    np.testing.assert_array_equal(found, [[1, 1, 0], [0, 0, 1]])
+
+
+def test_what_differs_from_0_is_found_be_it_smaller_than_float32_or_no_number():
+    x = np.array([[0.0, 1e-300, -0.0], [math.nan, 5e-324, -math.inf]])
+    found = written_out(*_model(Case("NonZero", x), np.float64))["y0"]
+    np.testing.assert_array_equal(found, np.nonzero(x))
+
+
+def test_numbers_are_chosen_by_indices_of_other_types():
+    values = Fixed(np.array([0.1, 1e300]))
+    found = written_out(
+        *_model(Case("OneHot", Fixed(np.array([2.0, -1.0])), np.array(3, np.int32), values), np.float64)
+    )
+    np.testing.assert_array_equal(found["y0"], np.where(np.eye(3)[[2, 2]] == 1, 1e300, 0.1))
+
+
+def test_a_maximum_is_put_back_into_a_shape_that_is_given():
+    case = Case(
+        "MaxUnpool", np.array([[[[0.1, 1e300], [-2.0, 0.0]]]]), np.array([[[[5, 7], [13, 15]]]]), np.array([1, 1, 5, 5]),
+        kernel_shape=[2, 2], strides=[2, 2],
+    )  # fmt: skip
+    expected = np.zeros(25)
+    expected[[5, 7, 13, 15]] = 0.1, 1e300, -2.0, 0.0
+    model, feeds = _model(case, np.float64)
+    found = written_out(model, feeds)["y0"]
+    np.testing.assert_array_equal(found, expected.reshape(1, 1, 5, 5))
+    dy = np.arange(25.0).reshape(found.shape)
+    (gradient,) = _gradients(model, feeds, {"y0": dy}, run=written_out).values()
+    np.testing.assert_array_equal(gradient.reshape(-1), [5, 7, 13, 15])
 
 
 @pytest.mark.parametrize("case", convolution.CASES + convolution_transposed.CASES, ids=str)

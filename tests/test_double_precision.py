@@ -97,17 +97,14 @@ def test_numbers_of_pythons_are_not_rounded_to_float32():
 def test_an_operator_that_the_runtime_has_in_float32_only_is_named():
     model = onnx.parser.parse_model("""
         <ir_version: 8, opset_import: ["" : 18]>
-        graph (double[n, 3] x) => (double loss) <double[3] shift = {0.25, 0.5, 1}> {
+        graph (double[n, 4, 4] x) => (double loss) <double[4] shift = {0.25, 0.5, 1, 2}> {
             moved = Add(x, shift)
-            largest = Hardmax(moved)
-            product = Mul(moved, largest)
-            loss = ReduceMean <keepdims = 0> (product)
+            volumes = Det(moved)
+            loss = ReduceMean <keepdims = 0> (volumes)
         }""")
-    desc = ModelDescription([IODescription("x", ["n", 3], torch.float64)], [IODescription("loss", [])])
-    with pytest.raises(
-        ExecutionError, match=r"an implementation for Hardmax.* compute in float32 where it is of float64"
-    ):
-        make(model, loss_fn=None, desc=desc).train_step(torch.ones(2, 3, dtype=torch.float64), 0.1)
+    desc = ModelDescription([IODescription("x", ["n", 4, 4], torch.float64)], [IODescription("loss", [])])
+    with pytest.raises(ExecutionError, match=r"an implementation for Det.* compute in float32 where it is of float64"):
+        make(model, loss_fn=None, desc=desc).train_step(torch.ones(2, 4, 4, dtype=torch.float64), 0.1)
 
 
 AROUND = torch.cat(

@@ -9,6 +9,7 @@ from onnx_ir.passes import common
 
 from orttrainer.differentiate.double import (
     activations,
+    choices,
     convolution,
     functions,
     matrix,
@@ -22,6 +23,7 @@ from orttrainer.graph.builder import Builder, take_place
 _OPSET, _WITHOUT_BODIES = 18, 20  # that they are written in; from which on ONNX Runtime has no bodies of activations
 _FORMS: dict[str, Callable[[Builder, ir.Node], ir.Value | None]] = {
     **activations.FORMS,
+    **choices.FORMS,
     **convolution.FORMS,
     **functions.FORMS,
     **matrix.FORMS,
@@ -59,10 +61,15 @@ def _forms(model: ir.Model) -> dict:
 
 
 def _is_one_of(forms: dict, node: ir.Node) -> bool:
-    if node.domain or node.op_type not in forms or node.inputs[0].dtype != ir.DataType.DOUBLE:
+    if node.domain or node.op_type not in forms or _of_numbers(node).dtype != ir.DataType.DOUBLE:
         return False
     is_exact = transforms.EXACT.get(node.op_type)
     return is_exact is None or not is_exact(node)
+
+
+def _of_numbers(node: ir.Node) -> ir.Value:
+    """What an operator computes with: of OneHot its values."""
+    return node.inputs[2 if node.op_type == "OneHot" else 0]
 
 
 def _write_out(graph: ir.Graph, forms: dict) -> None:

@@ -1,4 +1,4 @@
-"""Pools but MaxPool: sums along one axis after the other."""
+"""Pools but MaxPool: sums along one axis after the other; and MaxUnpool."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from orttrainer.differentiate.rules.convolution import sliding
-from orttrainer.differentiate.rules.pooling import reciprocal_counts
+from orttrainer.differentiate.rules.pooling import origins, reciprocal_counts
 from orttrainer.differentiate.rules.tools import attribute
 from orttrainer.differentiate.rules.unfold import MANY, gathered_along, offsets_of, padded, taps_along
 from orttrainer.differentiate.rules.windows import Window, ints
@@ -57,6 +57,12 @@ def global_lp_pool(op, node: ir.Node) -> ir.Value | None:
     return _root(op, op.ReduceSum(_power(op, x, p), _spatial(x), keepdims=1), p)
 
 
+def max_unpool(op, node: ir.Node) -> ir.Value:
+    """Each number in its place, 0 elsewhere."""
+    x = node.inputs[0]
+    return op.Gather(op.Concat(op.const(np.zeros(1), x.dtype), op.Reshape(x, [-1]), axis=0), origins(op, node))
+
+
 def _spatial(x: ir.Value) -> list[int]:
     return list(range(2, len(x.shape)))
 
@@ -105,4 +111,5 @@ FORMS = {
     "GlobalLpPool": global_lp_pool,
     "GlobalMaxPool": global_max_pool,
     "LpPool": lp_pool,
+    "MaxUnpool": max_unpool,
 }

@@ -45,8 +45,20 @@ def max_unpool(op, node, dy):
     x, indices = node.inputs[:2]
     if operand(node, 2) is None:
         return (shaped(op.Gather(op.Reshape(dy, [-1]), indices), x),)
-    # ONNX counts the indices in the shape that the kernel gives, ONNX Runtime in output_shape. So unpool numbers: 1 is
-    # the first element, 0 where none was put; in two digits, since a float32 counts to 2^24 only.
+    origin, count = origins(op, node), op.Reshape(op.size(x), [1])
+    sums = scatter_along(
+        op, op.Reshape(dy, [-1]), op.Reshape(origin, [-1]), 0, op.Add(count, np.int64(1)), unique=False, like=None
+    )  # [1 + elements]
+    return (op.reshape_as(op.Slice(sums, [1], [np.iinfo(np.int64).max], [0]), x),)
+
+
+def origins(op, node) -> ir.Value:
+    """For each element of what MaxUnpool gives, which one of X it is: 1 is the first, 0 where none was put.
+
+    ONNX counts the indices in the shape that the kernel gives, ONNX Runtime in output_shape. So unpool numbers, in two
+    digits, since a float32 counts to 2^24 only.
+    """
+    x = node.inputs[0]
     count, base = op.Reshape(op.size(x), [1]), np.int64(2048)
     numbers = op.reshape_as(op.Add(positions(op, count), np.int64(1)), x)
     kept = {name: attribute(node, name, None) for name in ("kernel_shape", "pads", "strides")}
@@ -54,11 +66,7 @@ def max_unpool(op, node, dy):
     for digit in (op.Div(numbers, base), op.Mod(numbers, base)):
         unpooled = op.MaxUnpool(op.Cast(digit, to=int(ir.DataType.FLOAT)), *node.inputs[1:], **kept)
         digits.append(op.Cast(unpooled, to=int(ir.DataType.INT64)))
-    origin = op.Reshape(op.Add(op.Mul(digits[0], base), digits[1]), [-1])
-    sums = scatter_along(
-        op, op.Reshape(dy, [-1]), origin, 0, op.Add(count, np.int64(1)), unique=False, like=None
-    )  # [1 + elements]
-    return (op.reshape_as(op.Slice(sums, [1], [np.iinfo(np.int64).max], [0]), x),)
+    return op.Add(op.Mul(digits[0], base), digits[1])
 
 
 @vjp("AveragePool")
