@@ -16,6 +16,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 from orttrainer.describe import filled
 from orttrainer.errors import InvalidArgumentError, SchemaError, UnsupportedFeatureError, UnsupportedModelError
 from orttrainer.export import checkpoints
+from orttrainer.export.opened import weights_passed_on
 from orttrainer.export.values.conditions import Followed
 
 __all__ = [
@@ -90,7 +91,7 @@ class LossModule(nn.Module):
 
     def described_outputs(self, inputs):
         """Call module and loss; return as many outputs as are described."""
-        with _scripts_as_python():
+        with _scripts_as_python(), weights_passed_on():
             given = {n: x.requires_grad_() if n in self.marked else x for n, x in zip(self.input_names, inputs)}
             arguments = filled(self.arguments, given)
             prediction = self.module(**arguments) if isinstance(arguments, dict) else self.module(*arguments)

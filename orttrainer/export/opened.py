@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch._jit_internal import boolean_dispatched
 
-__all__ = ["opened"]
+__all__ = ["opened", "weights_passed_on"]
 
 
 def opened(func):
@@ -27,6 +27,17 @@ def opened(func):
         return _initialization(func)
     chosen = boolean_dispatched[func]["if_true"] if func in boolean_dispatched else func  # of torch.unique, too
     return _opened(func) if chosen.__globals__ is vars(F) or func is torch.autograd.grad else None
+
+
+def weights_passed_on():
+    """F.l1_loss gives the mode that it asks all its arguments but `weight`, which it only names among the tensors."""
+
+    def handle(func, tensors, *args, **kwargs):
+        if func is F.l1_loss and len(tensors) == 3:
+            kwargs["weight"] = tensors[2]
+        return torch.overrides.handle_torch_function(func, tensors, *args, **kwargs)
+
+    return mock.patch.object(F, "handle_torch_function", handle)
 
 
 @functools.cache
