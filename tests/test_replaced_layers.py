@@ -43,6 +43,7 @@ CHANGES = {
     "one less": lambda m: m.body.__delitem__(1),
     "what is there twice is there once": shared,
     "another order": order,
+    "another order of the same": lambda m: m.body._modules.update({"1": m.body._modules.pop("1")}),
     "another container": lambda m: setattr(m, "body", nn.Sequential(m.body[0], nn.ELU())),
     "equal": lambda m: m.body.__setitem__(1, nn.Tanh()),
 }

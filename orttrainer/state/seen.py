@@ -22,6 +22,8 @@ class Seen:
         modules = list(modules)
         owners = [owner for k in modules for owner in (k._parameters, k._buffers)]  # also empty ones: more may come
         self._dicts = [*(k._modules for k in modules), *owners]
+        self._several = [k._modules for k in modules if len(k._modules) > 1]
+        self._orders = [*map(list, self._several)]  # to which dicts that are equal are blind
         nothing: dict = {}  # one for all, so that the comparison touches less memory
         self._contents = [dict(held) if held else nothing for held in self._dicts]
         found = [(o, k, x) for o in owners for k, x in o.items() if isinstance(x, torch.Tensor)]
@@ -36,7 +38,7 @@ class Seen:
         try:
             # Quick, since what is the same object is equal. Of other tensors the comparison is a tensor, whose truth
             # raises, but where it has one element.
-            if self._dicts != self._contents:
+            if self._dicts != self._contents or [*map(list, self._several)] != self._orders:
                 return False
         except Exception:  # of whatever class: it was a comparison of tensors
             return False
