@@ -1,6 +1,7 @@
 """Complex numbers are pairs of real ones in the graph, inside forward and as state; the module keeps its own tensors."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -131,6 +132,25 @@ FUNCTIONS = {
         lambda z, w: torch.addcmul(z, w, z, value=2) + torch.addcdiv(z, z, w + 4), lambda z, w: z * (z.conj() == z.conj()) * (z != w),
         lambda z, w: z * z.isclose(z + w / 1e6, rtol=1e-6) + w * torch.isclose(z, z),
         lambda z, w: z * (z.isfinite() & ~z.isnan() & ~w.isinf()) if (z == None) is False and z != None else w,  # noqa: E711
+    ],
+    "norms": [
+        lambda z, w: torch.linalg.norm(z, 2, dim=1) + z.norm(p=3, dim=1), lambda z, w: torch.linalg.norm(w[0], 3) * (w - w).norm(),
+        lambda z, w: torch.linalg.matrix_norm(z) + torch.linalg.matrix_norm(w, math.inf), lambda z, w: torch.linalg.norm(z, 1),
+        lambda z, w: torch.dist(z, w) + z.dist(w, 3), lambda z, w: torch.norm(z, dim=0, keepdim=True) * torch.linalg.vector_norm(w), lambda z, w: z.norm(3) * w.norm(2, 1, True),
+        lambda z, w: torch.linalg.norm(z, 2, 1, True) * torch.linalg.vector_norm(w, 3, (0, 1)) + (z @ w.T).norm(),
+    ],
+    "inverse functions and factors": [
+        lambda z, w: z.asin() + w.acos(), lambda z, w: z.atan() * w.asinh(), lambda z, w: torch.acosh(3 * z) + z.arctanh(),
+        lambda z, w: (w.real * 9 + 0j).arccos() + (40 * z).arcsinh(), lambda z, w: torch.complex(torch.zeros(3, 4), w.real * 3).arctan(),
+        lambda z, w: (w.real * 3 + 0j).acosh() + (w.real * 3 + 0j).atanh(),
+        lambda z, w: (z - z).sinc() + w.sinc(), lambda z, w: torch.conj_physical(z) * w,
+        lambda z, w: torch.linalg.multi_dot([z, w.T, z, w[0]]), lambda z, w: torch.linalg.cross(z[:, :3], w[:, 1:]) + z[:, :3].cross(w[:, :3], dim=1),
+        lambda z, w: torch.linalg.solve_triangular(w[:, :3] + 5 * torch.eye(3), z, upper=False),
+        lambda z, w: torch.linalg.solve_triangular(w[:, :3] / 4, z.T, upper=True, left=False, unitriangular=True),
+        lambda z, w: torch.linalg.cholesky(z @ z.mH + 1j * w.real[:, :3].diag().diag() + 3 * torch.eye(3)),
+        lambda z, w: torch.linalg.cholesky(z @ z.mH + 3 * torch.eye(3), upper=True).real, lambda z, w: z.take(torch.tensor([5, -1])) * w[0, :2],
+        lambda z, w: z[:1].expand_as(w) * z[:, :1].broadcast_to(3, 4), lambda z, w: z.index_fill(1, torch.tensor([2, 0]), 1j) * w.index_fill(0, torch.tensor([0]), 2),
+        lambda z, w: z.masked_scatter(WHERE, w) * w.clone().index_fill_(1, torch.tensor([3]), 0.5),
     ],
     "far from 0": [
         lambda z, w: (100 * z).tanh() + (w.imag * 1j).tanh(), lambda z, w: (100j * z).tan(), lambda z, w: (15 * w).sigmoid(),

@@ -13,11 +13,13 @@ import torch
 import torch.nn.functional as F
 
 from orttrainer.errors import UnsupportedFeatureError
-from orttrainer.export.rewrites import complex_arithmetic, linear_algebra
+from orttrainer.export.forms.stop_gradient import stop_gradient
+from orttrainer.export.rewrites import complex_arithmetic, complex_matrices
 from orttrainer.export.rewrites.complex_arithmetic import mul
+from orttrainer.export.rewrites.complex_matrices import matmul, product
 from orttrainer.export.rewrites.complex_parts import by_parts, is_complex, parts
 from orttrainer.export.rewrites.real_transforms import resized, several, sizes_of
-from orttrainer.export.rewrites.spelled_out import atan2, kron
+from orttrainer.export.rewrites.spelled_out import atan2, kron, sign_of
 
 __all__ = ["FUNCTIONS", "METHODS", "rewrites_of_others"]
 
@@ -88,14 +90,63 @@ def _tanh(z):
 
 def _tan(z):
     """-i tanh(i z)."""
-    a, b = parts(z)
-    c, d = parts(_tanh(torch.complex(-b, a)))
-    return torch.complex(d, -c)
+    return _turned(_tanh)(z)
 
 
 def _sigmoid(z):
     a, b = parts(z)
     return 1 / (1 + _exp(torch.complex((-a).clamp(max=2 * _FAR), -b)))
+
+
+def _inverse_sinh(z, cut=lambda a, b: (a, b)):
+    """log(w + sqrt(w^2 + 1)) of w = z or -z, whichever lies to the right: there nothing cancels."""
+    a, b = parts(z)
+    side = sign_of(a)
+    a, b = cut(a * side, b * side)
+    c, d = parts(_sqrt(torch.complex((a - b) * (a + b) + 1, 2 * a * b)))
+    e, f = parts(_log(torch.complex(a + c, b + d)))
+    return torch.complex(e * side, f * side)
+
+
+def _asinh(z):
+    """On half of its cut PyTorch's slope is that of the other side, the negative one."""
+
+    def cut(*w):
+        turns, kept = (w[0] == 0) & (w[1] < -1), map(stop_gradient, w)
+        return (torch.where(turns, k - (part - k), part) for k, part in zip(kept, w))
+
+    return _inverse_sinh(z, cut)
+
+
+def _acosh(z):
+    """i acos(z) or -i acos(z), whichever lies to the right."""
+    a, b = parts(_turned(_inverse_sinh)(z))  # of the arc sine
+    side = sign_of(parts(z)[1])
+    return torch.complex(b * side, (math.pi / 2 - a) * side)
+
+
+def _atanh(z):
+    a, b = parts(z)
+    return (_log1p(z) - _log1p(torch.complex(-a, -b))) / 2
+
+
+def _turned(function: Callable) -> Callable:
+    """-i f(i z)."""
+
+    def applied(z):
+        a, b = parts(z)
+        c, d = parts(function(torch.complex(-b, a)))
+        return torch.complex(d, -c)
+
+    return applied
+
+
+_asin, _atan = _turned(_asinh), _turned(_atanh)
+
+
+def _acos(z):
+    a, b = parts(_asin(z))
+    return torch.complex(math.pi / 2 - a, -b)
 
 
 def _sgn(z):
@@ -114,6 +165,20 @@ def _pow(z, exponent):
         logarithm = cmath.log(z)
         return _exp(mul(exponent, logarithm if logarithm.imag else logarithm.real))
     return _exp(mul(_log(z), exponent))
+
+
+def _sinc(z):
+    """sin(pi z) / (pi z), with the slope 0 at 0."""
+    a, b = parts(z)
+    nothing = (a == 0) & (b == 0)
+    angle = torch.complex(torch.where(nothing, 1.0, a) * math.pi, b * math.pi)
+    c, d = parts(_sin(angle) / angle)
+    return torch.complex(torch.where(nothing, 1.0, c), torch.where(nothing, 0.0, d))
+
+
+def _conjugated(z):
+    a, b = parts(z)
+    return torch.complex(a, -b)
 
 
 def _isclose(input, other, rtol=1e-5, atol=1e-8, equal_nan=False):
@@ -182,25 +247,11 @@ def _cumprod(input, dim, *, dtype=None):
 # ---------------------------------------------------------------- products
 
 
-def _product(function: Callable) -> Callable:
-    """`function` is linear in each of its first two arguments."""
-
-    def applied(x, y, *args, **kwargs):
-        (a, b), (c, d) = parts(x), parts(y)
-        real = function(a, c, *args, **kwargs) - function(b, d, *args, **kwargs)
-        return torch.complex(real, function(a, d, *args, **kwargs) + function(b, c, *args, **kwargs))
-
-    return applied
-
-
-_matmul = _product(torch.matmul)
-
-
-def _added(product: Callable) -> Callable:
-    """torch.addmm and the like: beta * input + alpha * product(x, y)."""
+def _added(of_two: Callable) -> Callable:
+    """torch.addmm and the like: beta * input + alpha * of_two(x, y)."""
 
     def applied(input, x, y, *, beta=1, alpha=1):
-        return mul(input, beta) + mul(product(x, y), alpha)
+        return mul(input, beta) + mul(of_two(x, y), alpha)
 
     return applied
 
@@ -209,49 +260,20 @@ def _with_bias(convolution: Callable) -> Callable:
     """A convolution of complex images."""
 
     def applied(input, weight, bias=None, *args, **kwargs):
-        result = _product(lambda x, w: convolution(x, w, None, *args, **kwargs))(input, weight)
+        result = product(lambda x, w: convolution(x, w, None, *args, **kwargs))(input, weight)
         return result if bias is None else result + by_parts(torch.reshape)(bias, (-1, *[1] * (weight.dim() - 2)))
 
     return applied
 
 
 def _linear(input, weight, bias=None):
-    product = _matmul(input, by_parts(torch.t)(weight))
+    product = matmul(input, by_parts(torch.t)(weight))
     return product if bias is None else product + bias
-
-
-def _by_blocks(function: Callable) -> Callable:
-    """`function` of matrices, an inverse or a power series: that of A + iB is read off that of the real [[A, -B], [B, A]]."""
-
-    def applied(z):
-        (a, b), n = parts(z), z.shape[-1]
-        result = function(torch.cat((torch.cat((a, -b), -1), torch.cat((b, a), -1)), -2))
-        return torch.complex(result[..., :n, :n], result[..., n:, :n])
-
-    return applied
-
-
-def _solve(A, B, *, left=True, out=None):
-    """X with A X = B, or X A = B, by the inverse, as of real matrices."""
-    inverted, is_vector = _by_blocks(linear_algebra.inverse)(A), B.dim() == 1
-    X = by_parts(torch.unsqueeze)(B, 1) if is_vector else B
-    X = _matmul(inverted, X) if left else _matmul(X, inverted)
-    return by_parts(torch.squeeze)(X, 1) if is_vector else X
 
 
 def _outer(x, y):
     unsqueeze = by_parts(torch.unsqueeze)
     return unsqueeze(x, 1) * unsqueeze(y, 0)
-
-
-def _norm(norm):
-    """A norm of vectors, which goes by the absolute values; those of matrices but Frobenius' do not."""
-
-    def of_vectors(z, ord=None, *args, **kwargs):
-        by_elements = norm is not torch.linalg.norm or ord in (None, "fro")
-        return norm(z.abs() if by_elements else z, *([] if ord is None else [ord]), *args, **kwargs)
-
-    return of_vectors
 
 
 def _einsum(einsum: Callable, equation, *operands):
@@ -350,18 +372,22 @@ FUNCTIONS = {  # of `torch` and methods of tensors, by name
     **complex_arithmetic.FUNCTIONS,
     "exp": _exp, "exp2": lambda z: _exp(z * math.log(2)), "expm1": _expm1, "log": _log, "log2": lambda z: _log(z, 2),
     "log10": lambda z: _log(z, 10), "log1p": _log1p, "sqrt": _sqrt, "rsqrt": lambda z: 1 / _sqrt(z), "sin": _sin, "cos": _cos,
-    "angle": _angle, "tan": _tan, "sinh": _sinh, "cosh": _cosh, "tanh": _tanh, "sigmoid": _sigmoid, "sgn": _sgn, "pow": _pow,
+    "angle": _angle, "tan": _tan, "sinh": _sinh, "cosh": _cosh, "tanh": _tanh, "sigmoid": _sigmoid, "sgn": _sgn, "pow": _pow, "sinc": _sinc,
+    "conj_physical": _conjugated,
+    "asin": _asin, "acos": _acos, "atan": _atan, "asinh": _asinh, "acosh": _acosh, "atanh": _atanh,
+    "arcsin": _asin, "arccos": _acos, "arctan": _atan, "arcsinh": _asinh, "arccosh": _acosh, "arctanh": _atanh,
     "square": lambda z: z * z, "eq": _equal, "ne": _unequal, "isclose": _isclose, "isfinite": _both(torch.isfinite), "isnan": _either(torch.isnan),
     "isinf": _either(torch.isinf), "lerp": _lerp, "addcmul": _addcmul, "addcdiv": _addcdiv,
     "var": _var, "std": _std, "prod": _prod, "cumprod": _cumprod,
-    "matmul": _matmul, "bmm": _matmul, "mm": _matmul, "mv": _matmul, "dot": _matmul, "outer": _outer,
-    "inner": _product(torch.inner), "kron": _product(kron), "tensordot": _product(torch.tensordot),
+    "matmul": matmul, "bmm": matmul, "mm": matmul, "mv": matmul, "dot": matmul, "outer": _outer,
+    "chain_matmul": complex_matrices.chain, "cross": product(torch.cross), "dist": complex_matrices.distance,
+    "inner": product(torch.inner), "kron": product(kron), "tensordot": product(torch.tensordot),
     "vdot": lambda x, y: (x.conj() * y).sum(),
-    "addmm": _added(_matmul), "addmv": _added(_matmul), "baddbmm": _added(_matmul), "addr": _added(_outer),
+    "addmm": _added(matmul), "addmv": _added(matmul), "baddbmm": _added(matmul), "addr": _added(_outer),
 }  # fmt: skip
 METHODS = {
     **complex_arithmetic.METHODS,
-    "__matmul__": _matmul,
+    "__matmul__": matmul,
     "__pow__": _pow,
     "__rpow__": lambda exponent, z: _pow(z, exponent),
     "__eq__": _equal,
@@ -376,9 +402,8 @@ def rewrites_of_others(others: Mapping[Callable, Callable]) -> dict[Callable, Ca
     return {
         torch._C._nn.linear: _linear,
         **{convolution: _with_bias(others.get(convolution, convolution)) for convolution in _CONVOLUTIONS},
-        **{function: _by_blocks(others[function]) for function in linear_algebra.OF_A_MATRIX},
-        torch.linalg.solve: _solve,
-        **{norm: _norm(norm) for norm in (torch.norm, torch.Tensor.norm, torch.linalg.vector_norm, torch.linalg.norm)},
+        **complex_matrices.rewrites_of_others(others),
+        torch.linalg.cross: product(others.get(torch.linalg.cross, torch.linalg.cross)),
         torch.einsum: functools.partial(_einsum, others.get(torch.einsum, torch.einsum)),
         torch.istft: _istft,
         torch.Tensor.istft: _istft,

@@ -29,6 +29,11 @@ def _masked_fill(input, mask, value):
     return torch.complex(a.masked_fill(mask, c), b.masked_fill(mask, d))
 
 
+def _index_fill(self, dim, index, value):
+    (a, b), (c, d) = parts(self), parts(value)
+    return torch.complex(a.index_fill(dim, index, c), b.index_fill(dim, index, d))
+
+
 def _scatter(self, dim, index, src):
     return torch.complex(*(part.scatter(dim, index, new) for part, new in zip(parts(self), parts(src))))
 
@@ -143,6 +148,7 @@ def _filled(function: Callable, *args, dtype=None, **kwargs):
 
 
 _BY_PARTS = [
+    "broadcast_to",
     "chunk",
     "cumsum",
     "cumulative_trapezoid",
@@ -151,10 +157,12 @@ _BY_PARTS = [
     "diagonal",
     "diff",
     "expand",
+    "expand_as",
     "gather",
     "index_add",
     "index_copy",
     "index_select",
+    "masked_scatter",
     "mean",
     "movedim",
     "permute",
@@ -165,6 +173,7 @@ _BY_PARTS = [
     "select",
     "split",
     "squeeze",
+    "take",
     "take_along_dim",
     "tensor_split",
     "tile",
@@ -182,6 +191,7 @@ _FUNCTIONS = {
     **complex_functions.FUNCTIONS,
     "where": _where,
     "block_diag": _block_diag,
+    "index_fill": _index_fill,
     "index_put": _index_put,
     "masked_fill": _masked_fill,
     "masked_select": _masked_select,
@@ -198,6 +208,7 @@ _METHODS = {
     "zero_": _zero_,
     "index_add_": _in_place(by_parts(torch.index_add)),
     "index_copy_": _in_place(by_parts(torch.index_copy)),
+    "index_fill_": _in_place(_index_fill),
     "index_put_": _in_place(_index_put),
     "lerp_": _in_place(complex_functions.FUNCTIONS["lerp"]),
     "masked_fill_": _in_place(_masked_fill),

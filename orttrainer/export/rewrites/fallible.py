@@ -18,6 +18,7 @@ __all__ = ["check", "observed"]
 
 def _not_positive(A, factor):
     """Whether a matrix has no Cholesky factor: NaN follows a pivot that is not above 0."""
+    factor = factor.real if factor.is_complex() else factor
     return ~(factor.diagonal(dim1=-2, dim2=-1) > 0).all()
 
 

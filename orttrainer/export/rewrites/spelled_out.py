@@ -16,7 +16,7 @@ from orttrainer.export.rewrites.kinks import flat_beyond, larger, slope_at_zero,
 from orttrainer.export.rewrites.precision import rounded_once
 from orttrainer.export.rewrites.series import expm1
 
-__all__ = ["REWRITES", "atan2", "functions", "kron"]
+__all__ = ["REWRITES", "atan2", "functions", "kron", "sign_of"]
 
 
 # ---------------------------------------------------------------- elementwise
@@ -76,17 +76,17 @@ def _sinc(input):
 def _copysign(input, other):
     """|input| with the sign of `other`, whose zeros have one too."""
     other = torch.as_tensor(other, dtype=input.dtype, device=input.device)
-    return input.abs() * _sign(other)
+    return input.abs() * sign_of(other)
 
 
-def _sign(x):
+def sign_of(x):
     """1 or -1, -1 of -0."""
     return torch.where((x < 0) | (x.reciprocal() < 0), -1.0, 1.0).to(x.dtype)
 
 
 def _signbit(input):
     """Whether it is negative, as -0 is, too."""
-    return _sign(input) < 0 if input.is_floating_point() else input < 0
+    return sign_of(input) < 0 if input.is_floating_point() else input < 0
 
 
 def _heaviside(input, values):
@@ -103,8 +103,8 @@ def atan2(input, other):
     base = torch.where(steep, y, x)
     nothing = base == 0
     slope = torch.where(nothing, 0.0, torch.where(steep, x, y)) / torch.where(nothing, 1.0, base)
-    turn = (_sign(x) < 0).to(dtype) * math.pi
-    return torch.where(steep, _sign(y) * (math.pi / 2) - slope.atan(), slope.atan() + _sign(y) * turn)
+    turn = (sign_of(x) < 0).to(dtype) * math.pi
+    return torch.where(steep, sign_of(y) * (math.pi / 2) - slope.atan(), slope.atan() + sign_of(y) * turn)
 
 
 def _frexp(input):
