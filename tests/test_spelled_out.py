@@ -104,6 +104,7 @@ FUNCTIONS = {
     "index_reduce in place": (lambda x, y: (x * 1).index_reduce_(1, INDEX, y[:, :3], "amax"), TIES, OTHER),
     "signbit of zeros": (lambda x: x * torch.signbit(x.detach()), [-0.0, 1.0, -1.0, 0.0]),
     "heaviside of NaN": (lambda x, y: y * torch.heaviside(x.detach(), y.detach()), [-0.0, 1, -1, math.nan], [3.0, 4, 5, 6]),
+    "ldexp by integers": (lambda x, y: torch.ldexp(x, torch.tensor([-2, 0, 3, -1])) + (x * y).ldexp_(torch.tensor([1, -40, 0, 2])), TIES, OTHER),
     "copysign": (torch.copysign, ROWS, [-0.0, 1.0, -1.0, 0.0]),
     "cumprod with a zero": (lambda x: x.cumprod(1), ROWS),
     "cumprod along the first axis": (lambda x: x.cumprod(0), OTHER),

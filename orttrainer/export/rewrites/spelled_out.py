@@ -107,6 +107,17 @@ def atan2(input, other):
     return torch.where(steep, sign_of(y) * (math.pi / 2) - slope.atan(), slope.atan() + sign_of(y) * turn)
 
 
+def _ldexp(input, other):
+    """torch.ldexp, whose slope is a power of integers where the exponents are: 0 of negative ones."""
+    if not other.is_floating_point():
+        input = torch.where(other < 0, stop_gradient(input), input) if _NO_FRACTIONS else input
+        other = other.to(torch.get_default_dtype())
+    return input * torch.pow(2.0, other)
+
+
+_NO_FRACTIONS = slope_at_zero(lambda x: torch.ldexp(x, torch.tensor(-1))) == 0.0
+
+
 def _frexp(input):
     """mantissa * 2^exponent with a mantissa from 1/2 to 1, whose slope is 2^-exponent."""
     size = input.detach().double().abs()
@@ -323,6 +334,7 @@ REWRITES = {
         hstack=_hstack,
         hypot=_hypot,
         kron=kron,
+        ldexp=_ldexp,
         lcm=_lcm,
         log1p=_log1p,
         mean=_mean,
