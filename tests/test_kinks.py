@@ -119,6 +119,13 @@ def test_elements_that_tie_in_a_reduction_share_equally(op_type, function, axis)
     np.testing.assert_allclose(actual, expected, rtol=1e-15)
 
 
+@pytest.mark.parametrize("low, high", [(-INF, 1.0), (0.0, INF), (-INF, INF), (INF, INF), (-INF, -INF)])
+def test_clip_by_infinity_has_the_slope_that_it_has_by_one_bound(low, high):
+    x = np.array([-2.0, 0.0, 0.5, 1.0, 3.0])
+    (expected,) = torch_gradients(lambda x: x.clamp(low, high), x)
+    np.testing.assert_array_equal(gradients("Clip", x, np.array(low), np.array(high))[0], expected)
+
+
 @pytest.mark.parametrize("low, high", [(-1.0, 2.0), (1.0, -1.0)], ids=["low-below-high", "low-above-high"])
 def test_clip_passes_the_gradient_on_its_bounds(low, high):
     x = np.array([-2.0, -1.0, 0.5, 2.0, 3.0]) if low < high else np.array([-2.0, 0.0, 3.0])

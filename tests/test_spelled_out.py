@@ -87,6 +87,7 @@ FUNCTIONS = {
     "hypot of what has no squares": (lambda x, y: torch.hypot(x, y) / y, [3e20, 1e-30, 0.0], [4e20, 2e-30, 2.0]),
     "clamp between tensors": (lambda x, y: torch.clamp(x, y - 1, y + 1), TIES, OTHER),
     "clamp to the bounds of others": (lambda x, y: x.clip(min=y) + x.clamp_min(x.detach()) + torch.clamp_max(x, y), TIES, OTHER),
+    "clamp of infinities": (lambda x, y: y * (x.clamp(min=0).isinf() + 2.0 * x.clamp_max(1).isinf()), [math.inf, -math.inf, 1.0], [1.0, 2.0, 3.0]),
     "clamp between equal bounds": (lambda x, y: torch.clamp(x, y, y), TIES, OTHER),
     "dist of what is equal": (lambda x: torch.dist(x, x.detach(), 3) + torch.dist(x, x.detach() + 1, 1.5), ROWS),
     "renorm with rows of zeros": (lambda x: x.renorm(3, 0, 2.0) + torch.renorm(x.T, 1.5, -1, 2.0).T, ROWS),

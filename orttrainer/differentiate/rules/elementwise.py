@@ -121,6 +121,9 @@ def max_(op, node, dy):
 def clip(op, node, dy):
     """Y = min(high, max(X, low))  ->  dX = dY where low <= X <= high; dlow, dhigh = dY below low, above high."""
     x, low, high = (operand(node, index) for index in range(3))
+    low, high = (
+        None if _is_always(op, bound, infinite) else bound for bound, infinite in ((low, -math.inf), (high, math.inf))
+    )
     inside, dlow, dhigh = [], None, None
     if low is not None:
         inside.append(compare(op, "GreaterOrEqual", x, low))  # 1 on the bounds
@@ -136,6 +139,12 @@ def clip(op, node, dy):
         dhigh = masked(op, node, dy, above)
     dx = masked(op, node, dy, functools.reduce(op.And, inside)) if inside else dy
     return (dx, dlow, dhigh)[: len(node.inputs)]
+
+
+def _is_always(op, bound: ir.Value | None, number: float) -> bool:
+    """Whether it is a constant of that number, as torch's `clamp` with one bound has infinity for the other."""
+    known = None if bound is None else op.constant_value(bound)
+    return known is not None and bool((known == number).all())
 
 
 @vjp("Where")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -61,6 +63,8 @@ def clamp(input, min=None, max=None, *, out=None):
         return bounded if max is None else at_most(bounded, max)
     if _FLAT_AT_BOUNDS and input.is_floating_point():
         return flat_beyond(input, min, max)
+    if input.is_floating_point():  # of none ONNX takes the largest number, below which infinity is not
+        min, max = -math.inf if min is None else min, math.inf if max is None else max
     return torch.clamp(input, min, max)
 
 
