@@ -286,8 +286,8 @@ class ORTTrainer(FrontEnd):
 
         Optimizer entries have the legacy names `Moment_1_<weight>`, `Moment_2_<weight>`,
         `Update_Count_<weight>` (Adam) and `Step` (LAMB), beyond legacy also `Momentum_<weight>` (SGD) and
-        `Max_Moment_2_<weight>` (amsgrad), and those of `slot_names` of the other classes in `orttrainer.optim`; with float16 there are the copies
-        `<weight>_fp16`, and of the trainer's own `LossScaler`, if that is dynamic, "Loss_Scale" and
+        `Max_Moment_2_<weight>` (amsgrad), and those in `slot_names` of the other classes in `orttrainer.optim`; with
+        float16 there are the copies `<weight>_fp16`, and of the trainer's own `LossScaler`, if that is dynamic, "Loss_Scale" and
         "Loss_Scale_Stable_Steps"; a scale that `train_step` takes is the caller's to save. With `get_lr_this_step` there
         are "Global_Step" and "Current_Step", by which it goes on. Before the first step of a torch module what was
         loaded, or empty, with a warning.

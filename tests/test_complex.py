@@ -10,7 +10,7 @@ from torch import nn
 
 import orttrainer
 from orttrainer import IODescription, ModelDescription, ORTTrainer, load_checkpoint, save_checkpoint
-from orttrainer.errors import StateError
+from orttrainer.errors import SchemaError, StateError
 from orttrainer.export.rewrites import complex_functions
 
 
@@ -404,3 +404,30 @@ def test_what_is_done_to_a_complex_parameter_between_steps_is_followed():
         StateError, match=r"'w' of the module is torch.complex128 \[4, 4\], but was torch.complex64 \[4, 4\]"
     ):
         trainer.train_step(x, torch.tensor([0.02]))
+
+
+def test_complex_numbers_that_a_model_gives_are_refused_by_name():
+    class Spectrum(nn.Linear):
+        def forward(self, x):
+            return torch.fft.rfft(super().forward(x))
+
+    def make(spectrum, loss):
+        module = spectrum(4, 6)
+        return orttrainer.trainer(module, loss, torch.optim.SGD(module.parameters(), 0.1))
+
+    x, label = torch.randn(5, 4), torch.randn(5, 4)
+    trainer = make(Spectrum, lambda spectrum, label: (spectrum.abs() - label).square().mean())
+    with pytest.raises(
+        SchemaError, match=r"'output' is torch.complex64, .* return real and imaginary part, torch.view_as_real"
+    ):
+        trainer.step(x, label)
+
+    class InParts(Spectrum):
+        def forward(self, x):
+            return torch.view_as_real(super().forward(x))
+
+    trainer = make(InParts, lambda parts, label: (torch.view_as_complex(parts).abs() - label).square().mean())
+    expected = torch.view_as_real(
+        torch.fft.rfft(nn.functional.linear(x, trainer.model.weight, trainer.model.bias))
+    ).detach()
+    torch.testing.assert_close(trainer.step(x, label)[1], expected)

@@ -127,6 +127,11 @@ class LossModule(nn.Module):
                 raise SchemaError(
                     f"output {name!r} is {output.dtype}, which cannot be given back: return it as .float()"
                 )
+            if output.is_complex():
+                raise SchemaError(
+                    f"output {name!r} is {output.dtype}, and ONNX Runtime gives no such tensors: return real and imaginary part, "
+                    "torch.view_as_real(output), of which a loss function makes it again by torch.view_as_complex"
+                )
         loss = outputs[0]
         if not _may_be_loss(loss):
             given = outputs if self.loss_fn is None else ()
