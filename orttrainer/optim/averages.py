@@ -52,9 +52,7 @@ class AveragingOptimizer(Optimizer):
         return self.always
 
     def update(self, op, learning_rates, gradient_norm, gradient_scale, parameters, gradients, state):
-        norm = gradient_norm if self.clip else None
-        updated = self._counted(op, parameters, state)
-        scalars_of = {n: Scalars(op, learning_rates, norm, gradient_scale, count) for n, count in updated.items()}
+        updated, scalars_of = self._begun(op, learning_rates, gradient_norm, gradient_scale, parameters, state)
         for name in sorted(parameters):
             x, values, scalars = parameters[name], self.attributes[name], scalars_of[self.counter_of(name)]
             before = {slot: state[f"{slot}_{name}"] for slot in self.kept(values)}

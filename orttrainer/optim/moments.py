@@ -81,9 +81,7 @@ class MomentOptimizer(Optimizer):
         return slots(name, shape, dtype) + greatest
 
     def update(self, op, learning_rates, gradient_norm, gradient_scale, parameters, gradients, state):
-        norm = gradient_norm if self.clip else None
-        updated = self._counted(op, parameters, state)
-        scalars_of = {n: Scalars(op, learning_rates, norm, gradient_scale, count) for n, count in updated.items()}
+        updated, scalars_of = self._begun(op, learning_rates, gradient_norm, gradient_scale, parameters, state)
         for name in sorted(parameters):
             x, values, scalars = parameters[name], self.attributes[name], scalars_of[self.counter_of(name)]
             m, v = (state[f"Moment_{i}_{name}"] for i in (1, 2))

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from orttrainer.errors import OptimizerError
 from orttrainer.graph import Builder
-from orttrainer.optim.scalars import INT64
+from orttrainer.optim.scalars import INT64, Scalars
 
 FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
@@ -203,6 +203,16 @@ class Optimizer(abc.ABC):
     def _counted(self, op: Builder, parameters: Iterable[str], state: Mapping[str, ir.Value]) -> dict[str, ir.Value]:
         """The counters of these, with this update, by name."""
         return {name: op.Add(state[name], 1) for name in self._counters(parameters)}
+
+    def _begun(
+        self, op: Builder, learning_rates, gradient_norm, gradient_scale, parameters: Iterable[str], state
+    ) -> tuple[dict[str, ir.Value], dict[str | None, Scalars]]:
+        """What an update begins with: the counters, with it, by name, and the scalars of the parameters that each counts."""
+        norm, counted = gradient_norm if self.clip else None, self._counted(op, parameters, state)
+        counters = dict.fromkeys(map(self.counter_of, sorted(parameters)))
+        return counted, {
+            counter: Scalars(op, learning_rates, norm, gradient_scale, counted.get(counter)) for counter in counters
+        }
 
     # -- attributes -----------------------------------------------------------------------
 

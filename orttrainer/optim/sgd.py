@@ -6,7 +6,7 @@ import math
 from typing import ClassVar, final
 
 from orttrainer.optim.optimizer import CLIP, FINITE, NON_NEGATIVE, ZERO_OR_ONE, Attribute, Optimizer, Slot
-from orttrainer.optim.scalars import Scalars, sign
+from orttrainer.optim.scalars import sign
 
 
 @final
@@ -41,9 +41,7 @@ class SGD(Optimizer):
         return (Slot(_slot(name), tuple(shape), dtype, 0.0, name),) if self.attributes[name]["momentum"] else ()
 
     def update(self, op, learning_rates, gradient_norm, gradient_scale, parameters, gradients, state):
-        norm, updated = gradient_norm if self.clip else None, self._counted(op, parameters, state)
-        counters = dict.fromkeys(map(self.counter_of, sorted(parameters)))
-        scalars_of = {n: Scalars(op, learning_rates, norm, gradient_scale, updated.get(n)) for n in counters}
+        updated, scalars_of = self._begun(op, learning_rates, gradient_norm, gradient_scale, parameters, state)
         for name in sorted(parameters):
             scalars = scalars_of[self.counter_of(name)]
             x, g, values, rate = parameters[name], gradients[name], self.attributes[name], scalars.learning_rate(name)
