@@ -54,7 +54,7 @@ test: $(VENV)/.test
 	@echo "running the tests; those that need a GPU are skipped where there is none"
 	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup $(ARGS)
 
-test-slow: $(VENV)/.test
+test-slow: $(VENV)/.bench  # JAX's forms of the workloads are compared, too
 	@$(BIN)/python -m pytest -q -m slow $(ARGS)
 
 FORMS := tests/test_parity.py tests/test_training_graph.py tests/test_trainer_training.py tests/test_accumulation.py tests/test_benchmarks.py

@@ -53,7 +53,8 @@ def test_torch_trains_the_same_compiled_or_in_another_layout(engine, key):
         assert losses(engine, key) == pytest.approx(losses("torch", key), rel=2e-5)
 
 
-@pytest.mark.parametrize("key", ["w1-sgd", "w1-adam", "w1-lamb", "w3-mlp", "w4-cnn"])
+@SLOW
+@pytest.mark.parametrize("key", WORKLOADS)
 def test_jax_forms_compute_what_the_torch_modules_compute(key):
     pytest.importorskip("jax")
     pytest.importorskip("optax")
