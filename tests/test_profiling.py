@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 
+import deciding
 import onnx
 import onnx_ir as ir
 import pytest
@@ -152,6 +154,28 @@ def test_a_branch_counts_once():
     assert profiling._inner_names(onnx.helper.make_graph([outer], "graph", [], [])) == {"in the branch"}
 
 
+def one_or_other(m, x, h):
+    return m.one(h) if x.mean() > 0 else m.other(h)
+
+
+@pytest.mark.filterwarnings("ignore::orttrainer.errors.NoGradientWarning")
+def test_the_graphs_of_a_block_say_each_for_itself_what_belongs_to_which_module():
+    engine = deciding.engine_of(deciding.Decides(one_or_other))
+    with orttrainer.profile() as measured:
+        for step in range(4):
+            engine.train_step({"x": deciding.batch(step)}, LR.item())
+    assert measured.steps == 4
+    assert {"forward", "backward"} <= measured.modules["one"].keys() & measured.modules["other"].keys()
+
+
+@pytest.mark.filterwarnings("ignore::orttrainer.errors.NoGradientWarning")
+def test_a_batch_that_decides_otherwise_is_measured_on_the_graph_of_its_own_way():
+    engine = deciding.engine_of(deciding.Decides(one_or_other))
+    engine.train_step({"x": deciding.batch(1)}, LR.item())
+    assert "one" in engine.profile(2, {"x": deciding.batch(2)}).modules
+    assert "one" not in engine.profile(2, {"x": deciding.batch(3)}).modules
+
+
 def test_an_onnx_model_is_measured_by_the_names_that_its_parameters_have(tmp_path):
     trainer = make(forward_model(tmp_path), loss_fn=None)
     measured = trainer.profile(steps=2, batch=list(batch()))
@@ -248,6 +272,33 @@ def test_every_front_end_has_it():
         assert trainer.profile(steps=2).steps == 2
 
 
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x, states):
+        return self.head(self.cell(x[:, 0], states["h"]))
+
+
+def test_a_batch_is_given_to_the_sketch_as_its_step_takes_it_also_before_the_first_and_of_other_sizes():
+    torch.manual_seed(0)
+    module = Recurrent()
+    trainer = orttrainer.trainer(module, nn.CrossEntropyLoss(), torch.optim.SGD(module.parameters(), lr=0.1))
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+    def given(length):
+        return [torch.randn(5, length, 4), {"h": torch.zeros(5, 8)}, torch.zeros(5, dtype=torch.int64)]
+
+    x, states, label = given(3)
+    for some in (given(1), given(3), [x, states["h"], label]):
+        measured = trainer.profile(steps=2, batch=some)
+        assert {"cell", "head", "loss_fn"} <= measured.modules.keys()
+    assert_same(module.state_dict(), before)
+    with pytest.raises(SchemaError, match="the batch of profile must be a list"):
+        trainer.profile(batch=x)
+
+
 # -- what it shows -----------------------------------------------------------------------------
 
 
@@ -296,8 +347,13 @@ def test_the_trace_is_json_with_the_fields_that_chrome_asks_for(tmp_path):
     ("call", "error", "text"),
     [
         (lambda: make().profile(), StateError, "no step yet whose batch profile could use"),
-        (lambda: trained().profile(steps=0), InvalidArgumentError, "steps must be a whole number from 1, got 0"),
-        (lambda: trained().profile(steps=True), InvalidArgumentError, "steps must be a whole number from 1, got True"),
+        (
+            lambda: trained().profile(steps=0),
+            InvalidArgumentError,
+            "steps must be a whole number from 1 to 10000, got 0",
+        ),
+        (lambda: trained().profile(steps=10**30), InvalidArgumentError, "steps must be a whole number from 1 to 10000"),
+        (lambda: trained().profile(steps=True), InvalidArgumentError, "steps must be .* to 10000, got True"),
         (lambda: trained().profile(batch=[batch()[0]]), SchemaError, r"a list of all inputs \['x', 'label'\]"),
         (lambda: trained().profile(batch=[*batch()[::-1]]), SchemaError, "'x'"),
         (lambda: trained().profile(steps=1).table(rows=0), InvalidArgumentError, "rows must be .* from 1, got 0"),
@@ -350,6 +406,22 @@ def test_a_folder_of_temporary_files_that_is_full_is_an_error_that_says_so(room,
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert trainer.profile(steps=1).steps == 1
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_steps_that_are_not_recorded_whole_are_not_counted_and_said_to_be_missing(accumulate, monkeypatch):
+    """Of a session ONNX Runtime records a million events, and drops what comes later."""
+    trainer = trained(gradient_accumulation_steps=accumulate, steps=accumulate)
+    everything = trainer.profile(steps=20)
+    monkeypatch.setattr(profiling, "_MOST_EVENTS", 1500)
+    read = profiling._events_of
+    monkeypatch.setattr(profiling, "_events_of", lambda path: itertools.islice(read(path), 1500))
+    with pytest.warns(UserWarning, match=r"of 40 steps this profile has the first \d+: .* a million events"):
+        measured = trainer.profile(steps=40 // accumulate)
+    assert 2 < measured.steps < 40 and measured.steps == len(measured._walls)
+    for operator, calls in everything._calls.items():
+        # The last block may lack its update.
+        assert measured._calls[operator] / measured.steps == pytest.approx(calls / everything.steps, rel=0.3), operator
 
 
 def test_a_node_that_is_nowhere_in_the_training_graph_belongs_to_its_reader():
