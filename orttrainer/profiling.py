@@ -29,7 +29,7 @@ from orttrainer.graph.places import PHASES, Place, Places
 from orttrainer.graph.write import replacing
 
 if TYPE_CHECKING:
-    from orttrainer.run import Runner
+    from orttrainer.run import Runner, StepSessions
     from orttrainer.training_graph import TrainingGraph
 
 __all__ = ["Profile", "check_updates", "places_of", "profile", "profiled", "watching"]
@@ -75,13 +75,13 @@ class _Watched:
     """What is measured of a runner.
 
     Attributes:
-        sessions: filled when the block ends.
+        sessions: that its steps run in.
         places: of the nodes of its graph.
         walls: seconds of each step.
     """
 
     runner: Runner
-    sessions: list
+    sessions: StepSessions
     places: Places
     walls: list[float] = field(default_factory=list)
 
@@ -135,7 +135,6 @@ class Profile:
             raise StateError("a profile measures one block; make another with orttrainer.profile()")
         self._stack = contextlib.ExitStack()
         self._folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="orttrainer-profile-"))
-        self._sessions = self._stack.enter_context(contextlib.ExitStack())
         _active.append(self)
         return self
 
@@ -143,10 +142,15 @@ class Profile:
         _active.remove(self)
         self._ended = True
         with self._stack:
-            self._sessions.close()
             watched, self._watched = self._watched.values(), {}  # it keeps no trainer alive
-            for runner in watched:
-                self._read(runner)
+            try:
+                for runner in watched:
+                    self._read(runner)
+            except Exception as failure:
+                if error is None:
+                    raise
+                warnings.warn(f"the steps of this block cannot be shown: {failure}", stacklevel=2)
+                return
         self._sum_up()
 
     # -- measuring ------------------------------------------------------------------------
@@ -156,10 +160,11 @@ class Profile:
         """Measure what the block does with `runner`, one training step."""
         if (watched := self._watched.get(id(runner))) is None:
             known = places()  # at its first step: later the trainer may go on with another graph
-            sessions = self._sessions.enter_context(runner.reopened(self._configured(len(self._watched))))
+            sessions = runner.other_sessions(self._configured(len(self._watched)))
             watched = self._watched[id(runner)] = _Watched(runner, sessions, known)
         begun = time.perf_counter()
-        yield
+        with runner.stepping_in(watched.sessions):
+            yield
         watched.walls.append(time.perf_counter() - begun)
 
     def _configured(self, number: int) -> Callable:
@@ -173,7 +178,7 @@ class Profile:
 
     def _read(self, watched: _Watched) -> None:
         """Take what ONNX Runtime has measured of the steps that it recorded whole."""
-        read = [self._recorded(session) for session in watched.sessions]
+        read = [self._recorded(session) for session in watched.sessions.opened]
         if not read or not read[0].runs:
             return
         # Each step runs the first session once, but the update's only at the end of a block.
