@@ -35,7 +35,7 @@ def refuse_unsupported(deepspeed_zero_stage, enable_adasum) -> None:
 
 
 def warn_of_autocast(kind: str, precision, stacklevel: int) -> None:
-    """`torch.autocast` on devices of a kind changes nothing where the graph was made; of no account where it has a precision."""
+    """Say that `torch.autocast` changes nothing, where it is on for this kind of device and no precision was asked for."""
     if precision is None and torch.is_autocast_enabled(kind):
         dtype = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
         warnings.warn(

@@ -77,7 +77,7 @@ class FrontEnd(NotCopied):
         steps before them do not count.
 
         Args:
-            steps: how many updates to measure.
+            steps: how many updates to measure, up to 10,000.
             batch: the described inputs, in order; by default those of the last call.
 
         Returns:

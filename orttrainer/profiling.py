@@ -179,11 +179,12 @@ class Profile:
     def _read(self, watched: _Watched) -> None:
         """Take what ONNX Runtime has measured of the steps that it recorded whole."""
         read = [self._recorded(session) for session in watched.sessions.opened]
-        if not read or not read[0].runs:
+        if not read:
             return
         # Each step runs the first session once, but the update's only at the end of a block.
         starts = [begun for begun, _ in read[0].runs][self._skip :]
-        end = min((found.runs[-1][0] if found.is_full else math.inf) for found in read if found.runs)
+        last = [found.runs[-1][0] if found.runs else -math.inf for found in read if found.is_full]
+        end = min(last, default=math.inf)
         counted = [begun for begun in starts if begun < end]
         walls = watched.walls[self._skip :]
         self._walls += walls[: len(counted)]

@@ -131,6 +131,15 @@ def test_steps_that_are_not_recorded_whole_are_not_counted_and_said_to_be_missin
         assert measured._calls[operator] / measured.steps == pytest.approx(calls / everything.steps, rel=0.3), operator
 
 
+def test_a_step_that_has_more_events_than_are_recorded_is_said_to_be_missing(monkeypatch):
+    trainer = trained()
+    monkeypatch.setattr(profiling, "_MOST_EVENTS", 20)
+    read = profiling._events_of
+    monkeypatch.setattr(profiling, "_events_of", lambda path: itertools.islice(read(path), 20))
+    with pytest.warns(UserWarning, match="of 2 steps this profile has the first 0:"):
+        assert trainer.profile(steps=2).steps == 0
+
+
 def test_a_node_that_is_nowhere_in_the_training_graph_belongs_to_its_reader():
     trainer = trained()
     places = trainer._engine._places()
