@@ -19,6 +19,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 PHASES = ("export", "checks", "differentiate", "passes", "session", "first step", "other")
 MB = 2**20
@@ -144,18 +145,20 @@ def row(figures: dict) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", nargs="+", type=int, default=[2, 4, 8, 12, 16])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", help="also write all figures to this file")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.worker:
         return worker(options.worker, options.threads)
 
-    from train_step import machine
+    from steps.options import check_options
+    from steps.report import machine
 
+    check_options(parser, options, ("threads",), files=("json",))
     print(machine(options.threads) + "\n")
     heads = ["layers", "nodes", "parameters MB", *(f"{phase} s" for phase in PHASES), "total s", "wall s", "ms/node"]
     heads += ["compile peak MB", "x parameters", "first step peak MB", "x parameters"]

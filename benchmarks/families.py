@@ -26,6 +26,7 @@ import steps.distances
 import steps.science
 import steps.structured  # noqa: F401 - likewise
 from steps.families import FAMILIES
+from steps.options import check_options
 from steps.report import machine
 
 
@@ -99,6 +100,11 @@ def line(name: str, row: dict[str, float]) -> str:
     return f"| {name.replace('_', ' ')} | {times} | {losses} | {row['first']:.1f} |"
 
 
+def line_of_failure(name: str, error: Exception) -> str:
+    first = f"{type(error).__name__}: {error}".splitlines()[0].replace("|", "\\|")
+    return f"| {name.replace('_', ' ')} | failed: {first} |" + "  |" * 5
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES), metavar="NAME", help="of these")
@@ -110,8 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--table", help="also write the table to this file")
     options = parser.parse_args(arguments)
-    if min(options.steps, options.threads, options.rounds) < 1:
-        parser.error("--steps, --threads and --rounds must be 1 or more")
+    check_options(parser, options, ("steps", "threads", "rounds"), seconds=("seconds",), files=("table",))
     torch.set_num_threads(options.threads)
     lines = [machine(options.threads), ""]
     lines += ["| model | ours ms/step | torch eager | ratio | loss after 4 steps | torch's | first step s |"]
@@ -119,10 +124,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("\n".join(lines), flush=True)
     for name in options.only:
         settings = options.native, options.any_batch, options.rounds, options.steps, options.seconds
-        lines.append(line(name, measured(name, *settings)))
+        try:
+            lines.append(line(name, measured(name, *settings)))
+        except Exception as error:  # of whatever the model is; the others are measured all the same
+            lines.append(line_of_failure(name, error))
         print(lines[-1], flush=True)
-    if options.table:
-        pathlib.Path(options.table).write_text("\n".join(lines) + "\n")
+        if options.table:  # after each, for who stops it midway
+            pathlib.Path(options.table).write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
+from steps.options import check_options
 from steps.report import machine
 
 WIDTH, BATCH = 4, 8
@@ -72,8 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if odd := [n for n in options.parameters if n < 2 or n % 2]:
         parser.error(f"--parameters takes even numbers from 2, a weight and a bias for each layer; got {odd}")
-    if options.steps < 1:
-        parser.error("--steps must be 1 or more")
+    check_options(parser, options, ("steps",), files=("table",))
 
     import torch
 

@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 MB = 2**20
 WIDTH, LENGTH, CLASSES = 256, 256, 10
@@ -176,7 +177,7 @@ def row(figures: dict, plain: dict) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--batch", type=int, default=8)
@@ -186,12 +187,14 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=[name for name in CASES if name != "nothing"])
     parser.add_argument("--json", help="also write all figures to this file")
     parser.add_argument("--worker", choices=CASES, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.worker:
         return worker(options.worker, options)
 
-    from train_step import machine
+    from steps.options import check_options
+    from steps.report import machine
 
+    check_options(parser, options, ("layers", "batch", "steps", "threads"), files=("json",))
     print(f"{machine(options.threads)}\n{options.layers} layers, batch {options.batch}, {options.allocator}\n")
     heads = ["made again", "estimate MB", "peak MB", "of nothing's", "ms/step", "of nothing's", "same losses"]
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}", flush=True)

@@ -18,6 +18,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 import train_step
 from steps.engines import ENGINES
+from steps.options import check_options
 from steps.report import machine, summarise
 
 SWEEPS = {"layers": (2, 4, 8, 16), "batch": (1, 4, 16, 32, 64)}
@@ -88,6 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--table", help="also write the tables to this file")
     parser.add_argument("--chart", help="also draw the lines into this PNG file (needs matplotlib)")
     options = parser.parse_args(arguments)
+    check_options(parser, options, ("rounds", "steps", "threads"), files=("table", "chart"))
     head = f"{machine(options.threads)}; BERT-like, width 256, {BASE['length']} tokens; {options.rounds} rounds"
     print(head, flush=True)
     sweeps, texts = {}, [head + "\n"]

@@ -38,6 +38,7 @@ from dataclasses import dataclass
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 from steps.engines import ENGINES, WITHOUT, Unavailable, applies, is_engine, make_step, uses_mkl
+from steps.options import check_options
 from steps.report import draw, machine, summarise, table, unlock_mkl
 
 BATCHES = 4  # that each engine trains on, in turn
@@ -196,9 +197,8 @@ def parsed(arguments: Sequence[str] | None):
         options.sizes = {name: int(value) for name, _, value in (size.partition("=") for size in options.sizes)}
     except ValueError:
         parser.error(f"--sizes takes NAME=N with whole numbers, got {options.sizes}")
-    for option in ("rounds", "steps", "threads", "accumulate"):
-        if getattr(options, option) < 1:
-            parser.error(f"--{option} must be 1 or more")
+    counts = ("rounds", "steps", "threads", "accumulate")
+    check_options(parser, options, counts, seconds=("seconds", "timeout"), files=("table", "json", "chart"))
     if options.worker:
         return options
 

@@ -34,6 +34,17 @@ def refuse_unsupported(deepspeed_zero_stage, enable_adasum) -> None:
         )
 
 
+def warn_of_autocast(kind: str, precision, stacklevel: int) -> None:
+    """Say that `torch.autocast` changes nothing, where it is on for this kind of device and no precision was asked for."""
+    if precision is None and torch.is_autocast_enabled(kind):
+        dtype = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+        warnings.warn(
+            "torch.autocast has no effect on orttrainer.trainer, whose graph computes in the dtypes of the model: leave it "
+            f"out, and for mixed precision make the trainer with mixed_precision={dtype!r}",
+            stacklevel=stacklevel,
+        )
+
+
 def check_flags(**flags) -> None:
     """Each is True or False, or the 1 or 0 of a command line: text such as "no" would count as True."""
     for name, value in flags.items():

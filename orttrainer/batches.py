@@ -15,7 +15,15 @@ from orttrainer.describe import IODescription, ModelDescription, leaves, mapped
 from orttrainer.errors import SchemaError
 from orttrainer.tensors import check_tensors
 
-__all__ = ["batch_by_name", "described", "for_sizes_of", "in_form_of", "inputs_and_label"]
+__all__ = [
+    "batch_by_name",
+    "described",
+    "for_sizes_of",
+    "in_form_of",
+    "inputs_and_label",
+    "loss_and_prediction",
+    "shapes_of",
+]
 
 
 def inputs_and_label(batch: tuple, labelled: bool) -> tuple[tuple | Mapping, tuple]:
@@ -169,6 +177,15 @@ def for_sizes_of(given: ModelDescription, seen: Sequence[Mapping[str, Sequence[i
     return ModelDescription(
         inputs, given.outputs_, loss_position=given.loss_position_, label=given.label_, arguments=given.arguments_
     )
+
+
+def shapes_of(batch: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in batch.items()}
+
+
+def loss_and_prediction(outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Any]:
+    loss, *predictions = outputs
+    return loss, predictions[0] if len(predictions) == 1 else tuple(predictions)
 
 
 def _refuse_what_forward_does_not_take(model: torch.nn.Module, inputs: tuple | Mapping, error: TypeError) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from orttrainer.arguments import listed_batch
 from orttrainer.errors import SettingError, UnsupportedFeatureError
 from orttrainer.training_graph import TrainingGraph
 
@@ -76,7 +77,7 @@ class FrontEnd(NotCopied):
         steps before them do not count.
 
         Args:
-            steps: how many updates to measure.
+            steps: how many updates to measure, up to 10,000.
             batch: the described inputs, in order; by default those of the last call.
 
         Returns:
@@ -88,7 +89,10 @@ class FrontEnd(NotCopied):
 
         Example: `print(trainer.profile(steps=10))`
         """
-        return self._engine.profile(steps, batch)
+        engine = self._engine
+        return engine.profile(
+            steps, None if batch is None else listed_batch(batch, engine.input_names, "profile", whole=True)
+        )
 
     @property
     def last_grad_norm(self) -> torch.Tensor:

@@ -9,13 +9,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import statistics
+import sys
 import tempfile
 import time
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import onnx
@@ -26,7 +29,7 @@ from orttrainer.graph.places import PHASES, Place, Places
 from orttrainer.graph.write import replacing
 
 if TYPE_CHECKING:
-    from orttrainer.run import Runner
+    from orttrainer.run import Runner, StepSessions
     from orttrainer.training_graph import TrainingGraph
 
 __all__ = ["Profile", "check_updates", "places_of", "profile", "profiled", "watching"]
@@ -34,6 +37,8 @@ __all__ = ["Profile", "check_updates", "places_of", "profile", "profiled", "watc
 _OTHER = Place(None, "other")
 _KERNEL = "_kernel_time"  # how ONNX Runtime ends the names of the events of nodes
 _WARM_UP = 2  # updates that `profiled` leaves out: they touch new memory
+_MOST_UPDATES = 10_000
+_MOST_EVENTS = 1_000_000  # that ONNX Runtime records of a session; later ones it drops
 _UNWATCHED = contextlib.nullcontext()
 _active: list[Profile] = []
 
@@ -54,7 +59,7 @@ def profile() -> Profile:
     return Profile()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Event:
     """One run of one node: start and length in microseconds."""
 
@@ -63,6 +68,41 @@ class _Event:
     operator: str
     node: str
     place: Place
+
+
+@dataclass
+class _Watched:
+    """What is measured of a runner.
+
+    Attributes:
+        sessions: that its steps run in.
+        places: of the nodes of its graph.
+        walls: seconds of each step.
+    """
+
+    runner: Runner
+    sessions: StepSessions
+    places: Places
+    walls: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """What ONNX Runtime has measured of one session.
+
+    Attributes:
+        part: of a step, that it runs.
+        graph: that ONNX Runtime made of it.
+        runs: start and length of each, in their order.
+        nodes: start, length, operator and name of each that was run.
+        is_full: whether later events may be missing.
+    """
+
+    part: str
+    graph: onnx.GraphProto
+    runs: list[tuple[float, float]]
+    nodes: list[tuple[float, float, str, str]]
+    is_full: bool
 
 
 class Profile:
@@ -86,7 +126,7 @@ class Profile:
         self.modules: dict[str, dict[str, float]] = {}
         self._calls: Counter[str] = Counter()
         self._skip, self._walls, self._events, self._runs = skip, [], [], []
-        self._watched: dict[int, tuple[Runner, list, Callable[[], Places]]] = {}
+        self._watched: dict[int, _Watched] = {}
         self._stack: contextlib.ExitStack | None = None
         self._ended = False
 
@@ -95,7 +135,6 @@ class Profile:
             raise StateError("a profile measures one block; make another with orttrainer.profile()")
         self._stack = contextlib.ExitStack()
         self._folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="orttrainer-profile-"))
-        self._sessions = self._stack.enter_context(contextlib.ExitStack())
         _active.append(self)
         return self
 
@@ -103,10 +142,15 @@ class Profile:
         _active.remove(self)
         self._ended = True
         with self._stack:
-            self._sessions.close()
-            for _, sessions, places in self._watched.values():
-                self._read(sessions, places)
-            self._watched.clear()  # it keeps no trainer alive
+            watched, self._watched = self._watched.values(), {}  # it keeps no trainer alive
+            try:
+                for runner in watched:
+                    self._read(runner)
+            except Exception as failure:
+                if error is None:
+                    raise
+                warnings.warn(f"the steps of this block cannot be shown: {failure}", stacklevel=2)
+                return
         self._sum_up()
 
     # -- measuring ------------------------------------------------------------------------
@@ -114,12 +158,14 @@ class Profile:
     @contextlib.contextmanager
     def step(self, runner: Runner, places: Callable[[], Places]) -> Iterator[None]:
         """Measure what the block does with `runner`, one training step."""
-        if id(runner) not in self._watched:
-            sessions = self._sessions.enter_context(runner.reopened(self._configured(len(self._watched))))
-            self._watched[id(runner)] = runner, sessions, places
+        if (watched := self._watched.get(id(runner))) is None:
+            known = places()  # at its first step: later the trainer may go on with another graph
+            sessions = runner.other_sessions(self._configured(len(self._watched)))
+            watched = self._watched[id(runner)] = _Watched(runner, sessions, known)
         begun = time.perf_counter()
-        yield
-        self._walls.append(time.perf_counter() - begun)
+        with runner.stepping_in(watched.sessions):
+            yield
+        watched.walls.append(time.perf_counter() - begun)
 
     def _configured(self, number: int) -> Callable:
         def configure(options, part: str) -> None:
@@ -130,33 +176,53 @@ class Profile:
 
         return configure
 
-    def _read(self, sessions: list, places: Callable[[], Places]) -> None:
-        """Take what ONNX Runtime has measured."""
-        known = places() if sessions else None
-        for session in sessions:
-            path, start = session.end_profiling(), session.get_profiling_start_time_ns() / 1e3
-            number, part, *_ = os.path.basename(path).split("-")
-            merged = onnx.load(os.path.join(self._folder, f"{number}-{part}.onnx"), load_external_data=False)
-            found, inner = known.of_merged(merged.graph), _inner_names(merged.graph)
-            events = _events_of(path)
-            runs = sorted((e["ts"], e["dur"]) for e in events if e.get("name") == "model_run")
-            # An update's session runs but once a block; none runs where the first step has failed.
-            runs = runs[len(runs) * self._skip // max(1, len(self._walls)) :]
-            self._runs += [(start + ts, length, part) for ts, length in runs]
-            for event in events if runs else ():
-                if event.get("cat") != "Node" or not event["name"].endswith(_KERNEL) or event["ts"] < runs[0][0]:
-                    continue
-                name = event["name"].removesuffix(_KERNEL)
-                if name in found or name not in inner:  # the nodes of a branch count for the If that runs it
-                    operator, place = event["args"]["op_name"], found.get(name, _OTHER)
-                    self._events.append(_Event(start + event["ts"], event["dur"], operator, name, place))
+    def _read(self, watched: _Watched) -> None:
+        """Take what ONNX Runtime has measured of the steps that it recorded whole."""
+        read = [self._recorded(session) for session in watched.sessions.opened]
+        if not read:
+            return
+        # Each step runs the first session once, but the update's only at the end of a block.
+        starts = [begun for begun, _ in read[0].runs][self._skip :]
+        last = [found.runs[-1][0] if found.runs else -math.inf for found in read if found.is_full]
+        end = min(last, default=math.inf)
+        counted = [begun for begun in starts if begun < end]
+        walls = watched.walls[self._skip :]
+        self._walls += walls[: len(counted)]
+        if len(walls) > len(counted):
+            warnings.warn(
+                f"of {len(walls)} steps this profile has the first {len(counted)}: ONNX Runtime records a million events and "
+                "no more. Let the block have fewer steps.",
+                stacklevel=3,
+            )
+        for found in read:
+            places, inner = watched.places.of_merged(found.graph), _inner_names(found.graph)
+            for begun, length in found.runs:
+                if counted and counted[0] <= begun < end:
+                    self._runs.append((begun, length, found.part))
+            for begun, length, operator, name in found.nodes:
+                # The nodes of a branch count for the If that runs it.
+                if counted and counted[0] <= begun < end and (name in places or name not in inner):
+                    self._events.append(_Event(begun, length, operator, name, places.get(name, _OTHER)))
+
+    def _recorded(self, session) -> _Recorded:
+        path, start = session.end_profiling(), session.get_profiling_start_time_ns() / 1e3
+        number, part, *_ = os.path.basename(path).split("-")
+        merged = onnx.load(os.path.join(self._folder, f"{number}-{part}.onnx"), load_external_data=False)
+        runs, nodes, total = [], [], 0
+        for event in _events_of(path):
+            total += 1
+            if event.get("name") == "model_run":
+                runs.append((start + event["ts"], event["dur"]))
+            elif event.get("cat") == "Node" and event["name"].endswith(_KERNEL):
+                names = event["args"]["op_name"], event["name"].removesuffix(_KERNEL)
+                nodes.append((start + event["ts"], event["dur"], *map(sys.intern, names)))
+        return _Recorded(part, merged.graph, sorted(runs), nodes, total >= _MOST_EVENTS)
 
     def _sum_up(self) -> None:
-        walls = self._walls[self._skip :]
-        self.steps = len(walls)
-        if not walls:
+        self.steps = len(self._walls)
+        if not self._walls:
             return
-        self.step_ms = 1e3 * statistics.median(walls)
+        self.step_ms = 1e3 * statistics.median(self._walls)
         operators, phases, modules = Counter(), Counter(dict.fromkeys(PHASES, 0.0)), defaultdict(Counter)
         for event in self._events:
             spent = event.length / 1e3 / self.steps
@@ -256,8 +322,8 @@ def profiled(step: Callable, runner: Runner, places: Callable[[], Places], updat
 
 def check_updates(steps) -> None:
     """Refuse what is no number of updates to measure."""
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise InvalidArgumentError(f"steps must be a whole number from 1, got {steps!r}")
+    if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= _MOST_UPDATES:
+        raise InvalidArgumentError(f"steps must be a whole number from 1 to {_MOST_UPDATES}, got {steps!r}")
 
 
 def places_of(graph: TrainingGraph, forward: ir.Model, modules: Collection[str] | None) -> Places:
@@ -275,13 +341,24 @@ def places_of(graph: TrainingGraph, forward: ir.Model, modules: Collection[str] 
     return Places(graph.graph.graph, forward.graph, forwards, signature.gradients, updates, modules)
 
 
-def _events_of(path: str) -> list[dict]:
-    with open(path) as file:
+def _events_of(path: str) -> Iterator[dict]:
+    """Events of a file, in which each has a line: of a million all at once would take gigabytes."""
+    with open(path, encoding="utf-8") as file:
+        line = ""
         try:
-            return json.load(file)
-        except json.JSONDecodeError as error:  # ONNX Runtime goes on without a word where a disk is full
-            text = "no room for what is measured; make some, or name another folder in TMPDIR"
-            raise OSError(errno.ENOSPC, text, os.path.dirname(path)) from error
+            for line in file:
+                if (text := line.strip()) not in ("[", "]", ""):
+                    yield json.loads(text.removesuffix(","))
+        except json.JSONDecodeError as error:
+            raise _without_room(path) from error
+    if line.strip() != "]":
+        raise _without_room(path)
+
+
+def _without_room(path: str) -> OSError:
+    """ONNX Runtime goes on without a word where a disk is full."""
+    text = "no room for what is measured; make some, or name another folder in TMPDIR"
+    return OSError(errno.ENOSPC, text, os.path.dirname(path))
 
 
 def _row(name: str, cells: list[float], total: float) -> str:

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import onnx_ir as ir
 import torch
@@ -24,6 +25,25 @@ from orttrainer.graph.subgraphs import node_inputs
 from orttrainer.phase import Phase, Place, open_phase, open_session, options_of
 from orttrainer.step import FusedStep, SplitStep
 from orttrainer.training_graph import TrainingGraph
+
+
+@dataclass
+class StepSessions:
+    """Sessions for training steps beside a runner's own, opened at the first of them.
+
+    Attributes:
+        configure: called on the options of each.
+        step, buffers: what a runner has in their place.
+    """
+
+    configure: Callable
+    step: FusedStep | SplitStep | None = None
+    buffers: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def opened(self) -> list:
+        """The sessions of ONNX Runtime that there are, in the order in which a step runs them."""
+        return [] if self.step is None else [phase.session for phase in self.step.phases]
 
 
 class Runner:
@@ -186,32 +206,29 @@ class Runner:
         for buffer in self.buffers if self.accumulators and not loaded else ():
             buffer.zero_()
 
-    @contextlib.contextmanager
-    def reopened(self, configure: Callable) -> Iterator[list]:
-        """Let the training steps of the block run in sessions of their own, on the same state.
-
-        Args:
-            configure: called on their options after the runner's own `session_options`.
-
-        Yields:
-            A list, which holds these sessions when the block has ended.
-        """
-        step, own, buffers, sessions = self._step, self._configure, self.buffers, []
+    def other_sessions(self, configure: Callable) -> StepSessions:
+        """For `stepping_in`; `configure` is called on their options after the runner's own `session_options`."""
+        own = self._configure
 
         def both(options, part: str) -> None:
             if own is not None:
                 own(options, part)
             configure(options, part)
 
-        self._step, self._configure = None, both
+        return StepSessions(both)
+
+    @contextlib.contextmanager
+    def stepping_in(self, sessions: StepSessions) -> Iterator[None]:
+        """Let the training step of the block run in these sessions, on the same state."""
+        own = self._step, self._configure, self.buffers
+        self._step, self._configure = sessions.step, sessions.configure
+        if sessions.step is not None:
+            self.buffers = sessions.buffers
         try:
-            yield sessions
+            yield
         finally:
-            opened, self._step, self._configure = self._step, step, own
-            if opened is not None:
-                sessions.extend(phase.session for phase in opened.phases)
-            if step is not None:
-                self.buffers = buffers
+            sessions.step, sessions.buffers = self._step, self.buffers
+            self._step, self._configure, self.buffers = own
 
     def rebind(self, moved: Mapping[int, torch.Tensor]) -> None:
         """Go on with state that is elsewhere now, as `state` has it already: by the address that it had, the tensor."""

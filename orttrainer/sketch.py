@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from orttrainer import export
-from orttrainer.arguments import check_module, check_scaler, kind
-from orttrainer.batches import batch_by_name, described, for_sizes_of, in_form_of, inputs_and_label
+from orttrainer import batches, export
+from orttrainer.arguments import check_module, check_scaler, kind, warn_of_autocast
 from orttrainer.describe import ModelDescription
 from orttrainer.distributed import failing_together
 from orttrainer.engine.engine import Engine
@@ -23,6 +22,7 @@ from orttrainer.engine.turns import made_whole, one_at_a_time, outside_of_steps
 from orttrainer.errors import InvalidArgumentError, SchemaError, StateError
 from orttrainer.front_end import FrontEnd, MadeWith
 from orttrainer.loss_scaler import LossScaler
+from orttrainer.profiling import Profile, check_updates
 from orttrainer.scaler_state import from_state, scaler_state
 from orttrainer.schedule_state import StepsMade
 from orttrainer.torch_optimizer.groups import Groups
@@ -179,7 +179,7 @@ class Trainer(FrontEnd):
             self._tell_of_eval_mode()
         outputs, finite = self._engine.train_step(given, 0.0, self._loss_scale, self._describe_anew, self._count)
         self._tell_of_update(finite)
-        return _loss_and_prediction(outputs)
+        return batches.loss_and_prediction(outputs)
 
     @made_whole
     def update(self) -> bool:
@@ -212,11 +212,25 @@ class Trainer(FrontEnd):
         """Run forward and loss as the module does them in eval mode; no update. Else as `step`."""
         if not self._engine.is_compiled:
             self._follow_groups()
-        return _loss_and_prediction(
+        return batches.loss_and_prediction(
             self._engine.eval_step(self._checked(batch, "eval_step"), None, self._describe_anew)
         )
 
     eval = eval_step
+
+    @one_at_a_time
+    def profile(self, steps: int = 10, batch: Sequence | None = None) -> Profile:
+        """Measure training steps, and train nothing. `batch`: what `step` takes, in a list; else as `FrontEnd.profile`."""
+        check_updates(steps)
+        given = None
+        if batch is not None:
+            if not isinstance(batch, (list, tuple)):
+                raise SchemaError(f"the batch of profile must be a list of what step takes, got {batch!r}")
+            self._follow_groups()
+            names = self._engine.input_names if self._engine.is_compiled else ()
+            in_a_row = len(batch) == len(names) and all(isinstance(x, torch.Tensor) for x in batch)
+            given = dict(zip(names, batch)) if in_a_row else self._checked(tuple(batch), "profile")
+        return self._engine.profile(steps, given, self._describe_anew)
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -308,23 +322,24 @@ class Trainer(FrontEnd):
         if engine.is_compiled:
             return self._by_name(batch, call)
         with failing_together(engine.collective, "reading the first batch"):
-            _warn_of_autocast(engine, stacklevel=6 if call == "step" else 5)  # where the step or evaluation is called
+            level = 6 if call == "step" else 5  # where the step or evaluation is called
+            warn_of_autocast(engine.device.type, engine.precision, level)
             given = self._by_name(batch, call)
         engine.compile(given, trains=call != "eval_step")
         return given
 
     def _by_name(self, batch: tuple, call: str) -> dict[str, torch.Tensor]:
-        inputs, label = inputs_and_label(batch, self.criterion is not None)
+        inputs, label = batches.inputs_and_label(batch, self.criterion is not None)
         engine = self._engine
         if not engine.is_compiled:
             if self._describes:
-                self._first = described(self.model, inputs, label)
+                self._first = batches.described(self.model, inputs, label)
                 engine.describe(self._first)
             else:
-                engine.describe(in_form_of(inputs, label, engine.description))
-        given = batch_by_name(inputs, label, engine.description, engine.input_names, call)
+                engine.describe(batches.in_form_of(inputs, label, engine.description))
+        given = batches.batch_by_name(inputs, label, engine.description, engine.input_names, call)
         if not engine.is_compiled:
-            self._seen = [_shapes(given)]
+            self._seen = [batches.shapes_of(given)]
         return given
 
     def _take_moments(self, refuse: bool = True) -> None:
@@ -401,8 +416,8 @@ class Trainer(FrontEnd):
         """
         if not self._describes or not self._is_like_the_first(given):
             raise error
-        seen = [*self._seen, _shapes(given)]
-        description = for_sizes_of(self._first, seen)
+        seen = [*self._seen, batches.shapes_of(given)]
+        description = batches.for_sizes_of(self._first, seen)
         if repr(description) == repr(self._engine.description):
             raise error
         begun = time.perf_counter()
@@ -421,21 +436,6 @@ class Trainer(FrontEnd):
         )  # fmt: skip
 
 
-def _shapes(batch: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in batch.items()}
-
-
-def _warn_of_autocast(engine: Engine, stacklevel: int) -> None:
-    kind = engine.device.type
-    if engine.precision is None and torch.is_autocast_enabled(kind):
-        dtype = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
-        warnings.warn(
-            "torch.autocast has no effect on orttrainer.trainer, whose graph computes in the dtypes of the model: leave it "
-            f"out, and for mixed precision make the trainer with mixed_precision={dtype!r}",
-            stacklevel=stacklevel,
-        )
-
-
 def _names(model: torch.nn.Module, criterion) -> dict[torch.Tensor, str]:
     """The name of every parameter of the model and of its criterion."""
     return {
@@ -443,8 +443,3 @@ def _names(model: torch.nn.Module, criterion) -> dict[torch.Tensor, str]:
         for name, tensor in export.named_state(model, criterion).items()
         if isinstance(tensor, torch.nn.Parameter)
     }
-
-
-def _loss_and_prediction(outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Any]:
-    loss, *predictions = outputs
-    return loss, predictions[0] if len(predictions) == 1 else tuple(predictions)

@@ -56,7 +56,8 @@ MAY_IMPORT = {
         "training_graph",
     },
     "arguments": {"describe", "graph", "tensors"},
-    "front_end": {"engine", "profiling", "training_graph"},  # the engine by name only: it imports what refuses copies
+    # The engine by name only: it imports what refuses copies.
+    "front_end": {"arguments", "engine", "profiling", "training_graph"},
     "loss_scaler": set(),
     "scaler_state": {"arguments", "loss_scaler", "state"},
     "schedule_state": {"state"},
@@ -91,6 +92,7 @@ MAY_IMPORT = {
         "export",
         "front_end",
         "loss_scaler",
+        "profiling",
         "scaler_state",
         "schedule_state",
         "torch_optimizer",

@@ -8,6 +8,7 @@ import math
 import pathlib
 import platform
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -328,6 +329,62 @@ def test_scaling_reports_what_each_layer_more_costs():
     assert [cell.strip() for cell in lines[2].strip("|").split("|")] == ["2", "16.0", "", "514", ""]
     for line in lines[3:]:
         assert [cell.strip() for cell in line.strip("|").split("|")][2::2] == ["3.00", "7.00"]
+
+
+@pytest.mark.parametrize(
+    "script, files",
+    [
+        ("train_step", ("table", "json", "chart")),
+        ("families", ("table",)),
+        ("own_cost", ("table",)),
+        ("scaling", ("table", "chart")),
+        ("compile", ("json",)),
+        ("recompute", ("json",)),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_an_error_before_anything_runs(script, files, tmp_path, capsys):
+    path = pathlib.Path(train_step.__file__).with_name(f"{script}.py")
+    main = runpy.run_path(str(path))["main"]  # "compile" is a module of PyTorch's tests, too
+    for option in files:
+        for place, why in ((tmp_path / "none" / "x", "there is no folder"), (tmp_path, "it is a folder")):
+            with pytest.raises(SystemExit, match="2"):
+                main([f"--{option}", str(place)])
+            assert f"--{option} {place}: {why}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "script, arguments, text",
+    [
+        ("scaling", ["--rounds", "0"], "--rounds must be 1 or more"),
+        ("scaling", ["--steps", "0"], "error: --steps must be 1 or more"),
+        ("families", ["--threads", "0"], "--threads must be 1 or more"),
+        ("families", ["--seconds", "inf"], "--seconds must be a number of seconds from 0, got inf"),
+        ("train_step", ["--seconds", "nan"], "--seconds must be a number of seconds from 0, got nan"),
+        ("train_step", ["--timeout", "-1"], "--timeout must be a number of seconds from 0, got -1.0"),
+        ("recompute", ["--steps", "0"], "--steps must be 1 or more"),
+    ],
+)
+def test_a_number_that_nothing_can_be_measured_with_is_an_error_before_anything_runs(script, arguments, text, capsys):
+    path = pathlib.Path(train_step.__file__).with_name(f"{script}.py")
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(path))["main"](arguments)
+    assert text in capsys.readouterr().err
+
+
+def test_a_family_that_fails_has_a_row_that_says_so_and_the_others_are_in_the_table(tmp_path, monkeypatch):
+    import families
+
+    def measured(name, *settings):
+        if name == "gru":
+            raise RuntimeError("no such kernel | here\nat line 3")
+        return {"ours": 1.0, "torch": 2.0, "ours loss": 0.5, "torch loss": 0.5, "first": 1.0}
+
+    monkeypatch.setattr(families, "measured", measured)
+    families.main(["--only", "gru", "residual_tabular", "--table", str(tmp_path / "t.md")])
+    assert (tmp_path / "t.md").read_text().splitlines()[-2:] == [
+        "| gru | failed: RuntimeError: no such kernel \\| here |  |  |  |  |  |",
+        "| residual tabular | 1.00 | 2.00 | 0.50 | 0.5000 | 0.5000 | 1.0 |",
+    ]
 
 
 def test_own_cost_has_a_row_for_each_number_of_parameters(tmp_path, capsys):

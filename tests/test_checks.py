@@ -279,5 +279,5 @@ def test_names_that_the_model_has_given_already_are_no_obstacle():
 def test_a_profile_runs_on_a_batch_whatever_it_tells():
     engine, *_ = pair(asserted)
     engine.train_step({"x": batch(0)}, RATE)
-    assert engine.profile(2, [batch(1)]).steps == 2
-    assert engine.profile(2, [overflow()["x"]]).steps == 2
+    assert engine.profile(2, {"x": batch(1)}).steps == 2
+    assert engine.profile(2, overflow()).steps == 2

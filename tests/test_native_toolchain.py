@@ -108,13 +108,52 @@ def test_a_compiler_that_the_system_does_not_run_is_an_error(compiler, monkeypat
         toolchain.compiled([])
 
 
-def let_fail(monkeypatch, folder, says):
-    """Have a compiler that ends with this, and a cache of its own."""
-    script = folder / "cc"
-    script.write_text(f'#!/bin/sh\necho "{says}" >&2\nexit 1\n')
-    script.chmod(0o755)
-    monkeypatch.setenv("CC", str(script))
+def let_run(monkeypatch, folder, script):
+    """Have a compiler that is this script, and a cache of its own."""
+    path = folder / "cc"
+    path.write_bytes(b"#!/bin/sh\n" + script)
+    path.chmod(0o755)
+    monkeypatch.setenv("CC", str(path))
     monkeypatch.setenv("ORTTRAINER_CACHE", str(folder / "cache"))
+
+
+def let_fail(monkeypatch, folder, says):
+    let_run(monkeypatch, folder, f'echo "{says}" >&2\nexit 1\n'.encode())
+
+
+@pytest.mark.parametrize(
+    "script, text",
+    [
+        (rb"printf 'caf\351 is not there' >&2; exit 1", "cc failed: caf\N{REPLACEMENT CHARACTER} is not there"),
+        (b"kill -9 $$", "cc failed: it was ended by signal 9"),
+        (b"exit 3", "cc failed: it ended with status 3"),
+        (b"exit 0", "cc failed: it made no library"),
+    ],
+    ids=["says what is no UTF-8", "killed", "says nothing", "makes nothing"],
+)
+def test_what_is_known_of_a_compiler_that_fails_is_told(script, text, compiler, monkeypatch, tmp_path):
+    let_run(monkeypatch, tmp_path, script)
+    with pytest.raises(RuntimeNotFoundError, match=f"a C compiler that works; .*{text}"):
+        toolchain.compiled([])
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_a_compiler_may_warn_in_any_encoding(compiler, monkeypatch, tmp_path):
+    found = toolchain._compiler()[0]
+    toolchain._compiler.cache_clear()
+    let_run(monkeypatch, tmp_path, b"printf 'caf\\351' >&2\nexec '%s' \"$@\"" % found.encode())
+    assert toolchain.compiled([]).exists()
+
+
+def test_a_cache_may_begin_with_the_home_folder_of_who_runs_it(monkeypatch, tmp_path):
+    """As it does where no shell has read it: in a Dockerfile, or a unit of systemd."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ORTTRAINER_CACHE", "~/kernels")
+    assert toolchain._cache() == tmp_path / "kernels"
+    monkeypatch.delenv("ORTTRAINER_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "~/cache")
+    assert toolchain._cache() == tmp_path / "cache" / "orttrainer"
 
 
 def test_a_compiler_that_fails_is_an_error_and_leaves_nothing_behind(compiler, monkeypatch, tmp_path):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import json
 
+import deciding
 import onnx
-import onnx_ir as ir
 import pytest
 import second_generation
 import torch
@@ -17,7 +17,7 @@ from torch import nn
 
 import orttrainer
 from orttrainer import IODescription, ModelDescription, profiling
-from orttrainer.errors import ExecutionError, InvalidArgumentError, SchemaError, StateError
+from orttrainer.errors import SchemaError
 from orttrainer.graph.activations import ancestors
 
 PHASES = {"forward", "backward", "update"}
@@ -152,6 +152,28 @@ def test_a_branch_counts_once():
     assert profiling._inner_names(onnx.helper.make_graph([outer], "graph", [], [])) == {"in the branch"}
 
 
+def one_or_other(m, x, h):
+    return m.one(h) if x.mean() > 0 else m.other(h)
+
+
+@pytest.mark.filterwarnings("ignore::orttrainer.errors.NoGradientWarning")
+def test_the_graphs_of_a_block_say_each_for_itself_what_belongs_to_which_module():
+    engine = deciding.engine_of(deciding.Decides(one_or_other))
+    with orttrainer.profile() as measured:
+        for step in range(4):
+            engine.train_step({"x": deciding.batch(step)}, LR.item())
+    assert measured.steps == 4
+    assert {"forward", "backward"} <= measured.modules["one"].keys() & measured.modules["other"].keys()
+
+
+@pytest.mark.filterwarnings("ignore::orttrainer.errors.NoGradientWarning")
+def test_a_batch_that_decides_otherwise_is_measured_on_the_graph_of_its_own_way():
+    engine = deciding.engine_of(deciding.Decides(one_or_other))
+    engine.train_step({"x": deciding.batch(1)}, LR.item())
+    assert "one" in engine.profile(2, {"x": deciding.batch(2)}).modules
+    assert "one" not in engine.profile(2, {"x": deciding.batch(3)}).modules
+
+
 def test_an_onnx_model_is_measured_by_the_names_that_its_parameters_have(tmp_path):
     trainer = make(forward_model(tmp_path), loss_fn=None)
     measured = trainer.profile(steps=2, batch=list(batch()))
@@ -248,6 +270,33 @@ def test_every_front_end_has_it():
         assert trainer.profile(steps=2).steps == 2
 
 
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x, states):
+        return self.head(self.cell(x[:, 0], states["h"]))
+
+
+def test_a_batch_is_given_to_the_sketch_as_its_step_takes_it_also_before_the_first_and_of_other_sizes():
+    torch.manual_seed(0)
+    module = Recurrent()
+    trainer = orttrainer.trainer(module, nn.CrossEntropyLoss(), torch.optim.SGD(module.parameters(), lr=0.1))
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+    def given(length):
+        return [torch.randn(5, length, 4), {"h": torch.zeros(5, 8)}, torch.zeros(5, dtype=torch.int64)]
+
+    x, states, label = given(3)
+    for some in (given(1), given(3), [x, states["h"], label]):
+        measured = trainer.profile(steps=2, batch=some)
+        assert {"cell", "head", "loss_fn"} <= measured.modules.keys()
+    assert_same(module.state_dict(), before)
+    with pytest.raises(SchemaError, match="the batch of profile must be a list"):
+        trainer.profile(batch=x)
+
+
 # -- what it shows -----------------------------------------------------------------------------
 
 
@@ -287,77 +336,3 @@ def test_the_trace_is_json_with_the_fields_that_chrome_asks_for(tmp_path):
     assert {event["args"]["phase"] for event in nodes} >= PHASES
     assert "3" in {event["args"]["module"] for event in nodes}
     assert len(nodes) == len(measured._events)
-
-
-# -- what cannot be measured -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "text"),
-    [
-        (lambda: make().profile(), StateError, "no step yet whose batch profile could use"),
-        (lambda: trained().profile(steps=0), InvalidArgumentError, "steps must be a whole number from 1, got 0"),
-        (lambda: trained().profile(steps=True), InvalidArgumentError, "steps must be a whole number from 1, got True"),
-        (lambda: trained().profile(batch=[batch()[0]]), SchemaError, r"a list of all inputs \['x', 'label'\]"),
-        (lambda: trained().profile(batch=[*batch()[::-1]]), SchemaError, "'x'"),
-        (lambda: trained().profile(steps=1).table(rows=0), InvalidArgumentError, "rows must be .* from 1, got 0"),
-    ],
-)
-def test_bad_input_is_refused(call, error, text):
-    with pytest.raises(error, match=text):
-        call()
-
-
-def test_a_profile_is_read_when_its_block_has_ended_and_used_once():
-    trainer = trained()
-    with orttrainer.profile() as found:
-        trainer.train_step(*batch(1), LR)
-        with pytest.raises(StateError, match="when its with block has ended"):
-            found.table()
-    with pytest.raises(StateError, match="measures one block"):
-        found.__enter__()
-
-
-def test_a_block_without_a_step_has_nothing_to_show(tmp_path):
-    trainer = trained()
-    with orttrainer.profile() as found:
-        trainer.eval_step(*batch())
-    with pytest.raises(StateError, match="no train_step ran"):
-        print(found)
-    with pytest.raises(StateError, match="no train_step ran"):
-        found.save_trace(tmp_path / "trace.json")
-
-
-def test_a_step_that_fails_ends_the_profile_and_nothing_else():
-    trainer = trained()
-    with pytest.raises(SchemaError), orttrainer.profile():
-        trainer.train_step(batch()[0], LR)
-    assert not profiling._active
-    trainer.train_step(*batch(1), LR)
-
-
-@pytest.mark.parametrize(
-    "room, error, text",
-    [(1_000, ExecutionError, "no room for its copy"), (60_000, OSError, "no room for what is measured")],
-)
-def test_a_folder_of_temporary_files_that_is_full_is_an_error_that_says_so(room, error, text):
-    resource = pytest.importorskip("resource")
-    trainer, limits = trained(), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
-    try:
-        with pytest.raises(error, match=text):
-            trainer.profile(steps=200)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert trainer.profile(steps=1).steps == 1
-
-
-def test_a_node_that_is_nowhere_in_the_training_graph_belongs_to_its_reader():
-    trainer = trained()
-    places = trainer._engine._places()
-    first = next(node for node in trainer.training_graph.graph.graph if places._by_node[node].module == "0")
-    foreign = onnx.helper.make_node("Reorder", ["nowhere"], ["between"], "foreign")
-    reader = onnx.helper.make_node(first.op_type, ["between"], [first.outputs[0].name], "merged")
-    found = places.of_merged(onnx.helper.make_graph([foreign, reader], "graph", [], []))
-    assert isinstance(first, ir.Node)
-    assert found["foreign"] == found["merged"] == places._by_node[first]

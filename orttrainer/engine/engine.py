@@ -276,16 +276,24 @@ class Engine(InUse):
         return none if self._runner is None else self._runner.gradient_norm.clone()
 
     @one_at_a_time
-    def profile(self, steps: int, batch: Sequence | None) -> Profile:
-        """As `FrontEnd.profile` says."""
+    def profile(
+        self, steps: int, given: Mapping[str, torch.Tensor] | None, describe: DescribeAnew | None = None
+    ) -> Profile:
+        """As `FrontEnd.profile` says.
+
+        Args:
+            steps: as there.
+            given: every described input, by name; None for those of the last call.
+            describe: as for `train_step`.
+        """
         check_updates(steps)
-        if batch is not None:
+        if given is not None:
             last = self._last_batch
-            given = self._checked_batch(listed_batch(batch, self.input_names, "profile", whole=True))
+            given = self._fitting_batch(given, describe, trains=True)
             self._last_batch = last
         elif (given := self._last_batch) is None or len(given) < len(self.input_names):
             raise StateError("there is no step yet whose batch profile could use: give it a batch=[...], or run a step")
-        self._follow_module()
+        self._follow(given, trains=True)
         twin = self._runner.twin()
         rates, scale = self._rates_at(self._rate), None if self.precision is None else self._scale
 

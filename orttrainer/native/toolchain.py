@@ -82,7 +82,8 @@ def compiled(kernels: Sequence[Kernel]) -> pathlib.Path:
     if (reason := _why_not_loaded(path)) is not None:
         raise RuntimeNotFoundError(
             f"native kernels need a folder that libraries can be loaded from, and from {path.parent} none can ({reason}). "
-            "Set ORTTRAINER_CACHE to one on a file system that is not mounted noexec, or leave native_kernels off."
+            "Set ORTTRAINER_CACHE to one on a file system that is not mounted noexec, CC to a compiler for this machine, or leave "
+            "native_kernels off."
         )
     return path
 
@@ -187,8 +188,9 @@ def _compile(command: Sequence[str], source: str, path: pathlib.Path) -> None:
             for number, text in _WITHOUT_ROOM.items():
                 if text in done.stderr:
                     raise OSError(number, text)
+        if done.returncode or not os.path.exists(made):
             raise RuntimeNotFoundError(
-                f"native kernels need a C compiler that works; {' '.join(command)} failed: {done.stderr.strip()[:500]}. "
+                f"native kernels need a C compiler that works; {' '.join(command)} failed: {_why_it_failed(done)}. "
                 "Set CC to another one, or leave native_kernels off."
             )
         with open(made, "r+b") as library:  # what is behind the end of a library is read by nobody else
@@ -197,9 +199,17 @@ def _compile(command: Sequence[str], source: str, path: pathlib.Path) -> None:
 
 def _run(command: Sequence[str], **options) -> subprocess.CompletedProcess:
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+        return subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False, **options)
     except OSError as error:  # a script without its first line, or for another processor
         return subprocess.CompletedProcess(command, 1, "", error.strerror or str(error))
+
+
+def _why_it_failed(done: subprocess.CompletedProcess) -> str:
+    if text := done.stderr.strip():
+        return text[:500]
+    if done.returncode < 0:
+        return f"it was ended by signal {-done.returncode}"
+    return f"it ended with status {done.returncode}" if done.returncode else "it made no library"
 
 
 @functools.cache
@@ -219,11 +229,11 @@ def has_wide_vectors() -> bool:
 
 def _cache() -> pathlib.Path:
     """ORTTRAINER_CACHE, or the user's own cache folder."""
-    if given := os.environ.get("ORTTRAINER_CACHE"):
-        return pathlib.Path(given)
-    if given := os.environ.get("XDG_CACHE_HOME"):
-        return pathlib.Path(given) / "orttrainer"
     try:
+        if given := os.environ.get("ORTTRAINER_CACHE"):
+            return pathlib.Path(given).expanduser()
+        if given := os.environ.get("XDG_CACHE_HOME"):
+            return pathlib.Path(given).expanduser() / "orttrainer"
         return pathlib.Path.home() / ".cache" / "orttrainer"
     except RuntimeError as error:  # of a user that the system has no name for, as in a container
         raise RuntimeNotFoundError(
