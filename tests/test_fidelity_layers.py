@@ -387,3 +387,13 @@ def test_what_the_exporters_do_not_have_is_named():
     layer = Eigenvalues(6, 6, bias=False)
     with pytest.raises(ExportError, match="linalg_eig"):
         make(Loss(layer), loss_fn=None, desc=described([random(3, 6)])).train_step(random(3, 6), RATE)
+
+
+def test_a_trained_number_stays_what_it_is_called_behind_operators_that_leave_it_as_it_is():
+    """torch's translations give it back, and its exporter finds parameters by the names of values, which it had changed."""
+
+    def gated(m, x):
+        return x * m.gate.transpose(0, -1) * m.gate.repeat(()) + m.gate.logsumexp(())
+
+    make_layer = lambda: Model(gated, gate=nn.Parameter(torch.tensor(0.7)))  # noqa: E731
+    assert_trains_as_in_pytorch(make_layer, vectors, evaluates=True)

@@ -183,6 +183,23 @@ def test_inputs_broadcast_as_in_onnx(shapes, symbolic):
     assert_identical(graph_of(nodes, inputs, [last, "m1"]), feeds)
 
 
+def test_constants_of_a_branch_are_no_part_of_a_kernel():
+    """Those of the graph itself are initializers by then."""
+    kind = {"a": (FLOAT, [3, 4])}
+    constant = helper.make_node("Constant", [], ["half"], value_floats=[0.5] * 4)
+    body = [constant, node("Mul", "a half", "m"), node("Add", "m a", "s")]
+    branches = {
+        f"{name}_branch": graph_of(nodes, {}, [nodes[-1].output[0]]).graph
+        for name, nodes in (("then", body), ("else", [node("Neg", "a", "n"), node("Abs", "n", "r")]))
+    }
+    for branch in branches.values():
+        branch.output[0].CopyFrom(helper.make_tensor_value_info(branch.output[0].name, *kind["a"]))
+    model = graph_of([node("If", "c", "y", **branches)], kind | {"c": (BOOL, [])}, ["y"])
+    a = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
+    for c in (True, False):
+        assert_identical(model, {"a": a, "c": np.array(c)})
+
+
 def test_sizes_that_contradict_the_graph_are_an_error_and_read_nothing_beyond_the_inputs():
     model = graph_of(
         [node("Mul", "a b", "t"), node("Add", "t a", "y")], {"a": (FLOAT, ["n"]), "b": (FLOAT, ["n"])}, ["y"]

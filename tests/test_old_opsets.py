@@ -1,5 +1,7 @@
 """Models of opsets 8 to 17: forms that operators had then."""
 
+import math
+
 import numpy as np
 import onnx
 import pytest
@@ -37,6 +39,26 @@ FORMS = {
 def test_an_old_form_has_the_gradient_of_what_it_meant(name):
     opset, body, shape = FORMS[name]
     check(body, randoms(x=shape), opset=opset)
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["graph", "branch"])
+@pytest.mark.parametrize("axis", ["<axis = 0>", "", "<axis = 2>"])
+def test_hardmax_chooses_one_of_what_lies_behind_its_axis(axis, within):
+    """ONNX's converter lets it stand, which since opset 13 chooses along the axis; its evaluator knows the new one only."""
+    W, flat = SCANNED["W"], {"<axis = 0>": 0, "": 1, "<axis = 2>": 2}[axis]
+    chosen = f"c = Hardmax {axis} (h) r = Mul (c, h)"
+    if within:
+        chosen = f"""t = ReduceMean <keepdims = 0> (x) one = Constant <value_float = 1.0> () g = Greater (t, one) r = If (g) <then_branch = yes () => (a)
+          {{ a = Mul (h, h) }}, else_branch = no () => (b) {{ c = Hardmax {axis} (h) b = Mul (c, h) }}>"""
+    proto = model(f"h = MatMul (x, W) {chosen}", "2, 3", 12, W=W)
+
+    def twin(x, W):
+        h = x @ W
+        rows = h.reshape(math.prod(h.shape[:flat]), -1)
+        return torch.where(rows == rows.amax(1, keepdim=True), rows, 0).reshape(h.shape)
+
+    batches = [torch.rand(k + 2, 2, 3, generator=torch.Generator().manual_seed(k)) for k in range(3)]
+    assert_trains_like(proto, twin, batches, W=W)
 
 
 @pytest.mark.parametrize("opset", [12, 13])

@@ -10,6 +10,7 @@ import onnx
 import pytest
 import torch
 from cases import recurrent
+from fidelity import assert_trains_as_in_pytorch
 from marks import usual
 from onnx import TensorProto, helper
 from torch import nn
@@ -237,3 +238,29 @@ def test_five_steps_are_those_of_pytorch_at_every_length_and_batch(name):
     assert len(trainer._engine._ways.known) == 1
     for name, want in twin.state_dict().items():
         torch.testing.assert_close(module.state_dict()[name], want, rtol=1e-5, atol=1e-6)
+
+
+class Stopped(nn.Module):
+    """A wide layer whose input is what `stop` makes of a linear layer's output, which trains by other ways as well."""
+
+    def __init__(self, kind: str, stop):
+        super().__init__()
+        self.linear, self.stop = nn.Linear(4, 4), stop
+        self.layer = getattr(nn, kind)(4, 72, bidirectional=kind == "GRU")
+
+    def forward(self, x):
+        h = self.linear(x)
+        return self.layer(self.stop(h.transpose(0, 1)))[0].mean((0, 2)) + h.sum((1, 2))
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    x = x.sin()
+    x.register_hook(lambda gradient: 2 * gradient)
+    return x
+
+
+@pytest.mark.parametrize(("kind", "stop"), [("LSTM", torch.detach), ("GRU", torch.detach), ("RNN", doubled)])
+def test_a_layer_trains_whose_input_has_no_gradient_or_a_hook(kind, stop):
+    """The form that keeps its gates is written when the mark of that is gone."""
+    batch = lambda step: [torch.randn(10 + step, 3, 4, generator=torch.Generator().manual_seed(step))]  # noqa: E731
+    assert_trains_as_in_pytorch(lambda: Stopped(kind, stop), batch, evaluates=True)

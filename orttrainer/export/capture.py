@@ -40,6 +40,7 @@ from orttrainer.export.forms import (
 from orttrainer.export.forms.assignment import define_assignments
 from orttrainer.export.forms.grouped import define_grouped_products
 from orttrainer.export.forms.named_sizes import forget_all_but, forget_those_by_values
+from orttrainer.export.forms.own_names import names_kept
 from orttrainer.export.forms.promoted import one_dtype
 from orttrainer.export.forms.rounded_once import kernels_rounded_once
 from orttrainer.export.initializers import make_real, state_tensor
@@ -92,7 +93,7 @@ def capture_dynamo(
         # With gradients a Scan would give the sizes that its backward reads.
         exact = double_precision.exact_numbers()
         once = kernels_rounded_once()
-        with _late_signatures(), decomposing, once, _unasserted(), one_dtype(), exact, torch.no_grad():
+        with _late_signatures(), decomposing, once, _unasserted(), one_dtype(), exact, names_kept(), torch.no_grad():
             onnx_program = torch.onnx.export(
                 program,
                 opset_version=max(opset, float8.least_opset(program)),

@@ -54,7 +54,7 @@ TRANSCENDENTAL = ("Exp", "Erf", "Tanh", "Sigmoid")  # cost more than to read wha
 def formula(node: ir.Node) -> str | None:
     """The C expression of what `node` computes from one element of each input; None where there is none."""
     kinds = {x.dtype if x is not None else None for x in (*node.inputs, *node.outputs)}
-    if node.domain or len(node.outputs) != 1 or not kinds <= C_TYPES.keys():
+    if node.domain or not node.inputs or len(node.outputs) != 1 or not kinds <= C_TYPES.keys():
         return None
     if node.op_type == "Cast":
         return _cast(node.inputs[0].dtype, node.outputs[0].dtype)

@@ -16,7 +16,7 @@ OLDEST_OPSET = 18
 NEWEST_OPSET = 26
 READABLE_OPSET = 28  # brought down to NEWEST_OPSET, the last that ONNX Runtime reads
 NEWEST_IR = 13  # that it reads
-_BY_ROWS = ("LogSoftmax", "Softmax")  # before opset 13 of rows: of what lies behind an axis
+_BY_ROWS = ("Hardmax", "LogSoftmax", "Softmax")  # before opset 13 of rows: of what lies behind an axis
 
 
 def with_known_opset(model: ir.Model) -> ir.Model:
@@ -86,7 +86,8 @@ def _brought_down(model: ir.Model, opset: int) -> ir.Model:
 @contextlib.contextmanager
 def unconvertible_aside(model: ir.Model) -> Iterator[None]:
     """Keep from ONNX's converter what it stops at: BatchNormalization in training form, and what the opset does not have;
-    and a Softmax before opset 13 that a body reads from around it, which it cannot replace there.
+    and of what was of rows before opset 13 a Softmax that a body reads from around it, which it cannot replace there, and Hardmax, which
+    it leaves as it is.
 
     Before opset 14 that form is told by more outputs than one: Y, running mean and variance, and two that nobody may use.
     The rest is what ONNX Runtime's optimizer writes into models of any opset, in the form of later ones.
@@ -96,7 +97,7 @@ def unconvertible_aside(model: ir.Model) -> Iterator[None]:
     inside = {x for body, x in bodies if x is not None and x.graph is not body}
     for node in model.graph.all_nodes():
         stops = node.op_type == "BatchNormalization" and opset < 14 and (len(node.outputs) > 1 or _of_pixels(node))
-        stops |= node.op_type in _BY_ROWS and opset < 13 and node.outputs[0] in inside
+        stops |= node.op_type in _BY_ROWS and opset < 13 and (node.op_type == "Hardmax" or node.outputs[0] in inside)
         if node.domain == "" and (stops or schema_of(node, model.opset_imports) is None):
             node.domain, model.opset_imports[aside] = aside, 1
     yield
@@ -128,7 +129,7 @@ def _of_pixels(norm: ir.Node) -> bool:
 
 
 def _of_rows(node: ir.Node) -> None:
-    """Softmax(x) of rows -> Reshape(Softmax(Flatten(x)), Shape(x)), under the same name."""
+    """Softmax(x) of rows -> Reshape(Softmax(Flatten(x)), Shape(x)), under the same name; Hardmax likewise."""
     x, y = node.inputs[0], node.outputs[0]
     rows = ir.Node("", "Flatten", [x], [ir.AttrInt64("axis", node.attributes.get_int("axis", 1))], num_outputs=1)
     shape = ir.Node("", "Shape", [x], num_outputs=1)

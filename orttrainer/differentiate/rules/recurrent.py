@@ -261,6 +261,7 @@ class _Layer:
         """Those of all inputs, of `rule` for each direction; and each `Direction` with what was computed again for it."""
         node, order, found, written, dx = self.node, self.order, [], [], None
         x, w, r, bias, _, h0, c0 = [*node.inputs, *[None] * 4][:7]
+        x = _lasting(op, x)
         valid, filled = (
             None if each is None else op.cast_as(layout.of_batch(op, each), x) for each in (self.mask, self.filled)
         )
@@ -331,22 +332,22 @@ def _per_direction(op, node, rule, forward, dy, dy_h, dy_c=None) -> list[ir.Valu
         biases = [None] * count if bias is None else _shares(op, bias, count, 0)
         biases = [b if b is None else op.Split(b, axis=0, num_outputs=2, outputs=2) for b in biases]
         stored = map(Stored, _shares(op, w, count, 0), _shares(op, r, count, 0), biases)
-    shares["weights"] = [_lasting(op, weights) for weights in stored]
+    shares["weights"] = [_all_lasting(op, weights) for weights in stored]
     layer = _Layer(node, shares, order, mask, filled)
     cotangents, written = layer.cotangents(op, rule, HIDDEN_MAJOR)
     offer_forms(op, node, forward, written, cotangents, functools.partial(layer.cotangents, rule=rule))
     return cotangents
 
 
-def _lasting(op, weights: Stored) -> Stored:
-    """The weights by nodes that are there when a form that is offered is written: marks of gradients are gone by then."""
+def _lasting(op, value: ir.Value) -> ir.Value:
+    """By a node that is there when a form that is offered is written: marks of gradients are gone by then."""
+    made_by = value.producer()
+    return op.Identity(value) if made_by is not None and made_by.domain == MARKS else value
 
-    def own(value: ir.Value) -> ir.Value:
-        made_by = value.producer()
-        return op.Identity(value) if made_by is not None and made_by.domain == MARKS else value
 
-    biases = None if weights.biases is None else tuple(map(own, weights.biases))
-    return Stored(own(weights.w), own(weights.r), biases)
+def _all_lasting(op, weights: Stored) -> Stored:
+    biases = None if weights.biases is None else tuple(_lasting(op, bias) for bias in weights.biases)
+    return Stored(_lasting(op, weights.w), _lasting(op, weights.r), biases)
 
 
 def _no_state(op, node: ir.Node, layout: Layout) -> ir.Value:
