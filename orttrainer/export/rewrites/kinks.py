@@ -51,7 +51,7 @@ def _softshrink(input, lambd=0.5):
 def clamp(input, min=None, max=None, *, out=None):
     """torch.clamp.
 
-    At a bound that is a number the slope is 1, as ONNX's Clip has it, and since torch 2.15 it is 0; at one that is a tensor
+    At a bound that is a number the slope is 1, as ONNX's Clip has it, and since torch 2.14 it is 0; at one that is a tensor
     it is the input's alone, and since then both share it, as ONNX's Max and Min do. The lower of two such bounds has none but
     where it is lower.
     """

@@ -38,7 +38,7 @@ def _numbers_first(choose, input, other):
 
 if (
     slope_at_zero(lambda x: torch.fmax(x, x.detach())) == 0.5
-):  # both have a share where they are equal, since torch 2.15
+):  # both have a share where they are equal, since torch 2.14
     _larger, _smaller = torch.maximum, torch.minimum
 else:
     _larger, _smaller = larger, smaller
