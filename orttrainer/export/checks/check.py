@@ -24,6 +24,7 @@ from orttrainer.export.checks.forwards import GraphEvaluation, outputs_in_mode
 from orttrainer.export.checks.observation import Observation, observe
 from orttrainer.export.checks.other_values import behind_zeros, with_others_for
 from orttrainer.export.checks.rounding import MOST_ROUNDING, Rounding, halves_of, largest, reason_of, rounding_of
+from orttrainer.export.checks.ties import Ties, first_of_equal
 from orttrainer.export.initializers import as_real, constant_of, state_as_inputs
 from orttrainer.export.values.granted import Granted
 from orttrainer.export.values.sizes import all_resized, resized
@@ -123,22 +124,22 @@ def check_values(
             updates[n]: as_real(v) for n, v in seen.updated.items() if n in updates
         }
 
-    rounding = functools.partial(rounding_of, wrapper, named)
+    compared = functools.partial(_compared, wrapper, named, halves_of(forward.model.graph))
     if observed.outputs is None:  # for the graph of another exporter
         observed.outputs = observe(wrapper, inputs, hidden_state=False).outputs
     expected, got = named(observed), dict(zip(names, run(inputs)))
-    halves = halves_of(forward.model.graph)
-    compare_outputs(expected, got, "on the first batch", functools.partial(rounding, inputs, expected), halves)
+    if ties := compared(inputs, expected, got, "on the first batch"):
+        ties.tell(names[1 : len(observed.outputs)])
     del expected, got  # logits may be the largest tensors of all
     observed.outputs = None
     state = {public[name]: x for name, x in (*wrapper.named_parameters(), *wrapper.named_buffers())}
     other_way = forward.other_way(state)
-    _check_behind_zeros(wrapper, inputs, "on the first batch", names, named, run, rounding, other_way, halves)
-    left = _check_sizes(forward, wrapper, inputs, symbols, traced, names, named, run, rounding, other_way)
+    _check_behind_zeros(wrapper, inputs, "on the first batch", names, named, run, compared, other_way)
+    left = _check_sizes(forward, wrapper, inputs, symbols, traced, names, named, run, compared, other_way)
     return _told_of_training(replace(forward, granted=left), wrapper, inputs, symbols)
 
 
-def _check_behind_zeros(wrapper, inputs, where, names, named, run, rounding, other_way, halves, nearly=False) -> None:
+def _check_behind_zeros(wrapper, inputs, where, names, named, run, compared, other_way, nearly=False) -> None:
     """Compare on a batch with what zeros hide, or what is `nearly` zero, unless forward goes another way there."""
     with behind_zeros(wrapper.module, wrapper.loss_fn, nearly) as values:
         if not values or other_way(inputs):
@@ -148,17 +149,16 @@ def _check_behind_zeros(wrapper, inputs, where, names, named, run, rounding, oth
         except Exception:  # any reason: the module itself refuses these values
             return
         if not seen.random:
-            expected, got = named(seen), dict(zip(names, run(inputs, values)))
-            where = f"{where}, {with_others_for([*values])}"
-            compare_outputs(expected, got, where, functools.partial(rounding, inputs, expected), halves)
+            got = dict(zip(names, run(inputs, values)))
+            compared(inputs, named(seen), got, f"{where}, {with_others_for([*values])}")
 
 
-def _check_sizes(forward, wrapper, inputs, symbols, traced, names, named, run, rounding, other_way):
+def _check_sizes(forward, wrapper, inputs, symbols, traced, names, named, run, compared, other_way):
     """Compare with all symbolic axes at another size; where that does not do, with one after the other, to name it.
 
     Returns what is granted still, see `check_values`.
     """
-    untrue, halves = functools.partial(_untrue, forward), halves_of(forward.model.graph)
+    untrue = functools.partial(_untrue, forward)
 
     def compare(other, where):
         """Whether the graph gives the same there; None where the module does not take this batch, or goes another way by values."""
@@ -172,13 +172,10 @@ def _check_sizes(forward, wrapper, inputs, symbols, traced, names, named, run, r
             return False
         if other_way(other):
             return None
-        expected, on_others = named(seen), _on_others(run, where)
+        on_others = _on_others(run, where)
         try:
-            got = dict(zip(names, on_others(other)))
-            compare_outputs(expected, got, where, functools.partial(rounding, other, expected), halves)
-            _check_behind_zeros(
-                wrapper, other, where, names, named, on_others, rounding, other_way, halves, nearly=True
-            )
+            compared(other, named(seen), dict(zip(names, on_others(other))), where)
+            _check_behind_zeros(wrapper, other, where, names, named, on_others, compared, other_way, nearly=True)
         except ExportMismatchError:
             if untrue(other):  # and so it goes another way
                 return False
@@ -290,6 +287,30 @@ def _on_others(run, where):
             ) from error
 
     return on_others
+
+
+def _compared(wrapper, named, halves, inputs, expected, got, where) -> Ties | None:
+    """`compare_outputs`; what differs only where forward chooses among equal values, if anything does."""
+    rounding = functools.partial(rounding_of, wrapper, named, inputs)
+    try:
+        return compare_outputs(expected, got, where, functools.partial(rounding, expected), halves)
+    except ExportMismatchError as error:
+        if (chosen := first_of_equal(wrapper, inputs)) is None:
+            raise
+        place, again = chosen[0], named(chosen[1])
+        try:
+            compare_outputs(again, got, where, functools.partial(rounding, again), halves)
+        except ExportMismatchError:
+            raise error from None
+    return Ties(place, [name for name in expected if _differs(expected, got, name, halves)])
+
+
+def _differs(expected, got, name, halves) -> bool:
+    try:
+        compare_outputs({name: expected[name]}, got, "", halves=halves)
+    except ExportMismatchError:
+        return True
+    return False
 
 
 def compare_outputs(expected, got, where, rounding=Rounding, halves=MappingProxyType({})):

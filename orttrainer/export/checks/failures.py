@@ -12,6 +12,7 @@ import torch
 from orttrainer.errors import ExportError, ExportMismatchError, UnsupportedModelError
 from orttrainer.export.caught import CaughtBySize
 from orttrainer.export.checks.nan_order import nan_in_order
+from orttrainer.export.checks.ties import TiesDiffer
 from orttrainer.export.values.told import UNTOLD
 
 __all__ = [
@@ -37,7 +38,7 @@ _LOST_WRITES = {
 
 
 def failure(wrapper, inputs, failures):
-    """One error with both exporters' reasons, of the class that says most; the reason alone where it is NaN, or ours and the only one."""
+    """One error with both exporters' reasons, of the class that says most; the reason alone where it is NaN or ties, or ours and the only one."""
     name = type(wrapper.module).__name__
     mismatch = next((error for error in failures.values() if isinstance(error, ExportMismatchError)), None)
     if mismatch is not None and (ordered := nan_in_order(wrapper, inputs)) is not None:
@@ -48,8 +49,9 @@ def failure(wrapper, inputs, failures):
         )
         error.__cause__ = mismatch
         return error
-    reason = next(iter(failures.values()))
-    if isinstance(reason, ExportError) and len({condensed(error) for error in failures.values()}) == 1:
+    ties = [error for error in failures.values() if isinstance(error, TiesDiffer)]
+    reason = (ties or list(failures.values()))[0]
+    if ties or (isinstance(reason, ExportError) and len({condensed(error) for error in failures.values()}) == 1):
         error = _public(reason)(f"{name} could not be exported to ONNX as it trains: {reason}")
         error.__cause__ = reason
         return error
