@@ -93,7 +93,10 @@ def capture_dynamo(
         # With gradients a Scan would give the sizes that its backward reads.
         exact = double_precision.exact_numbers()
         once = kernels_rounded_once()
-        with _late_signatures(), decomposing, once, _unasserted(), one_dtype(), exact, names_kept(), torch.no_grad():
+        with (
+            _late_signatures(), decomposing, once, _unasserted(), one_dtype(), exact, names_kept(), _sizes_0_and_1_may_vary(),
+            torch.no_grad(),
+        ):  # fmt: skip
             onnx_program = torch.onnx.export(
                 program,
                 opset_version=max(opset, float8.least_opset(program)),
@@ -438,7 +441,7 @@ def _without_grad_modes():
 
 
 def _sizes_0_and_1_may_vary():
-    """Without it a first batch of size 1 makes torch.export take that axis as a constant."""
+    """Without it a first batch of size 1 makes torch.export take that axis as a constant, PyTorch 2.9 also as it decomposes a whole graph."""
     try:
         from torch.fx.experimental import _config
 
