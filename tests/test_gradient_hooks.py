@@ -129,6 +129,39 @@ def test_what_forward_computes_may_have_a_hook(name):
     assert_trains_as_in_pytorch(lambda: layer(call), vectors, evaluates=False)
 
 
+def halved(x):
+    x.register_hook(lambda gradient: gradient * 0.5)
+    return x
+
+
+OF_VIEWS = {  # of what has other readers, whose gradients are not the hook's
+    "a slice": lambda h: halved(h[:, 1:4]).tanh().mean() + h.square().mean(),
+    "two hooks": lambda h: halved(halved(h[:, 1:4])).tanh().mean() + h.square().mean(),
+    "another shape": lambda h: halved(h.view(-1, 2, 3)).sum(1).square().mean() + h.tanh().mean(),
+    "transposed": lambda h: (halved(h.T) @ h).square().mean(),
+    "repeated": lambda h: (halved(h[0].expand(4, 6)) * h[1:5]).square().mean(),
+    "one of three parts": lambda h: (lambda q, k, v: (halved(q) * k + v).square().mean())(*h.chunk(3, -1)),
+    "listed": lambda h: torch.cat([halved(h[:, 1:4]), h], 1).square().mean(),
+    "read before it is written to": lambda h: halved(h[:, :3]).exp().mean() + h.mul_(2.0).tanh().mean(),
+    "written to, which ends its hook": lambda h: halved(h[:, :3]).mul_(2.0).square().mean() + h.tanh().mean(),
+}
+
+
+@pytest.mark.parametrize("call", in_turn(OF_VIEWS))
+def test_a_view_may_have_a_hook(call):
+    assert_trains_as_in_pytorch(lambda: layer(lambda m, x: call(m.linear(x))), vectors, evaluates=False)
+
+
+def test_a_part_of_a_view_with_a_hook_that_is_written_to_is_refused():
+    def call(m, x):
+        y = halved(m.linear(x)[:, :3])
+        y[0].zero_()
+        return y.square()
+
+    with pytest.raises(UnsupportedModelError, match=r"in place.*view\.clone\(\)"):
+        assert_trains_as_in_pytorch(lambda: layer(call), vectors, evaluates=False)
+
+
 def test_what_forward_computes_may_retain_its_gradient():
     def call(m, x):
         h = m.linear(x)

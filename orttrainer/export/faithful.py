@@ -111,9 +111,9 @@ class _Rewrites(TorchFunctionMode):
 
     def __init__(self, wrapper, decided):
         super().__init__()
-        self._bases = strided.Bases()
+        self._bases, self._hooked = strided.Bases(), gradient_hooks.Hooked(wrapper)
         known = {**_REWRITES, **deformable.rewrites(), **grouped.rewrites(), **self._bases.rewrites()}
-        self._seen = {**_SEEN, **by_value.SEEN, torch.Tensor.register_hook: gradient_hooks.register_hook(wrapper)}
+        self._seen = {**_SEEN, **by_value.SEEN, torch.Tensor.register_hook: self._hooked.register_hook}
         self._forms, self._rewrites = known, {**known, **complex_numbers.rewrites(known)}
         self._wrapper, self.numbers = wrapper, Numbers(wrapper, decided)
         self._rewrites |= {func: self.numbers.array(func) for func in told.ARRAYS - {torch.Tensor.tolist}}
@@ -130,6 +130,7 @@ class _Rewrites(TorchFunctionMode):
     def _called(self, func, args, kwargs):
         args, kwargs = self._registered(args), {name: self._registered(x) for name, x in (kwargs or {}).items()}
         args, kwargs = by_torchs_names(self._forms.get(func), args, kwargs)
+        args, kwargs = self._hooked.read(func, args, kwargs)
         if given_out.is_given(func, args, kwargs):
             with self:
                 return given_out.called_without(func, args, kwargs)

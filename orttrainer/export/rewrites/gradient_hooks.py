@@ -16,11 +16,13 @@ from unittest import mock
 import torch
 from torch.utils.hooks import BackwardHook, RemovableHandle
 
+from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.call import LossModule
 from orttrainer.export.initializers import as_real
 from orttrainer.export.rewrites.custom_functions import identities_with_gradients
+from orttrainer.export.untouched import memory_of, written
 
-__all__ = ["mute", "of_modules", "on_parameters", "register_hook"]
+__all__ = ["Hooked", "mute", "of_modules", "on_parameters"]
 
 log = logging.getLogger("orttrainer")
 
@@ -61,17 +63,56 @@ def _held(wrapper: LossModule) -> Iterator[tuple[dict | list, str | int, torch.T
         yield from ((weights, index, p) for index, p in enumerate(weights))
 
 
-def register_hook(wrapper: LossModule) -> Callable:
-    """`torch.Tensor.register_hook` of what the forward of `wrapper` computes."""
+class Hooked:
+    """`torch.Tensor.register_hook` of what the forward of `wrapper` computes, and what stands for the views that have hooks.
 
-    def register_hook(self, hook):
-        if torch.compiler.is_exporting() and torch.is_grad_enabled() and self.requires_grad and not self.is_leaf:
-            hooked = _hooked(wrapper, self.clone(), [hook])
-            if hooked.requires_grad:
-                as_real(self).copy_(as_real(hooked))
+    The gradient of a view is no other reader's of the memory that it shows, so that functions read a tensor of its own in its
+    place. What is no view takes the place of what it was: views of it see the hook as well.
+    """
+
+    def __init__(self, wrapper: LossModule):
+        self._wrapper = wrapper
+        self._stand_ins: dict[
+            int, tuple[torch.Tensor, torch.Tensor]
+        ] = {}  # with the view, so that its id stays its own
+
+    def register_hook(self, x: torch.Tensor, hook: Callable) -> RemovableHandle:
+        if torch.compiler.is_exporting() and torch.is_grad_enabled() and x.requires_grad and not x.is_leaf:
+            hooked = _hooked(self._wrapper, x.clone(), [hook])
+            view = next(
+                (view for view, before in self._stand_ins.values() if before is x), x
+            )  # that has a hook already
+            if hooked.requires_grad and (view is not x or x._is_view()):
+                self._stand_ins[id(view)] = view, hooked
+            elif hooked.requires_grad:
+                as_real(x).copy_(as_real(hooked))
         return RemovableHandle(OrderedDict())
 
-    return register_hook
+    def read(self, func: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The arguments, with what stands for those that have hooks; once their memory is written to no hook is theirs, as in PyTorch.
+
+        Raises:
+            UnsupportedModelError: it is written to by way of another view of what stands for them.
+        """
+        if not self._stand_ins:
+            return args, kwargs
+        for memory in map(memory_of, written(func, args, kwargs)):
+            for key, (view, hooked) in list(self._stand_ins.items()):
+                if memory == memory_of(hooked):
+                    raise UnsupportedModelError(
+                        "forward writes to a part of a view that has a hook (register_hook), in place. Take a copy of the view, "
+                        "view.clone(), and register the hook on that."
+                    )
+                if memory == memory_of(view):
+                    del self._stand_ins[key]
+        return self._in_place_of(args), self._in_place_of(kwargs)
+
+    def _in_place_of(self, argument):
+        if type(argument) in (tuple, list):
+            return type(argument)(map(self._in_place_of, argument))
+        if type(argument) is dict:
+            return {name: self._in_place_of(x) for name, x in argument.items()}
+        return self._stand_ins.get(id(argument), (None, argument))[1]
 
 
 def mute(mode, func, args, kwargs):
