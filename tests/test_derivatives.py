@@ -11,7 +11,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
-from fidelity import RATE, Loss, assert_trains_as_in_pytorch, described, vectors
+from fidelity import RATE, Loss, assert_trains_as_in_pytorch, described, rebuilt, vectors
 from marks import in_turn
 from small import make
 from torch import func, nn
@@ -331,6 +331,21 @@ def test_outputs_are_counted_of_a_module_with_derivatives():
     expected, _ = model(*vectors(0))
     trainer = orttrainer.trainer(model, None, torch.optim.SGD(model.parameters(), 0.1))
     torch.testing.assert_close(trainer.step(*vectors(0))[0], expected.detach())
+
+
+def test_a_loss_may_ask_for_its_slope_by_the_prediction():
+    def sharpened(y, target):
+        loss = F.mse_loss(y, target)
+        return loss + torch.autograd.grad(loss, y, create_graph=True)[0].square().sum()
+
+    model, twin = (rebuilt(lambda: nn.Linear(6, 6)).layer for _ in range(2))
+    trainer = orttrainer.trainer(model, sharpened, torch.optim.SGD(model.parameters(), RATE))
+    for step in range(3):
+        (x,) = vectors(step)
+        expected = sharpened(y := twin(x), x)
+        torch.testing.assert_close(trainer.step(x, x), (expected.detach(), y.detach()))
+        for parameter, gradient in zip(twin.parameters(), torch.autograd.grad(expected, list(twin.parameters()))):
+            parameter.data.sub_(RATE * gradient)
 
 
 def chosen(y):

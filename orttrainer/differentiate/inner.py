@@ -30,8 +30,9 @@ def watch_inner_gradients(model: ir.Model) -> None:
             watched = ir.Node(DOMAIN, _WATCHED, [x], num_outputs=1, name=f"{x.name}/watched")
             (y,) = watched.outputs
             y.name, y.type, y.shape = watched.name, x.type, x.shape
-            x.replace_all_uses_with(y)
-            watched.replace_input_with(0, x)
+            for reader, place in [*x.uses()]:  # an output of the graph that it is keeps its name
+                if reader is not watched:
+                    reader.replace_input_with(place, y)
             producer = x.producer()
             if producer is None:
                 model.graph.insert_before(model.graph[0], watched)
