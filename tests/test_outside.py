@@ -138,6 +138,43 @@ def test_a_teacher_is_what_it_is_at_the_step(teacher, mode, exports):
     assert not any(name.startswith("outside") for name in pair.engine.state_dict())
 
 
+class Centred(nn.Module):
+    """x - a running mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        if self.training:
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x - self.mean
+
+
+class Ensemble(nn.Module):
+    """Networks side by side, as in PyTorch's guide to ensembles: of one on the meta device only the code is called."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        nets = [nn.Sequential(nn.Linear(4, 6), Centred(), nn.Tanh(), nn.Linear(6, 3)) for _ in range(2)]
+        parameters, buffers = torch.func.stack_module_state(nets)
+        self.names, self.code = [*parameters, *buffers], [copy.deepcopy(nets[0]).to("meta")]
+        self.weights = nn.ParameterList(parameters.values())
+        self.register_buffer("mean", *buffers.values())
+
+    def forward(self, x):
+        state = dict(zip(self.names, [*self.weights, self.mean], strict=True))
+        call = torch.vmap(torch.func.functional_call, (None, 0, None))
+        return call(self.code[0].train(self.training), state, x).mean(0)
+
+
+def test_a_module_on_the_meta_device_is_called_with_the_state_of_others(exports):
+    pair = second_of(Ensemble(), None, Ensemble(), None)
+    pair.steps(STEPS)
+    assert len(exports) == 1
+
+
 def test_a_teacher_in_a_child(monkeypatch):
     monkeypatch.setattr(child, "_CHILDREN", 1)
     one, other = net(1), net(1)

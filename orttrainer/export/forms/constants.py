@@ -11,6 +11,7 @@ import operator
 from collections import defaultdict
 
 import torch
+from torch._C._functorch import get_unwrapped, is_batchedtensor
 from torch._guards import detect_fake_mode
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.utils import _pytree as pytree
@@ -84,6 +85,8 @@ def _computed(graph: torch.fx.Graph, given: dict[torch.fx.Node, torch.Tensor], c
 def memory(value) -> int | None:
     """What two tensors of the exporter have in common that would share memory; they hold no numbers."""
     value = value.meta.get("val") if isinstance(value, torch.fx.Node) else value
+    while isinstance(value, torch.Tensor) and is_batchedtensor(value):  # one sample's, within torch.vmap
+        value = get_unwrapped(value)
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 

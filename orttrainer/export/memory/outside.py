@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import nn
+from torch._C._functorch import is_batchedtensor
 from torch.nn.modules.module import register_module_buffer_registration_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
@@ -54,7 +55,9 @@ class Noticed(TorchFunctionMode):
             return
         if any(id(x) not in self._own_state for x in (*module.parameters(), *module.buffers())):
             self._found[id(module)] = module
-            self._before += [(x, x.detach().clone()) for x in module.buffers() if id(x) not in self._own_state]
+            # Within `torch.vmap` those that stand in for it there are parts of others, and are gone with it.
+            its = (x for x in module.buffers() if id(x) not in self._own_state and not is_batchedtensor(x))
+            self._before += [(x, x.detach().clone()) for x in its]
 
     def made(self, module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
         """As a hook on each buffer that a module gets: of one that forward makes, such as a spline, it is computed, and no state."""
@@ -72,7 +75,8 @@ class Noticed(TorchFunctionMode):
         inside = {id(part) for module in self._found.values() for part in module.modules() if part is not module}
         called = [module for key, module in self._found.items() if key not in inside]
         of_called = {id(parameter) for module in called for parameter in module.parameters()}
-        return (*called, *_owners([key for key in self._read if key not in of_called]))
+        owners = _owners([key for key in self._read if key not in of_called])
+        return tuple(module for module in (*called, *owners) if _has_values(module))
 
 
 @contextlib.contextmanager
@@ -87,6 +91,11 @@ def noticed(wrapper: nn.Module) -> Iterator[Noticed]:
         for handle in handles:
             handle.remove()
         found.back()
+
+
+def _has_values(module: nn.Module) -> bool:
+    """Whether there are any: one on the meta device is called with others in their place (`torch.func.functional_call`)."""
+    return not all(x.is_meta for x in (*module.parameters(), *module.buffers()))
 
 
 def _owners(parameters: Sequence[int]) -> list[nn.Module]:
