@@ -240,12 +240,14 @@ def test_bert_with_padding_is_called_by_keyword_and_keeps_attention_dropout():
     assert_same(forward, other, {"loss": want.loss, "logits": want.logits})
 
 
-def test_a_model_of_transformers_makes_no_mask_that_it_does_not_need():
+@pytest.mark.parametrize("rows", [3, "batch"])
+def test_a_model_of_transformers_makes_no_mask_that_it_does_not_need(rows):
     """One written out, as for other exports, would not fit this attention, which is by landmarks."""
     transformers = pytest.importorskip("transformers")
     config = transformers.NystromformerConfig(**SMALL, num_landmarks=2, segment_means_seq_len=6, conv_kernel_size=3)
     model, tokens = transformers.NystromformerForMaskedLM(config), IDS[:, :6].contiguous()
-    forward = export_module(model, None, describe([("input_ids", (3, 6)), ("labels", (3, 6))]), [tokens, tokens])
+    described = describe([("input_ids", (rows, 6)), ("labels", (rows, 6))])
+    forward = export_module(model, None, described, [tokens, tokens])
     want = without_dropout(model, lambda m: m(input_ids=tokens, labels=tokens).loss)
     assert_same(forward, [tokens, tokens], {"loss": want})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from fidelity import RATE, Loss, rebuilt
+from fidelity import RATE, Loss, assert_trains_as_in_pytorch, rebuilt, vectors
 from small import make
 from torch import nn
 
@@ -97,3 +97,21 @@ def test_numbers_that_forward_only_reads_are_left_as_they_are():
     before = layer.where.clone()
     make(Loss(layer), loss_fn=None, desc=described()).train_step(*batch(0), RATE)
     assert torch.equal(layer.where, before)
+
+
+class Masked(nn.Linear):
+    """By masks of ones, and by numbers of inference mode, in batches of any size."""
+
+    def forward(self, x):
+        with torch.inference_mode():
+            scale = 0 * torch.rand(len(x), 6) + torch.ones(len(x), 6)
+        mask, holed = torch.ones(len(x), 6), torch.ones_like(x)
+        holed[:, 0] = 0
+        y = super().forward(x) * scale.clone()
+        whole = torch.all(mask[:, None].expand(-1, 2, -1) == 1) and mask.bool().all()
+        return y.tanh() if whole and not holed.bool().all() else y
+
+
+def test_masks_of_ones_are_known_whatever_their_sizes(exports):
+    assert_trains_as_in_pytorch(lambda: Masked(6, 6), vectors, evaluates=True)
+    assert len(exports) == 1

@@ -35,6 +35,10 @@ _FACTORIES = {
     torch.arange, torch.as_tensor, torch.eye, torch.full, torch.linspace, torch.ones, torch.tensor, torch.tril_indices,
     torch.triu_indices, torch.zeros,
 }  # fmt: skip
+_OF_ONES = {torch.ones, torch.ones_like, torch.Tensor.new_ones}
+_STILL_ONES = {
+    torch.Tensor.__getitem__, torch.Tensor.bool, torch.Tensor.contiguous, torch.Tensor.expand, torch.Tensor.to,
+}  # fmt: skip
 _PYTHON = {
     torch.Tensor.__bool__, torch.Tensor.__float__, torch.Tensor.__index__, torch.Tensor.__int__, torch.Tensor.item,
     torch.Tensor.tolist, torch.Tensor.__format__, torch.Tensor.__repr__,
@@ -135,8 +139,8 @@ class Numbers:
         return (int(argument), buffers) if whole else None
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether the numbers of a trace's tensor are known."""
-        return isinstance(tensor, FakeTensor) and self._known(tensor) is not None
+        """Whether the numbers of a trace's tensor are known, or ones, however many."""
+        return isinstance(tensor, FakeTensor) and (self._known(tensor) is not None or _is_ones(tensor))
 
     @staticmethod
     def tells(func: Callable) -> bool:
@@ -246,8 +250,11 @@ class Numbers:
         results = result if isinstance(result, (tuple, list)) else [result]
         if not torch.compiler.is_exporting() or not results:
             return False
-        if func in _DRAWS:
-            result.drawn = result._version
+        if isinstance(result, torch.Tensor) and not result.is_inference():  # which has no version
+            if func in _DRAWS:
+                result.drawn = result._version
+            if _gives_ones(func, args):
+                result.ones = result._version
         if not all(isinstance(x, FakeTensor) and _small(x) for x in results):
             return False
         if (found := self._computed(func, args, kwargs)) is None:
@@ -265,6 +272,9 @@ class Numbers:
             return None
         if next(written(func, args, kwargs), None) is not None:
             return None
+        if name == "all" and len(args) == 1 and not kwargs and _is_ones(args[0]):  # whatever sizes it has
+            with torch._C.DisableTorchFunction(), _outside_of_the_trace():
+                return torch.tensor(True), frozenset()
         if (always := _always(name.strip("_"), *args)) is not None:
             with torch._C.DisableTorchFunction(), _outside_of_the_trace():
                 return torch.full(args[0].shape, always), frozenset()
@@ -307,6 +317,20 @@ class Numbers:
 def _always(name: str, draw: Any = None, bound: Any = None, *others) -> bool | None:
     """What a comparison of drawn numbers always says: a layer that is dropped with probability 0 stays."""
     return said_of_drawn(name, bound) if is_drawn(draw) and type(bound) in (int, float) else None
+
+
+def _is_ones(tensor: Any) -> bool:
+    """Whether these are ones, in a trace, as a mask that forward makes for batches of any size."""
+    ones = getattr(tensor, "ones", None)
+    return ones is not None and ones == tensor._version
+
+
+def _gives_ones(func: Callable, args: tuple) -> bool:
+    """Whether the result is ones: made so, a part of some, or of `ones == 1`."""
+    if func in _OF_ONES or (func in _STILL_ONES and _is_ones(args[0])):
+        return True
+    name, other = getattr(func, "__name__", "").strip("_"), args[1] if len(args) == 2 else None
+    return name == "eq" and type(other) is int and other == 1 and _is_ones(args[0])
 
 
 def is_drawn(tensor: Any) -> bool:
