@@ -11,10 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from orttrainer.export.memory.run_code import is_installed
+
 __all__ = [
     "CONTAINERS",
     "DEPTH",
     "PLAIN",
+    "Entries",
     "Holdings",
     "Without",
     "attributes_of",
@@ -35,8 +38,9 @@ _VERSION = operator.attrgetter("_version")
 _NONE = type(None), None  # as it is compared
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")  # each of which may be set
 _SAID = operator.attrgetter(*_OF_FUNCTIONS)
+_OF_MAPPINGS = ("keys", "__getitem__", "__iter__", "__len__")
 
-Entries = Callable[[Any], Sequence[tuple[Mapping, str]]]  # where those attributes of an object are that matter
+Places = Callable[[Any], Sequence[tuple[Mapping, str]]]  # where those attributes of an object are that matter
 
 
 class Holdings:
@@ -53,13 +57,14 @@ class Holdings:
         self,
         places: Iterable[tuple[Mapping, str]],
         values: Iterable[Any],
-        entries: Entries,
+        entries: Places,
         state: Collection[int] = frozenset(),
     ):
         self._dicts: list[tuple[dict, str, Any]] = []
         self._classes: list[tuple[MappingProxyType, str, Any]] = []
         self._elsewhere: list[tuple[Mapping, str, Any]] = []  # in slots and in variables around a function
         self._functions, self._containers, self._tensors, self._arrays = [], [], [], []
+        self._others: list[Entries] = []
         self._state = state
         self._met: set = set()  # what many layers have, such as a configuration, once
         for owner, key in places:
@@ -74,7 +79,7 @@ class Holdings:
         self._small = [x for x in self._tensors if is_small(x)]  # also what is written to by way of `data` is seen
         self._copies = [x.detach().clone() for x in self._small]
         self._bytes = [*map(np.ndarray.tobytes, self._arrays)]
-        self._rare = any((self._elsewhere, self._containers, self._tensors, self._arrays))
+        self._rare = any((self._elsewhere, self._containers, self._tensors, self._arrays, self._others))
 
     def are_the_same(self) -> bool:
         """Whether the same objects are held, in the same versions, and containers hold the same; quick where there is nothing."""
@@ -87,9 +92,9 @@ class Holdings:
                 return False
             if not self._rare:
                 return True
-            if any(owner.get(key) is not value for owner, key, value in self._elsewhere):
+            if not all(_are_one(owner.get(key), value) for owner, key, value in self._elsewhere):
                 return False
-            if self._containers != self._contents:
+            if self._containers != self._contents or not all(map(Entries.are_there_still, self._others)):
                 return False
         except Exception:  # of whatever class: one holds another tensor now, which is compared element by element
             return False
@@ -97,7 +102,7 @@ class Holdings:
             return False
         return [*map(_VERSION, self._tensors)] == self._versions and all(map(same_elements, self._small, self._copies))
 
-    def _gather_from(self, owner: Mapping, key: str, entries: Entries, depth: int) -> None:
+    def _gather_from(self, owner: Mapping, key: str, entries: Places, depth: int) -> None:
         value, place = owner.get(key), (id(owner), key, depth)  # of the same id is the same one: all are kept alive
         if place in self._met:
             return
@@ -106,7 +111,7 @@ class Holdings:
         next(places for kind, places in kinds if isinstance(owner, kind)).append((owner, key, value))
         self._gather(value, entries, depth)
 
-    def _gather(self, value: Any, entries: Entries, depth: int) -> None:
+    def _gather(self, value: Any, entries: Places, depth: int) -> None:
         value = function_of(value)
         if isinstance(value, torch.Tensor):
             if not value.is_inference() and id(value) not in self._state:
@@ -123,7 +128,9 @@ class Holdings:
             if isinstance(value, FunctionType):
                 self._functions.append(value)
                 self._gather((value.__defaults__, value.__kwdefaults__), entries, depth)
-            for owner, key in entries(value):
+            if (others := Entries.of(value, depth)) is not None:
+                self._others.append(others)
+            for owner, key in _places_in(value, others, entries):
                 self._gather_from(owner, key, entries, depth - 1)
 
 
@@ -131,7 +138,7 @@ def _apart(places: Iterable[tuple]) -> tuple[tuple, ...]:
     return tuple(zip(*places)) or ((), (), ())
 
 
-def comparable(value: Any, entries: Entries, state: Collection[int] = frozenset(), depth: int = DEPTH) -> Any:
+def comparable(value: Any, entries: Places, state: Collection[int] = frozenset(), depth: int = DEPTH) -> Any:
     """What is equal to that of another value if both hold the same: numbers, texts and arrays by what they are, other objects themselves.
 
     Args:
@@ -152,13 +159,83 @@ def comparable(value: Any, entries: Entries, state: Collection[int] = frozenset(
             return type(value), frozenset(value)
         keys = [*value] if isinstance(value, dict) else None
         return type(value), keys, compared(value.values() if isinstance(value, dict) else value)
-    found = [] if not depth or isinstance(value, torch.Tensor) else entries(value)
+    inert = not depth or isinstance(value, torch.Tensor)
+    found = [] if inert else _places_in(value, Entries.of(value, depth), entries)
     inside = [owner.get(key) for owner, key in found]
     if depth and isinstance(value, FunctionType):  # made anew from the same text it is the same
         return FunctionType, value.__code__, compared([value.__defaults__, value.__kwdefaults__, *inside])
     if found:
         return type(value), [key for _, key in found], compared(inside)
     return _Is(value, id(value) in state)
+
+
+class Entries(Mapping):
+    """Those of a container of a library's, such as a configuration of OmegaConf's, as they are at any time.
+
+    In its attributes they lie deeper, beside caches. What a class of the program's own reads by itself is found in its
+    attributes alone, since that may do anything.
+
+    Args:
+        owner: a mapping, or a sequence, the entries of which have their places for keys.
+        keys: of those that can be read, and are the same when they are read again.
+    """
+
+    def __init__(self, owner: Any, keys: Collection[Any]):
+        self._owner, self._keys, self._length = owner, keys, len(owner)
+
+    @classmethod
+    def of(cls, value: Any, depth: int = DEPTH) -> Entries | None:
+        """None where it is no such container, or has too many entries for the depth that is left."""
+        if depth <= 0 or isinstance(
+            value, (torch.Tensor, torch.nn.Module, np.ndarray, type, range, *PLAIN, *CONTAINERS)
+        ):
+            return None
+        is_mapping = isinstance(value, Mapping) or all(hasattr(type(value), name) for name in _OF_MAPPINGS)
+        if not (is_mapping or isinstance(value, Sequence)):
+            return None
+        try:
+            reads = next(kind for kind in type(value).__mro__ if "__getitem__" in vars(kind))
+            if not is_installed(reads.__module__) or len(value) > _MOST[depth - 1]:
+                return None
+            found = cls(value, [*value] if is_mapping else range(len(value)))
+        except Exception:  # of whatever class: it only looks like one
+            return None
+        found._keys = [key for key in found._keys if key in found]
+        return found
+
+    def are_there_still(self) -> bool:
+        """Whether it has as many entries as it had."""
+        return len(self._owner) == self._length
+
+    def __getitem__(self, key: Any) -> Any:
+        try:
+            return self._owner[key]
+        except Exception:  # of whatever class: it refers to what is not there
+            raise KeyError(key) from None
+
+    def __contains__(self, key: Any) -> bool:
+        try:
+            return _are_one(self[key], self[key])
+        except KeyError:
+            return False
+
+    def __iter__(self):
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+def _places_in(value: Any, others: Entries | None, entries: Places) -> list[tuple[Mapping, Any]]:
+    """Where the entries of a container are, and those attributes of what is the program's own that matter."""
+    if others is None:
+        return [*entries(value)]
+    return [*((others, key) for key in others), *([] if is_installed(type(value).__module__) else entries(value))]
+
+
+def _are_one(a: Any, b: Any) -> bool:
+    """Whether it is one object; of numbers and texts, which a container may make anew each time, whether they are equal."""
+    return a is b or (type(a) is type(b) and isinstance(a, PLAIN) and a == b)
 
 
 class Without(NamedTuple):
