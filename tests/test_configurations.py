@@ -140,3 +140,30 @@ def test_a_global_configuration_of_a_library_is_followed_beside_an_entry_that_ca
     for scale in (1.0, 2.0, 4.0):
         CONFIG["scale"] = scale
         pair.steps(2)
+
+
+class Counts(nn.Module):
+    """Counts its calls in a dict that the program has a number in."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.state = nn.Linear(4, 3), {"calls": 0, "scale": 1.0, "last": None}
+
+    def forward(self, x):
+        if self.state is None:
+            return -self.layer(x)
+        self.state["calls"] += 1
+        self.state["last"] = self.layer(x) * self.state["scale"]
+        return self.state["last"]
+
+
+def test_other_entries_of_a_dict_that_forward_writes_to_are_followed(exports):
+    pair = Pair(Counts(), optimizer="SGD with momentum")
+    pair.steps(2)
+    pair.change(lambda module: module.state.update(scale=3.0))
+    pair.steps(2)
+    pair.change(lambda module: module.state.update(calls=0, last=None))
+    pair.steps(1)
+    assert len(exports) == 2
+    pair.change(lambda module: setattr(module, "state", None))
+    pair.steps(1)

@@ -25,6 +25,7 @@ __all__ = [
     "content_of",
     "function_of",
     "is_container",
+    "path_of_entry",
     "same_elements",
     "variables_around",
 ]
@@ -242,7 +243,7 @@ class Without(NamedTuple):
     """What makes no difference to a graph.
 
     Attributes:
-        touched: paths of what forward changes itself, as the export has seen.
+        touched: paths of what forward changes itself, as the export has seen; of dicts those of entries.
         objects: paths of what holds objects that do nothing themselves, as tensors, which were others once, to no effect; what
             else it holds may have one.
     """
@@ -252,9 +253,19 @@ class Without(NamedTuple):
 
     def of(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The rest of paths and what `comparable` gave of each."""
-        rest = {path: x for path, x in values.items() if path not in self.touched}
+        rest = {path: self._without_entries(path, x) for path, x in values.items() if path not in self.touched}
         rest |= {path: _without_objects(rest[path]) for path in self.objects & rest.keys()}
         return {path: x for path, x in rest.items() if x is not None}
+
+    def _without_entries(self, path: str, found: Any) -> Any:
+        """What `comparable` gave, of a dict without the entries that forward changes."""
+        if not any(name.startswith(f"{path}[") for name in self.touched):
+            return found
+        kind, keys, inside = found if isinstance(found, tuple) and len(found) == 3 else (None, None, None)
+        if keys is None:  # something else was put in its place
+            return found
+        rest = [(key, x) for key, x in zip(keys, inside) if path_of_entry(path, key) not in self.touched]
+        return kind, [key for key, _ in rest], [x for _, x in rest]
 
 
 def _without_objects(found: Any) -> Any:
@@ -331,6 +342,11 @@ class _Variable(Mapping):
 
 def _texts(names: Any) -> Iterable[str]:
     return [names] if isinstance(names, str) else names
+
+
+def path_of_entry(path: str, key: Any) -> str:
+    """That of an entry of the dict at `path`."""
+    return f"{path}[{key!r}]"
 
 
 def content_of(cell: CellType) -> Any:
