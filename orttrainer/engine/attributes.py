@@ -129,7 +129,7 @@ class Attributes:
                 module, value = scope.get("__name__", ""), scope[name]
                 if ("GLOBAL", name) in stored or not _is_simple(value):
                     continue
-                if isinstance(value, _FUNCTIONS) and _is_of_library(value):
+                if Entries.of(value) is not None or (isinstance(value, _FUNCTIONS) and _is_of_library(value)):
                     if not export.is_installed(module):  # a library keeps its own
                         self._variables[f"{module}.{name}"] = scope, name
                     continue
