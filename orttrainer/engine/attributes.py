@@ -31,6 +31,7 @@ from orttrainer.export.memory.holdings import (
     CONTAINERS,
     DEPTH,
     PLAIN,
+    Entries,
     Holdings,
     Without,
     attributes_of,
@@ -128,7 +129,7 @@ class Attributes:
                 module, value = scope.get("__name__", ""), scope[name]
                 if ("GLOBAL", name) in stored or not _is_simple(value):
                     continue
-                if isinstance(value, _FUNCTIONS) and _is_of_library(value):
+                if Entries.of(value) is not None or (isinstance(value, _FUNCTIONS) and _is_of_library(value)):
                     if not export.is_installed(module):  # a library keeps its own
                         self._variables[f"{module}.{name}"] = scope, name
                     continue
@@ -443,7 +444,7 @@ def _is_simple(value: Any, depth: int = DEPTH) -> bool:
         return all(
             _is_simple(x, depth - 1) or callable(x) for x in (value.values() if isinstance(value, dict) else value)
         )
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) or Entries.of(value) is not None:
         return True
     # An object of a class of the program's own, as `config = Config()`, or a schedule that forward calls.
     return attributes_of(value) is not None and not export.is_installed(type(value).__module__)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.memory.counters import Counters
-from orttrainer.export.memory.holdings import same_elements
+from orttrainer.export.memory.holdings import path_of_entry, same_elements
 from orttrainer.export.values.told import place, shown
 
 __all__ = ["Generators", "HiddenState", "alike", "anew", "changes", "draws", "sampled"]
@@ -49,8 +49,10 @@ class HiddenState:
         return [name for name, value in self._attributes.items() if name in now and not _same(value, now[name])]
 
     def touched(self) -> tuple[str, ...]:
-        """The attributes that hold something else now, or did not exist."""
-        return (*self.changed(), *(_attributes(self._module).keys() - self._attributes.keys()))
+        """The attributes that hold something else now, or did not exist; of a dict with the keys of before its entries that do."""
+        before, now = self._attributes, _attributes(self._module)
+        found = [path for name in self.changed() for path in _changed_parts(name, before[name], now[name])]
+        return (*found, *(now.keys() - before.keys()))
 
     def error(self, first: Outputs, again: Callable[[], Outputs], counters: Counters) -> UnsupportedModelError | None:
         """What is wrong with a forward that gives something else when it is called again, parameters and buffers being the same.
@@ -254,6 +256,12 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, list):
         return len(a) == len(b) and all(map(_same, a, b))
     return a is b or (isinstance(a, (int, float, str)) and (a == b or (a != a and b != b)))
+
+
+def _changed_parts(path: str, before: Any, now: Any) -> list[str]:
+    if isinstance(before, dict) and isinstance(now, dict) and before.keys() == now.keys():
+        return [path_of_entry(path, key) for key in before if not _same(before[key], now[key])]
+    return [path]
 
 
 # ---------------------------------------------------------------- generators

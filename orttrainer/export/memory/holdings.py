@@ -11,10 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from orttrainer.export.memory.run_code import is_installed
+
 __all__ = [
     "CONTAINERS",
     "DEPTH",
     "PLAIN",
+    "Entries",
     "Holdings",
     "Without",
     "attributes_of",
@@ -22,6 +25,7 @@ __all__ = [
     "content_of",
     "function_of",
     "is_container",
+    "path_of_entry",
     "same_elements",
     "variables_around",
 ]
@@ -35,8 +39,9 @@ _VERSION = operator.attrgetter("_version")
 _NONE = type(None), None  # as it is compared
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")  # each of which may be set
 _SAID = operator.attrgetter(*_OF_FUNCTIONS)
+_OF_MAPPINGS = ("keys", "__getitem__", "__iter__", "__len__")
 
-Entries = Callable[[Any], Sequence[tuple[Mapping, str]]]  # where those attributes of an object are that matter
+Places = Callable[[Any], Sequence[tuple[Mapping, str]]]  # where those attributes of an object are that matter
 
 
 class Holdings:
@@ -53,13 +58,14 @@ class Holdings:
         self,
         places: Iterable[tuple[Mapping, str]],
         values: Iterable[Any],
-        entries: Entries,
+        entries: Places,
         state: Collection[int] = frozenset(),
     ):
         self._dicts: list[tuple[dict, str, Any]] = []
         self._classes: list[tuple[MappingProxyType, str, Any]] = []
         self._elsewhere: list[tuple[Mapping, str, Any]] = []  # in slots and in variables around a function
         self._functions, self._containers, self._tensors, self._arrays = [], [], [], []
+        self._others: list[Entries] = []
         self._state = state
         self._met: set = set()  # what many layers have, such as a configuration, once
         for owner, key in places:
@@ -74,7 +80,7 @@ class Holdings:
         self._small = [x for x in self._tensors if is_small(x)]  # also what is written to by way of `data` is seen
         self._copies = [x.detach().clone() for x in self._small]
         self._bytes = [*map(np.ndarray.tobytes, self._arrays)]
-        self._rare = any((self._elsewhere, self._containers, self._tensors, self._arrays))
+        self._rare = any((self._elsewhere, self._containers, self._tensors, self._arrays, self._others))
 
     def are_the_same(self) -> bool:
         """Whether the same objects are held, in the same versions, and containers hold the same; quick where there is nothing."""
@@ -87,9 +93,9 @@ class Holdings:
                 return False
             if not self._rare:
                 return True
-            if any(owner.get(key) is not value for owner, key, value in self._elsewhere):
+            if not all(_are_one(owner.get(key), value) for owner, key, value in self._elsewhere):
                 return False
-            if self._containers != self._contents:
+            if self._containers != self._contents or not all(map(Entries.are_there_still, self._others)):
                 return False
         except Exception:  # of whatever class: one holds another tensor now, which is compared element by element
             return False
@@ -97,7 +103,7 @@ class Holdings:
             return False
         return [*map(_VERSION, self._tensors)] == self._versions and all(map(same_elements, self._small, self._copies))
 
-    def _gather_from(self, owner: Mapping, key: str, entries: Entries, depth: int) -> None:
+    def _gather_from(self, owner: Mapping, key: str, entries: Places, depth: int) -> None:
         value, place = owner.get(key), (id(owner), key, depth)  # of the same id is the same one: all are kept alive
         if place in self._met:
             return
@@ -106,7 +112,7 @@ class Holdings:
         next(places for kind, places in kinds if isinstance(owner, kind)).append((owner, key, value))
         self._gather(value, entries, depth)
 
-    def _gather(self, value: Any, entries: Entries, depth: int) -> None:
+    def _gather(self, value: Any, entries: Places, depth: int) -> None:
         value = function_of(value)
         if isinstance(value, torch.Tensor):
             if not value.is_inference() and id(value) not in self._state:
@@ -123,7 +129,9 @@ class Holdings:
             if isinstance(value, FunctionType):
                 self._functions.append(value)
                 self._gather((value.__defaults__, value.__kwdefaults__), entries, depth)
-            for owner, key in entries(value):
+            if (others := Entries.of(value, depth)) is not None:
+                self._others.append(others)
+            for owner, key in _places_in(value, others, entries):
                 self._gather_from(owner, key, entries, depth - 1)
 
 
@@ -131,7 +139,7 @@ def _apart(places: Iterable[tuple]) -> tuple[tuple, ...]:
     return tuple(zip(*places)) or ((), (), ())
 
 
-def comparable(value: Any, entries: Entries, state: Collection[int] = frozenset(), depth: int = DEPTH) -> Any:
+def comparable(value: Any, entries: Places, state: Collection[int] = frozenset(), depth: int = DEPTH) -> Any:
     """What is equal to that of another value if both hold the same: numbers, texts and arrays by what they are, other objects themselves.
 
     Args:
@@ -152,7 +160,8 @@ def comparable(value: Any, entries: Entries, state: Collection[int] = frozenset(
             return type(value), frozenset(value)
         keys = [*value] if isinstance(value, dict) else None
         return type(value), keys, compared(value.values() if isinstance(value, dict) else value)
-    found = [] if not depth or isinstance(value, torch.Tensor) else entries(value)
+    inert = not depth or isinstance(value, torch.Tensor)
+    found = [] if inert else _places_in(value, Entries.of(value, depth), entries)
     inside = [owner.get(key) for owner, key in found]
     if depth and isinstance(value, FunctionType):  # made anew from the same text it is the same
         return FunctionType, value.__code__, compared([value.__defaults__, value.__kwdefaults__, *inside])
@@ -161,11 +170,80 @@ def comparable(value: Any, entries: Entries, state: Collection[int] = frozenset(
     return _Is(value, id(value) in state)
 
 
+class Entries(Mapping):
+    """Those of a container of a library's, such as a configuration of OmegaConf's, as they are at any time.
+
+    In its attributes they lie deeper, beside caches. What a class of the program's own reads by itself is found in its
+    attributes alone, since that may do anything.
+
+    Args:
+        owner: a mapping, or a sequence, the entries of which have their places for keys.
+        keys: of those that can be read, and are the same when they are read again.
+    """
+
+    def __init__(self, owner: Any, keys: Collection[Any]):
+        self._owner, self._keys, self._length = owner, keys, len(owner)
+
+    @classmethod
+    def of(cls, value: Any, depth: int = DEPTH) -> Entries | None:
+        """None where it is no such container, or has too many entries for the depth that is left."""
+        if depth <= 0 or isinstance(
+            value, (torch.Tensor, torch.nn.Module, np.ndarray, type, range, *PLAIN, *CONTAINERS)
+        ):
+            return None
+        is_mapping = isinstance(value, Mapping) or all(hasattr(type(value), name) for name in _OF_MAPPINGS)
+        if not (is_mapping or isinstance(value, Sequence)):
+            return None
+        try:
+            reads = next(kind for kind in type(value).__mro__ if "__getitem__" in vars(kind))
+            if not is_installed(reads.__module__) or len(value) > _MOST[depth - 1]:
+                return None
+            found = cls(value, [*value] if is_mapping else range(len(value)))
+        except Exception:  # of whatever class: it only looks like one
+            return None
+        found._keys = [key for key in found._keys if key in found]
+        return found
+
+    def are_there_still(self) -> bool:
+        """Whether it has as many entries as it had."""
+        return len(self._owner) == self._length
+
+    def __getitem__(self, key: Any) -> Any:
+        try:
+            return self._owner[key]
+        except Exception:  # of whatever class: it refers to what is not there
+            raise KeyError(key) from None
+
+    def __contains__(self, key: Any) -> bool:
+        try:
+            return _are_one(self[key], self[key])
+        except KeyError:
+            return False
+
+    def __iter__(self):
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+def _places_in(value: Any, others: Entries | None, entries: Places) -> list[tuple[Mapping, Any]]:
+    """Where the entries of a container are, and those attributes of what is the program's own that matter."""
+    if others is None:
+        return [*entries(value)]
+    return [*((others, key) for key in others), *([] if is_installed(type(value).__module__) else entries(value))]
+
+
+def _are_one(a: Any, b: Any) -> bool:
+    """Whether it is one object; of numbers and texts, which a container may make anew each time, whether they are equal."""
+    return a is b or (type(a) is type(b) and isinstance(a, PLAIN) and a == b)
+
+
 class Without(NamedTuple):
     """What makes no difference to a graph.
 
     Attributes:
-        touched: paths of what forward changes itself, as the export has seen.
+        touched: paths of what forward changes itself, as the export has seen; of dicts those of entries.
         objects: paths of what holds objects that do nothing themselves, as tensors, which were others once, to no effect; what
             else it holds may have one.
     """
@@ -175,9 +253,19 @@ class Without(NamedTuple):
 
     def of(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The rest of paths and what `comparable` gave of each."""
-        rest = {path: x for path, x in values.items() if path not in self.touched}
+        rest = {path: self._without_entries(path, x) for path, x in values.items() if path not in self.touched}
         rest |= {path: _without_objects(rest[path]) for path in self.objects & rest.keys()}
         return {path: x for path, x in rest.items() if x is not None}
+
+    def _without_entries(self, path: str, found: Any) -> Any:
+        """What `comparable` gave, of a dict without the entries that forward changes."""
+        if not any(name.startswith(f"{path}[") for name in self.touched):
+            return found
+        kind, keys, inside = found if isinstance(found, tuple) and len(found) == 3 else (None, None, None)
+        if keys is None:  # something else was put in its place
+            return found
+        rest = [(key, x) for key, x in zip(keys, inside) if path_of_entry(path, key) not in self.touched]
+        return kind, [key for key, _ in rest], [x for _, x in rest]
 
 
 def _without_objects(found: Any) -> Any:
@@ -254,6 +342,11 @@ class _Variable(Mapping):
 
 def _texts(names: Any) -> Iterable[str]:
     return [names] if isinstance(names, str) else names
+
+
+def path_of_entry(path: str, key: Any) -> str:
+    """That of an entry of the dict at `path`."""
+    return f"{path}[{key!r}]"
 
 
 def content_of(cell: CellType) -> Any:
