@@ -13,8 +13,10 @@ import pytest
 import torch
 from fidelity import assert_trains_with_and_without
 from onnx import TensorProto, helper
+from small import LR, make
 from torch import nn
 
+from orttrainer import IODescription, ModelDescription
 from orttrainer.graph.optimizers import left_out
 from orttrainer.graph.passes.speed.einsum import EinsumProductPass, SumOfProductsPass
 
@@ -280,6 +282,29 @@ class ByHand(nn.Module):
 
 def test_attention_by_hand_trains_as_in_pytorch_with_and_without():
     assert_trains_with_and_without("SumOfProductsPass", ByHand, [5, 6], replaces="ReduceSum", some=True)
+
+
+def test_sizes_of_two_names_may_be_repeated_and_stay():
+    model = einsum("bi,bj->ij", symbolic="b")
+    model.graph.inputs[1].shape = ir.Shape(["c", 5])
+    assert not EinsumProductPass()(model).modified
+
+
+OF_TWO_NAMES = """<ir_version: 8, opset_import: ["" : 18]> g (float[n, 3] x, float[m, 3] y) => (float loss)
+{ a = Mul (x, W) z = Einsum <equation = "ni,nj->nij"> (a, y) r = Tanh (z) s = Mul (r, r) loss = ReduceMean <keepdims = 0> (s) }"""
+
+
+def test_a_mean_over_sizes_of_two_names_trains_like_pytorch():
+    proto, twin = onnx.parser.parse_model(OF_TWO_NAMES), torch.tensor([0.5, -1.0, 2.0], requires_grad=True)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(twin.detach().numpy().copy(), "W"))
+    inputs = [IODescription("x", ["n", 3], torch.float32), IODescription("y", ["m", 3], torch.float32)]
+    trainer = make(proto, "SGDOptimizer", None, None, ModelDescription(inputs, [IODescription("loss", [])]))
+    for n, m in ((4, 1), (1, 4), (2, 2)):
+        x, y = torch.randn(n, 3), torch.randn(m, 3)
+        loss = torch.einsum("ni,nj->nij", x * twin, y).tanh().square().mean()
+        torch.testing.assert_close(trainer.train_step(x, y, LR), loss.detach())
+        twin.data -= LR * torch.autograd.grad(loss, twin)[0]
+        torch.testing.assert_close(trainer.state_dict()["W"], twin.detach())
 
 
 @pytest.mark.parametrize("equation, x, weight", [

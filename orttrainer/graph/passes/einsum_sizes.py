@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder
+from orttrainer.graph.equations import einsum_labels, einsum_terms
 from orttrainer.graph.inference import infer_shapes
 from orttrainer.graph.subgraphs import values_behind
 
@@ -36,8 +35,8 @@ def _leave_out_repeated(node: ir.Node, graph: ir.Graph) -> bool:
     """Take from each operand the axes of size 1 whose letters another one has in full; False where none is known to be so."""
     if any(x.shape is None for x in node.inputs):
         return False
-    terms, result = _spelled_out(node.attributes.get_string("equation", ""))
-    letters = [list(_letters(term, x.shape)) for term, x in zip(terms, node.inputs)]
+    terms, result = einsum_terms(node)
+    letters = [_letters(term, x.shape) for term, x in zip(terms, node.inputs)]
     full = [{letter for letter, _, size in axes if size != 1} for axes in letters]
     left = list(terms)
     for k, axes in enumerate(letters):
@@ -51,19 +50,10 @@ def _leave_out_repeated(node: ir.Node, graph: ir.Graph) -> bool:
     return True
 
 
-def _spelled_out(equation: str) -> tuple[list[str], str]:
-    """The letters of the operands, and of the result, be they said or not."""
-    left, arrow, result = equation.replace(" ", "").partition("->")
-    if not arrow:  # those that stand once, by the alphabet
-        result = "..." * ("..." in left) + "".join(c for c in sorted(set(left) - {",", "."}) if left.count(c) == 1)
-    return left.split(","), result
-
-
-def _letters(term: str, shape: ir.Shape) -> Iterator[tuple[str, int, int | ir.SymbolicDim]]:
-    """Each letter, its axis, and the size of that; "..." may repeat axes, and ONNX's inference knows it."""
-    first, _, last = term.partition("...")
-    for axis, letter in [*enumerate(first), *enumerate(last, len(shape) - len(last))]:
-        yield letter, axis, shape[axis]
+def _letters(term: str, shape: ir.Shape) -> list[tuple[str, int, int | ir.SymbolicDim]]:
+    """Each letter, its axis, and the size of that; what "..." stands for ONNX's inference knows to be repeated."""
+    labels = enumerate(einsum_labels(term, len(shape)))
+    return [(letter, axis, shape[axis]) for axis, letter in labels if isinstance(letter, str)]
 
 
 def _squeeze(graph: ir.Graph, node: ir.Node, k: int, axes: list[int]) -> None:
