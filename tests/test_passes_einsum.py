@@ -13,8 +13,10 @@ import pytest
 import torch
 from fidelity import assert_trains_with_and_without
 from onnx import TensorProto, helper
+from small import LR, make
 from torch import nn
 
+from orttrainer import IODescription, ModelDescription
 from orttrainer.graph.optimizers import left_out
 from orttrainer.graph.passes.speed.einsum import EinsumProductPass, SumOfProductsPass
 
@@ -280,3 +282,59 @@ class ByHand(nn.Module):
 
 def test_attention_by_hand_trains_as_in_pytorch_with_and_without():
     assert_trains_with_and_without("SumOfProductsPass", ByHand, [5, 6], replaces="ReduceSum", some=True)
+
+
+def test_sizes_of_two_names_may_be_repeated_and_stay():
+    model = einsum("bi,bj->ij", symbolic="b")
+    model.graph.inputs[1].shape = ir.Shape(["c", 5])
+    assert not EinsumProductPass()(model).modified
+
+
+OF_TWO_NAMES = """<ir_version: 8, opset_import: ["" : 18]> g (float[n, 3] x, float[m, 3] y) => (float loss)
+{ a = Mul (x, W) z = Einsum <equation = "ni,nj->nij"> (a, y) r = Tanh (z) s = Mul (r, r) loss = ReduceMean <keepdims = 0> (s) }"""
+
+
+def test_a_mean_over_sizes_of_two_names_trains_like_pytorch():
+    proto, twin = onnx.parser.parse_model(OF_TWO_NAMES), torch.tensor([0.5, -1.0, 2.0], requires_grad=True)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(twin.detach().numpy().copy(), "W"))
+    inputs = [IODescription("x", ["n", 3], torch.float32), IODescription("y", ["m", 3], torch.float32)]
+    trainer = make(proto, "SGDOptimizer", None, None, ModelDescription(inputs, [IODescription("loss", [])]))
+    for n, m in ((4, 1), (1, 4), (2, 2)):
+        x, y = torch.randn(n, 3), torch.randn(m, 3)
+        loss = torch.einsum("ni,nj->nij", x * twin, y).tanh().square().mean()
+        torch.testing.assert_close(trainer.train_step(x, y, LR), loss.detach())
+        twin.data -= LR * torch.autograd.grad(loss, twin)[0]
+        torch.testing.assert_close(trainer.state_dict()["W"], twin.detach())
+
+
+@pytest.mark.parametrize("equation, x, weight", [
+    ("nhqd,nhkd->nhqk", (1, 3, 4), (1, 2, 5, 4)), ("nhqd,nhkd", (1, 3, 4), (1, 2, 5, 4)), ("ni,i->n", (1,), (3,)),
+    ("ni,i->ni", (3,), (1,)), ("nij,ikj->nk", (4, 1), (1, 2, 3)), ("ni,mi->nm", (1,), (1, 4)), ("...ij,kj->...ik", (2, 1), (4, 3)),
+    ("nii,i->ni", (1, 1), (3,)),
+])  # fmt: skip
+def test_what_is_repeated_trains_like_pytorch(equation, x, weight):
+    """ONNX infers the size of each letter from the first operand that has it, be it 1."""
+    rng = np.random.default_rng(0)
+    W, batches = rng.standard_normal(weight).astype(np.float32), [torch.randn(rows, *x) for rows in (4, 1, 3)]
+    body = f'y = Einsum <equation = "{equation}"> (x, W) r = Tanh (y)'
+    proto = onnx_models.model(body, ", ".join(map(str, x)), 18, W=W)
+    onnx_models.assert_trains_like(proto, lambda x, W: torch.einsum(equation, x, W).tanh(), batches, W=W)
+
+
+BEHIND_A_LOOP = """i = Constant <value_int = 2> () t = Constant <value = bool {{1}}> ()
+y = Loop (i, t, x) <body = b (int64 k, bool c, float[rows, 1, 5, 5] u) => (bool d, float[rows, 1, 5, 5] v) {{ d = Identity (c) v = Mul (u, W) }}>
+z = {} r = Tanh (z)"""
+
+
+@pytest.mark.parametrize("node, twin", [
+    ('Einsum <equation = "nhij,nhkj->nhik"> (y, V)', lambda y, V: y @ V.mT),
+    ("AveragePool <kernel_shape = [2, 2], strides = [3, 3], pads = [0, 0, 1, 1], ceil_mode = 1> (y)",
+     lambda y, V: nn.functional.avg_pool2d(y, 2, 3, ceil_mode=True)),
+], ids=["Einsum", "AveragePool"])  # fmt: skip
+def test_what_is_counted_otherwise_behind_a_loop_trains_like_pytorch(node, twin):
+    rng = np.random.default_rng(0)
+    weights = {"W": (5, 5), "V": (1, 3, 4, 5)} if "V" in node else {"W": (5, 5)}
+    weights = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in weights.items()}
+    proto = onnx_models.model(BEHIND_A_LOOP.format(node), "1, 5, 5", 18, **weights)
+    batches = [torch.randn(rows, 1, 5, 5) for rows in (4, 1, 3)]
+    onnx_models.assert_trains_like(proto, lambda x, W, V=None: twin(x * W * W, V).tanh(), batches, **weights)

@@ -106,6 +106,7 @@ FUNCTIONS = {
     "signbit of zeros": (lambda x: x * torch.signbit(x.detach()), [-0.0, 1.0, -1.0, 0.0]),
     "heaviside of NaN": (lambda x, y: y * torch.heaviside(x.detach(), y.detach()), [-0.0, 1, -1, math.nan], [3.0, 4, 5, 6]),
     "ldexp by integers": (lambda x, y: torch.ldexp(x, torch.tensor([-2, 0, 3, -1])) + (x * y).ldexp_(torch.tensor([1, -40, 0, 2])), TIES, OTHER),
+    "ldexp by as many as an integer has bits": (lambda x, y: torch.ldexp(x, torch.tensor([7, 8, -8, 6]).to(torch.int8)) + 2.0**-62 * y.ldexp(torch.tensor([62, 63, 64, 70])), TIES, OTHER),
     "copysign": (torch.copysign, ROWS, [-0.0, 1.0, -1.0, 0.0]),
     "cumprod with a zero": (lambda x: x.cumprod(1), ROWS),
     "cumprod along the first axis": (lambda x: x.cumprod(0), OTHER),

@@ -27,6 +27,7 @@ from orttrainer.graph.builder import may_decide
 from orttrainer.graph.inference import infer_shapes
 from orttrainer.graph.notes import Notes
 from orttrainer.graph.passes.batch_first import BatchFirstPass
+from orttrainer.graph.passes.einsum_sizes import EinsumSizesPass
 from orttrainer.graph.passes.one_sided import OneSidedPass
 from orttrainer.graph.passes.output_padding import OutputPaddingPass
 from orttrainer.graph.passes.pool_sizes import PoolSizesPass
@@ -207,6 +208,7 @@ def open_model(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[
     RemoveUnusedNodesPass()(model)
     BatchFirstPass()(model)
     PoolSizesPass()(model)
+    EinsumSizesPass()(model)
     infer_shapes(model)
     for role, values in (("input", model.graph.inputs), ("output", model.graph.outputs)):
         for value in values:

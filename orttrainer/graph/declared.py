@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import onnx_ir as ir
 
 from orttrainer.graph.inference import infer_shapes
+from orttrainer.graph.passes.einsum_sizes import EinsumSizesPass
 from orttrainer.graph.passes.one_sided import OneSidedPass
 from orttrainer.graph.passes.pool_sizes import PoolSizesPass
 
@@ -30,8 +31,9 @@ def forget_wrong_shapes(model: ir.Model) -> None:
         for node in nodes:
             for y in node.outputs if node.domain in ("", "ai.onnx") else ():
                 y.shape = None
-        OneSidedPass()(model)  # without these two it is ONNX's inference that is wrong
+        OneSidedPass()(model)  # without these it is ONNX's inference that is wrong
         PoolSizesPass()(model)
+        EinsumSizesPass()(model)
         infer_shapes(model)
         states = {inner: (first.shape, inner.shape) for node in loops for first, inner, *_ in _states(node)}
         if not (states := {inner: shapes for inner, shapes in states.items() if _other_rank(*shapes)}):

@@ -10,9 +10,11 @@ from unittest import mock
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from orttrainer.graph.builder import infer_rank, may_decide
+from orttrainer.graph.builder import infer_rank, may_decide, same_dim
+from orttrainer.graph.equations import einsum_labels, einsum_terms
 from orttrainer.graph.logs import without_warnings
 from orttrainer.graph.names import values_apart
+from orttrainer.graph.subgraphs import values_behind
 
 _SEQUENCES = {"SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert", "SplitToSequence"}
 _ASIDE = "orttrainer.uninferred"
@@ -23,11 +25,12 @@ def infer_shapes(model: ir.Model) -> None:
     """Give every value the dtype and shape that ONNX finds; `model` is changed in place.
 
     Where an operator makes all of ONNX's inference fail, it is done again without values, then without its checks; and
-    without an Attention of which it takes an unknown size, or the length of a past, for 0.
+    without an Attention of which it takes an unknown size, or the length of a past, for 0, and an Einsum of whose operands it
+    does not know which is repeated.
     """
     values_apart(model)  # it goes by names
-    attention = [node for node in model.graph.all_nodes() if node.op_type == "Attention" and node.domain == ""]
-    given = {y: y.shape for graph in model.graphs() for node in graph for y in node.outputs} if attention else {}
+    doubtful = [node for node in model.graph.all_nodes() if node.op_type in _RIGHT_SIZES and node.domain == ""]
+    given = {y: y.shape for graph in model.graphs() for node in graph for y in node.outputs} if doubtful else {}
     right: dict[ir.Node, dict[ir.Value, ir.Shape]] = {}
     while True:
         with _constants_inside(model), _unknown_to_onnx(model, right):
@@ -36,10 +39,12 @@ def infer_shapes(model: ir.Model) -> None:
                     break
         if any([infer_rank(node) for node in model.graph.all_nodes()]):
             continue
-        misread = next((node for node in attention if node not in right and _attention_sizes(node)), None)
+        sizes = ((node, _RIGHT_SIZES[node.op_type](node)) for node in doubtful if node not in right)
+        misread, found = next(((node, found) for node, found in sizes if found), (None, None))
         if misread is None:
             break
-        right[misread] = _attention_sizes(misread)
+        right[misread] = found
+        _forget_names(given, misread, found, model.graph)
         for shapes in (given, *right.values()):
             for y, shape in shapes.items():
                 y.shape = shape and shape.copy()
@@ -71,6 +76,48 @@ def _attention_sizes(node: ir.Node) -> dict[ir.Value, ir.Shape]:
         if not (known and scores.shape[3] == total):
             sizes[scores] = ir.Shape([*scores.shape.dims[:3], total])
     return sizes
+
+
+def _einsum_sizes(node: ir.Node) -> dict[ir.Value, ir.Shape]:
+    """The shape of its output, where ONNX's inference has a size of the first operand for one that another may be repeated to."""
+    (y,), (terms, result) = node.outputs, einsum_terms(node)
+    if any(x.shape is None for x in (y, *node.inputs)):
+        return {}
+    sizes: dict[str | int, list] = {}
+    for term, x in zip(terms, node.inputs):
+        for label, size in zip(einsum_labels(term, len(x.shape)), x.shape):
+            sizes.setdefault(label, []).append(size)
+    labels = einsum_labels(result, len(y.shape))
+    if not sizes.keys() >= set(labels):
+        return {}
+    whole = [_repeated_to(sizes[label]) for label in labels]
+    said = [(size, found) for size, found in zip(y.shape, whole) if isinstance(size, int) or size.value is not None]
+    return {} if all(found is not None and same_dim(size, found) for size, found in said) else {y: ir.Shape(whole)}
+
+
+def _forget_names(given: dict, node: ir.Node, found: dict[ir.Value, ir.Shape], graph: ir.Graph) -> None:
+    """Take from what is given of all that follows from a node the names of sizes that its outputs have not got."""
+    pairs = [pair for y, shape in found.items() for pair in zip(y.shape, shape)]
+    names = {
+        said.value for said, size in pairs if isinstance(said, ir.SymbolicDim) and not (size and same_dim(said, size))
+    }
+    for y in values_behind(node, graph):
+        if names and given.get(y) is not None:
+            sizes = given[y].dims
+            given[y] = ir.Shape(
+                [None if isinstance(size, ir.SymbolicDim) and size.value in names else size for size in sizes]
+            )
+
+
+def _repeated_to(sizes: list[int | ir.SymbolicDim]) -> int | ir.SymbolicDim | None:
+    """What all of these become together; None where that is not known."""
+    others = [size for size in sizes if size != 1] or [1]
+    if all(same_dim(size, others[0]) for size in others):
+        return others[0]
+    return next((size for size in others if isinstance(size, int)), None)
+
+
+_RIGHT_SIZES = {"Attention": _attention_sizes, "Einsum": _einsum_sizes}
 
 
 @contextlib.contextmanager

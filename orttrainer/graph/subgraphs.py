@@ -42,6 +42,22 @@ def node_inputs(node: ir.Node) -> list[ir.Value]:
     return [*(x for x in node.inputs if x is not None), *captured_values(node)]
 
 
+def values_behind(node: ir.Node, graph: ir.Graph) -> list[ir.Value]:
+    """The outputs of a node, and what is made of them, in bodies and around them as well."""
+    owners = {body: owner for owner in graph.all_nodes() for body in subgraphs(owner)}
+    found: dict[ir.Node, None] = {}
+    stack = [node]
+    while stack:
+        if (reader := stack.pop()) in found:
+            continue
+        found[reader] = None
+        stack.extend(use.node for y in reader.outputs for use in y.uses())
+        stack.extend(inner for body in subgraphs(reader) for inner in body)
+        if reader.graph in owners and any(y.is_graph_output() for y in reader.outputs):
+            stack.append(owners[reader.graph])
+    return [y for reader in found for y in reader.outputs]
+
+
 def eliminate_identities(model: ir.Model) -> None:
     """Remove each Identity, unless there are subgraphs: there a branch may not return an outer value, nor a Scan one twice."""
     if not list(model.graph.subgraphs()):

@@ -16,6 +16,11 @@ def batch_norm(x, scale, bias, mean, var):
     return normalized * channels(scale, x) + channels(bias, x)
 
 
+def layer_norm_of_two_axes(x, scale, bias):
+    var, mean = torch.var_mean(x, [1, 2], correction=0, keepdim=True)
+    return F.layer_norm(x, (3, 4), scale, bias, 1e-5), mean, (var + 1e-5).rsqrt()
+
+
 def mean_variance(x):
     var, mean = torch.var_mean(x, [0, 2, 3], correction=0, keepdim=True)
     return (x - mean) / (var.sqrt() + 1e-9)
@@ -37,6 +42,7 @@ CASES = [
          torch=lambda x, s, b: F.layer_norm(x, (3, 4), s, b, 0.1)),
     Case("LayerNormalization", (2, 3), (3,), name="no bias"),
     Case("LayerNormalization", (5,), (5,), (5,), axis=0, name="vector"),
+    Case("LayerNormalization", (2, 3, 4), (3, 4), (3, 4), axis=1, outputs=3, torch=layer_norm_of_two_axes, name="moments out"),
     Case("RMSNormalization", (2, 3, 4), (4,), opset=23, torch=lambda x, s: F.rms_norm(x, (4,), s, 1e-5)),
     Case("RMSNormalization", (2, 3, 4), (3, 4), opset=23, axis=1, epsilon=0.1,
          torch=lambda x, s: F.rms_norm(x, (3, 4), s, 0.1)),

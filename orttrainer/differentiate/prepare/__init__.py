@@ -19,6 +19,7 @@ from orttrainer.differentiate.prepare.ranks import infer_ranks
 from orttrainer.graph.builder import Builder, infer_outputs
 from orttrainer.graph.inference import infer_shapes
 from orttrainer.graph.names import free_name
+from orttrainer.graph.passes.einsum_sizes import EinsumSizesPass
 from orttrainer.graph.passes.gradient_marks import COTANGENT, CUSTOM_GRADIENT, STOP_GRADIENT
 from orttrainer.graph.passes.gradient_marks import DOMAIN as MARKS
 from orttrainer.graph.passes.loop_lists import StackLoopListsPass
@@ -53,7 +54,7 @@ def prepare(model: ir.Model) -> ir.Model:
     common.LiftSubgraphInitializersToMainGraphPass()(model)
     _complete_loops(model)
     TopologicalOrderPass()(model)
-    PoolSizesPass()(model)
+    _correct_sizes(model)
     infer_shapes(model)
     if _infer_foreign(model.graph):
         infer_shapes(model)
@@ -61,10 +62,17 @@ def prepare(model: ir.Model) -> ir.Model:
     if any([StackLoopListsPass()(model).modified, ResolveSequencesPass()(model).modified]):
         infer_shapes(model)
     infer_loop_states(model)
+    while any(node.op_type == "Loop" for node in model.graph.all_nodes()) and _correct_sizes(model):
+        infer_loop_states(model)  # what a Loop makes has a shape only here
     infer_ranks(model)
     _complete_types(model.graph)
     _name_nodes(model.graph)
     return model
+
+
+def _correct_sizes(model: ir.Model) -> bool:
+    """Rewrite what ONNX's inference takes for of other sizes than it is; whether there was any whose operands' sizes are known."""
+    return any([PoolSizesPass()(model).modified, EinsumSizesPass()(model).modified])
 
 
 def _infer_foreign(graph: ir.Graph) -> bool:

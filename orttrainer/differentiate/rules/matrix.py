@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import string
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import onnx_ir as ir
@@ -96,7 +96,9 @@ def einsum(op, node, dy):
 
 def _einsum_gradient(op, node: ir.Node, k: int, terms: list[str], result: str, hidden: str, dy: ir.Value) -> ir.Value:
     x, term = node.inputs[k], terms[k]
-    operands = [(terms[j], other) for j, other in enumerate(node.inputs) if j != k]
+    whole = list(zip(terms, node.inputs))
+    others = whole[:k] + whole[k + 1 :]
+    operands = list(others)
     factor = None if result else dy  # a scalar cotangent scales the rest
     if result:
         operands.insert(0, (result, dy))
@@ -112,24 +114,33 @@ def _einsum_gradient(op, node: ir.Node, k: int, terms: list[str], result: str, h
         if hidden and hidden in kept:  # unlike letters, `...` may broadcast
             equation = equation.replace(hidden, "...")
         dx = op.Einsum(*(v for _, v in operands), equation=equation)
-        dx.shape = ir.Shape([_size_of(label, terms, node.inputs) for label in kept])
+        dx.shape = ir.Shape([_size_of(label, whole if label in result else others) for label in kept])
     if factor is not None:
         dx = op.Mul(dx, factor)
+    places = {label: term.index(label) for label in unique}
     if kept != term:
-        places = {label: term.index(label) for label in unique}
         missing = [axis for axis in range(len(term)) if axis not in [places[label] for label in kept]]
         dx = op.Unsqueeze(dx, missing)
-        if len(kept) < len(unique):  # summed over in X alone: every element has the same cotangent
-            dx = op.expand_as(dx, x)
+    if any(label not in result and len(_sizes_of(label, whole)) > 1 for label in kept):
+        dx = op.Expand(dx, op.shape(x))  # X may be what the others are repeated to
+        dx.shape = ir.Shape([_size_of(c, whole) if c in kept else size for c, size in zip(term, x.shape)])
+    elif len(kept) < len(unique):  # summed over in X alone: every element has the same cotangent
+        dx = op.expand_as(dx, x)
+    if kept != term:
         for axis, label in enumerate(term):
             if places[label] != axis:
                 dx = op.Mul(dx, _diagonal(op, x, places[label], axis))
     return dx
 
 
-def _size_of(label: str, terms: list[str], inputs: Sequence[ir.Value]) -> int | ir.SymbolicDim | None:
+def _sizes_of(label: str, operands: Iterable[tuple[str, ir.Value]]) -> set[int | ir.SymbolicDim]:
+    """What the operands that have this label say that it is: they are repeated where it is 1."""
+    return {x.shape[term.index(label)] for term, x in operands if label in term}
+
+
+def _size_of(label: str, operands: Iterable[tuple[str, ir.Value]]) -> int | ir.SymbolicDim | None:
     """The broadcast size of a label, None if not known: ONNX's inference takes the first operand's, be it 1 or not."""
-    sizes = {x.shape[term.index(label)] for term, x in zip(terms, inputs) if label in term}
+    sizes = _sizes_of(label, operands)
     if len(sizes) == 1:
         return sizes.pop()
     return next((size for size in sizes if isinstance(size, int) and size > 1), None)

@@ -46,7 +46,8 @@ def layer_normalization(op, node, dy, dmean=None, drstd=None):
         dscale = op.cast_as(op.Mul(wide_dy, normalized), scale)
     count = op.cast_as(op.size(x, axes), wide_x)
     if dmean is not None:
-        dx = _plus(op, dx, op.Div(dmean, count))
+        share = op.Div(dmean, count)
+        dx = op.expand_as(share, wide_x) if dx is None else op.Add(dx, share)
     if drstd is not None:
         dx = _plus(op, dx, op.Mul(normalized, op.Div(op.Mul(op.Neg(drstd), op.Mul(rstd, rstd)), count)))
     dbias = [dy] if operand(node, 2) is not None else []

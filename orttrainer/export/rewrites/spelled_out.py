@@ -108,10 +108,15 @@ def atan2(input, other):
 
 
 def _ldexp(input, other):
-    """torch.ldexp, whose slope is a power of integers where the exponents are: 0 of negative ones."""
+    """torch.ldexp, whose slope is a power of integers where the exponents are: 0 of negative ones and beyond their bits."""
     if not other.is_floating_point():
-        input = torch.where(other < 0, stop_gradient(input), input) if _NO_FRACTIONS else input
-        other = other.to(torch.get_default_dtype())
+        exponent = other.to(torch.int64)
+        if _NO_FRACTIONS and other.dtype != torch.bool:
+            bits, constant = torch.iinfo(other.dtype).bits, stop_gradient(input)
+            if other.dtype.is_signed and input.is_floating_point():  # the last of them is the sign
+                input = torch.where((exponent == bits - 1) & input.isfinite(), 2 * constant - input, input)
+            input = torch.where((exponent < 0) | (exponent >= bits), constant, input)
+        other = exponent.to(torch.get_default_dtype())
     return input * torch.pow(2.0, other)
 
 

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder
 from orttrainer.graph.inference import infer_shapes
-from orttrainer.graph.subgraphs import subgraphs
+from orttrainer.graph.subgraphs import values_behind
 
 POOLS = {"AveragePool", "LpPool", "MaxPool"}
 
@@ -32,7 +32,7 @@ class PoolSizesPass(ir.passes.InPlacePass):
             named = pads_without_dilations(node) and _name_pads(node)
             if not (_rounds_up(node) and _leave_window_out(node, model.graph)) and not named:
                 continue
-            for value in _behind(node, model.graph):
+            for value in values_behind(node, model.graph):
                 value.shape = None
             infer_shapes(model)
             modified = True
@@ -49,22 +49,6 @@ def pads_without_dilations(node: ir.Node) -> bool:
         return False
     same = node.attributes.get_string("auto_pad", "NOTSET") in ("SAME_UPPER", "SAME_LOWER")
     return same and max(node.attributes.get_ints("dilations", ()), default=1) > 1
-
-
-def _behind(node: ir.Node, graph: ir.Graph) -> list[ir.Value]:
-    """The outputs of a node, and what is made of them, in bodies and around them as well."""
-    owners = {body: owner for owner in graph.all_nodes() for body in subgraphs(owner)}
-    found: dict[ir.Node, None] = {}
-    stack = [node]
-    while stack:
-        if (reader := stack.pop()) in found:
-            continue
-        found[reader] = None
-        stack.extend(use.node for y in reader.outputs for use in y.uses())
-        stack.extend(inner for body in subgraphs(reader) for inner in body)
-        if reader.graph in owners and any(y.is_graph_output() for y in reader.outputs):
-            stack.append(owners[reader.graph])
-    return [y for reader in found for y in reader.outputs]
 
 
 def _windows(node: ir.Node) -> tuple[list[int], list[int], list[int]]:

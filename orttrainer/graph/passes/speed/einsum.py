@@ -127,8 +127,9 @@ def _read(node: ir.Node) -> tuple[list[Term], str] | None:
     for value, term in terms:
         for letter, size in zip(term, value.shape.dims):
             sizes.setdefault(letter, set()).add(size)
-    if any(len(found) > 1 and 1 in found for found in sizes.values()):
-        return None  # one is repeated
+    apart = [found for found in sizes.values() if len(found) > 1]
+    if any(1 in found or not any(isinstance(size, int) for size in found) for found in apart):
+        return None  # one is repeated, or may be
     return terms, result
 
 
