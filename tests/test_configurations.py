@@ -150,8 +150,8 @@ class Counts(nn.Module):
         self.layer, self.state = nn.Linear(4, 3), {"calls": 0, "scale": 1.0, "last": None}
 
     def forward(self, x):
-        if self.state is None:
-            return -self.layer(x)
+        if not isinstance(self.state, dict):
+            return self.state(self.layer(x)) if self.state else -self.layer(x)
         self.state["calls"] += 1
         self.state["last"] = self.layer(x) * self.state["scale"]
         return self.state["last"]
@@ -165,5 +165,6 @@ def test_other_entries_of_a_dict_that_forward_writes_to_are_followed(exports):
     pair.change(lambda module: module.state.update(calls=0, last=None))
     pair.steps(1)
     assert len(exports) == 2
-    pair.change(lambda module: setattr(module, "state", None))
-    pair.steps(1)
+    for other in (None, lambda y: 2 * y):
+        pair.change(lambda module, other=other: setattr(module, "state", other))
+        pair.steps(1)

@@ -262,7 +262,7 @@ class Without(NamedTuple):
         if not any(name.startswith(f"{path}[") for name in self.touched):
             return found
         kind, keys, inside = found if isinstance(found, tuple) and len(found) == 3 else (None, None, None)
-        if keys is None:  # something else was put in its place
+        if not isinstance(keys, list):  # something else was put in its place
             return found
         rest = [(key, x) for key, x in zip(keys, inside) if path_of_entry(path, key) not in self.touched]
         return kind, [key for key, _ in rest], [x for _, x in rest]
