@@ -16,7 +16,7 @@ from orttrainer.errors import UnsupportedModelError
 
 
 def kinds(x, number):
-    """One bit each, whether it is said."""
+    """A part each, whether it is said: each changes the sum by more than float32 rounds."""
     n = len(x)
     said = [
         type(n) is int, type(n) in {int, str}, type(n / 2) in (float, str), type(n > 3) is bool, type(x.shape[1]) is int,
@@ -24,8 +24,9 @@ def kinds(x, number):
         type(range(3)) is range, type(number) is float, {int: True}.get(type(n)), type(n)("3") == 3,
         type(x) is torch.Tensor, type(torch.ones(n)) is torch.Tensor, type(type(n)) is type, isinstance(type(n), type),
         issubclass(type(n), int), issubclass(type([n]), list), type(n).__name__ == "int", type("Made", (), {})().__class__,
+        type(torch.nn.Linear) is type, type(type) is type, type(type("Made", (), {})) is type,
     ]  # fmt: skip
-    return sum(bool(truth) * 2.0**-place for place, truth in enumerate(said))
+    return sum(bool(truth) * (32 + place) for place, truth in enumerate(said)) / 512
 
 
 FORMS = {

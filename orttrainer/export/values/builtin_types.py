@@ -47,11 +47,16 @@ class _Converting(_Builtin):
 
 
 class _Kind(_Builtin):
-    """`type`, which of what stands for a number or a tensor is theirs, and in the place of which there is another, the other."""
+    """`type`, which of what stands for a number or a tensor is theirs, and in the place of which there is another, the other.
+
+    Of a type, or of what has the place of one, it is itself.
+    """
 
     def __call__(cls, *args, **kwargs):
         kind = type(*args, **kwargs)
         if len(args) == 1:
+            if kind is type or issubclass(kind, Kind):
+                return cls
             kind = KINDS.get(kind, kind)
             if issubclass(kind, FakeTensor):
                 kind = torch.nn.Parameter if isinstance(args[0], torch.nn.Parameter) else torch.Tensor
