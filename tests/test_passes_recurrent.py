@@ -83,7 +83,7 @@ def test_a_layer_may_read_the_states_of_another_as_they_are(form):
     feeds = {
         x.name: rng.standard_normal([d.dim_value for d in x.type.tensor_type.shape.dim]) for x in model.graph.input
     }
-    x, a, b, c, d = (torch.tensor(value, requires_grad=True) for value in feeds.values())
+    x, a, b, c, _ = (torch.tensor(value, requires_grad=True) for value in feeds.values())
     seed = rng.standard_normal((1, 1, 2, 4))
     h = torch.zeros(2, 4, dtype=torch.float64)
     for part in x:
