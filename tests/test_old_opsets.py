@@ -49,6 +49,20 @@ def test_the_axes_that_are_taken_out_may_be_in_any_order(opset):
     assert_trains_like(proto, lambda x, W, U: (x @ W).squeeze((1, 2)) * U, batches, **SCANNED)
 
 
+PARTS = {
+    9: "g = Slice <starts = [1], ends = [-1]> (h)",
+    10: "first = Constant <value = int64[1] {1}> () last = Constant <value = int64[1] {-1}> () g = Slice (h, first, last)",
+}
+
+
+@pytest.mark.parametrize("opset", [9, 10, 11])
+def test_a_part_of_the_rows_is_one(opset):
+    """To ONNX's inference in opset 10 it is as long as all rows, where their number has a name."""
+    proto = model(f"h = MatMul (x, W) {PARTS[min(opset, 10)]} r = Mul (g, U)", "3", opset, **SCANNED)
+    batches = [torch.rand(k + 3, 3, generator=torch.Generator().manual_seed(k)) for k in range(3)]
+    assert_trains_like(proto, lambda x, W, U: (x @ W)[1:-1] * U, batches, **SCANNED)
+
+
 @pytest.mark.parametrize("within", [False, True], ids=["graph", "branch"])
 @pytest.mark.parametrize("axis", ["<axis = 0>", "", "<axis = 2>"])
 def test_hardmax_chooses_one_of_what_lies_behind_its_axis(axis, within):
