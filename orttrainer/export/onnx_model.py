@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnx_ir.passes.common as common
 from onnx_ir import tensor_adapters
 
 from orttrainer.differentiate.limits import only_instructs
@@ -25,6 +24,7 @@ from orttrainer.export.forward_graph import MAX_OPSET, ForwardGraph
 from orttrainer.export.initializers import constant_of
 from orttrainer.export.statistics import separate_statistics, statistics_of, updates_of
 from orttrainer.graph.builder import may_decide
+from orttrainer.graph.declared import inline_functions
 from orttrainer.graph.inference import infer_shapes
 from orttrainer.graph.notes import Notes
 from orttrainer.graph.passes.batch_first import BatchFirstPass
@@ -199,7 +199,7 @@ def open_model(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[
             _some(sparse),
         )
     model = read_model(without_shadowed_functions(model))
-    common.InlinePass()(model)
+    inline_functions(model)
     OneSidedPass()(model)
     lift_initializers(model)  # those of bodies are weights as well
     if not _OLDEST_OPSET <= model.opset_imports.get("", 0) <= MAX_OPSET:
