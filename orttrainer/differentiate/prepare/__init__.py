@@ -19,6 +19,7 @@ from orttrainer.differentiate.prepare.ranks import infer_ranks
 from orttrainer.graph.builder import Builder, infer_outputs
 from orttrainer.graph.inference import infer_shapes
 from orttrainer.graph.names import free_name
+from orttrainer.graph.passes.constant_branches import ConstantBranchesPass
 from orttrainer.graph.passes.einsum_sizes import EinsumSizesPass
 from orttrainer.graph.passes.gradient_marks import COTANGENT, CUSTOM_GRADIENT, STOP_GRADIENT
 from orttrainer.graph.passes.gradient_marks import DOMAIN as MARKS
@@ -52,6 +53,7 @@ def prepare(model: ir.Model) -> ir.Model:
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     model = with_function_bodies(model)
     common.LiftSubgraphInitializersToMainGraphPass()(model)
+    ConstantBranchesPass()(model)
     _complete_loops(model)
     TopologicalOrderPass()(model)
     _correct_sizes(model)
