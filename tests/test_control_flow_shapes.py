@@ -261,3 +261,16 @@ def test_the_steps_back_need_not_read_a_state(name, size, count):
     total = sum((z * torch.tensor(c)).sum() for z, c in zip(twin(**given), cotangents.values()))
     for name, expected in zip(given, torch.autograd.grad(total, given.values(), materialize_grads=True)):
         np.testing.assert_allclose(found[name], expected, rtol=1e-12)
+
+
+ALWAYS = """{y} = If (c) <then_branch = yes () => (float[rows, 4] a) {{ [node] inner = {op} (h) a = Neg (inner) }},
+    else_branch = no () => (float[rows, 4] a) {{ [node] inner = {op} (h) a = Exp (inner) }}>"""
+
+
+def test_branches_that_are_always_taken_may_have_the_same_names_within():
+    """They are put in the place of the If."""
+    body = f"""c = Constant <value = bool {{1}}> () [node] h = MatMul (x, W) {ALWAYS.format(y="p", op="Sin")}
+        {ALWAYS.format(y="q", op="Tanh")} r = Mul (p, q)"""
+    W = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
+    batches = [torch.rand(k + 2, 3, generator=torch.Generator().manual_seed(k)) for k in range(3)]
+    assert_trains_like(model(body, "3", 18, W=W), lambda x, W: (x @ W).sin() * (x @ W).tanh(), batches, W=W)

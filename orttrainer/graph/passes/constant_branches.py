@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from orttrainer.graph.builder import take_place
+from orttrainer.graph.names import free_name
 
 
 class ConstantBranchesPass(ir.passes.InPlacePass):
@@ -36,6 +37,7 @@ def _put_in_place(node: ir.Node, branch: ir.Graph) -> None:
     made = set(nodes)
     branch.outputs.clear()
     branch.remove(nodes)
+    _name_apart(nodes, node.graph)
     node.graph.insert_before(node, nodes)
     results: list[ir.Value] = []
     for value in outputs:
@@ -45,3 +47,15 @@ def _put_in_place(node: ir.Node, branch: ir.Graph) -> None:
             node.graph.insert_before(node, value.producer())
         results.append(value)
     take_place(results, node)
+
+
+def _name_apart(nodes: list[ir.Node], graph: ir.Graph) -> None:
+    """Two branches may have the same names within, of nodes those around them as well."""
+    of_nodes = {node.name for node in graph}
+    of_values = {value.name for value in (*graph.inputs, *graph.initializers.values())}
+    of_values.update(y.name for node in graph for y in node.outputs)
+    for node in nodes:
+        for named, taken in ((node, of_nodes), *((y, of_values) for y in node.outputs)):
+            if named.name in taken and named.name:
+                named.name = free_name(named.name, taken)
+            taken.add(named.name)
