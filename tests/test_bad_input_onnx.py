@@ -216,11 +216,22 @@ def declaring(body: str = LINEAR, shape=(None, 4), output=(None, 2), **options) 
     return proto
 
 
+def calling(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """With a function of the model for the difference."""
+    (minus,) = (node for node in proto.graph.node if node.op_type == "Sub")
+    body = onnx.helper.make_node("Sub", ["a", "b"], ["c"])
+    opsets = [onnx.helper.make_opsetid("", 18)]
+    proto.functions.append(onnx.helper.make_function("my.domain", "Minus", ["a", "b"], ["c"], [body], opsets))
+    minus.op_type, minus.domain = "Minus", "my.domain"
+    return proto
+
+
 GELU = "output = MatMul (x, W) d = Sub (output, label) q = com.microsoft.QuickGelu (d) loss = ReduceMean <keepdims = 0> (q)"
 WRONG_SHAPES = {
     "of an inner value": (declaring(), "[None,4] of 'd', which is [batch,2]."),
     "of an output": (declaring(shape=("batch", 2), output=("batch", 1)), "[batch,1] of 'output', which is [batch,2]."),
     "of another rank": (declaring(shape=(2,), output=("a", 1)), "[a,1] of 'output', which is [batch,2], [2] of 'd', which is [batch,2]."),
+    "of what a function makes": (calling(declaring(shape=(2,))), "[2] of 'd', which is [batch,2]."),
     "beside an operator that ONNX does not know": (declaring(GELU), "[None,4] of 'd', which is [batch,2]."),
 }  # fmt: skip
 

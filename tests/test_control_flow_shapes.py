@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
 import pytest
 import torch
+from onnx_models import assert_trains_like, model
 from test_control_flow import check, parsed, randoms
 
 from orttrainer import build_gradient
@@ -170,6 +172,25 @@ def test_a_rank_that_is_declared_of_a_state_that_gains_axes_is_taken():
     check(body, randoms(x=(4, 3), w=3), lambda x, w: torch.sin(torch.cos(x) * w * w)[None, None, :, 1])
 
 
+BEHIND = """h = MatMul (x, W) n = Constant <value = int64 {2}> () always = Constant <value = bool {1}> ()
+    last = Loop (n, always, h) <body = steps (int64 k, bool go, float[] before) => (bool on, float[] after)
+    { on = Identity (go) after = Sin (before) }> p = com.microsoft.FusedMatMul <transB = 1> (last, V)
+    first = Constant <value = int64[2] {0, 2}> () r = Gather <axis = 1> (p, first)"""
+
+
+def test_an_operator_of_onnx_runtime_behind_a_loop_has_a_rank():
+    """ONNX knows nothing of it, and its input has a rank once the states of the Loop have one."""
+    rng = np.random.default_rng(0)
+    W, V = (rng.standard_normal(shape).astype(np.float32) for shape in ((3, 4), (5, 4)))
+    proto = model(BEHIND, "3", 18, W=W, V=V)
+    proto.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
+    body = next(node.attribute[0].g for node in proto.graph.node if node.op_type == "Loop")
+    for state in (body.input[2], body.output[1]):
+        state.type.tensor_type.ClearField("shape")
+    batches = [torch.rand(k + 2, 3, generator=torch.Generator().manual_seed(k)) for k in range(3)]
+    assert_trains_like(proto, lambda x, W, V: (x @ W).sin().sin() @ V.T[:, [0, 2]], batches, W=W, V=V)
+
+
 RETURNS = {
     "Loop": """g (int64 n, real[3] w, real[T,3] x) => (real loss) <bool c = {1}, int64[1] k = {0}> {
       v = ReduceMean <keepdims = 0> (x, k)
@@ -240,3 +261,16 @@ def test_the_steps_back_need_not_read_a_state(name, size, count):
     total = sum((z * torch.tensor(c)).sum() for z, c in zip(twin(**given), cotangents.values()))
     for name, expected in zip(given, torch.autograd.grad(total, given.values(), materialize_grads=True)):
         np.testing.assert_allclose(found[name], expected.detach(), rtol=1e-12)
+
+
+ALWAYS = """{y} = If (c) <then_branch = yes () => (float[rows, 4] a) {{ [node] inner = {op} (h) a = Neg (inner) }},
+    else_branch = no () => (float[rows, 4] a) {{ [node] inner = {op} (h) a = Exp (inner) }}>"""
+
+
+def test_branches_that_are_always_taken_may_have_the_same_names_within():
+    """They are put in the place of the If."""
+    body = f"""c = Constant <value = bool {{1}}> () [node] h = MatMul (x, W) {ALWAYS.format(y="p", op="Sin")}
+        {ALWAYS.format(y="q", op="Tanh")} r = Mul (p, q)"""
+    W = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
+    batches = [torch.rand(k + 2, 3, generator=torch.Generator().manual_seed(k)) for k in range(3)]
+    assert_trains_like(model(body, "3", 18, W=W), lambda x, W: (x @ W).sin() * (x @ W).tanh(), batches, W=W)

@@ -41,6 +41,28 @@ def test_an_old_form_has_the_gradient_of_what_it_meant(name):
     check(body, randoms(x=shape), opset=opset)
 
 
+@pytest.mark.parametrize("opset", [8, 10, 12])
+def test_the_axes_that_are_taken_out_may_be_in_any_order(opset):
+    """ONNX's inference before opset 11 leaves out the first alone, and so says that what follows has another rank."""
+    proto = model("h = MatMul (x, W) g = Squeeze <axes = [2, 1]> (h) r = Mul (g, U)", "1, 1, 3", opset, **SCANNED)
+    batches = [torch.rand(k + 2, 1, 1, 3, generator=torch.Generator().manual_seed(k)) for k in range(3)]
+    assert_trains_like(proto, lambda x, W, U: (x @ W).squeeze((1, 2)) * U, batches, **SCANNED)
+
+
+PARTS = {
+    9: "g = Slice <starts = [1], ends = [-1]> (h)",
+    10: "first = Constant <value = int64[1] {1}> () last = Constant <value = int64[1] {-1}> () g = Slice (h, first, last)",
+}
+
+
+@pytest.mark.parametrize("opset", [9, 10, 11])
+def test_a_part_of_the_rows_is_one(opset):
+    """To ONNX's inference in opset 10 it is as long as all rows, where their number has a name."""
+    proto = model(f"h = MatMul (x, W) {PARTS[min(opset, 10)]} r = Mul (g, U)", "3", opset, **SCANNED)
+    batches = [torch.rand(k + 3, 3, generator=torch.Generator().manual_seed(k)) for k in range(3)]
+    assert_trains_like(proto, lambda x, W, U: (x @ W)[1:-1] * U, batches, **SCANNED)
+
+
 @pytest.mark.parametrize("within", [False, True], ids=["graph", "branch"])
 @pytest.mark.parametrize("axis", ["<axis = 0>", "", "<axis = 2>"])
 def test_hardmax_chooses_one_of_what_lies_behind_its_axis(axis, within):

@@ -421,3 +421,23 @@ def test_what_is_made_in_a_branch_has_none_of_the_names_around_it():
         return x.mean(0, keepdim=True) * (7 // len(x))
 
     assert_trains_like(model(body, "3", 17, **weights), twin, batches, **weights)
+
+
+@pytest.mark.parametrize("taken", [1, 0])
+def test_a_branch_that_is_always_taken_may_have_a_recurrent_layer(taken):
+    """ONNX Runtime puts it in the place of the If when it loads a graph, and stopped at the layer there."""
+    weights = {"R": np.eye(4, dtype=np.float32)[None] / 2, "V": RNG.standard_normal((1, 4, 3), np.float32)}
+    layer = "{ , h%d = RNN <hidden_size = 4> (x, V, R) }"
+    other = "{ m%d = Identity (n) }"  # what a branch returns may be made outside
+    yes, no = (layer, other) if taken else (other, layer)
+    body = f"""c = Constant <value = bool {{{taken}}}> () n = Neg (R) r = If (c) <then_branch = yes () => (float[1, 4, 4] {"hm"[not taken]}1)
+        {yes % 1}, else_branch = no () => (float[1, 4, 4] {"hm"[taken]}2) {no % 2}>"""
+    batches = [torch.randn(k + 2, 4, 3, generator=torch.Generator().manual_seed(k)) for k in range(3)]
+
+    def twin(x, R, V):
+        h = torch.zeros(4, 4)
+        for part in x:
+            h = torch.tanh(part @ V[0].T + h @ R[0].T)
+        return h
+
+    assert_trains_like(model(body, "4, 3", 18, **weights), twin, batches, **weights)

@@ -7,6 +7,8 @@ import functools
 
 import models
 import numpy as np
+import onnx
+import onnx.parser
 import onnx_ir as ir
 import pytest
 import torch
@@ -63,6 +65,35 @@ def test_each_form_has_the_outputs_and_gradients_of_pytorch(case, form):
         np.testing.assert_allclose(results[name], want.detach().numpy(), rtol=0, atol=1e-12)
     gradients = _torch_gradients(case, model, feeds, seeds)
     _compare({name: results[f"{name}_grad"] for name in gradients}, gradients, 1e-12, str(case))
+
+
+STATES_AS_THEY_ARE = """
+<ir_version: 8, opset_import: ["" : 18]>
+g (double[5,2,3] x, double[1,4,3] a, double[1,4,4] b, double[1,4,4] c, double[1,4,4] d) => (double[1,1,2,4] z) {
+  y, h = RNN <hidden_size = 4> (x, a, b)
+  z, last = RNN <hidden_size = 4> (h, c, d)
+}
+"""
+
+
+def test_a_layer_may_read_the_states_of_another_as_they_are(form):
+    """Each is written in another form after the other, from what it read when its gradient was taken."""
+    model = onnx.parser.parse_model(STATES_AS_THEY_ARE)
+    rng = np.random.default_rng(5)
+    feeds = {
+        x.name: rng.standard_normal([d.dim_value for d in x.type.tensor_type.shape.dim]) for x in model.graph.input
+    }
+    x, a, b, c, _ = (torch.tensor(value, requires_grad=True) for value in feeds.values())
+    seed = rng.standard_normal((1, 1, 2, 4))
+    h = torch.zeros(2, 4, dtype=torch.float64)
+    for part in x:
+        h = torch.tanh(part @ a[0].T + h @ b[0].T)
+    z = torch.tanh(h @ c[0].T)
+    z.backward(torch.tensor(seed[0, 0]))
+    found = evaluate(with_gradients(model, form[0]), feeds | {"z_cotangent": seed})
+    np.testing.assert_allclose(found["z"][0, 0], z.detach().numpy(), rtol=0, atol=1e-12)
+    for name, value in zip("xabc", (x, a, b, c)):
+        np.testing.assert_allclose(found[f"{name}_grad"], value.grad.numpy(), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("case", UNKNOWN_TO_PYTORCH, ids=str)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 import onnx
 import onnx_ir as ir
-from onnx_ir.passes import common
 
 from orttrainer.differentiate.driver import FLOATS, differentiate
 from orttrainer.differentiate.limits import only_instructs
@@ -16,6 +15,7 @@ from orttrainer.differentiate.prepare import prepare
 from orttrainer.differentiate.prepare.bodies import without_shadowed_functions
 from orttrainer.errors import InvalidArgumentError, ModelError
 from orttrainer.graph.builder import Builder, static_dims
+from orttrainer.graph.declared import inline_functions
 from orttrainer.graph.names import free_name
 from orttrainer.graph.notes import Notes
 from orttrainer.graph.passes.axes import AllAxesPass
@@ -65,7 +65,7 @@ def gradient_of(
     original: ir.Model, of: str | Sequence[str] | None = None, wrt: str | Sequence[str] | None = None
 ) -> onnx.ModelProto:
     """`build_gradient` of a model that is not checked, as `check_vjp` needs it for operators without a float64 form."""
-    common.InlinePass()(original)
+    inline_functions(original)
     lift_initializers(original)
     Notes.of(original).mark(original)
     wrt = _default_sources(original.graph) if wrt is None else _names("wrt", wrt)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnx_ir.passes.common as common
 from onnx_ir import tensor_adapters
 
 from orttrainer.differentiate.limits import only_instructs
@@ -24,6 +24,7 @@ from orttrainer.export.forward_graph import MAX_OPSET, ForwardGraph
 from orttrainer.export.initializers import constant_of
 from orttrainer.export.statistics import separate_statistics, statistics_of, updates_of
 from orttrainer.graph.builder import may_decide
+from orttrainer.graph.declared import inline_functions
 from orttrainer.graph.inference import infer_shapes
 from orttrainer.graph.notes import Notes
 from orttrainer.graph.passes.batch_first import BatchFirstPass
@@ -53,6 +54,7 @@ _BY_PLACES = {"Gather", "GatherElements", "GatherND", "ScatterElements", "Scatte
 _NAMED = 5  # so many of a list are named in a warning
 # The last opset whose Resize does not say where pixels are, and in which the numbers of Pad and Clip are attributes.
 _OF_ATTRIBUTES = 10
+_WHOLE_SLICES = 10  # the opset whose Slice has the size of what it slices, to ONNX's inference, where that has a name
 
 
 def from_onnx(model: onnx.ModelProto, description) -> ForwardGraph:
@@ -197,7 +199,7 @@ def open_model(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[
             _some(sparse),
         )
     model = read_model(without_shadowed_functions(model))
-    common.InlinePass()(model)
+    inline_functions(model)
     OneSidedPass()(model)
     lift_initializers(model)  # those of bodies are weights as well
     if not _OLDEST_OPSET <= model.opset_imports.get("", 0) <= MAX_OPSET:
@@ -241,8 +243,11 @@ def _convert_opset(model):
     if given == old_scan.OPSET:
         old_scan.check_scans(model)
     UnreadValuesPass()(model)
+    declared = [(y.name, y.shape) for node in model.graph.all_nodes() for y in node.outputs]
     with unconvertible_aside(model):
         convert_opset(model, _CONVERTED_TO)
+    if given == _WHOLE_SLICES:
+        _forget_inferred(model, declared)
     if given == old_scan.OPSET:
         old_scan.BatchedScanPass()(model)
     if given <= _OF_ATTRIBUTES and model.opset_imports.get("") == _CONVERTED_TO:
@@ -250,6 +255,14 @@ def _convert_opset(model):
         for node in model.graph.all_nodes():
             if node.op_type == "Resize" and node.domain == "":
                 _name_coordinates(node)
+
+
+def _forget_inferred(model: ir.Model, declared: Sequence[tuple[str | None, ir.Shape | None]]) -> None:
+    """Leave values the shapes that they had before ONNX's converter inferred some."""
+    times = Counter(name for name, _ in declared)
+    shapes = {name: shape for name, shape in declared if times[name] == 1}
+    for y in (y for node in model.graph.all_nodes() for y in node.outputs):
+        y.shape = shapes.get(y.name)
 
 
 def _is_new(node: ir.Node) -> bool:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 
 import onnx_ir as ir
+from onnx_ir.passes import common
 
 from orttrainer.graph.inference import infer_shapes
 from orttrainer.graph.passes.einsum_sizes import EinsumSizesPass
@@ -58,6 +59,14 @@ def forget_wrong_shapes(model: ir.Model) -> None:
             ", ".join(f"{said} of {y.name!r}, which is {found}" for y, (found, said) in list(wrong.items())[:_NAMED]),
             f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else "",
         )
+
+
+def inline_functions(model: ir.Model) -> None:
+    """Put the bodies of functions in the place of their calls, of whose outputs wrong shapes may be declared as well."""
+    called = bool(model.functions)
+    common.InlinePass()(model)
+    if called:
+        forget_wrong_shapes(model)
 
 
 def _contradict(found: ir.Shape | None, said: ir.Shape | None) -> bool:

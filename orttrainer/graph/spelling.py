@@ -30,6 +30,7 @@ def in_usual_spelling(proto: onnx.ModelProto) -> onnx.ModelProto:
     What a body returns as it was given, or once more, comes from an Identity: ONNX's inference finds no type of it, and ONNX
     Runtime's Scan gives whatever is in the memory.
     The axes of a MeanVarianceNormalization are said where they are the default, which ONNX's inference stops at.
+    The axes of a Squeeze are in order: of others ONNX's inference before opset 11 leaves out the first alone.
     Constants that are no floats, which before opset 9 the operator does not make and PyTorch wrote all the same, are initializers.
     Axes of a Pad that are given in int32, which the operator takes, are in int64, as which alone ONNX's inference reads them.
     A model that has none of these is returned as it is.
@@ -39,7 +40,7 @@ def in_usual_spelling(proto: onnx.ModelProto) -> onnx.ModelProto:
         ValueError: nodes read each other.
     """
     ways = (_has_sparse, _names_default_domain, _lacks_version, _has_maps, _has_initializers_apart, _is_unsorted)
-    each = (_negative_sizes, _returned_again, _without_axes, _short_axes, _early_constants)
+    each = (_negative_sizes, _returned_again, _without_axes, _unordered_axes, _short_axes, _early_constants)
     if not any(way(proto) for way in ways) and not any(any(found(proto)) for found in each):
         return proto
     changed = onnx.ModelProto()
@@ -62,6 +63,8 @@ def in_usual_spelling(proto: onnx.ModelProto) -> onnx.ModelProto:
     _return_identities(changed)
     for node in _without_axes(changed):
         node.attribute.append(onnx.helper.make_attribute("axes", [0, 2, 3]))
+    for attribute in _unordered_axes(changed):
+        attribute.ints[:] = sorted(attribute.ints)
     for node in nodes_of(changed):
         node.domain = _short(node.domain)
     for owner in (changed, *changed.functions):
@@ -155,6 +158,12 @@ def _without_axes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
         normalizes = node.op_type == "MeanVarianceNormalization" and _short(node.domain) == ""
         if normalizes and not any(attribute.name == "axes" for attribute in node.attribute):
             yield node
+
+
+def _unordered_axes(proto: onnx.ModelProto) -> Iterator[onnx.AttributeProto]:
+    for node in nodes_of(proto):
+        if node.op_type == "Squeeze" and _short(node.domain) == "":
+            yield from (a for a in node.attribute if a.name == "axes" and list(a.ints) != sorted(a.ints))
 
 
 def _short_axes(proto: onnx.ModelProto) -> Iterator[tuple[onnx.GraphProto, onnx.NodeProto, onnx.TensorProto]]:

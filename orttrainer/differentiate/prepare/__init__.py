@@ -19,6 +19,7 @@ from orttrainer.differentiate.prepare.ranks import infer_ranks
 from orttrainer.graph.builder import Builder, infer_outputs
 from orttrainer.graph.inference import infer_shapes
 from orttrainer.graph.names import free_name
+from orttrainer.graph.passes.constant_branches import ConstantBranchesPass
 from orttrainer.graph.passes.einsum_sizes import EinsumSizesPass
 from orttrainer.graph.passes.gradient_marks import COTANGENT, CUSTOM_GRADIENT, STOP_GRADIENT
 from orttrainer.graph.passes.gradient_marks import DOMAIN as MARKS
@@ -52,6 +53,7 @@ def prepare(model: ir.Model) -> ir.Model:
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     model = with_function_bodies(model)
     common.LiftSubgraphInitializersToMainGraphPass()(model)
+    ConstantBranchesPass()(model)
     _complete_loops(model)
     TopologicalOrderPass()(model)
     _correct_sizes(model)
@@ -62,8 +64,16 @@ def prepare(model: ir.Model) -> ir.Model:
     if any([StackLoopListsPass()(model).modified, ResolveSequencesPass()(model).modified]):
         infer_shapes(model)
     infer_loop_states(model)
-    while any(node.op_type == "Loop" for node in model.graph.all_nodes()) and _correct_sizes(model):
-        infer_loop_states(model)  # what a Loop makes has a shape only here
+    loops = any(node.op_type == "Loop" for node in model.graph.all_nodes())
+    unknown = _unknown_shapes(model)
+    while loops:  # what one makes has a shape only here
+        corrected = _correct_sizes(model)
+        if _infer_foreign(model.graph):
+            infer_shapes(model)
+        before, unknown = unknown, _unknown_shapes(model)
+        if not corrected and unknown >= before:
+            break
+        infer_loop_states(model)
     infer_ranks(model)
     _complete_types(model.graph)
     _name_nodes(model.graph)
@@ -73,6 +83,10 @@ def prepare(model: ir.Model) -> ir.Model:
 def _correct_sizes(model: ir.Model) -> bool:
     """Rewrite what ONNX's inference takes for of other sizes than it is; whether there was any whose operands' sizes are known."""
     return any([PoolSizesPass()(model).modified, EinsumSizesPass()(model).modified])
+
+
+def _unknown_shapes(model: ir.Model) -> int:
+    return sum(y.shape is None for node in model.graph.all_nodes() for y in node.outputs)
 
 
 def _infer_foreign(graph: ir.Graph) -> bool:

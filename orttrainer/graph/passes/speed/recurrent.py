@@ -13,6 +13,8 @@ from orttrainer.graph.passes.sized import SizedPass
 # cotangents of the inputs, and the former where the forward changes as well.
 FORWARD = "orttrainer.forward_that_keeps"
 BATCH_MAJOR_FORM = "orttrainer.batch_major"
+# Key in the `meta` of a graph: what was replaced, by what. Functions that are still to be called may have it at hand.
+_REPLACED = "orttrainer.replaced_results"
 
 
 class BatchMajorPass(SizedPass):
@@ -44,9 +46,12 @@ def _written(graph: ir.Graph, key: str, prefix: str, *how) -> bool:
     """Let what stands under `key` be written, in the place of what there is, if it returns something."""
     nodes = [node for node in graph if key in node.meta]
     op = Builder(graph, prefix) if nodes else None
+    replaced: dict[ir.Value, ir.Value] = graph.meta.setdefault(_REPLACED, {}) if nodes else {}
     for node in nodes:
         with op.scope(node.name or node.op_type):
             pairs = node.meta.pop(key)(op, *how)
+        for old, new in replaced.items():  # as a layer that reads another's states without a node in between
+            old.replace_all_uses_with(new)
         if not pairs:
             continue
         node.meta.pop(FORWARD, None)
@@ -54,6 +59,7 @@ def _written(graph: ir.Graph, key: str, prefix: str, *how) -> bool:
             if old.shape is not None:
                 new.shape = old.shape.copy()
             replace(old, new)
+            replaced[old] = new
         if not any(y.uses() or y.is_graph_output() for y in node.outputs):
             graph.remove(node, safe=True)
     if nodes:
