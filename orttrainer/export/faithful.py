@@ -164,6 +164,10 @@ class _Rewrites(TorchFunctionMode):
         result = self._changed.viewed(func, args, kwargs, result)
         if self._wrapper.followed.hints is not None and func is not torch.Tensor.__getitem__:
             self._wrapper.followed.hints.note(func, args, result)
+        if (
+            torch.compiler.is_dynamo_compiling()
+        ):  # a graph of what `torch.cond` and its like are given, to be traced behind it
+            return result
         known = self.numbers.note(func, args, kwargs, result)  # which has no gradient anyway
         # In-place functions return what they changed, which a copy could not stand for.
         in_place = any(result is argument for argument in args)

@@ -52,6 +52,8 @@ def rows_of_any_number() -> Iterator[None]:
 def _where_noted(function: Callable, form: Callable, exporter: Callable) -> Callable:
     @functools.wraps(function)
     def call(*args, **kwargs):
+        if torch.compiler.is_dynamo_compiling():  # what `torch.cond` is given, which is traced behind it
+            return function(*args, **kwargs)
         mapped = any(_level(x) >= 0 for x in (*args, *kwargs.values()))
         return (form if mapped and exporter() is not None else function)(*args, **kwargs)
 
