@@ -11,6 +11,7 @@ from torch import nn
 from torch._C import _functorch
 
 import orttrainer
+from orttrainer.errors import ExecutionError
 
 ROWS = 4, 6, 3, 1
 
@@ -160,6 +161,16 @@ def test_casts_may_stand_within_vmap(axis, exports):
     torch.manual_seed(0)
     train(Casts())
     assert len(exports) == 1
+
+
+@pytest.mark.parametrize("row", [-1, 7])
+def test_a_row_that_no_table_of_an_ensemble_has_is_an_error(row):
+    model = Stacked(lambda: nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(8, 3)), own=False)
+    trainer = orttrainer.trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), 0.1))
+    x, y = torch.tensor([[0, 6], [1, 2], [3, 3]]), torch.ones(3, 3)
+    trainer.step(x, y)
+    with pytest.raises(ExecutionError, match="index"):
+        trainer.step(torch.where(x == 2, row, x), y)
 
 
 def test_an_export_that_fails_leaves_no_level_of_vmap_behind(monkeypatch):

@@ -205,8 +205,11 @@ def _embedding(function):
         (x, tables), (_, of_weight) = opened.tensors, opened.mapped
         if not of_weight or padding_idx is not None or max_norm is not None or scale_grad_by_freq:
             return function(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-        first = torch.arange(opened.members, device=tables.device) * tables.shape[1]
-        return opened.closed(call(_by_channel(first, input.dim()) + x, tables.flatten(0, 1)))
+        size = tables.shape[1]
+        first = torch.arange(opened.members, device=tables.device) * size
+        # One beyond a table is beyond all of them, and no row of the next.
+        rows = torch.where((x >= 0) & (x < size), _by_channel(first, input.dim()) + x, opened.members * size)
+        return opened.closed(call(rows, tables.flatten(0, 1)))
 
     return call
 
