@@ -10,6 +10,7 @@ import pytest
 import torch
 from marks import slow
 from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
 
 from orttrainer import IODescription, ModelDescription, ORTTrainer, build_gradient
 from orttrainer.errors import GradientError, MissingGradientError
@@ -417,7 +418,22 @@ class RecurrenceOfABatch(torch.nn.Module):
         return ((self.out(h) - y) ** 2).mean()
 
 
-@pytest.mark.parametrize("kind", [Conditional, Recurrence, slow(RecurrenceOfABatch)])
+class Halved(torch.nn.Module):
+    """A loop and a branch through which no gradient goes."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.out = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+
+    def forward(self, x, y):
+        g = self.gate(x)
+        with torch.no_grad():
+            _, z = while_loop(lambda i, z: i < 3, lambda i, z: (i + 1, z * 0.5), (torch.tensor(0), g))
+            z = torch.cond(x.sum() > 0, torch.sin, torch.cos, (z,))
+        return ((self.out(z * g) - y) ** 2).mean()
+
+
+@pytest.mark.parametrize("kind", [Conditional, Recurrence, slow(RecurrenceOfABatch), slow(Halved)])
 def test_control_flow_of_pytorch_trains_like_pytorch(kind):
     torch.manual_seed(0)
     model = kind()

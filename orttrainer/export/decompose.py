@@ -40,7 +40,7 @@ except (ImportError, AttributeError):  # private names: other torch versions may
 __all__ = ["name_outputs", "node_by_node"]
 
 aten = torch.ops.aten
-_ASK_FOR_DTYPES = {aten.promote_types, aten.result_type}
+_ASK_FOR_DTYPES = {aten.promote_types, aten.result_type, aten._assert_tensor_metadata}
 log = logging.getLogger("orttrainer")
 
 
@@ -82,7 +82,10 @@ class _NotByNodes(Exception):
 
 
 def _erase_types(graph: torch.fx.Graph) -> None:
-    """Remove what asks only for a dtype, which is a constant to its readers; torch traces it to nothing."""
+    """Remove what asks only for a dtype, which is a constant to its readers; torch traces it to nothing.
+
+    Assertions, too, of which torch makes one for each cast: within `torch.vmap` they take no sizes that vary.
+    """
     for node in reversed(graph.nodes):
         asks = node.op == "call_function" and getattr(node.target, "overloadpacket", None) in _ASK_FOR_DTYPES
         if asks and not node.users:

@@ -18,6 +18,7 @@ from orttrainer.export.forms.double_attributes import take_decimals
 from orttrainer.export.forms.double_precision import is_double
 from orttrainer.export.forward_graph import ForwardGraph
 from orttrainer.export.initializers import add_initializer, inputs_as_state, state_as_inputs, state_tensor
+from orttrainer.export.rewrites.per_sample import levels_closed
 from orttrainer.export.untouched import unchanged
 from orttrainer.export.values.conditions import taken_out
 from orttrainer.export.values.granted import Granted
@@ -88,7 +89,7 @@ def _captured(job, exporter, forget_cached):
         for name in job.wrapper.changed:  # as for a buffer: what is written to a view of it is written to it
             _attribute(job, name).requires_grad_(False)
         # With gradients on: what forward itself computes under no_grad is then told apart.
-        with job.wrapper.gradients() if job.wrapper.evaluates else torch.enable_grad():
+        with levels_closed(), job.wrapper.gradients() if job.wrapper.evaluates else torch.enable_grad():
             model = exporter(job.wrapper, job.example, job.symbols, job.opset)
     runtime.give_back_memory()  # torch's graphs, before the checks need as much
     return model

@@ -152,8 +152,8 @@ def decides_by_size(error) -> bool:
 
 
 def contradicts_itself(error) -> bool:
-    """Whether the trace asks for sizes that are not those of its batch, whose error forward would have caught."""
-    return "inconsistencies were found" in str(_root(error))[:500]
+    """Whether the trace asks for sizes that are not those of its batch, whose error forward would have caught, or for numbers only."""
+    return any(text in str(_root(error))[:500] for text in ("inconsistencies were found", "Cannot call sizes() on"))
 
 
 def _place(error):

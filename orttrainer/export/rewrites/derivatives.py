@@ -20,6 +20,7 @@ from orttrainer.differentiate.inner import DOMAIN, GRADIENT
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.forms.stop_gradient import mark_stopped, stopped
 from orttrainer.export.rewrites.linear_algebra import inverse
+from orttrainer.export.rewrites.per_sample import rows_of_any_number
 from orttrainer.graph.passes.gradient_marks import DOMAIN as MARKS
 from orttrainer.graph.passes.gradient_marks import STOP_GRADIENT
 
@@ -172,9 +173,10 @@ def _within_vmap() -> None:
 
 @contextlib.contextmanager
 def transforms() -> Iterator[None]:
-    """Let grad, vjp, jvp, jacrev, jacfwd and hessian of `torch.func` ask for gradients as above."""
+    """Let grad, vjp, jvp, jacrev, jacfwd and hessian of `torch.func` ask for gradients as above, and vmap leave sizes open."""
     _within_vmap()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(rows_of_any_number())
         with contextlib.suppress(ImportError, AttributeError):  # private names: other torch versions may lack them
             from torch._functorch import eager_transforms
 
