@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+import warnings
 
 import pytest
 import torch
@@ -87,3 +88,18 @@ def test_the_function_of_a_loss_is_followed():
     pair.steps(2)
     loss.function = functional.multi_margin_loss
     pair.steps(2)
+
+
+class Warns(nn.Linear):
+    def forward(self, x):
+        warnings.warn("of an older form", stacklevel=2)
+        return super().forward(x)
+
+
+def test_warnings_that_are_recorded_around_each_step_cost_no_export(exports):
+    pair = Pair(Warns(4, 3))
+    for _ in range(3):
+        with warnings.catch_warnings(record=True):
+            warnings.simplefilter("always")
+            pair.steps(1)
+    assert len(exports) == 1

@@ -71,6 +71,29 @@ def scripted(m, x, h):
     return m.one(signed(x, h)) + m.other(h)
 
 
+class Signed(torch.autograd.Function):
+    """Whose backward no trace shows, since it decides, so that its forward is traced once more."""
+
+    @staticmethod
+    def forward(ctx, mean, h):
+        ctx.save_for_backward(h)
+        ctx.is_up = bool(mean > 0)
+        return h * h if ctx.is_up else -2 * h
+
+    @staticmethod
+    def backward(ctx, dy):
+        assert dy.isfinite().all()
+        return None, dy * 2 * ctx.saved_tensors[0] if ctx.is_up else -2 * dy
+
+
+def within_a_function(m, x, h):
+    return m.one(Signed.apply(x.mean(), h)) + m.other(h)
+
+
+def within_a_function_by_a_number(m, x, h):
+    return m.one(Signed.apply(int((x.mean() > 0).sum()), h)) + m.other(h)
+
+
 @pytest.mark.filterwarnings("ignore::orttrainer.errors.NoGradientWarning")
 @pytest.mark.parametrize(
     "decide, optimizer, ways_gone",
@@ -84,6 +107,8 @@ def scripted(m, x, h):
         (by_a_weight, "SGDOptimizer", 2),
         (by_a_buffer, "AdamOptimizer", 2),
         (by_a_transposed_product, "SGDOptimizer", 2),
+        (within_a_function, "SGDOptimizer", 2),
+        (within_a_function_by_a_number, "SGDOptimizer", 2),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

@@ -416,7 +416,9 @@ def _is_of_torch(kind: type) -> bool:
 
 
 def _is_of_library(value: Any) -> bool:
-    return export.is_installed(getattr(value, "__module__", None) or "")
+    # A method of a list has no module, as that which `warnings` have for a function while they are recorded.
+    owner = type(value.__self__) if isinstance(value, BuiltinFunctionType) and value.__module__ is None else value
+    return export.is_installed(getattr(owner, "__module__", None) or "")
 
 
 class _Training(NamedTuple):
@@ -427,9 +429,7 @@ class _Training(NamedTuple):
 
 def _is_record(value: Any) -> bool:
     """Whether it is an object with attributes that does nothing itself, such as a configuration inside another."""
-    return (
-        not callable(value) and not isinstance(value, (torch.Tensor, ModuleType)) and attributes_of(value) is not None
-    )
+    return not (callable(value) or isinstance(value, (torch.Tensor, ModuleType))) and attributes_of(value) is not None
 
 
 def _is_simple(value: Any, depth: int = DEPTH) -> bool:

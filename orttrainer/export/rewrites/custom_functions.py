@@ -80,12 +80,14 @@ class CustomFunctions:
             self._put_back(cls)
             ctx, args = (None, given) if _is_newer(cls) else (given[0], given[1:])
             if _may_be_traced(cls, args):
-                kept = _kept_in(args)
+                kept, told_again = _kept_in(args), self._wrapper.followed.mark()
                 with torch.enable_grad():  # as around `apply`
                     outputs = _traced(cls, ctx, args, self._wrapper)
                 if outputs is not None:
                     return outputs[0]
-                kept.back()  # forward is about to be called once more
+                # Forward is about to be called once more.
+                kept.back()
+                told_again()
             self.depth += 1
             try:
                 return forward(*given)

@@ -172,6 +172,19 @@ class Followed:
         finally:
             self.by_size |= decisions() != before
 
+    def mark(self) -> Callable[[], None]:
+        """Where the trace is; what is returned brings it back there, to be told the same once more."""
+        waiting, made = {place: [*left] for place, left in self._waiting.items()}, len(self.made)
+        hints_back = self.hints.mark() if self.hints is not None else None
+
+        def back() -> None:
+            self._waiting = defaultdict(list, waiting)
+            del self.made[made:], self._tensors[made:]
+            if hints_back is not None:
+                hints_back()
+
+        return back
+
     def more_hints(self, by_numbers: bool) -> bool:
         """Whether there is another trace to try, of forward or of one that asked for numbers: with (other) hints."""
         from orttrainer.export.values.hints import Hints  # here: with it comes sympy

@@ -65,6 +65,11 @@ class Hints:
         self._env = None
         self._ended = self.asks_again = self._passing = self._raising = False
 
+    def mark(self) -> Callable[[], None]:
+        """As `Followed.mark`; what was decided stays so, since torch takes it for known."""
+        waiting = {call: [*left] for call, left in self._waiting.items()}
+        return lambda: setattr(self, "_waiting", defaultdict(list, waiting))
+
     def note(self, func: Callable, args: Sequence, result: Any) -> None:
         """Take note of what the symbols in `result` stand for."""
         if self._passing:
