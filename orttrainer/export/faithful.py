@@ -121,6 +121,9 @@ class _Rewrites(TorchFunctionMode):
         self.functions, self._changed = custom_functions.CustomFunctions(wrapper), ChangedParameters(wrapper)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        # What `torch.cond` and its like are given becomes a graph of torch's compiler first, which is traced then.
+        if torch.compiler.is_dynamo_compiling():
+            return func(*args, **(kwargs or {}))
         try:
             return self._called(func, args, kwargs)
         except Exception as error:
@@ -164,9 +167,6 @@ class _Rewrites(TorchFunctionMode):
         result = self._changed.viewed(func, args, kwargs, result)
         if self._wrapper.followed.hints is not None and func is not torch.Tensor.__getitem__:
             self._wrapper.followed.hints.note(func, args, result)
-        # What `torch.cond` and its like are given becomes a graph of torch's compiler first, which is traced then.
-        if torch.compiler.is_dynamo_compiling():
-            return result
         known = self.numbers.note(func, args, kwargs, result)  # which has no gradient anyway
         # In-place functions return what they changed, which a copy could not stand for.
         in_place = any(result is argument for argument in args)

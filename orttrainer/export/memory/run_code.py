@@ -131,6 +131,9 @@ def watched(calls: Mapping[object, Callable[[], None]]) -> Iterator[RunCode | No
                 if function is other:
                     then()
 
+    # A private name. The compiler of PyTorch 2.9 would compile this as well, where it does what torch.cond is given.
+    if (skip := getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)) is not None:
+        skip(called.__code__)
     if pauses:
         theirs.disable()
     sys.setprofile(called)
