@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-
 import numpy as np
 import onnx
 import pytest
 import torch
-from marks import slow
-from torch._higher_order_ops.scan import scan
-from torch._higher_order_ops.while_loop import while_loop
 
-from orttrainer import IODescription, ModelDescription, ORTTrainer, build_gradient
+from orttrainer import build_gradient
 from orttrainer.errors import GradientError, MissingGradientError
 from orttrainer.testing import check_gradient
 from orttrainer.testing.check import _compare, _gradients, _run_onnxruntime
@@ -368,88 +363,3 @@ def test_an_operator_without_a_rule_is_named_with_the_node_around_it():
                   else_branch = e () => (float[3] b) { b = Identity(x) }> }"""
     with pytest.raises(MissingGradientError, match=r"inside If '.*': no gradient rule for 'Strange' \(domain example"):
         build_gradient(onnx.parser.parse_model(body), wrt="x", of="y")
-
-
-# -- training ----------------------------------------------------------------------------------
-
-
-class Conditional(torch.nn.Module):
-    """Another layer for batches of another sign."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down, self.out = (torch.nn.Linear(4, n) for n in (4, 4, 1))
-
-    def forward(self, x, y):
-        h = torch.cond(x.sum() > 0, lambda x: torch.tanh(self.up(x)), lambda x: 2 * self.down(x), (x,))
-        return ((self.out(h) - y) ** 2).mean()
-
-
-class Recurrence(torch.nn.Module):
-    """A recurrence that PyTorch exports as a Scan."""
-
-    def __init__(self):
-        super().__init__()
-        self.cell, self.out = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
-
-    def forward(self, x, y):
-        def step(h, xt):
-            h = torch.tanh(self.cell(h) + xt)
-            return h, h * 1.0
-
-        _, hs = scan(step, torch.zeros(4), x)
-        return ((self.out(hs) - y) ** 2).mean()
-
-
-class RecurrenceOfABatch(torch.nn.Module):
-    """A recurrence over the columns of x, whose step makes a tensor of a symbolic size."""
-
-    def __init__(self):
-        super().__init__()
-        self.cell, self.out = torch.nn.Linear(1, 4), torch.nn.Linear(4, 1)
-
-    def forward(self, x, y):
-        def step(h, xt):
-            h = torch.tanh(torch.stack([h, xt, torch.ones_like(xt)]).sum(0))
-            return h, h * 1.0
-
-        inputs = self.cell(x.T.unsqueeze(-1))  # [time, batch, 4]
-        h, _ = scan(step, torch.zeros_like(inputs[0]), inputs)
-        return ((self.out(h) - y) ** 2).mean()
-
-
-class Halved(torch.nn.Module):
-    """A loop and a branch through which no gradient goes."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate, self.out = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
-
-    def forward(self, x, y):
-        g = self.gate(x)
-        with torch.no_grad():
-            _, z = while_loop(lambda i, z: i < 3, lambda i, z: (i + 1, z * 0.5), (torch.tensor(0), g))
-            z = torch.cond(x.sum() > 0, torch.sin, torch.cos, (z,))
-        return ((self.out(z * g) - y) ** 2).mean()
-
-
-@pytest.mark.parametrize("kind", [Conditional, Recurrence, slow(RecurrenceOfABatch), slow(Halved)])
-def test_control_flow_of_pytorch_trains_like_pytorch(kind):
-    torch.manual_seed(0)
-    model = kind()
-    twin = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
-    description = ModelDescription(
-        [IODescription("x", ["n", 4], torch.float32), IODescription("y", ["n", 1], torch.float32)],
-        [IODescription("loss", [], torch.float32)],
-    )
-    rate = IODescription("Learning_Rate", [1], torch.float32)
-    trainer = ORTTrainer(model, None, description, "SGDOptimizer", None, rate, torch.device("cpu"))
-    for step in range(6):
-        x, y = torch.randn(3 + step, 4) + (0.5 if step % 2 else -0.5), torch.randn(3 + step, 1)
-        loss = trainer.train_step(x, y, torch.tensor([0.1]))
-        expected = twin(x, y)
-        optimizer.zero_grad()
-        expected.backward()
-        optimizer.step()
-        torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)

@@ -9,13 +9,16 @@ functions, while exporting, by the same thing in functions that do export as the
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import operator
+from collections.abc import Iterator
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch._C._functorch import get_unwrapped, is_batchedtensor
+from torch._ops import HigherOrderOperator
 from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 
@@ -125,10 +128,28 @@ class _Rewrites(TorchFunctionMode):
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **(kwargs or {}))
         try:
-            return self._called(func, args, kwargs)
+            with self._within(args) if isinstance(func, HigherOrderOperator) else contextlib.nullcontext():
+                return self._called(func, args, kwargs)
         except Exception as error:
             self._wrapper.followed.errors.note(error)
             raise
+
+    @contextlib.contextmanager
+    def _within(self, args) -> Iterator[None]:
+        """Let the graphs that an operator as that of `torch.cond` calls be traced as forward is: this mode is off there."""
+
+        def traced(forward):
+            @functools.wraps(forward)
+            def call(*args, **kwargs):
+                with self:
+                    return forward(*args, **kwargs)
+
+            return call
+
+        with contextlib.ExitStack() as stack:
+            for graph in (x for x in args if isinstance(x, torch.fx.GraphModule)):
+                stack.enter_context(mock.patch.object(graph, "forward", traced(graph.forward)))
+            yield
 
     def _called(self, func, args, kwargs):
         args, kwargs = self._registered(args), {name: self._registered(x) for name, x in (kwargs or {}).items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,6 +11,11 @@ import torch
 
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.values.told import shown
+
+try:
+    from torch.utils._python_dispatch import _disable_current_modes as _outside_of_traces
+except ImportError:  # a private name: other torch versions may lack it
+    _outside_of_traces = contextlib.nullcontext
 
 __all__ = ["Draws"]
 
@@ -74,4 +80,5 @@ class Draws:
 
 
 def _state(generator: torch.Generator) -> bytes:
-    return generator.get_state().numpy().tobytes()
+    with _outside_of_traces():  # as torch has of what `torch.cond` is given, also where nothing is exported
+        return generator.get_state().numpy().tobytes()

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch._C import _functorch
 
+from orttrainer.export.values.stand_ins import Function
+
 __all__ = ["levels_closed", "rows_of_any_number"]
 
 
@@ -50,14 +52,14 @@ def rows_of_any_number() -> Iterator[None]:
 
 
 def _where_noted(function: Callable, form: Callable, exporter: Callable) -> Callable:
-    @functools.wraps(function)
     def call(*args, **kwargs):
         if torch.compiler.is_dynamo_compiling():  # what `torch.cond` is given, which is traced behind it
             return function(*args, **kwargs)
         mapped = any(_level(x) >= 0 for x in (*args, *kwargs.values()))
         return (form if mapped and exporter() is not None else function)(*args, **kwargs)
 
-    return call
+    # Those written in Python say to modes, which look them up, what has their name.
+    return Function(function, call)
 
 
 def _level(x) -> int:
