@@ -10,7 +10,9 @@ from marks import slow
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 
+import orttrainer
 from orttrainer import IODescription, ModelDescription, ORTTrainer
+from orttrainer.errors import UnsupportedModelError
 
 
 class Conditional(torch.nn.Module):
@@ -124,3 +126,28 @@ def test_control_flow_of_pytorch_trains_like_pytorch(kind):
         expected.backward()
         optimizer.step()
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
+
+
+class Straight(torch.autograd.Function):
+    """Signs whose gradient is that of a number."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent
+
+
+class Signs(torch.nn.Linear):
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda h: Straight.apply(h) * h, torch.sin, (super().forward(x),))
+
+
+def test_a_function_in_a_branch_whose_backward_would_be_lost_is_refused():
+    """Where the first batch takes the other branch, no check of that batch sees it."""
+    model = Signs(3, 2)
+    trainer = orttrainer.trainer(model, torch.nn.MSELoss(), torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(UnsupportedModelError, match=r"gives torch\.cond.*calls a torch\.autograd\.Function"):
+        trainer.step(-torch.rand(4, 3), torch.rand(4, 2))

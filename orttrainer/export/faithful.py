@@ -22,6 +22,7 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.call import is_dense, layout_refused
 from orttrainer.export.checkpoints import without_checkpoints
 from orttrainer.export.forms import stop_gradient, unseen
@@ -136,7 +137,11 @@ class _Rewrites(TorchFunctionMode):
 
     @contextlib.contextmanager
     def _within(self, args) -> Iterator[None]:
-        """Let the graphs that an operator as that of `torch.cond` calls be traced as forward is: this mode is off there."""
+        """Let the graphs that an operator as that of `torch.cond` calls be traced as forward is: this mode is off there.
+
+        Raises:
+            UnsupportedModelError: one of them has a gradient of its own, which would be lost where the first batch has another.
+        """
 
         def traced(forward):
             @functools.wraps(forward)
@@ -148,6 +153,11 @@ class _Rewrites(TorchFunctionMode):
 
         with contextlib.ExitStack() as stack:
             for graph in (x for x in args if isinstance(x, torch.fx.GraphModule)):
+                if any(_has_own_gradient(node) for node in graph.graph.nodes):
+                    raise UnsupportedModelError(
+                        "forward gives torch.cond, while_loop or scan a function that calls a torch.autograd.Function, whose "
+                        "backward a graph within another does not show. Call it outside, or choose by torch.where."
+                    )
                 stack.enter_context(mock.patch.object(graph, "forward", traced(graph.forward)))
             yield
 
@@ -206,6 +216,11 @@ class _Rewrites(TorchFunctionMode):
             return type(argument)(map(self._registered, argument))
         name = self._names.get(id(argument))
         return argument if name is None else operator.attrgetter(name)(self._wrapper)
+
+
+def _has_own_gradient(node: torch.fx.Node) -> bool:
+    """Whether it is what torch's compiler makes of an `autograd.Function`."""
+    return isinstance(node.target, HigherOrderOperator) and node.target.name() == "autograd_function_apply"
 
 
 def _shows(result, args):
