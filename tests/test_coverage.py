@@ -179,7 +179,7 @@ def test_a_long_path_is_shortened_around_the_node():
 
 
 def test_a_path_leads_through_the_values_that_a_subgraph_uses():
-    body = """b = Constant <value = bool {1}> () [a] h = Exp (W) [s] y = If (b) <
+    body = """[d] d = ReduceSum <keepdims = 0> (x) b = Cast <to = 9> (d) [a] h = Exp (W) [s] y = If (b) <
         then_branch = yes () => (float[2, 2] p) { n = Neg (h) p = Exp (n) }, else_branch = no () => (float[2, 2] p) { p = Neg (x) }>
         [c] z = my.domain.Mix (y) loss = ReduceSum <keepdims = 0> (z)"""
     assert path_of(body).startswith("'W' -> Exp 'a' -> If 's' -> Mix 'c' -> ReduceSum '")

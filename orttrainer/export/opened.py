@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch._jit_internal import boolean_dispatched
 
+from orttrainer.export.values.stand_ins import Function
+
 __all__ = ["opened", "weights_passed_on"]
 
 
@@ -30,9 +32,13 @@ def opened(func):
 
 
 def weights_passed_on():
-    """F.l1_loss gives the mode that it asks all its arguments but `weight`, which it only names among the tensors."""
+    """F.l1_loss gives the mode that it asks all its arguments but `weight`, which it only names among the tensors.
+
+    And one in whose place there is another says that this is called, as it has its name.
+    """
 
     def handle(func, tensors, *args, **kwargs):
+        func = func.replaced if isinstance(func, Function) else func
         if func is F.l1_loss and len(tensors) == 3:
             kwargs["weight"] = tensors[2]
         return torch.overrides.handle_torch_function(func, tensors, *args, **kwargs)

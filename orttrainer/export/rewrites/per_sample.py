@@ -58,7 +58,7 @@ def _where_noted(function: Callable, form: Callable, exporter: Callable) -> Call
         mapped = any(_level(x) >= 0 for x in (*args, *kwargs.values()))
         return (form if mapped and exporter() is not None else function)(*args, **kwargs)
 
-    # Those written in Python say to modes, which look them up, what has their name.
+    # Those written in Python say to modes, which look them up, what has their name: see `opened.weights_passed_on`.
     return Function(function, call)
 
 

@@ -17,23 +17,23 @@ __all__ = ["Function", "Kind"]
 
 
 class Function:
-    """A function that takes the place of one of Python's, which `function` is."""
+    """A function that takes the place of one of Python's or torch's, which its attribute `replaced` is."""
 
     def __init__(self, function: Callable, call: Callable):
         functools.update_wrapper(self, function)
-        self._function, self._call = function, call
+        self.replaced, self._call = function, call
 
     def __call__(self, *args, **kwargs):
         return self._call(*args, **kwargs)
 
     def __eq__(self, other: object) -> bool:
-        return other is self or other is self._function
+        return other is self or other is self.replaced
 
     def __hash__(self) -> int:
-        return hash(self._function)
+        return hash(self.replaced)
 
     def __reduce__(self) -> tuple:
-        return _own(self._function)
+        return _own(self.replaced)
 
 
 class Kind(ABCMeta):
