@@ -6,7 +6,6 @@ gives the right loss and trains something else.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import logging
@@ -55,7 +54,6 @@ log = logging.getLogger("orttrainer")
 TOLERANCE = 1e-3
 _FLIP, _MOVES_IN_FLOAT32, _MOVES = 5e-2, 2, 8
 _ZERO = 0.1  # of what an error is relative to, which is 1e-3 of the length of all
-_ROUNDING = 2.0**-20  # what float32 sums of some depth are off by: a few units in the last place
 _NOTHING = 2.0**-40  # the same in float64, amply
 _PIECE = 2**20  # elements
 _AT_ONCE = 2**8  # numbers in a sum
@@ -208,7 +206,8 @@ def _vanish(
     _, scales = _lengths_and_scales(expected, list(errors))
     lengths = math.hypot(*(error * scales[name] for name, error in errors.items()), *map(_length, expected.values()))
     return (
-        lengths * weights <= _ROUNDING * loss and math.hypot(*map(_length, exact.values())) * weights <= _NOTHING * loss
+        lengths * weights <= export.ROUNDING * loss
+        and math.hypot(*map(_length, exact.values())) * weights <= _NOTHING * loss
     )
 
 
@@ -379,8 +378,7 @@ def _explained(
 def _nearby(twin, loss_fn, description, batch, generator: torch.Generator) -> Iterator[Mapping[str, torch.Tensor]]:
     """Gradients where weights and inputs differ by what float32 sums are off by, at most; others each time."""
     while True:
-        with _moved(twin, generator):
-            inputs = [_nearer_to_0(x, generator) if x.is_floating_point() else x for x in batch]
+        with export.moved(twin, batch, generator) as inputs:
             gradients = export.observe_gradients(twin, loss_fn, description, inputs)
         yield gradients
 
@@ -396,24 +394,3 @@ def _copied(module: torch.nn.Module) -> torch.nn.Module:
         for hook in (parameter._backward_hooks or {}).values():
             copied.register_hook(hook)
     return twin
-
-
-def _nearer_to_0(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Each number by what float32 sums are off by, at most: a probability stays one."""
-    return x * (1 - _ROUNDING * torch.rand(x.shape, generator=generator, device="cpu").to(x))
-
-
-@contextlib.contextmanager
-def _moved(module: torch.nn.Module, generator: torch.Generator):
-    """Within the block each weight differs by what float32 sums are off by, at most."""
-    with torch.no_grad():
-        moves = [
-            torch.rand(p.shape, generator=generator, device="cpu").to(p).mul_(2).sub_(1) for p in module.parameters()
-        ]
-        factors = [move.mul_(_ROUNDING).add_(1) for move in moves]
-        for parameter, factor in zip(module.parameters(), factors):
-            parameter.mul_(factor)
-    yield
-    with torch.no_grad():
-        for parameter, factor in zip(module.parameters(), factors):
-            parameter.div_(factor)

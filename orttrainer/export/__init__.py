@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 _HOME = {
     "OUTSIDE": "call",
+    "ROUNDING": "checks.nearby",
     "Asked": "values.conditions",
     "Beside": "module",
     "Conditions": "values.conditions",
@@ -27,6 +28,7 @@ _HOME = {
     "is_installed": "memory.run_code",
     "is_marked": "call",
     "lacks_loss": "torch_loss",
+    "moved": "checks.nearby",
     "named_state": "call",
     "names_in": "memory.run_code",
     "observe_gradients": "checks.observed_gradients",
@@ -38,6 +40,7 @@ _HOME = {
 
 __all__ = [
     "OUTSIDE",
+    "ROUNDING",
     "Asked",
     "Beside",
     "Conditions",
@@ -58,6 +61,7 @@ __all__ = [
     "is_installed",
     "is_marked",
     "lacks_loss",
+    "moved",
     "named_state",
     "names_in",
     "observe_gradients",
@@ -77,6 +81,7 @@ if TYPE_CHECKING:
         refuse_synchronized,
     )
     from orttrainer.export.checks.check import runner_of
+    from orttrainer.export.checks.nearby import ROUNDING, moved
     from orttrainer.export.checks.observed_gradients import observe_gradients
     from orttrainer.export.checks.other_values import behind_zeros, with_others_for
     from orttrainer.export.checks.widened import WidenedOperands

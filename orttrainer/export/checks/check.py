@@ -291,15 +291,19 @@ def _on_others(run, where):
 
 def _compared(wrapper, named, halves, inputs, expected, got, where) -> Ties | None:
     """`compare_outputs`; what differs only where forward chooses among equal values, if anything does."""
-    rounding = functools.partial(rounding_of, wrapper, named, inputs)
+
+    def rounding(than):
+        """Asked once for all outputs: each time is a forward in float64."""
+        return functools.cache(functools.partial(rounding_of, wrapper, named, inputs, than))
+
     try:
-        return compare_outputs(expected, got, where, functools.partial(rounding, expected), halves)
+        return compare_outputs(expected, got, where, rounding(expected), halves)
     except ExportMismatchError as error:
         if (chosen := first_of_equal(wrapper, inputs)) is None:
             raise
         place, again = chosen[0], named(chosen[1])
         try:
-            compare_outputs(again, got, where, functools.partial(rounding, again), halves)
+            compare_outputs(again, got, where, rounding(again), halves)
         except ExportMismatchError:
             raise error from None
     return Ties(place, [name for name in expected if _differs(expected, got, name, halves)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import math
@@ -11,6 +12,7 @@ import onnx_ir as ir
 import torch
 
 from orttrainer.export.checks.failures import condensed
+from orttrainer.export.checks.nearby import moved
 from orttrainer.export.checks.observation import observe
 from orttrainer.export.checks.widened import WidenedOperands
 from orttrainer.graph.activations import ancestors
@@ -20,12 +22,13 @@ from orttrainer.graph.subgraphs import subgraphs
 __all__ = ["MOST_ROUNDING", "Rounding", "halves_of", "largest", "reason_of", "rounding_of"]
 
 _REPORT = "The exporter changed what the model computes; please report the model."
+_MOVES = 3
 MOST_ROUNDING = 0.2  # of the largest value: what PyTorch's own rounding may excuse at most
 
 
 @dataclasses.dataclass
 class Rounding:
-    """How far the module's float32, or what it computes in less, is from its own float64.
+    """How far rounding moves what the module's float32, or what it computes in less, gives.
 
     Attributes:
         errors: output -> largest difference.
@@ -50,19 +53,37 @@ def halves_of(graph: ir.Graph) -> dict[str, torch.dtype]:
 
 
 def rounding_of(wrapper, named, inputs, expected) -> Rounding:
-    """How far the module's float32, which is `expected`, is from its own float64, where that can be asked."""
-    try:
-        twin = copy.deepcopy(wrapper).double()
-        with WidenedOperands():
-            batch = [t.double() if t.is_floating_point() else t for t in inputs]
-            exact = named(observe(twin, batch, hidden_state=False))
-        found = {name: x for name, x in exact.items() if x.is_floating_point() and name in expected}
-        errors = {name: largest(expected[name].double() - x.double()) for name, x in found.items()}
-    except Exception as error:  # whatever the user's code or a copy of it raises
-        return Rounding(untold=f"forward does not run in it ({condensed(error)})")
-    # What forward makes float32 itself is that in both.
-    wide = {name: error for name, error in errors.items() if found[name].dtype == torch.float64 or error}
-    return Rounding(wide, "forward makes float32 of it (.float())")
+    """How far the module's float32, which is `expected`, is from its own float64.
+
+    Where float64 cannot be asked, since forward refuses it or makes float32 of it: how far it is from itself where weights and
+    inputs are moved by rounding.
+    """
+    floats = {name: x for name, x in expected.items() if x.is_floating_point()}
+    errors, exact, untold = dict.fromkeys(floats, 0.0), {}, ""
+
+    def observed(module, batch):
+        return named(observe(module, batch, hidden_state=False))
+
+    def compare(names, others):
+        for name in names:
+            errors[name] = max(errors[name], largest(expected[name].double() - others[name].double()))
+
+    with contextlib.suppress(Exception), WidenedOperands():  # whatever the user's code or a copy of it raises
+        wide = observed(copy.deepcopy(wrapper).double(), [t.double() if t.is_floating_point() else t for t in inputs])
+        compare(floats.keys() & wide.keys(), wide)
+        exact = wide
+    narrow = {name for name in floats if name not in exact or exact[name].dtype != torch.float64}
+    if narrow:
+        generator = torch.Generator().manual_seed(0)
+        try:
+            twin = copy.deepcopy(wrapper)
+            for _ in range(_MOVES):
+                with moved(twin, inputs, generator) as nearby:
+                    compare(narrow, observed(twin, nearby))
+        except Exception as error:  # likewise
+            untold = condensed(error)
+            errors = {name: error for name, error in errors.items() if name not in narrow or error}
+    return Rounding(errors, untold)
 
 
 def reason_of(
@@ -86,13 +107,14 @@ def reason_of(
     own = known.errors.get(name)
     if share > MOST_ROUNDING if own is None else share > 10 * own / scale:
         return _REPORT
-    told, follow = f"PyTorch's own float32 is {(own or 0.0) / scale:.1e} of it from its float64", ""
+    told = f"PyTorch's own rounding moves it by {(own or 0.0) / scale:.1e} of that"
     if own is None:
-        told = f"how far PyTorch's own float32 is from its float64 is not known: {known.untold}"
-        follow = ", or let it follow the dtype of its inputs, so that float64 can tell"
+        told = (
+            f"how far PyTorch's own rounding moves it is not known: a copy of the module does not run ({known.untold})"
+        )
     return (
         f"That is {share:.1e} of the largest value, where {tolerance:g} is allowed, and may be rounding, which differences of nearly "
-        f"equal numbers and divisions by small ones make large; {told}. Let forward compute that part in float64 (x.double()){follow}. "
+        f"equal numbers and divisions by small ones make large; {told}. Let forward compute that part in float64 (x.double()). "
         "If that changes nothing, the exporter changed what the model computes; please report the model."
     )
 
