@@ -68,8 +68,10 @@ def rounding_of(wrapper, named, inputs, expected) -> Rounding:
         for name in names:
             errors[name] = max(errors[name], largest(expected[name].double() - others[name].double()))
 
-    with contextlib.suppress(Exception), WidenedOperands():  # whatever the user's code or a copy of it raises
-        wide = observed(copy.deepcopy(wrapper).double(), [t.double() if t.is_floating_point() else t for t in inputs])
+    with contextlib.suppress(Exception):  # whatever the user's code or a copy of it raises
+        twin = copy.deepcopy(wrapper).double()
+        with WidenedOperands():
+            wide = observed(twin, [t.double() if t.is_floating_point() else t for t in inputs])
         compare(floats.keys() & wide.keys(), wide)
         exact = wide
     narrow = {name for name in floats if name not in exact or exact[name].dtype != torch.float64}
