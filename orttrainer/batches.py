@@ -129,9 +129,8 @@ class Described:
         Raises:
             SchemaError: `error`, where it is no matter of sizes; or the module does not take such a batch.
         """
-        if not (self._describes and self._are_like(given)) or not any(
-            x.numel() for x in given.values()
-        ):  # all of it is empty
+        may_fit = self._describes and self._are_like(given)
+        if not may_fit or not any(x.numel() for x in given.values()):
             raise error
         seen = [*self._seen, _shapes_of(given)]
         description = for_sizes_of(self._first, seen)

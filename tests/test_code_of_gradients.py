@@ -106,6 +106,7 @@ def change(monkeypatch, pair, value):
     monkeypatch.setitem(globals(), "strength", value)
     monkeypatch.setattr(OfClass, "strength", value)
     monkeypatch.setattr(settings, "strength", value)
+    monkeypatch.setattr(SCALES, "factor", value)
     pair.change(lambda module: setattr(module, "strength", value))
 
 
@@ -129,11 +130,28 @@ def test_what_a_backward_reads_is_followed(between, monkeypatch, exports):
     assert len(exports) == 2
 
 
+class Scales:
+    """A hook that is an object."""
+
+    def __init__(self):
+        self.factor = 1.0
+
+    def __call__(self, *values):
+        return values[-1] * self.factor
+
+
+SCALES = Scales()
+
 HOOKS = {
     "of a parameter": lambda module: module.first.weight.register_hook(of_a_hook),
     "of a parameter, that reads a layer": lambda module: module.first.weight.register_hook(
         lambda g: g * module.strength
     ),
+    "of a parameter, an object": lambda module: module.first.weight.register_hook(SCALES),
+    "of a layer, by an object": lambda module: module.first.register_forward_hook(
+        lambda layer, of_inputs, result: SCALES(result)
+    ),
+    "of a layer, an object": lambda module: module.first.register_forward_hook(SCALES),
     "of a layer": lambda module: module.second.register_full_backward_hook(lambda layer, of_inputs, _: (scaled(of_inputs[0]),)),
     "of a layer, before its backward": lambda module: module.second.register_full_backward_pre_hook(
         lambda layer, of_outputs: (scaled(of_outputs[0]),)

@@ -34,18 +34,16 @@ class LaterCalls:
         self._written = [name for name in first.after if name in first.before]
         counters, left = Counters(first.wrapper, first.mute.read), map(first.after.__getitem__, self._written)
         self._error = first.hidden.error((*self._outputs, *left), lambda: self._again(first), counters)
-        self._behind: list[
-            tuple[Sequence[torch.Tensor], tuple[torch.Tensor, ...]]
-        ] = []  # batches, and what it gives for each
+        # Batches, and what it gives for one behind the other.
+        self._behind: list[tuple[Sequence[torch.Tensor], tuple[torch.Tensor, ...]]] = []
         if self._error is None and self._others is not None:
             if not self._changed:
                 self._check_kept(first, counters.kept())
             if self._changed or self._registered or first.mute.read is None or first.mute.read.stored:
                 with contextlib.suppress(Exception):  # the module's own: values that it does not take
                     for batch in (self._others, self._inputs, opposite_values(self._others), self._inputs):
-                        given = (
-                            batch if batch is self._inputs else [*map(torch.clone, batch)]
-                        )  # forward may write to it
+                        # Forward may write to it.
+                        given = batch if batch is self._inputs else [*map(torch.clone, batch)]
                         self._behind.append((batch, first.again(given)))
                 self._changed = self._changed or first.hidden.changed() or counters.kept()
 
