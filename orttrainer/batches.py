@@ -4,26 +4,152 @@ from __future__ import annotations
 
 import collections
 import inspect
+import logging
+import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from orttrainer import export
 from orttrainer.arguments import inputs_by_name
 from orttrainer.describe import IODescription, ModelDescription, leaves, mapped
-from orttrainer.errors import SchemaError
+from orttrainer.errors import OrtTrainerError, SchemaError
 from orttrainer.tensors import check_tensors
 
 __all__ = [
+    "Described",
     "batch_by_name",
     "described",
     "for_sizes_of",
     "in_form_of",
     "inputs_and_label",
     "loss_and_prediction",
-    "shapes_of",
 ]
+
+log = logging.getLogger("orttrainer")
+
+
+class _Form(NamedTuple):
+    """Of a batch: what lies in what, what of it is None, and the order of dicts in it; kinds of its tensors; which are marked."""
+
+    structure: str
+    kinds: str
+    marks: str
+
+
+class Described:
+    """The batches of one trainer, and what they say of the inputs of its model, where nobody has described these.
+
+    Args:
+        engine: an `Engine`, which is told.
+        model: of it.
+        labelled: whether there is a criterion.
+    """
+
+    def __init__(self, engine, model: torch.nn.Module, labelled: bool):
+        self._engine, self._model, self._labelled = engine, model, labelled
+        self._describes = engine.description is None
+        self._first: ModelDescription | None = None  # what the first batch of the present form says
+        self._seen: list[dict[str, tuple[int, ...]]] = []  # shapes of the batches that the description is for
+        self._kinds: dict[str, tuple] = {}  # of its tensors
+        self._form: _Form | None = None
+        self._others: dict[_Form, tuple] = {}  # the three before it, of others
+
+    def by_name(self, batch: tuple, call: str) -> dict[str, torch.Tensor]:
+        """What `call` was given, by name; the first batch describes the inputs, and so does one of another form."""
+        inputs, label = inputs_and_label(batch, self._labelled)
+        engine, form = self._engine, _form_of(inputs, label)
+        if not engine.is_compiled:
+            if self._describes:
+                self._first, self._form = described(self._model, inputs, label), form
+                engine.describe(self._first)
+            else:
+                engine.describe(in_form_of(inputs, label, engine.description))
+        if call == "eval_step":  # where nobody needs gradients
+            known = (x for x in (self._form, *self._others) if x is not None and x[:2] == form[:2])
+            form = next(known, form)
+        if engine.is_compiled and self._describes and form != self._form:
+            return self._in_another_form(inputs, label, form, call)
+        given = batch_by_name(inputs, label, engine.description, engine.input_names, call)
+        if not engine.is_compiled:
+            self._note(given)
+        return given
+
+    def _note(self, first: Mapping[str, torch.Tensor]) -> None:
+        self._seen, self._kinds = [_shapes_of(first)], {name: _kind(x) for name, x in first.items()}
+
+    def _are_like(self, given: Mapping[str, torch.Tensor]) -> bool:
+        """Whether these have the dtypes and the numbers of axes of the first batch of the form."""
+        return {name: _kind(x) for name, x in given.items()} == self._kinds
+
+    def _in_another_form(
+        self, inputs: tuple | Mapping, label: tuple, form: _Form, call: str
+    ) -> dict[str, torch.Tensor]:
+        """The batch by name, of which something is None, or of another dtype, where it was not: for that there is another graph."""
+        engine, left, given, error = self._engine, self._form, None, None
+        try:
+            given = batch_by_name(inputs, label, engine.description, engine.input_names, call)
+        except SchemaError as misfit:
+            error = misfit
+        of_one_kind = given is not None and form.structure == left.structure and self._are_like(given)
+        if of_one_kind and form.marks == left.marks:  # by name what was by place
+            return given
+        self._others[left] = self._first, self._seen, self._kinds
+        if engine.turn_to(form, left):
+            self._first, self._seen, self._kinds = self._others[form]
+        else:
+            try:
+                self._describe_another(inputs, label, left, call)
+            except Exception as refusal:  # of the module's own, too
+                if isinstance(refusal, OrtTrainerError) and not isinstance(refusal, SchemaError):
+                    raise
+                if error is not None:
+                    raise error from refusal
+                return given  # which the engine refuses, and says why
+        self._form = form
+        return batch_by_name(inputs, label, engine.description, engine.input_names, call)
+
+    def _describe_another(self, inputs: tuple | Mapping, label: tuple, left: _Form, call: str) -> None:
+        begun = time.perf_counter()
+        description = described(self._model, inputs, label)
+        given = batch_by_name(inputs, label, description, [x.name_ for x in description.inputs_], call)
+        self._engine.describe_another(description, given, call != "eval_step", left)
+        self._first = description
+        self._note(given)
+        log.warning(
+            "a batch has other things than those before it that are None, or of other dtypes or numbers of axes, or lie in tuples, "
+            "lists and dicts otherwise, so the module was exported for such batches, too, in %.1f s.",
+            time.perf_counter() - begun,
+        )
+
+    def describe_anew(self, given: Mapping[str, torch.Tensor], error: SchemaError, trains: bool) -> None:
+        """Have the engine export again for a batch that it refused with `error`: its sizes, too, are to vary from now on.
+
+        Raises:
+            SchemaError: `error`, where it is no matter of sizes; or the module does not take such a batch.
+        """
+        may_fit = self._describes and self._are_like(given)
+        if not may_fit or not any(x.numel() for x in given.values()):
+            raise error
+        seen = [*self._seen, _shapes_of(given)]
+        description = for_sizes_of(self._first, seen)
+        if repr(description) == repr(self._engine.description):
+            raise error
+        begun = time.perf_counter()
+        try:
+            self._engine.describe_anew(description, given, trains)
+        except Exception as refusal:  # of the module's own, too
+            raise SchemaError(
+                f"{error} What holds is what the batches before had, and the module does not take such a batch: "
+                f"{type(refusal).__name__}: {refusal}"
+            ) from refusal
+        self._seen = seen
+        log.warning(
+            "%s, which the batches before did not have, so the module was exported again, in %.1f s, for any size there. It is "
+            "exported once where the batch is described: trainer(..., model_desc=%r)",
+            str(error).partition(". ")[0], time.perf_counter() - begun, description,
+        )  # fmt: skip
 
 
 def inputs_and_label(batch: tuple, labelled: bool) -> tuple[tuple | Mapping, tuple]:
@@ -33,7 +159,7 @@ def inputs_and_label(batch: tuple, labelled: bool) -> tuple[tuple | Mapping, tup
         inputs = inputs[0] if isinstance(inputs[0], Mapping) else tuple(inputs[0])
     if not _is_nested(inputs) and not _is_nested(label):
         return inputs, label
-    for value in leaves((inputs, label)):
+    for value in (*leaves((inputs, label)), *(x for x in label if x is None)):
         if not isinstance(value, torch.Tensor):
             raise SchemaError(
                 f"a batch has a {type(value).__name__} where a tensor belongs; give what forward takes, in its order, then "
@@ -65,6 +191,8 @@ def _named(names: Any, value: Any, part: str) -> dict[str, torch.Tensor]:
     """The tensors of a part of a batch by the names that stand in their places."""
     if isinstance(names, str) and isinstance(value, torch.Tensor):
         return {names: value}
+    if names is None and value is None:
+        return {}
     if isinstance(names, Mapping) and isinstance(value, Mapping) and names.keys() == value.keys():
         pairs = [(inner, value[key]) for key, inner in names.items()]
     elif isinstance(names, (tuple, list)) and isinstance(value, (tuple, list)) and len(names) == len(value):
@@ -179,7 +307,28 @@ def for_sizes_of(given: ModelDescription, seen: Sequence[Mapping[str, Sequence[i
     )
 
 
-def shapes_of(batch: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+def _form_of(inputs: tuple | Mapping, label: tuple) -> _Form:
+    by_name = isinstance(inputs, Mapping)
+    parts = (*((x for _, x in sorted(inputs.items(), key=repr)) if by_name else inputs), *label)
+    kinds = repr((sorted(map(repr, inputs)) if by_name else len(inputs), [*map(_kind, leaves(parts))]))
+    marks = repr([export.is_marked(x) for x in leaves(parts) if isinstance(x, torch.Tensor)])
+    return _Form(repr(_without_kinds(parts)), kinds, marks)
+
+
+def _without_kinds(part: Any) -> Any:
+    """How things lie in each other, be it in tuples or in lists."""
+    if isinstance(part, Mapping):
+        return {key: _without_kinds(x) for key, x in part.items()}
+    if isinstance(part, (tuple, list)):
+        return [*map(_without_kinds, part)]
+    return part is None
+
+
+def _kind(x: Any) -> tuple:
+    return (x.dtype, x.dim(), x.layout, x.is_nested) if isinstance(x, torch.Tensor) else (type(x),)
+
+
+def _shapes_of(batch: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in batch.items()}
 
 
@@ -218,6 +367,8 @@ def _names_of(value: Any, name: str, taken: set[str]) -> Any:
     if isinstance(value, (tuple, list)):
         parts = [_names_of(part, f"{name}_{index}", taken) for index, part in enumerate(value)]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if value is None:
+        return None
     name = _free(name, taken)
     taken.add(name)
     return name

@@ -112,13 +112,13 @@ class ModelDescription:
 
 
 def leaves(structure: Any) -> Iterator[Any]:
-    """What is in tuples, lists and dicts in each other, in order; what is none of these is all that there is."""
+    """What is in tuples, lists and dicts in each other, in order, but None; what is none of these is all that there is."""
     if isinstance(structure, Mapping):
         structure = tuple(structure.values())
     if isinstance(structure, (tuple, list)):
         for part in structure:
             yield from leaves(part)
-    else:
+    elif structure is not None:
         yield structure
 
 
@@ -129,7 +129,7 @@ def mapped(function: Callable[[Any], Any], structure: Any) -> Any:
     if isinstance(structure, (tuple, list)):
         parts = [mapped(function, part) for part in structure]
         return type(structure)(*parts) if hasattr(structure, "_fields") else type(structure)(parts)
-    return function(structure)
+    return None if structure is None else function(structure)
 
 
 def filled(structure: Any, values: Mapping[str, Any]) -> Any:

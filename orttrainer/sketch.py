@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import numbers
 import os
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -139,9 +138,7 @@ class Trainer(FrontEnd):
         self.max_grad_norm, self.mixed_precision = groups.max_grad_norm, engine.settings.precision
         self.loss_scaler, self._engine, self._groups = loss_scaler, engine, groups
         engine.loaded_elsewhere = groups.named_rates
-        self._describes = engine.description is None
-        self._first: ModelDescription | None = None  # what the first batch says, where that describes the inputs
-        self._seen: list[dict[str, tuple[int, ...]]] = []  # shapes of the batches that the description is for
+        self._batches = batches.Described(engine, self.model, criterion is not None)
         self._changes = 0  # as `Groups` had them when the graph was made
         self._moments, self._holding = moments_of(self.optimizer), Holding(engine.kept.slots_of, groups.names)
         self._moments.trainers.add(self)
@@ -177,7 +174,9 @@ class Trainer(FrontEnd):
             self._take_moments()
         if not (self.model.training or self._told_of_eval_mode):
             self._tell_of_eval_mode()
-        outputs, finite = self._engine.train_step(given, 0.0, self._loss_scale, self._describe_anew, self._count)
+        outputs, finite = self._engine.train_step(
+            given, 0.0, self._loss_scale, self._batches.describe_anew, self._count
+        )
         self._tell_of_update(finite)
         return batches.loss_and_prediction(outputs)
 
@@ -213,7 +212,7 @@ class Trainer(FrontEnd):
         if not self._engine.is_compiled:
             self._follow_groups()
         return batches.loss_and_prediction(
-            self._engine.eval_step(self._checked(batch, "eval_step"), None, self._describe_anew)
+            self._engine.eval_step(self._checked(batch, "eval_step"), None, self._batches.describe_anew)
         )
 
     eval = eval_step
@@ -230,7 +229,7 @@ class Trainer(FrontEnd):
             names = self._engine.input_names if self._engine.is_compiled else ()
             in_a_row = len(batch) == len(names) and all(isinstance(x, torch.Tensor) for x in batch)
             given = dict(zip(names, batch)) if in_a_row else self._checked(tuple(batch), "profile")
-        return self._engine.profile(steps, given, self._describe_anew)
+        return self._engine.profile(steps, given, self._batches.describe_anew)
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -320,26 +319,12 @@ class Trainer(FrontEnd):
         """The batch by name, of which the first compiles."""
         engine = self._engine
         if engine.is_compiled:
-            return self._by_name(batch, call)
+            return self._batches.by_name(batch, call)
         with failing_together(engine.collective, "reading the first batch"):
             level = 6 if call == "step" else 5  # where the step or evaluation is called
             warn_of_autocast(engine.device.type, engine.precision, level)
-            given = self._by_name(batch, call)
+            given = self._batches.by_name(batch, call)
         engine.compile(given, trains=call != "eval_step")
-        return given
-
-    def _by_name(self, batch: tuple, call: str) -> dict[str, torch.Tensor]:
-        inputs, label = batches.inputs_and_label(batch, self.criterion is not None)
-        engine = self._engine
-        if not engine.is_compiled:
-            if self._describes:
-                self._first = batches.described(self.model, inputs, label)
-                engine.describe(self._first)
-            else:
-                engine.describe(batches.in_form_of(inputs, label, engine.description))
-        given = batches.batch_by_name(inputs, label, engine.description, engine.input_names, call)
-        if not engine.is_compiled:
-            self._seen = [batches.shapes_of(given)]
         return given
 
     def _take_moments(self, refuse: bool = True) -> None:
@@ -399,41 +384,6 @@ class Trainer(FrontEnd):
             "updated. eval_step() is what evaluates. Layers that are to stay in eval mode are put so one by one, behind "
             "model.train(): for m in model.modules(): if isinstance(m, BatchNorm2d): m.eval()"
         )
-
-    def _is_like_the_first(self, given: Mapping[str, torch.Tensor]) -> bool:
-        """Whether a batch has the dtypes and the numbers of axes of the first one, and is not all empty."""
-        pairs = [(given[like.name_], like) for like in self._first.inputs_]
-        return all(
-            isinstance(x, torch.Tensor) and not x.is_nested and x.dtype == like.dtype_ and x.dim() == len(like.shape_)
-            for x, like in pairs
-        ) and any(x.numel() for x, _ in pairs)
-
-    def _describe_anew(self, given: Mapping[str, torch.Tensor], error: SchemaError, trains: bool) -> None:
-        """Have the engine export again for a batch that it refused with `error`: its sizes, too, are to vary from now on.
-
-        Raises:
-            SchemaError: `error`, where it is no matter of sizes; or the module does not take such a batch.
-        """
-        if not self._describes or not self._is_like_the_first(given):
-            raise error
-        seen = [*self._seen, batches.shapes_of(given)]
-        description = batches.for_sizes_of(self._first, seen)
-        if repr(description) == repr(self._engine.description):
-            raise error
-        begun = time.perf_counter()
-        try:
-            self._engine.describe_anew(description, given, trains)
-        except Exception as refusal:  # of the module's own, too
-            raise SchemaError(
-                f"{error} What holds is what the batches before had, and the module does not take such a batch: "
-                f"{type(refusal).__name__}: {refusal}"
-            ) from refusal
-        self._seen = seen
-        log.warning(
-            "%s, which the batches before did not have, so the module was exported again, in %.1f s, for any size there. It is "
-            "exported once where the batch is described: trainer(..., model_desc=%r)",
-            str(error).partition(". ")[0], time.perf_counter() - begun, description,
-        )  # fmt: skip
 
 
 def _names(model: torch.nn.Module, criterion) -> dict[torch.Tensor, str]:

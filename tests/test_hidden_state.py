@@ -6,7 +6,9 @@ import collections
 import copy
 import itertools
 import logging
+import math
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -207,6 +209,41 @@ def counted_for_long(layer):
     return 2.0 if layer.calls < 500 else 1.0
 
 
+def kept_for_long(layer):
+    layer.calls.append(0.0)
+    return 2.0 if len(layer.calls) > 30 else 1.0
+
+
+def kept_by_number(layer):
+    layer.calls[len(layer.calls)] = 0.0
+    return 2.0 if len(layer.calls) > 30 else 1.0
+
+
+class Largest(nn.Linear):
+    """Divides by the largest mean of all batches, which the same batch again does not change."""
+
+    def __init__(self, begun=-math.inf):
+        super().__init__(6, 6)
+        self.largest = torch.tensor(begun)
+
+    def forward(self, x):
+        self.largest = self.largest.maximum(x.mean())
+        return super().forward(x) / (3 + self.largest)
+
+
+class Found(nn.Linear):
+    """Is another once a batch has had a mean below zero."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.found = False
+
+    def forward(self, x):
+        if x.mean() < 0:
+            self.found = True
+        return super().forward(x) * (2.0 if self.found else 1.0)
+
+
 REFUSED = {
     "a number": (lambda: Layer(counted_in_attribute, calls=0), "changes 'layer.calls' and computes"),
     "a number that counts to a warm-up's end": (lambda: Layer(counted_for_long, calls=0), "changes 'layer.calls' and"),
@@ -215,6 +252,17 @@ REFUSED = {
     "a list": (lambda: Layer(counted, calls=[0]), "changes 'layer.calls' and computes"),
     "a dict": (lambda: Layer(counted_in_dict, calls={"n": 0}), "changes 'layer.calls' and computes"),
     "a deque": (lambda: Layer(kept, calls=collections.deque()), "changes 'layer.calls' and computes"),
+    "a list that is longer after many calls": (lambda: Layer(kept_for_long, calls=[]), "changes 'layer.calls' and computes"),
+    "a deque that is full after many calls": (
+        lambda: Layer(kept_for_long, calls=collections.deque(maxlen=40)), "changes 'layer.calls' and computes",
+    ),
+    "a dict by the number of a call": (lambda: Layer(kept_by_number, calls={}), "changes 'layer.calls' and computes"),
+    "a list of another object, that is longer": (
+        lambda: Layer(lambda layer: kept_for_long(layer.other), other=SimpleNamespace(calls=[])), "'layer.other.calls' and",
+    ),
+    "the largest of all batches": (Largest, "changes 'layer.largest' and computes"),
+    "the largest of later batches": (lambda: Largest(0.1), "changes 'layer.largest' and computes"),
+    "what another batch sets": (Found, "changes 'layer.found' and computes"),
     "a list beside random numbers": (Random, "changes 'layer.calls' and computes"),
     "the state of a recurrence": (Recurrent, "changes 'layer.state' and computes.*register_buffer"),
     "an average that begins with the first batch": (RunningMean, "changes 'layer.mean' and computes"),

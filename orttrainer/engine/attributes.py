@@ -222,14 +222,14 @@ class Attributes:
             found[f"{path}.training".strip(".")] = _Training(self._flags[path])
             for key in _HOOKS:
                 if hooks := vars(layer).get(key):
-                    found[f"{path}.{key}".strip(".")] = comparable(list(hooks.values()), self._nothing)
+                    found[f"{path}.{key}".strip(".")] = comparable(list(hooks.values()), self._entries)
         elsewhere = {path: [*hooks.values()] for path, hooks in self._hooks_of_parameters().items()}
         for path, hooks in _HOOKS_OF_ALL.items():  # another thread may export at the moment
             if others := [
                 hook for hook in [*hooks.values()] if not isinstance(getattr(hook, "__self__", None), Noticed)
             ]:
                 elsewhere[path] = others
-        found |= {path: comparable(hooks, self._nothing) for path, hooks in elsewhere.items()}
+        found |= {path: comparable(hooks, self._entries) for path, hooks in elsewhere.items()}
         found |= orders_of(self._layers) | dict.fromkeys(self._tensors_there(), torch.Tensor)
         return found | {f"{path}{OF_GRADIENTS}": _Training(flag) for path, flag in self._trained.items()}
 
@@ -393,10 +393,6 @@ class Attributes:
             for key, x in view.items()
             if (key in called or self._may_read(view, key)) and isinstance(function_of(x), FunctionType)
         ]
-
-    @staticmethod
-    def _nothing(value: Any) -> list[tuple[Mapping, str]]:
-        return variables_around(value) if isinstance(value, FunctionType) else []
 
     def _names_in_classes(self) -> set[str]:
         """Names in methods of the layers' classes, but torch's."""

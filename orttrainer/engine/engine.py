@@ -22,7 +22,7 @@ from orttrainer.arguments import (
     to_device,
 )
 from orttrainer.distributed import fail_on_others, failing_together
-from orttrainer.engine.in_use import InUse
+from orttrainer.engine.forms import TakesForms
 from orttrainer.engine.inference import export_inference
 from orttrainer.engine.turns import PreparingAStep, last_if_taken, one_at_a_time
 from orttrainer.errors import ExecutionError, InvalidArgumentError, NonFiniteLossError, SchemaError, StateError
@@ -41,7 +41,7 @@ DescribeAnew: TypeAlias = Callable[[Mapping[str, torch.Tensor], SchemaError, boo
 Count: TypeAlias = Callable[[bool | None], None]
 
 
-class Engine(InUse):
+class Engine(TakesForms):
     """Compile a model into one training graph, and train it; calls from several threads run one after the other.
 
     Args:

@@ -54,7 +54,7 @@ class Source:
     def __init__(self, model, loss_fn: Callable | None, device: torch.device, settings: Settings, ranks: int = 1):
         self.model, self.loss_fn, self._device, self.settings, self._ranks = model, loss_fn, device, settings, ranks
         self._attached = False  # the loss, on an ONNX model
-        self._marked: set[str] = set()  # inputs
+        self.marked: set[str] = set()  # inputs
         self.loaded: set[str] = set()  # names of what `load` has loaded
         self._bring_modules()
 
@@ -133,7 +133,7 @@ class Source:
         Whether the batch is to train nobody has said yet; a step that trains asks what the graph takes for granted.
         """
         self._bring_modules()
-        self._marked = _marked(description, batch)
+        self.mark(description, batch)
         self.forward_graph(description, batch, schema, False, then)
 
     def forward_graph(
@@ -200,8 +200,12 @@ class Source:
         self.forward_graph(description, self._as_marked(batch), schema, trains, made.append)
         return self.frozen(made[-1])
 
+    def mark(self, description: ModelDescription, batch: Sequence[torch.Tensor]) -> None:
+        """Let the inputs be marked in each batch that are in this one."""
+        self.marked = _marked(description, batch)
+
     def _as_marked(self, batch: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        return [x.detach().requires_grad_() if name in self._marked else x for name, x in batch.items()]
+        return [x.detach().requires_grad_() if name in self.marked else x for name, x in batch.items()]
 
     def graph_in_eval_mode(
         self, description: ModelDescription, schema: InputSchema, batch: Mapping[str, torch.Tensor]

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import inspect
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
@@ -27,6 +27,7 @@ from orttrainer.export.call import is_dense, layout_refused
 from orttrainer.export.checkpoints import without_checkpoints
 from orttrainer.export.forms import stop_gradient, unseen
 from orttrainer.export.forms.changed_parameters import ChangedParameters
+from orttrainer.export.memory.code_of_gradients import code_of_gradients
 from orttrainer.export.memory.draws import Draws
 from orttrainer.export.memory.run_code import Read, RunCode, read_by, watched
 from orttrainer.export.opened import opened
@@ -269,6 +270,7 @@ class MutedDropout(TorchFunctionMode):
         decisions, told: what Python decided by the truth of tensors, and numbers that it was told.
         cuts: how often it may have stopped gradients.
         draws: of random numbers.
+        hooks: of gradients, that were registered.
     """
 
     def __init__(self):
@@ -278,6 +280,7 @@ class MutedDropout(TorchFunctionMode):
         self.decisions: list[conditions.Condition] = []
         self.told: list[told.Told] = []
         self.cuts, self.draws = 0, Draws()
+        self.hooks: list[Callable] = []
         self._run: RunCode | None = None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -306,8 +309,8 @@ class MutedDropout(TorchFunctionMode):
         return None if self._run is None else read_by(self._run, *told.PASSED)
 
     @contextlib.contextmanager
-    def watching(self):
-        """This mode, and an eye on the code that is run and on `torch.is_grad_enabled`, of which no mode is told.
+    def watching(self, module: torch.nn.Module):
+        """This mode, and an eye on the code that `module` runs and on `torch.is_grad_enabled`, of which no mode is told.
 
         In the place of that function dynamo would not know another.
         """
@@ -321,7 +324,8 @@ class MutedDropout(TorchFunctionMode):
         with watched({torch.is_grad_enabled: asked}) as run, without_checkpoints(asked_by_checkpoint), self:
             self.sees_gradients = run is None
             yield
-        self._run = run  # not before: dynamo, which may trace a part, goes through what a mode holds while that grows
+        # Not before: dynamo, which may trace a part, goes through what a mode holds while that grows.
+        self._run = None if run is None else run | code_of_gradients(run, module, self.hooks)
 
     def note(self, rate, times=1):
         """Record `times` active dropouts of `rate`; of what drops everything the one of the flag, see `noise`."""

@@ -21,6 +21,7 @@ __all__ = [
     "AsksForGradients",
     "GraphEvaluation",
     "called",
+    "opposite_values",
     "other_values",
     "outputs_in_mode",
     "outputs_of",
@@ -105,6 +106,11 @@ def other_values(inputs):
         moved = x.flatten().roll(1).reshape(x.shape)
         others.append(0.75 * moved + 0.125 if x.is_floating_point() else moved)
     return None if all(map(same_elements, inputs, others)) else others
+
+
+def opposite_values(inputs):
+    """A batch of the same sizes, whose floats have the other sign."""
+    return [-x if x.is_floating_point() else x for x in inputs]
 
 
 def outputs_in_mode(wrapper, inputs, mode, training, before=lambda wrapper: None):

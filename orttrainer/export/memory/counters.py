@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import collections
+import copy
 import functools
 import math
 import pickle
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -23,6 +24,7 @@ _DEPTH = 4  # of containers, objects and functions in each other
 _FEW = 100  # entries: what is longer is a table of the user's, not what a forward counts with
 _ITEMS = (dict, list, collections.deque)
 _LATER = 10, 1000, 10**6  # calls, after which a forward that counts them may do something else
+_LONGER = 10, 1000  # entries, with which one that keeps something of each may
 _MANY_DIVISORS = 2_520_000  # what is done every so many calls is done in this one
 _LARGEST = 2**53  # what a float tells apart from the next number
 _STATES = {  # of generators of random numbers that somebody made
@@ -92,6 +94,27 @@ class Counters:
                 yield
         finally:
             self._put({path: self._before[path] for path in steps})
+
+    def grown(self) -> list[str]:
+        """Where more entries are held now."""
+        before = {path: content for path, content in self._held_before.items() if type(content) is int}
+        return [path for path, length in before.items() if len(self._container(path)) > length]
+
+    def longer(self, grown: Sequence[str]) -> Iterator[None]:
+        """Let these hold as many entries, one time after the other, as they do many calls later; then what they hold now."""
+        held = [(container, copy.copy(container)) for container in map(self._container, grown)]
+        for calls in _LONGER if grown else ():
+            try:
+                for container, _ in held:
+                    _lengthen(container, calls)
+                yield
+            finally:
+                for container, content in held:
+                    _put_back(container, content)
+
+    def _container(self, path: str) -> Any:
+        value = _held(*self._tensors[path])
+        return value if type(value) in _ITEMS else ()
 
     def _put(self, numbers: Mapping[str, float]) -> None:
         for path, number in numbers.items():
@@ -191,6 +214,20 @@ def _content(value: Any, state: Collection[int]) -> Any:
     if isinstance(value, torch.Tensor):
         return id(value), None if value.is_inference() or id(value) in state else value._version
     return len(value) if type(value) in _ITEMS else None
+
+
+def _lengthen(container: Any, calls: int) -> None:
+    """By the last entry, again and again; a dict where its keys are numbers, as those of steps."""
+    if not isinstance(container, dict):
+        container.extend([container[-1]] * calls)
+    elif all(type(key) is int for key in container):
+        last = max(container)
+        container |= {last + 1 + call: container[last] for call in range(calls)}
+
+
+def _put_back(container: Any, content: Any) -> None:
+    container.clear()
+    (container.update if isinstance(container, dict) else container.extend)(content)
 
 
 def _is_number(value: Any) -> bool:

@@ -65,7 +65,7 @@ class FirstCall:
 
     def _made(self) -> tuple[torch.Tensor, ...]:
         try:
-            with noticed(self.wrapper) as others, self.mute.watching():
+            with noticed(self.wrapper) as others, self.mute.watching(self.wrapper):
                 outputs = own(outputs_of(self.wrapper, self.inputs, self.aloud), self.wrapper, self.inputs)
         except Exception:  # which may come of the gradients that are not there
             if self.mute.differentiates and not torch.is_grad_enabled():

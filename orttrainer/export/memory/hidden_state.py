@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -78,7 +78,10 @@ class HiddenState:
             alike(again(), first, tolerance) for _ in range(drew * _MORE_CALLS)
         ):
             if moved:
-                self._check_later(counters, counters.steady(moved, again), first, again)
+                steps = counters.steady(moved, again)
+                self._check_later([*steps], counters.later(steps), first, again)
+            if grown := counters.grown():
+                self._check_later(grown, counters.longer(grown), first, again)
             if drew:
                 if _differs_by_seed(again):
                     raise _draws(_drawn_at(again))
@@ -102,25 +105,21 @@ class HiddenState:
             return changes(names)
         if drew:
             raise _draws(_drawn_at(again))
-        return UnsupportedModelError(
-            "forward gives something else when it is called again on the same batch, with the same parameters and buffers: it "
-            "computes with something that changes and that a graph cannot see, such as a global variable, an attribute of a "
-            "class or of another object, or the time. Keep it in a buffer (register_buffer), and change that."
-        )
+        return changes(())
 
     @staticmethod
     def _check_later(
-        counters: Counters, steps: Mapping[str, float], first: Outputs, again: Callable[[], Outputs]
+        names: Sequence[str], later: Generator[None, None, None], first: Outputs, again: Callable[[], Outputs]
     ) -> None:
-        """Raise if it gives something else when counters are further on, as those of a warm-up."""
-        with contextlib.closing(counters.later(steps)) as later:
+        """Raise if it gives something else when these are `later` on, as counters of a warm-up."""
+        with contextlib.closing(later):
             for _ in later:
                 try:
                     found = again()
                 except Exception:  # of the user's: a place that would have begun anew before
                     continue
                 if not alike(found, first):
-                    raise changes([*steps])
+                    raise changes(names)
 
     def registered(self) -> list[str]:
         """The parameters that are another object now, and the buffers that were not there."""
@@ -129,6 +128,13 @@ class HiddenState:
 
 
 def changes(names: Sequence[str]) -> UnsupportedModelError:
+    """What later calls compute with; no names where it is not known."""
+    if not names:
+        return UnsupportedModelError(
+            "forward gives something else when it is called again on the same batch, with the same parameters and buffers: it "
+            "computes with something that changes and that a graph cannot see, such as a global variable, an attribute of a "
+            "class or of another object, or the time. Keep it in a buffer (register_buffer), and change that."
+        )
     return UnsupportedModelError(
         f"forward changes {_listed(names)} and computes with it in a later call, which a graph cannot repeat. If that happens "
         f"in the first call only, as an initialization by the first batch, run one batch through the module, then make the "

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from orttrainer.export.checks.forwards import called, other_values
+from orttrainer.export.checks.forwards import called, opposite_values, other_values
 from orttrainer.export.memory.counters import Counters
 from orttrainer.export.memory.first_call import FirstCall
 from orttrainer.export.memory.hidden_state import alike, anew, changes, sampled
@@ -34,13 +34,18 @@ class LaterCalls:
         self._written = [name for name in first.after if name in first.before]
         counters, left = Counters(first.wrapper, first.mute.read), map(first.after.__getitem__, self._written)
         self._error = first.hidden.error((*self._outputs, *left), lambda: self._again(first), counters)
-        self._on_others = None
+        # Batches, and what it gives for one behind the other.
+        self._behind: list[tuple[Sequence[torch.Tensor], tuple[torch.Tensor, ...]]] = []
         if self._error is None and self._others is not None:
             if not self._changed:
                 self._check_kept(first, counters.kept())
-            if self._changed or self._registered:
+            if self._changed or self._registered or first.mute.read is None or first.mute.read.stored:
                 with contextlib.suppress(Exception):  # the module's own: values that it does not take
-                    self._on_others = first.again(self._others)
+                    for batch in (self._others, self._inputs, opposite_values(self._others), self._inputs):
+                        # Forward may write to it.
+                        given = batch if batch is self._inputs else [*map(torch.clone, batch)]
+                        self._behind.append((batch, first.again(given)))
+                self._changed = self._changed or first.hidden.changed() or counters.kept()
 
     def _again(self, first: FirstCall) -> tuple[torch.Tensor, ...]:
         """Also what buffers hold: which rows of a memory bank it writes to may be kept in an attribute."""
@@ -61,9 +66,11 @@ class LaterCalls:
         """Refuse a module whose later calls are not as its first is."""
         if self._error is not None and not self._only_caches():
             raise self._error
-        # A first call, on the same values.
-        if self._on_others is not None and not alike(self._on_others, *called(self._wrapper, self._others)):
-            raise anew(self._registered) if self._registered else changes(self._changed)
+        for batch, found in self._behind:
+            # A first call, on the same values.
+            expected = self._outputs if batch is self._inputs else called(self._wrapper, batch)[0]
+            if not alike(found, expected):
+                raise anew(self._registered) if self._registered else changes(self._changed)
         if self._registered:
             log.log(
                 self._level,

@@ -18,13 +18,9 @@ from torch.autograd.function import FunctionCtx
 
 from orttrainer.export.call import LossModule
 from orttrainer.export.initializers import as_real
+from orttrainer.export.memory.code_of_gradients import OPERATORS
 from orttrainer.export.untouched import Containers
 from orttrainer.graph.passes.gradient_marks import COTANGENT, CUSTOM_GRADIENT, DOMAIN
-
-try:
-    from torch._library.custom_ops import OPDEFS as _OPERATORS
-except ImportError:  # a private name: other torch versions may lack it
-    _OPERATORS = {}
 
 __all__ = ["CustomFunctions", "identities_with_gradients", "of_operator"]
 
@@ -110,7 +106,7 @@ def of_operator(func: Callable) -> type[Function] | None:
     if not isinstance(func, (OpOverload, OpOverloadPacket)) or not torch.compiler.is_exporting():
         return None
     overload = func if isinstance(func, OpOverload) else func.default if func.overloads() == ["default"] else None
-    definition = None if overload is None else _OPERATORS.get(overload.name().removesuffix(".default"))
+    definition = None if overload is None else OPERATORS.get(overload.name().removesuffix(".default"))
     arguments = () if definition is None else overload._schema.arguments
     if definition is None or any(x.kwarg_only or x.alias_info is not None for x in arguments):
         return None

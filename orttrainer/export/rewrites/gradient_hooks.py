@@ -117,6 +117,7 @@ class Hooked:
 
 def mute(mode, func, args, kwargs):
     """`torch.Tensor.register_hook` where there may be no gradients, and torch refuses it."""
+    mode.hooks += [*args[1:], *kwargs.values()]
     return func(*args, **kwargs) if args[0].requires_grad else RemovableHandle(OrderedDict())
 
 
