@@ -218,7 +218,7 @@ class Attributes:
         state = self._state()
         found = {path: comparable(value, self._entries, state) for path, value in found.items()}
         for path, layer in self._layers.items():
-            found[f"{path}.__class__".strip(".")] = type(layer).__module__, type(layer).__qualname__
+            found[f"{path}.__class__".strip(".")] = export.module_of(type(layer)), type(layer).__qualname__
             found[f"{path}.training".strip(".")] = _Training(self._flags[path])
             for key in _HOOKS:
                 if hooks := vars(layer).get(key):
@@ -386,7 +386,7 @@ class Attributes:
         """Where those are that an object, or a class, of the program's own has by its class, and that forward may run."""
         kinds = value.__mro__ if isinstance(value, type) else type(value).__mro__
         called = _OF_FUNCTIONS if isinstance(value, type) else _CALLED
-        views = [self._view(kind) for kind in kinds if not export.is_installed(kind.__module__)]
+        views = [self._view(kind) for kind in kinds if not export.is_installed(export.module_of(kind))]
         return [
             (view, key)
             for view in views
@@ -412,13 +412,13 @@ class Attributes:
 
 
 def _is_of_torch(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "torch"
+    return export.module_of(kind).partition(".")[0] == "torch"
 
 
 def _is_of_library(value: Any) -> bool:
     # A method of a list has no module, as that which `warnings` have for a function while they are recorded.
     owner = type(value.__self__) if isinstance(value, BuiltinFunctionType) and value.__module__ is None else value
-    return export.is_installed(getattr(owner, "__module__", None) or "")
+    return export.is_installed(export.module_of(owner))
 
 
 class _Training(NamedTuple):
@@ -447,4 +447,4 @@ def _is_simple(value: Any, depth: int = DEPTH) -> bool:
     if dataclasses.is_dataclass(value) or Entries.of(value) is not None:
         return True
     # An object of a class of the program's own, as `config = Config()`, or a schedule that forward calls.
-    return attributes_of(value) is not None and not export.is_installed(type(value).__module__)
+    return attributes_of(value) is not None and not export.is_installed(export.module_of(type(value)))

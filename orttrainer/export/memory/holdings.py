@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from orttrainer.export.memory.run_code import is_installed
+from orttrainer.export.memory.run_code import is_installed, module_of
 
 __all__ = [
     "CONTAINERS",
@@ -196,7 +196,7 @@ class Entries(Mapping):
             return None
         try:
             reads = next(kind for kind in type(value).__mro__ if "__getitem__" in vars(kind))
-            if not is_installed(reads.__module__) or len(value) > _MOST[depth - 1]:
+            if not is_installed(module_of(reads)) or len(value) > _MOST[depth - 1]:
                 return None
             found = cls(value, [*value] if is_mapping else range(len(value)))
         except Exception:  # of whatever class: it only looks like one
@@ -231,7 +231,7 @@ def _places_in(value: Any, others: Entries | None, entries: Places) -> list[tupl
     """Where the entries of a container are, and those attributes of what is the program's own that matter."""
     if others is None:
         return [*entries(value)]
-    return [*((others, key) for key in others), *([] if is_installed(type(value).__module__) else entries(value))]
+    return [*((others, key) for key in others), *([] if is_installed(module_of(type(value))) else entries(value))]
 
 
 def _are_one(a: Any, b: Any) -> bool:
