@@ -19,6 +19,7 @@ __all__ = [
     "PLAIN",
     "Entries",
     "Holdings",
+    "Present",
     "Without",
     "attributes_of",
     "comparable",
@@ -162,12 +163,14 @@ def comparable(value: Any, entries: Places, state: Collection[int] = frozenset()
         return type(value), keys, compared(value.values() if isinstance(value, dict) else value)
     inert = not depth or isinstance(value, torch.Tensor)
     found = [] if inert else _places_in(value, Entries.of(value, depth), entries)
+    present = [owner[key] for owner, key in found if isinstance(owner, Present)]
+    found = [(owner, key) for owner, key in found if not isinstance(owner, Present)]
     inside = [owner.get(key) for owner, key in found]
     if depth and isinstance(value, FunctionType):  # made anew from the same text it is the same
         return FunctionType, value.__code__, compared([value.__defaults__, value.__kwdefaults__, *inside])
     if found:
-        return type(value), [key for _, key in found], compared(inside)
-    return _Is(value, id(value) in state)
+        return type(value), [*(key for _, key in found), *present], compared(inside)
+    return _Is(value, id(value) in state, present)
 
 
 class Entries(Mapping):
@@ -324,6 +327,24 @@ class _Slots(Mapping):
         return sum(1 for _ in self)
 
 
+class Present(Mapping):
+    """Which of some names an object has attributes of, in a text: `getattr` and `hasattr` may ask for one that is not there."""
+
+    KEY = "__dict__"
+
+    def __init__(self, held: Mapping, names: Collection[str]):
+        self._held, self._names = held, names
+
+    def __getitem__(self, name: str) -> str:
+        return " ".join(sorted(filter(self._names.__contains__, self._held)))
+
+    def __iter__(self):
+        return iter((self.KEY,))
+
+    def __len__(self) -> int:
+        return 1
+
+
 class _Variable(Mapping):
     """A variable of the function around another one, under its name."""
 
@@ -393,10 +414,11 @@ class _Is:
 
     Args:
         whatever: whether the same object is equal, whatever is in it.
+        present: names of attributes that it has.
     """
 
-    def __init__(self, value: Any, whatever: bool):
-        self.value, self.copy, self.version = value, None, None
+    def __init__(self, value: Any, whatever: bool, present: Sequence[str] = ()):
+        self.value, self.copy, self.version, self.present = value, None, None, present
         if isinstance(value, torch.Tensor) and not whatever:
             self.copy = value.detach().clone() if is_small(value) else None
             self.version = None if value.is_inference() else value._version
@@ -406,6 +428,6 @@ class _Is:
             return False
         if self.copy is not None and other.copy is not None:
             return self.copy.dtype == other.copy.dtype and same_elements(self.copy, other.copy)
-        return self.value is other.value and self.version == other.version
+        return self.value is other.value and self.version == other.version and self.present == other.present
 
     __hash__ = None
