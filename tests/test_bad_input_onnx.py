@@ -139,6 +139,7 @@ ONNX_MODELS = {
     "an input of no dtype": (with_input(lambda t: t.tensor_type.Clear()), {}, ModelError, "input 'label' has no dtype; declare it in the model"),
     "an input of a dtype that there is not": (with_input(lambda t: setattr(t.tensor_type, "elem_type", 99)), {}, ModelError, "broken: Invalid tensor data type 99"),
     "one name for two values": (onnx_model(LINEAR + " q = Neg (d)"), {}, ModelError, "broken: Graph must be in single static assignment (SSA) form, however 'q'"),
+    "an Einsum of more axes than its operands have": (onnx_model(LINEAR.replace("MatMul", 'Einsum <equation = "ijk,jk->ik">')), {}, ModelError, "broken: ...Einsum...does not match the equation"),
     "an operator that ONNX does not have": (onnx_model(LINEAR.replace("Sub", "Minus")), {}, ModelError, "broken: No Op registered for Minus"),
     "a weight of another shape": (onnx_model(weight=W[:3]), {}, ModelError, "broken: ...MatMul...Incompatible dimensions"),
     "a truncated weight": (changed(lambda m: setattr(m.graph.initializer[0], "raw_data", b"123")), {}, ModelError, TRUNCATED),

@@ -7,7 +7,7 @@ import onnx
 import pytest
 import torch
 from bad_input import raises
-from onnx_models import assert_trains_like, make, model
+from onnx_models import LOSS, assert_trains_like, make, model
 from test_control_flow import check, randoms
 
 from orttrainer import build_gradient
@@ -178,3 +178,32 @@ def test_the_lengths_of_the_scan_of_opset_8_are_refused():
         ModelError, "the Scan that makes 'last' is told the lengths of sequences...export the model with a newer opset"
     ):
         make(proto, "time", 3)
+
+
+def calling(body: str, of_function: int, opset: int) -> onnx.ModelProto:
+    """Of h = x @ W and what a function of another opset makes of it."""
+    text = f"""<ir_version: 8, opset_import: ["" : {opset}, "own" : 1]> g (float[rows, 3] x) => (float loss)
+        {{ h = MatMul (x, W) r = own.act (h) {LOSS} }}
+        <domain: "own", opset_import: ["" : {of_function}]> act (a) => (y) {{ {body} }}"""
+    proto = onnx.parser.parse_model(text)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(WEIGHT, "W"))
+    return proto
+
+
+WEIGHT = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
+
+
+@pytest.mark.parametrize("of_function, opset", [(15, 18), (18, 15), (18, 21)])
+def test_a_function_of_another_opset_trains_where_its_operators_are_the_same(of_function, opset):
+    proto = calling("s = Sigmoid (a) y = Mul (a, s)", of_function, opset)
+    batches = [torch.linspace(-1, 1, 3 * rows).reshape(rows, 3) for rows in (2, 5)]
+    assert_trains_like(proto, lambda x, W: torch.nn.functional.silu(x @ W), batches, W=WEIGHT)
+
+
+def test_a_function_of_another_opset_with_an_operator_that_is_another_there_is_refused(monkeypatch):
+    """By ONNX's checker, which asks no model above 2 GB."""
+    monkeypatch.setattr("orttrainer.graph.read._is_small", lambda proto: False)
+    proto = calling("s = ReduceMax <axes = [1]> (a) y = Sub (a, s)", 17, 18)
+    text = "the function 'act' of the ONNX model is of opset 17 of 'ai.onnx', the model of 18, in which 'ReduceMax' is another"
+    with raises(ModelError, text):
+        make(proto, 3)

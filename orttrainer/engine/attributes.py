@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import dataclasses
 import functools
 import itertools
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import (
-    BuiltinFunctionType,
-    CellType,
-    FunctionType,
-    MethodDescriptorType,
-    MethodType,
-    ModuleType,
-    SimpleNamespace,
-)
+from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from orttrainer import export
 from orttrainer.engine.layers import layers_of, orders_of
 from orttrainer.engine.turns import outside_of_exports
+from orttrainer.engine.variables import FUNCTIONS, is_of_library, is_of_torch, is_record, is_simple
 from orttrainer.export.memory.holdings import (
     CONTAINERS,
-    DEPTH,
     PLAIN,
     Entries,
     Holdings,
+    Present,
     Without,
     attributes_of,
     comparable,
     content_of,
     function_of,
-    is_container,
     variables_around,
 )
 from orttrainer.export.memory.masked import masked_in
@@ -56,8 +45,6 @@ _HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _OF_TORCH = {"training", *vars(torch.nn.Module())}  # each layer's own; what is in them is asked for elsewhere
 _TRAINING = itertools.repeat("training")
 _CALLED = ("forward", "__call__")  # of a layer, or an object of the program's own, by whoever calls it
-# Each is known by itself, also that of a library: whoever has one puts another in its place.
-_FUNCTIONS = (type, FunctionType, BuiltinFunctionType, MethodType, MethodDescriptorType, functools.partial)
 _OF_FUNCTIONS = (*_CALLED, "backward", "setup_context", "jvp", "vmap")  # that autograd calls of a class
 
 
@@ -92,6 +79,7 @@ class Attributes:
         self._names: set[str] = set()  # of attributes that are read
         self._names_of_torch: set[str] = set()  # and where torch's own code reads, too
         self._stored: set[tuple[str, str]] = set()
+        self._asked: frozenset[str] = frozenset()  # those that forward does not set itself
         self._variables: dict[str, tuple[dict, str]] = {}
         self._cells: dict[str, CellType] = {}
         self._view = functools.cache(vars)  # of a class one view, by which it is known again
@@ -127,15 +115,17 @@ class Attributes:
             self._names_of_torch |= self._names | read.names_of_torch
             for scope, name in read.variables:
                 module, value = scope.get("__name__", ""), scope[name]
-                if ("GLOBAL", name) in stored or not _is_simple(value):
+                if ("GLOBAL", name) in stored or not is_simple(value):
                     continue
-                if Entries.of(value) is not None or (isinstance(value, _FUNCTIONS) and _is_of_library(value)):
+                if Entries.of(value) is not None or (isinstance(value, FUNCTIONS) and is_of_library(value)):
                     if not export.is_installed(module):  # a library keeps its own
                         self._variables[f"{module}.{name}"] = scope, name
                     continue
                 self._variables[f"{module}.{name}"] = scope, name
                 if isinstance(value, FunctionType):
                     self._look_behind(f"{module}.{name}", value, stored)
+        written = {name for kind, name in self._stored if kind == "ATTR"}
+        self._asked = frozenset(name for name in self._names - written if not name.startswith("__"))
         for root, part in self._parts.items():
             self._look_behind(root, part, stored)
         self.look()
@@ -218,7 +208,7 @@ class Attributes:
         state = self._state()
         found = {path: comparable(value, self._entries, state) for path, value in found.items()}
         for path, layer in self._layers.items():
-            found[f"{path}.__class__".strip(".")] = type(layer).__module__, type(layer).__qualname__
+            found[f"{path}.__class__".strip(".")] = export.module_of(type(layer)), type(layer).__qualname__
             found[f"{path}.training".strip(".")] = _Training(self._flags[path])
             for key in _HOOKS:
                 if hooks := vars(layer).get(key):
@@ -310,12 +300,12 @@ class Attributes:
             absent: also of what is not in a class, and would be in the way of what is in one below.
         """
         for path, (scope, name) in self._variables.items():
-            if name in scope and path not in self._ignored:
+            if (absent or name in scope) and path not in self._ignored:
                 yield path, scope, name
         of_kind = functools.cache(self._of_class)
         for path, layer in self._layers.items():
-            own = _is_of_torch(type(layer))
-            inherits = any(_is_of_torch(kind) for kind in type(layer).__mro__ if kind is not torch.nn.Module)
+            own = is_of_torch(type(layer))
+            inherits = any(is_of_torch(kind) for kind in type(layer).__mro__ if kind is not torch.nn.Module)
             read = self._names_of_torch if inherits else self._names
             for key in vars(layer):
                 full = f"{path}.{key}".strip(".")
@@ -331,7 +321,7 @@ class Attributes:
     def _of_class(self, kind: type) -> list[tuple[str, Mapping, str]]:
         """Class by class what may be read of a layer's, the nearest first: "super()." for each that has it before, where, and its name."""
         views = [self._view(owner) for owner in kind.__mro__]
-        own = [view for owner, view in zip(kind.__mro__, views) if not _is_of_torch(owner)]
+        own = [view for owner, view in zip(kind.__mro__, views) if not is_of_torch(owner)]
         keys = dict.fromkeys([*_CALLED, *(key for view in own for key in view if self._may_read(view, key))])
         places = []
         for key in keys:
@@ -343,18 +333,18 @@ class Attributes:
     def _may_read(self, owner: Mapping, key: str) -> bool:
         """Whether forward may read this of a class, and it is a method or one to look at."""
         read = self._known and key in self._names and ("ATTR", key) not in self._stored and not key.startswith("__")
-        return read and (isinstance(function_of(owner[key]), FunctionType) or _is_simple(owner[key]))
+        return read and (isinstance(function_of(owner[key]), FunctionType) or is_simple(owner[key]))
 
     def _look_behind(self, path: str, part: Any, stored: Collection[str], depth: int = 3) -> None:
         """Note what a callable that is no module has beside its code: variables of the function around it, an object's attributes."""
         if isinstance(part, FunctionType):
             for name, cell in zip(part.__code__.co_freevars, part.__closure__ or ()):
                 content, full = content_of(cell), f"{path}.{name}"
-                if ("DEREF", name) not in stored and _is_simple(content):
+                if ("DEREF", name) not in stored and is_simple(content):
                     self._cells[full] = cell
                 if depth > 0 and content is not part and callable(content) and not isinstance(content, torch.nn.Module):
                     self._look_behind(full, content, stored, depth - 1)
-            said = {} if _is_of_library(part) else attributes_of(part)
+            said = {} if is_of_library(part) else attributes_of(part)
             self._variables |= {f"{path}.{name}": (said, name) for name in said if said[name]}
             self._variables |= {f"{path}.{name}": (vars(part), name) for name in vars(part) if name in self._names}
         elif isinstance(part, functools.partial):
@@ -364,9 +354,10 @@ class Attributes:
             self._look_behind(path, part.__self__, stored, depth - 1)
             self._look_behind(path, part.__func__, stored, depth - 1)
         elif not isinstance(part, (type, torch.nn.Module)):
-            for held, name in self._entries(part):
-                if ("ATTR", name) not in stored:
-                    self._variables[f"{path}.{name}"] = held, name
+            places = [(held, name) for held, name in self._entries(part) if ("ATTR", name) not in stored]
+            for index, (held, name) in enumerate(places):
+                above = "super()." * sum(other == name for _, other in places[:index])
+                self._variables[f"{path}.{above}{name}"] = held, name
 
     def _entries(self, value: Any) -> list[tuple[Mapping, str]]:
         """Where attributes of an object are, such as a configuration, a class or a module of Python's, that forward may read."""
@@ -375,24 +366,29 @@ class Attributes:
         if isinstance(value, (torch.Tensor, torch.nn.Module, *PLAIN, *CONTAINERS)):
             return []
         held = attributes_of(value)
-        if held is None or (isinstance(value, type) and _is_of_library(value)):
+        if held is None or (isinstance(value, type) and is_of_library(value)):
             return []
         if not self._known:
             return [(held, key) for key, x in held.items() if isinstance(x, PLAIN)]
+        places = self._of_classes(value, held)
+        below = {key for _, key in places}
         read = [(key, x) for key, x in held.items() if key in self._names and not key.startswith("__")]
-        return [(held, key) for key, x in read if _is_simple(x) or _is_record(x)] + self._methods(value)
+        places += [(held, key) for key, x in read if key not in below and (is_simple(x) or is_record(x))]
+        return [*places, (Present(held, self._asked), Present.KEY)] if isinstance(held, dict) else places
 
-    def _methods(self, value: Any) -> list[tuple[Mapping, str]]:
-        """Where those are that an object, or a class, of the program's own has by its class, and that forward may run."""
+    def _of_classes(self, value: Any, held: Mapping) -> list[tuple[Mapping, str]]:
+        """Where what forward may read of an object, or a class, of the program's own is that it has by its classes: in each of
+        these, and before them in the object itself, also where it is not yet."""
         kinds = value.__mro__ if isinstance(value, type) else type(value).__mro__
         called = _OF_FUNCTIONS if isinstance(value, type) else _CALLED
-        views = [self._view(kind) for kind in kinds if not export.is_installed(kind.__module__)]
-        return [
-            (view, key)
-            for view in views
-            for key, x in view.items()
-            if (key in called or self._may_read(view, key)) and isinstance(function_of(x), FunctionType)
-        ]
+        views = [self._view(kind) for kind in kinds if not export.is_installed(export.module_of(kind))]
+        keys = [key for view in views for key in view if self._may_read(view, key) or self._may_call(view, key, called)]
+        owners = [held, *views] if isinstance(held, dict) else views
+        return [(owner, key) for key in dict.fromkeys(keys) for owner in owners]
+
+    @staticmethod
+    def _may_call(owner: Mapping, key: str, called: Collection[str]) -> bool:
+        return key in called and isinstance(function_of(owner[key]), FunctionType)
 
     def _names_in_classes(self) -> set[str]:
         """Names in methods of the layers' classes, but torch's."""
@@ -400,47 +396,14 @@ class Attributes:
         functions = [
             value
             for kind in classes
-            if not _is_of_torch(kind)
+            if not is_of_torch(kind)
             for value in vars(kind).values()
             if isinstance(value, FunctionType) and value.__name__ != "__init__"
         ]
         return {name for function in functions for name in export.names_in(function.__code__)}
 
 
-def _is_of_torch(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "torch"
-
-
-def _is_of_library(value: Any) -> bool:
-    # A method of a list has no module, as that which `warnings` have for a function while they are recorded.
-    owner = type(value.__self__) if isinstance(value, BuiltinFunctionType) and value.__module__ is None else value
-    return export.is_installed(getattr(owner, "__module__", None) or "")
-
-
 class _Training(NamedTuple):
     """Whether a layer is in train mode, or a parameter is trained."""
 
     flag: bool
-
-
-def _is_record(value: Any) -> bool:
-    """Whether it is an object with attributes that does nothing itself, such as a configuration inside another."""
-    return not (callable(value) or isinstance(value, (torch.Tensor, ModuleType))) and attributes_of(value) is not None
-
-
-def _is_simple(value: Any, depth: int = DEPTH) -> bool:
-    """Whether a variable is one to look at: not what a program does its work with."""
-    if isinstance(value, (*PLAIN, argparse.Namespace, SimpleNamespace, torch.Tensor, torch.nn.Module, np.ndarray)):
-        return True
-    if isinstance(value, _FUNCTIONS):  # a class may be in the place of a configuration
-        return True
-    if isinstance(value, ModuleType):
-        return not export.is_installed(value.__name__)
-    if is_container(value, depth):
-        return all(
-            _is_simple(x, depth - 1) or callable(x) for x in (value.values() if isinstance(value, dict) else value)
-        )
-    if dataclasses.is_dataclass(value) or Entries.of(value) is not None:
-        return True
-    # An object of a class of the program's own, as `config = Config()`, or a schedule that forward calls.
-    return attributes_of(value) is not None and not export.is_installed(type(value).__module__)

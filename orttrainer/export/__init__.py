@@ -28,6 +28,7 @@ _HOME = {
     "is_installed": "memory.run_code",
     "is_marked": "call",
     "lacks_loss": "torch_loss",
+    "module_of": "memory.run_code",
     "moved": "checks.nearby",
     "named_state": "call",
     "names_in": "memory.run_code",
@@ -61,6 +62,7 @@ __all__ = [
     "is_installed",
     "is_marked",
     "lacks_loss",
+    "module_of",
     "moved",
     "named_state",
     "names_in",
@@ -88,7 +90,7 @@ if TYPE_CHECKING:
     from orttrainer.export.counted import count_outputs
     from orttrainer.export.forward_graph import ForwardGraph
     from orttrainer.export.initializers import as_real
-    from orttrainer.export.memory.run_code import Read, is_installed, names_in
+    from orttrainer.export.memory.run_code import Read, is_installed, module_of, names_in
     from orttrainer.export.module import Beside, export_module, with_more_rows
     from orttrainer.export.onnx_model import from_onnx
     from orttrainer.export.postprocess import check_postprocessed

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
+import onnx
 import onnx_ir as ir
 from onnx_ir.passes import common
 
+from orttrainer.errors import ModelError
 from orttrainer.graph.inference import infer_shapes
 from orttrainer.graph.passes.einsum_sizes import EinsumSizesPass
 from orttrainer.graph.passes.one_sided import OneSidedPass
@@ -62,11 +64,36 @@ def forget_wrong_shapes(model: ir.Model) -> None:
 
 
 def inline_functions(model: ir.Model) -> None:
-    """Put the bodies of functions in the place of their calls, of whose outputs wrong shapes may be declared as well."""
+    """Put the bodies of functions in the place of their calls, of whose outputs wrong shapes may be declared as well.
+
+    Raises:
+        ModelError: an operator of a function is another one in the opset of the model.
+    """
     called = bool(model.functions)
+    _import_alike(model)
     common.InlinePass()(model)
     if called:
         forget_wrong_shapes(model)
+
+
+def _import_alike(model: ir.Model) -> None:
+    """Let functions import the opsets of the model, as far as their operators are the same in both: the inliner takes no others."""
+    for function in model.functions.values():
+        for domain, version in function.opset_imports.items():
+            taken = model.opset_imports.setdefault(domain, version)
+            for node in function.all_nodes() if taken != version else ():
+                if node.domain == domain and _since(node, taken) != _since(node, version):
+                    raise ModelError(
+                        f"the function {function.name!r} of the ONNX model is of opset {version} of {domain or 'ai.onnx'!r}, the model of "
+                        f"{taken}, in which {node.op_type!r} is another operator; write both in one opset"
+                    )
+            function.opset_imports[domain] = taken
+
+
+def _since(node: ir.Node, version: int) -> int | None:
+    """The opset that the operator is of in this one; None of what ONNX does not know."""
+    known = onnx.defs.has(node.op_type, version, node.domain)
+    return onnx.defs.get_schema(node.op_type, version, node.domain).since_version if known else None
 
 
 def _contradict(found: ir.Shape | None, said: ir.Shape | None) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from orttrainer.export.memory.masked import masked_in
-from orttrainer.export.memory.run_code import Read, is_installed
+from orttrainer.export.memory.run_code import Read, is_installed, module_of
 
 __all__ = ["Counters"]
 
@@ -185,7 +185,7 @@ class Counters:
             for name in self._read(held):
                 self._gather(f"{path}.{name}", held, name, depth)
         kind = value if isinstance(value, type) else type(value)
-        for owner in kind.__mro__ if not is_installed(kind.__module__) else ():
+        for owner in kind.__mro__ if not is_installed(module_of(kind)) else ():
             for name in self._read(vars(owner)):
                 if name in _slots(owner):
                     self._gather(f"{path}.{name}", value, name, depth)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from orttrainer.export.memory.run_code import is_installed
+from orttrainer.export.memory.run_code import is_installed, module_of
 
 __all__ = [
     "CONTAINERS",
@@ -19,6 +19,7 @@ __all__ = [
     "PLAIN",
     "Entries",
     "Holdings",
+    "Present",
     "Without",
     "attributes_of",
     "comparable",
@@ -162,12 +163,14 @@ def comparable(value: Any, entries: Places, state: Collection[int] = frozenset()
         return type(value), keys, compared(value.values() if isinstance(value, dict) else value)
     inert = not depth or isinstance(value, torch.Tensor)
     found = [] if inert else _places_in(value, Entries.of(value, depth), entries)
+    present = [owner[key] for owner, key in found if isinstance(owner, Present)]
+    found = [(owner, key) for owner, key in found if not isinstance(owner, Present)]
     inside = [owner.get(key) for owner, key in found]
     if depth and isinstance(value, FunctionType):  # made anew from the same text it is the same
         return FunctionType, value.__code__, compared([value.__defaults__, value.__kwdefaults__, *inside])
     if found:
-        return type(value), [key for _, key in found], compared(inside)
-    return _Is(value, id(value) in state)
+        return type(value), [*(key for _, key in found), *present], compared(inside)
+    return _Is(value, id(value) in state, present)
 
 
 class Entries(Mapping):
@@ -196,7 +199,7 @@ class Entries(Mapping):
             return None
         try:
             reads = next(kind for kind in type(value).__mro__ if "__getitem__" in vars(kind))
-            if not is_installed(reads.__module__) or len(value) > _MOST[depth - 1]:
+            if not is_installed(module_of(reads)) or len(value) > _MOST[depth - 1]:
                 return None
             found = cls(value, [*value] if is_mapping else range(len(value)))
         except Exception:  # of whatever class: it only looks like one
@@ -231,7 +234,7 @@ def _places_in(value: Any, others: Entries | None, entries: Places) -> list[tupl
     """Where the entries of a container are, and those attributes of what is the program's own that matter."""
     if others is None:
         return [*entries(value)]
-    return [*((others, key) for key in others), *([] if is_installed(type(value).__module__) else entries(value))]
+    return [*((others, key) for key in others), *([] if is_installed(module_of(type(value))) else entries(value))]
 
 
 def _are_one(a: Any, b: Any) -> bool:
@@ -324,6 +327,24 @@ class _Slots(Mapping):
         return sum(1 for _ in self)
 
 
+class Present(Mapping):
+    """Which of some names an object has attributes of, in a text: `getattr` and `hasattr` may ask for one that is not there."""
+
+    KEY = "__dict__"
+
+    def __init__(self, held: Mapping, names: Collection[str]):
+        self._held, self._names = held, names
+
+    def __getitem__(self, name: str) -> str:
+        return " ".join(sorted(filter(self._names.__contains__, self._held)))
+
+    def __iter__(self):
+        return iter((self.KEY,))
+
+    def __len__(self) -> int:
+        return 1
+
+
 class _Variable(Mapping):
     """A variable of the function around another one, under its name."""
 
@@ -393,10 +414,11 @@ class _Is:
 
     Args:
         whatever: whether the same object is equal, whatever is in it.
+        present: names of attributes that it has.
     """
 
-    def __init__(self, value: Any, whatever: bool):
-        self.value, self.copy, self.version = value, None, None
+    def __init__(self, value: Any, whatever: bool, present: Sequence[str] = ()):
+        self.value, self.copy, self.version, self.present = value, None, None, present
         if isinstance(value, torch.Tensor) and not whatever:
             self.copy = value.detach().clone() if is_small(value) else None
             self.version = None if value.is_inference() else value._version
@@ -406,6 +428,6 @@ class _Is:
             return False
         if self.copy is not None and other.copy is not None:
             return self.copy.dtype == other.copy.dtype and same_elements(self.copy, other.copy)
-        return self.value is other.value and self.version == other.version
+        return self.value is other.value and self.version == other.version and self.present == other.present
 
     __hash__ = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import cProfile
 import dis
@@ -11,9 +12,9 @@ import pathlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType, FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-__all__ = ["Read", "is_installed", "names_in", "read_by", "watched", "with_modes"]
+__all__ = ["Read", "is_installed", "module_of", "names_in", "read_by", "watched", "with_modes"]
 
 _READS = {dis.opmap[name] for name in ("LOAD_GLOBAL", "LOAD_NAME")}
 _SETS = {dis.opmap[f"STORE_{kind}"]: kind for kind in ("GLOBAL", "DEREF", "ATTR")}
@@ -21,6 +22,8 @@ _REMEMBERED = 2**12  # functions whose code was read: a first step asks of most 
 _COMPILER = os.path.join("torch", "_dynamo", "convert_frame.py")
 
 _MODES = ("train", "eval")
+# The flag that CPython gives classes which are no static data of its own.
+_MADE_AT_RUN_TIME = 1 << 9
 
 RunCode = dict[int, tuple[CodeType, dict]]  # id -> code, and its globals
 
@@ -88,7 +91,7 @@ def read_by(run: RunCode, ours: str, torchs: str) -> Read:
 
 def with_modes(read: Read | None, layers: Iterable[object]) -> Read | None:
     """`read`, with what `train` and `eval` of these layers' own name: from that they may set what forward reads."""
-    classes = {kind for layer in layers for kind in type(layer).__mro__ if not kind.__module__.startswith("torch.")}
+    classes = {kind for layer in layers for kind in type(layer).__mro__ if not module_of(kind).startswith("torch.")}
     functions = [
         function for kind in classes for function in map(vars(kind).get, _MODES) if hasattr(function, "__code__")
     ]
@@ -165,6 +168,17 @@ def is_installed(module: str) -> bool:
         getattr(sys.modules.get(root), "__file__", None) or ""
     ]
     return any("site-packages" in place or "dist-packages" in place or _is_recorded(place, root) for place in places)
+
+
+def module_of(value: Any) -> str:
+    """The name of the module that a class or function is of; "" in a program that `exec` runs in a dict without `__name__`.
+
+    A class statement takes the name of `builtins` there; `type` has none to give, and the class then shows that of its base.
+    """
+    if not isinstance(value, type) or not value.__flags__ & _MADE_AT_RUN_TIME:
+        return getattr(value, "__module__", None) or ""
+    name = vars(value).get("__module__", "")
+    return "" if name == "builtins" and vars(builtins).get(value.__name__) is not value else name
 
 
 def _is_recorded(place: str, root: str) -> bool:

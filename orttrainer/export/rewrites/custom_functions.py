@@ -19,6 +19,7 @@ from torch.autograd.function import FunctionCtx
 from orttrainer.export.call import LossModule
 from orttrainer.export.initializers import as_real
 from orttrainer.export.memory.code_of_gradients import OPERATORS
+from orttrainer.export.memory.run_code import module_of
 from orttrainer.export.untouched import Containers
 from orttrainer.graph.passes.gradient_marks import COTANGENT, CUSTOM_GRADIENT, DOMAIN
 
@@ -53,7 +54,7 @@ class CustomFunctions:
         contexts, thread = {}, threading.get_ident()  # contexts: of classes that are made within the block
 
         def context(cls):
-            if threading.get_ident() == thread and torch.is_grad_enabled() and not cls.__module__.startswith("torch."):
+            if threading.get_ident() == thread and torch.is_grad_enabled() and not module_of(cls).startswith("torch."):
                 self._trace_next(cls)
             return contexts.get(cls) or vars(cls)["_backward_cls"]
 
@@ -170,7 +171,7 @@ def _may_be_traced(cls: type[Function], args: tuple) -> bool:
     tensors = [x for x in args if isinstance(x, torch.Tensor)]
     return (
         torch.compiler.is_exporting()
-        and not cls.__module__.startswith("torch.")
+        and not module_of(cls).startswith("torch.")
         and any(x.requires_grad for x in tensors)
         and not any(x.is_complex() for x in tensors)
     )

@@ -32,10 +32,14 @@ class EinsumSizesPass(ir.passes.InPlacePass):
 
 
 def _leave_out_repeated(node: ir.Node, graph: ir.Graph) -> bool:
-    """Take from each operand the axes of size 1 whose letters another one has in full; False where none is known to be so."""
-    if any(x.shape is None for x in node.inputs):
-        return False
+    """Take from each operand the axes of size 1 whose letters another one has in full; False where none is known to be so.
+
+    Of operands that have not the axes of the equation nothing is known: such a model is broken, and refused elsewhere.
+    """
     terms, result = einsum_terms(node)
+    shapes = [x.shape for x in node.inputs]
+    if any(s is None or len(einsum_labels(term, len(s))) != len(s) for term, s in zip(terms, shapes)):
+        return False
     letters = [_letters(term, x.shape) for term, x in zip(terms, node.inputs)]
     full = [{letter for letter, _, size in axes if size != 1} for axes in letters]
     left = list(terms)
