@@ -6,7 +6,7 @@ import collections
 import inspect
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,9 +33,9 @@ log = logging.getLogger("orttrainer")
 class _Form(NamedTuple):
     """Of a batch: what lies in what, what of it is None, and the order of dicts in it; kinds of its tensors; which are marked."""
 
-    structure: str
-    kinds: str
-    marks: str
+    structure: Hashable
+    kinds: Hashable
+    marks: tuple[bool, ...]
 
 
 class Described:
@@ -54,12 +54,16 @@ class Described:
         self._seen: list[dict[str, tuple[int, ...]]] = []  # shapes of the batches that the description is for
         self._kinds: dict[str, tuple] = {}  # of its tensors
         self._form: _Form | None = None
+        self._row: list | None = (
+            None  # of a batch of that form: what is asked for in each step, since it takes a microsecond
+        )
         self._others: dict[_Form, tuple] = {}  # the three before it, of others
 
     def by_name(self, batch: tuple, call: str) -> dict[str, torch.Tensor]:
         """What `call` was given, by name; the first batch describes the inputs, and so does one of another form."""
         inputs, label = inputs_and_label(batch, self._labelled)
-        engine, form = self._engine, _form_of(inputs, label)
+        engine, row = self._engine, _row_of(inputs, label)
+        form = self._form if row is not None and row == self._row else _form_of(inputs, label)
         if not engine.is_compiled:
             if self._describes:
                 self._first, self._form = described(self._model, inputs, label), form
@@ -71,6 +75,8 @@ class Described:
             form = next(known, form)
         if engine.is_compiled and self._describes and form != self._form:
             return self._in_another_form(inputs, label, form, call)
+        if call != "eval_step":
+            self._row = row
         given = batch_by_name(inputs, label, engine.description, engine.input_names, call)
         if not engine.is_compiled:
             self._note(given)
@@ -107,7 +113,7 @@ class Described:
                 if error is not None:
                     raise error from refusal
                 return given  # which the engine refuses, and says why
-        self._form = form
+        self._form, self._row = form, None
         return batch_by_name(inputs, label, engine.description, engine.input_names, call)
 
     def _describe_another(self, inputs: tuple | Mapping, label: tuple, left: _Form, call: str) -> None:
@@ -242,7 +248,7 @@ def _is_known_by_name_alone(model: torch.nn.Module, inputs: tuple | Mapping) -> 
 
 def described(model: torch.nn.Module, inputs: tuple | Mapping, label: tuple) -> ModelDescription:
     """What the first batch says; the most common size along axis 0 is called "batch"."""
-    if not inputs:
+    if not [*leaves(inputs)]:
         raise SchemaError("the first batch has no inputs; give those of the model, then the label: step(x, y)")
     taken = {*dict(model.named_parameters()), *dict(model.named_buffers())}
     if isinstance(inputs, Mapping):
@@ -308,19 +314,29 @@ def for_sizes_of(given: ModelDescription, seen: Sequence[Mapping[str, Sequence[i
 
 
 def _form_of(inputs: tuple | Mapping, label: tuple) -> _Form:
-    by_name = isinstance(inputs, Mapping)
-    parts = (*((x for _, x in sorted(inputs.items(), key=repr)) if by_name else inputs), *label)
-    kinds = repr((sorted(map(repr, inputs)) if by_name else len(inputs), [*map(_kind, leaves(parts))]))
-    marks = repr([export.is_marked(x) for x in leaves(parts) if isinstance(x, torch.Tensor)])
-    return _Form(repr(_without_kinds(parts)), kinds, marks)
+    names = tuple(sorted(inputs, key=repr)) if isinstance(inputs, Mapping) else None
+    parts = (*inputs, *label) if names is None else (*map(inputs.__getitem__, names), *label)
+    found = [*leaves(parts)]
+    marks = tuple(isinstance(x, torch.Tensor) and export.is_marked(x) for x in found)
+    return _Form(_structure(parts), (names, len(inputs), *map(_kind, found)), marks)
 
 
-def _without_kinds(part: Any) -> Any:
+def _row_of(inputs: tuple | Mapping, label: tuple) -> list | None:
+    """What tells the form of tensors in a row of which none is marked; None of another batch."""
+    parts = None if isinstance(inputs, Mapping) else (*inputs, *label)
+    if parts is None or not all(isinstance(x, torch.Tensor) and not x.requires_grad for x in parts):
+        return None
+    return [len(inputs), *((x.dtype, x.dim(), x.layout, x.is_nested) for x in parts)]
+
+
+def _structure(part: Any) -> Hashable:
     """How things lie in each other, be it in tuples or in lists."""
+    if isinstance(part, torch.Tensor):
+        return False
     if isinstance(part, Mapping):
-        return {key: _without_kinds(x) for key, x in part.items()}
+        return dict, *((key, _structure(x)) for key, x in part.items())
     if isinstance(part, (tuple, list)):
-        return [*map(_without_kinds, part)]
+        return tuple(map(_structure, part))
     return part is None
 
 

@@ -323,7 +323,7 @@ WRONG_BATCHES = {
     "no label": ((torch.ones(6, 4),), "the first batch has no inputs"),
     "an array": ((torch.ones(6, 4).numpy(), batch()[1]), "a ndarray where a tensor belongs"),
     "a number in the label": ((torch.ones(6, 4), (batch()[1], 0.5)), "a float where a tensor belongs"),
-    "None by name": (({"input": None}, batch()[1]), "a NoneType where a tensor belongs"),
+    "None by name": (({"input": None}, batch()[1]), "the first batch has no inputs"),
     "too many": ((*batch(), batch()[1]), "forward does not take the first batch: too many"),
 }
 
