@@ -19,6 +19,10 @@ def ranks(request, tmp_path_factory) -> list[dict]:
     return results(request.param, "own_ways.py", tmp_path_factory.mktemp(request.param))
 
 
+def called(module, x):
+    return module(*x) if isinstance(x, tuple) else module(x)
+
+
 def in_pytorch(module, batch, steps, change=None):
     """Losses of each rank, and the trained module: each step with the mean of both ranks' gradients."""
     module = made(module)
@@ -26,7 +30,7 @@ def in_pytorch(module, batch, steps, change=None):
     for step in steps:
         if change is not None:
             change(module, step)
-        both = [F.cross_entropy(module(x), y) for x, y in (batch(step, rank) for rank in range(2))]
+        both = [F.cross_entropy(called(module, x), y) for x, y in (batch(step, rank) for rank in range(2))]
         optimizer.zero_grad()
         (sum(both) / 2).backward()
         optimizer.step()
@@ -48,12 +52,20 @@ def test_each_rank_goes_its_own_way_and_all_train_as_in_pytorch(ranks, case):
         assert ranks[rank][case]["losses"] == pytest.approx(losses[rank], rel=1e-5)
     check_weights([rank[case] for rank in ranks], module)
     x, y = MODELS[case][1](0, 1)
-    assert ranks[1][case]["evaluated"] == pytest.approx(F.cross_entropy(module.eval()(x), y).item(), rel=1e-5)
+    assert ranks[1][case]["evaluated"] == pytest.approx(F.cross_entropy(called(module.eval(), x), y).item(), rel=1e-5)
 
 
 def test_a_batch_that_the_module_does_not_take_fails_on_all_ranks_and_changes_nothing(ranks):
     other, own = (rank["too long"] for rank in ranks)
     assert own["said"].startswith("SchemaError: ") and "the module does not take such a batch" in own["said"]
+    assert other["said"].startswith("DistributedError: rank 1 of 2 failed in this step: SchemaError: ")
+    for rank in (own, other):
+        assert (rank["kept"], rank["next"]) == (True, "fine")
+
+
+def test_a_form_that_the_module_does_not_take_fails_on_all_ranks_and_changes_nothing(ranks):
+    other, own = (rank["a mask of another size"] for rank in ranks)
+    assert own["said"].startswith("SchemaError: ")
     assert other["said"].startswith("DistributedError: rank 1 of 2 failed in this step: SchemaError: ")
     for rank in (own, other):
         assert (rank["kept"], rank["next"]) == (True, "fine")

@@ -21,6 +21,7 @@ from orttrainer.distributed import find_collective
 
 # Of ranks 0 and 1: rows and words of each batch. The first batches differ; later one rank or both have what they had not.
 SIZES = [((3, 5), (3, 7)), ((3, 5), (3, 9)), ((2, 4), (3, 7)), ((3, 6), (1, 2)), ((4, 8), (2, 3))]
+HAS_A_MASK = [(True, False), (True, True), (False, True), (False, False), (True, False)]
 SIGNS = [(1, 1), (1, -1), (-1, 1), (-1, -1), (1, 1)]  # of the means that `Either` goes by
 
 
@@ -57,6 +58,14 @@ class OneOfTwo(Either):
         return self.first(x) if x.mean() > 0 else self.second(x)
 
 
+class Masked(Either):
+    """Takes a mask, or none."""
+
+    def forward(self, x, mask=None):
+        x = torch.tanh(self.first(x))
+        return self.second(x if mask is None else x * mask)
+
+
 class Activated(Either):
     """With an activation that is replaced between steps."""
 
@@ -80,7 +89,12 @@ def signed(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.randint(0, 4, (3,), generator=generator)
 
 
-MODELS = {"sizes": (Words, sentences), "ways": (Either, signed)}
+def masked(step: int, rank: int) -> tuple[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor]:
+    x, y = signed(step, rank)
+    return (x, (x > 0.5).float() if HAS_A_MASK[step][rank] else None), y
+
+
+MODELS = {"sizes": (Words, sentences), "ways": (Either, signed), "forms": (Masked, masked)}
 
 
 def made(module: type[nn.Module]) -> nn.Module:
@@ -96,6 +110,7 @@ def main(folder: str) -> None:
     share_operator_table()
     rank = find_collective().rank
     results = {name: train(*case, rank) for name, case in MODELS.items()}
+    results["a mask of another size"] = with_a_mask_of_another_size(rank)
     results["too long"] = with_one_that_is_too_long(rank)
     results["other first batch"] = with_other_parameters(rank, first=1)
     results["other parameters"] = with_other_parameters(rank)
@@ -131,6 +146,17 @@ def with_one_that_is_too_long(rank: int) -> dict:
     said = attempt(lambda: trainer.step(words, words) if rank else trainer.step(*sentences(1, rank)))
     kept = all(torch.equal(x, before[name]) for name, x in trainer.state_dict().items())
     return {"said": said, "kept": kept, "next": attempt(lambda: trainer.step(*sentences(2, rank)))}
+
+
+def with_a_mask_of_another_size(rank: int) -> dict:
+    """At the second step rank 1 has its first mask, of more columns than there are; at the third a right one."""
+    trainer = trainer_of(made(Masked))
+    x, y = signed(0, rank)
+    trainer.step((x, None), y)
+    before = trainer.state_dict()
+    said = attempt(lambda: trainer.step((x, torch.ones(3, 5) if rank else None), y))
+    kept = all(torch.equal(value, before[name]) for name, value in trainer.state_dict().items())
+    return {"said": said, "kept": kept, "next": attempt(lambda: trainer.step((x, torch.ones(3, 4)), y))}
 
 
 def with_other_parameters(rank: int, first: int = 0) -> dict:
