@@ -110,9 +110,13 @@ class Described:
             except Exception as refusal:  # of the module's own, too
                 if isinstance(refusal, OrtTrainerError) and not isinstance(refusal, SchemaError):
                     raise
-                if error is not None:
+                if error is None:
+                    return given  # which the engine refuses, and says why
+                if isinstance(refusal, SchemaError):
                     raise error from refusal
-                return given  # which the engine refuses, and says why
+                raise SchemaError(
+                    f"{error}. The module does not take such a batch, either: {type(refusal).__name__}: {refusal}"
+                ) from refusal
         self._form, self._row = form, None
         return batch_by_name(inputs, label, engine.description, engine.input_names, call)
 

@@ -66,6 +66,7 @@ def test_a_batch_that_the_module_does_not_take_fails_on_all_ranks_and_changes_no
 def test_a_form_that_the_module_does_not_take_fails_on_all_ranks_and_changes_nothing(ranks):
     other, own = (rank["a mask of another size"] for rank in ranks)
     assert own["said"].startswith("SchemaError: ")
+    assert "does not take such a batch, either: RuntimeError: The size of tensor a (4) must match" in own["said"]
     assert other["said"].startswith("DistributedError: rank 1 of 2 failed in this step: SchemaError: ")
     for rank in (own, other):
         assert (rank["kept"], rank["next"]) == (True, "fine")
