@@ -246,6 +246,19 @@ def test_each_size_trains_as_in_pytorch(name):
     assert len(engine._ways.known) == graphs
 
 
+def test_code_that_ran_often_before_has_one_graph_too():
+    """Python has put other instructions in its place then."""
+    torch.manual_seed(0)
+    module = Sized(FORMS["a class of each row, by a list"][0])
+    for _ in range(20):
+        module(**batch(4))
+    twin, engine = copy.deepcopy(module), engine_of(module)
+    for size in SIZES:
+        step(engine, twin, batch(size), RATE)
+    check_equal(module, twin)
+    assert len(engine._ways.known) == 1
+
+
 def test_a_first_batch_of_one_row_goes_its_own_way():
     torch.manual_seed(0)
     module = Sized(FORMS["more than one"][0])

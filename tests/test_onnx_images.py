@@ -40,8 +40,9 @@ POOLS = {
 def test_a_window_beyond_the_image_is_none_for_what_follows_either(operator, opset):
     """ONNX's inference counts it before opset 22: of 5 pixels 4 windows, where PyTorch and ONNX Runtime have 3."""
     body = f"h = Mul (x, W) p = {operator} <{WINDOW}> (h) r = Conv (p, V)"
-    proto = model(body, "2, 5, 5", opset, W=W, V=V)
-    assert_trains_like(proto, lambda x, W, V: F.conv2d(POOLS[operator](x * W), V), images(5, 5), W=W, V=V)
+    small = V / 8  # with larger ones the losses grow from step to step, and so do differences by rounding
+    proto = model(body, "2, 5, 5", opset, W=W, V=small)
+    assert_trains_like(proto, lambda x, W, V: F.conv2d(POOLS[operator](x * W), V), images(5, 5), W=W, V=small)
 
 
 @pytest.mark.parametrize("operator", ["MaxPool", "AveragePool"])

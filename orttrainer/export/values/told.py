@@ -147,6 +147,8 @@ def is_at(frame: FrameType, *operations: str) -> bool:
     """Whether it is at one of these; at any, if there are none."""
     operation, argument = frame.f_code.co_code[frame.f_lasti : frame.f_lasti + 2]
     name = opcode.opname[operation]
+    if name == "PRECALL":  # Python 3.11: where code that has run often calls a class, its CALL is a part of that
+        name = "CALL"
     if name == "BINARY_OP" and ("NB_SUBSCR", "[]") in _OPERATORS[argument : argument + 1]:  # since Python 3.14
         name = "BINARY_SUBSCR"
     return name.startswith(operations or "")
