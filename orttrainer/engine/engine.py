@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from orttrainer.arguments import (
 )
 from orttrainer.distributed import fail_on_others, failing_together
 from orttrainer.engine.forms import TakesForms
+from orttrainer.engine.indices import Indices
 from orttrainer.engine.inference import export_inference
 from orttrainer.engine.turns import PreparingAStep, last_if_taken, one_at_a_time
 from orttrainer.errors import ExecutionError, InvalidArgumentError, NonFiniteLossError, SchemaError, StateError
@@ -95,6 +97,7 @@ class Engine(TakesForms):
             batch = self._fitting_batch(given, describe, trains=True)
             scale = None if self.precision is None else self._scale.fill_(checked_loss_scale(loss_scale))
             self._follow(batch, trains=True)
+            self._indices.check(self._forward, self.description, batch, trains=True)
             rates = self._rates_at(rate)
         last, graph, failure = self._is_last, self.training_graph, None
         try:
@@ -113,6 +116,10 @@ class Engine(TakesForms):
             outputs, finite = self._run(batch, self._rates_at(rate), scale, last, count, checked=False)
         self._watch.count(outputs[0])
         return outputs, finite
+
+    @functools.cached_property
+    def _indices(self) -> Indices:
+        return Indices(self.source)
 
     def _run(
         self, batch, rates, scale, last: bool, count: Count | None, checked: bool = True
@@ -217,6 +224,7 @@ class Engine(TakesForms):
         earlier = self._last_batch
         batch = self._fitting_batch(given, describe, trains=False)
         evaluates, fetches = self._in_eval_mode(batch, earlier), fetches or self.output_names
+        self._indices.check(self._forward, self.description, batch, trains=False)
         return self._runner.eval_step(batch, fetches) if evaluates is None else evaluates.run(batch, fetches)
 
     def needed(self, fetches: Sequence[str] | None) -> list[str]:

@@ -421,7 +421,7 @@ class InUse(NotCopied):
                 return None
             if self._eval_mode is None:
                 make = functools.partial(self.source.graph_in_eval_mode, self.description, self._schema)
-                raised = functools.partial(self.source.raised_in_eval_mode, self.description)
+                raised = functools.partial(self.source.raised, self.description)
                 self._eval_mode = EvalMode(otherwise, self.source, self.input_names, self.device, make, raised)
         else:
             self._follow_module()

@@ -218,11 +218,13 @@ class Source:
         signals.raise_noted()
         return forward.unchecked()
 
-    def raised_in_eval_mode(self, description: ModelDescription, batch: Mapping[str, torch.Tensor]) -> Exception | None:
-        """What the module, or its loss, raises in eval mode on a batch, run by PyTorch; None where it gives the outputs."""
+    def raised(
+        self, description: ModelDescription, batch: Mapping[str, torch.Tensor], evaluates: bool = True
+    ) -> Exception | None:
+        """What the module, or its loss, raises on a batch, run by PyTorch; None where it gives the outputs."""
         with _exporting(self._as_marked(batch)) as given:
             try:
-                export.called(export.LossModule(self.model, self.loss_fn, description, given, evaluates=True), given)
+                export.called(export.LossModule(self.model, self.loss_fn, description, given, evaluates), given)
             except Exception as error:  # of whatever class
                 return error
         return None

@@ -58,6 +58,7 @@ from orttrainer.export.rewrites.attention import attention
 from orttrainer.export.untouched import memory_of
 from orttrainer.export.values import builtin_functions, conditions, told
 from orttrainer.export.values.numbers import Numbers
+from orttrainer.export.values.places import Places
 from orttrainer.graph.passes.random import NORMAL, UNIFORM, stand_in
 
 __all__ = ["MutedDropout", "faithful"]
@@ -271,6 +272,7 @@ class MutedDropout(TorchFunctionMode):
         cuts: how often it may have stopped gradients.
         draws: of random numbers.
         hooks: of gradients, that were registered.
+        places: which of the inputs that it was told of are places.
     """
 
     def __init__(self):
@@ -281,6 +283,7 @@ class MutedDropout(TorchFunctionMode):
         self.told: list[told.Told] = []
         self.cuts, self.draws = 0, Draws()
         self.hooks: list[Callable] = []
+        self.places = Places()
         self._run: RunCode | None = None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -292,9 +295,11 @@ class MutedDropout(TorchFunctionMode):
             self.draws.note(kwargs)
             return mute(self, func, args, kwargs)
         if inner := by_value.SEEN.get(func) or opened(func):
+            self.places.note(func, args, kwargs)
             with self:
                 return inner(*args, **kwargs)
         result = fallible.observed(func, args, kwargs, self.decisions)
+        self.places.note(func, args, kwargs, result)
         if conditions.decides(func, args) and not told.validates():
             self.draws.check(*told.place())
             self.decisions.append(conditions.Condition(*told.place(), result))

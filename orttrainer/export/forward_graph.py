@@ -42,6 +42,8 @@ class ForwardGraph:
         outside: modules that forward calls and that are no part of the module; their tensors are buffers.
         in_eval_mode: what the module computes otherwise there than the graph with dropout off and running statistics; None:
             nothing, or not known.
+        places: names of inputs that forward takes for places along an axis, and how many of these there are, where it says so:
+            PyTorch refuses a negative one, the graph counts it from the end.
         exporter: what made the graph: "dynamo", "torchscript" or "onnx".
     """
 
@@ -58,6 +60,7 @@ class ForwardGraph:
     read: Read | None = None
     outside: tuple[nn.Module, ...] = ()
     in_eval_mode: str | None = None
+    places: tuple[tuple[str, int | None], ...] = ()
 
     @property
     def checks(self) -> str | None:

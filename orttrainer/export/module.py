@@ -93,6 +93,7 @@ def export_module(
         exported = (child and job.exported_by(child, beside)) or job.exported()
         read = with_modes(job.observed.read, wrapper.modules())
         seen = {"touched": job.observed.touched, "read": read, "outside": job.wrapper.taken_in}
+        seen["places"] = tuple((job.input_names[number], most) for number, most in job.observed.places)
         seen["in_eval_mode"] = job.in_eval_mode or job.asked_for_mode()
         forward = replace(exported, granted=(*exported.granted, *job.emptiness), **seen)
         if job.compares:

@@ -243,5 +243,5 @@ def _joined(body: ForwardGraph, loss: ForwardGraph, labels: Sequence[str], gives
         buffers=(*body.buffers, *loss.buffers),
         updates=body.updates | {name: f"{PREFIX}{output}" for name, output in loss.updates.items()},
         unread=loss.unread, decided=loss.decided, conditions=loss.conditions,
-        touched=loss.touched, read=loss.read, outside=loss.outside,
+        touched=loss.touched, read=loss.read, outside=loss.outside, places=tuple(x for x in loss.places if x[0] in labels),
     )  # fmt: skip

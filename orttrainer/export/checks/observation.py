@@ -34,6 +34,7 @@ class Observation:
     touched: tuple[str, ...]  # paths of attributes that it changes
     read: Read | None  # what the code that it runs may read; None: not known
     cuts: int  # how often it may have stopped gradients
+    places: tuple[tuple[int, int | None], ...]  # see `Places.found`
 
 
 def observe(wrapper, inputs, hidden_state: bool = True) -> Observation:
@@ -73,7 +74,7 @@ def _observed(wrapper, inputs, hidden_state: bool) -> Observation:
     first.check_versions()
     mute, rates = first.mute, tuple(sorted(first.mute.rates))
     seen = mute.differentiates, tuple(mute.decisions), tuple(mute.told), first.touched_attributes, mute.read, mute.cuts
-    return Observation(first.outputs, rates, random, first.updated, first.before, *seen)
+    return Observation(first.outputs, rates, random, first.updated, first.before, *seen, mute.places.found())
 
 
 def _look_behind_zeros(wrapper, inputs, seen: Observation) -> None:

@@ -15,6 +15,7 @@ from orttrainer.export.memory.hidden_state import Generators, HiddenState, alike
 from orttrainer.export.memory.holdings import same_elements
 from orttrainer.export.memory.outside import noticed
 from orttrainer.export.untouched import Moved, memory_of
+from orttrainer.export.values.places import Places
 
 __all__ = ["CallsOthers", "FirstCall", "SeesGradients"]
 
@@ -50,6 +51,7 @@ class FirstCall:
     def __init__(self, wrapper, inputs: Sequence[torch.Tensor], moved: Moved, aloud: bool):
         self.wrapper, self.inputs, self.aloud = wrapper, inputs, aloud
         self.mute, self._moved, self._generators = MutedDropout(), moved, Generators(inputs)
+        self.mute.places = Places(inputs)
         self._parameters, buffers = dict(wrapper.named_parameters()), dict(wrapper.named_buffers())
         self._versions = {name: parameter._version for name, parameter in self._parameters.items()}
         self._places, self.before = _places(wrapper), values_of_buffers(wrapper)
