@@ -1,132 +1,164 @@
-"""Numbers of a batch that are places along an axis: of one that there is not, a step raises what PyTorch raises, and changes nothing."""
+"""What is read and written at a place that a tensor of one number tells trains as in PyTorch, at another place each time."""
 
 from __future__ import annotations
 
-import copy
-
+import numpy as np
 import pytest
 import torch
+from fidelity import assert_trains_as_in_pytorch
+from marks import usual
 from torch import nn
-from torch.nn import functional as F
 
-import orttrainer
-from orttrainer import IODescription, ModelDescription, ORTTrainer
 
-GOOD = torch.tensor([0, 1, 2, 3, 2, 1])
-READ = {
-    "gather": lambda h, i: h.gather(1, i[:, None]),
-    "gather of repeated places": lambda h, i: h.gather(0, i[:, None].repeat(1, 4)),
-    "index_select": lambda h, i: torch.index_select(h, 0, index=i),
-    "index_add": lambda h, i: torch.zeros(8, 4).index_add(0, i, h),
-    "index_copy": lambda h, i: torch.zeros(8, 4).index_copy(0, i, h),
-    "index_reduce": lambda h, i: torch.ones(8, 4).index_reduce(0, i, h, "mean"),
-    "scatter": lambda h, i: torch.zeros(8, 4).scatter(0, i[:, None].expand(-1, 4), h),
-    "scatter_add": lambda h, i: torch.zeros(8, 4).scatter_add_(0, i[:, None].expand(-1, 4), h),
-    "scatter_reduce": lambda h, i: torch.zeros(8, 4).scatter_reduce(0, i[:, None].expand(-1, 4), h, "amax"),
-    "one_hot": lambda h, i: h * F.one_hot(i, 4),
-    "bincount": lambda h, i: h * torch.bincount(i, minlength=4)[:4],
+def add_to_row(y, t, mask):
+    y[t] += 1.0
+
+
+def scale_in_place_in_a_row(y, t, mask):
+    y[1, t] *= y[0, 0].clone()
+
+
+def divide_an_element(y, t, mask):
+    y[t, t, 2] /= 3.0
+
+
+def subtract_by_select(y, t, mask):
+    y.select(1, t).sub_(y[:, 0].clone(), alpha=2)
+
+
+def write_in_a_loop(y, t, mask):
+    for k, place in enumerate((t, t - 1, t - 2)):  # of which one counts from the end
+        y[place] = y[place - 1] * 0.5 + k
+
+
+def masked_by_lengths(y, t, mask):
+    masks = torch.ones(4, 3)
+    for sample, length in enumerate(t + torch.arange(3)):
+        masks[length:, sample] = 0
+    y *= masks.t().unsqueeze(-1)
+
+
+def masked_by_a_list(y, t, mask):
+    for sample, length in enumerate((t - torch.tensor([0, 1, 2])).tolist()):
+        y[sample, length:] = 0.25
+
+
+def rows_of_as_many(y, t, mask):
+    y[:t] = y[1 : t + 1] * 0.5
+
+
+def add_to_some_rows(y, t, mask):
+    y[t:, 1] += 1.0
+
+
+def scale_some_columns(y, t, mask):
+    y[1, :, :t] *= y[0, 0, 0].clone()
+
+
+def slices_by_aten(y, t, mask):
+    """As torch's associative_scan takes them, without what is usual."""
+    before = y.clone()
+    y[:, :2] = torch.ops.aten.slice(before, 1, 2) * torch.ops.aten.slice(before, dim=1, end=2)
+
+
+def told(index, t, mask):
+    """The index with what the names in it stand for."""
+    if isinstance(index, slice):
+        return slice(told(index.start, t, mask), told(index.stop, t, mask))
+    if isinstance(index, (tuple, list)):
+        return type(index)([told(k, t, mask) for k in index])
+    return {"t": t, "mask": mask}[index] if isinstance(index, str) else index
+
+
+def write(*index, value=lambda y: 0.5):
+    def written(y, t, mask):
+        y[told(index, t, mask)] = value(y)
+
+    return written
+
+
+def read(*index):
+    """Adds what is read to all."""
+
+    def added(y, t, mask):
+        y += y[told(index, t, mask)].square().sum()
+
+    return added
+
+
+ALL = slice(None)
+FUNCTIONS = {  # which change y of [3, 4, 5]; t is 0, 1 or 2, the mask one of 3
+    "a number at a place": write("t"),
+    "a row at a place": write("t", 1, value=lambda y: y[0, 0]),
+    "a row with an axis of its own": write("t", 1, value=lambda y: y[0, :1]),
+    "behind an axis": write(ALL, "t", value=lambda y: y[:, 0] + y[0, 1]),
+    "behind all axes": write(..., "t"),
+    "an element": write("t", "t", "t", value=lambda y: y.sum()),
+    "before a new axis": write(None, "t", slice(1, 3), value=lambda y: y[0, 1:3].clone()),
+    "a place, then a mask": write("t", ALL, [0, 2], value=lambda y: y[0, :, 1:3]),
+    "a mask, then a place": write("mask", "t", value=lambda y: y[0, 0]),
+    "a mask behind an axis behind a place": lambda y, t, mask: write("t", ALL, "mask")(y.transpose(0, 2)[:3], t, mask),
+    "reads a mask, then a place": read("mask", "t"),
+    "reads a place, then a mask": lambda y, t, mask: read("t", "mask")(y[:, :3], t, mask),
+    "reads a mask behind an axis behind a place": lambda y, t, mask: read("t", ALL, "mask")(y[:, :, :3], t, mask),
+    "lists of places": write((0, "t"), ["t", 1], value=lambda y: y[0, :2].clone()),
+    "at an array's places": write(ALL, np.array([0, 2]), value=lambda y: y[:, 1:2] * 0.5),
+    "up to a place": write(slice(None, "t"), value=lambda y: y[2, 0]),
+    "from a place on, in a column": write(slice("t", None), 1, value=lambda y: y[:1, 2]),
+    "between places, behind a place": write("t", slice("t", 3), value=lambda y: y[0, 0].clone()),
+    "between places, behind a new axis": write(None, ..., slice(1, "t"), "t", value=lambda y: y[0, 0, 0].clone()),
+    "from the end": lambda y, t, mask: write(slice(-1 - t, -1), value=lambda y: y[0].clone() * 0.5)(y, t, mask),
+    "masked_by_lengths": masked_by_lengths,
+    "masked_by_a_list": masked_by_a_list,
+    "rows_of_as_many": rows_of_as_many,
+    "add_to_some_rows": add_to_some_rows,
+    "scale_some_columns": scale_some_columns,
+    "add_to_row": add_to_row,
+    "scale_in_place_in_a_row": scale_in_place_in_a_row,
+    "divide_an_element": divide_an_element,
+    "subtract_by_select": subtract_by_select,
+    "write_in_a_loop": write_in_a_loop,
+    "slices_by_aten": slices_by_aten,
 }
 
 
-class Placed(nn.Module):
-    def __init__(self, read):
+class Places(nn.Module):
+    def __init__(self, function):
         super().__init__()
-        self.layer, self.read = nn.Linear(4, 4), read
+        self.function, self.linear = function, nn.Linear(5, 5)
 
-    def forward(self, x, places):
-        return self.read(self.layer(x), places).square().sum()
-
-
-def xs(step: int) -> torch.Tensor:
-    return torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+    def forward(self, x, t):
+        y = torch.tanh(self.linear(x)).clone()
+        self.function(y, t[0], torch.arange(3) != t[1])
+        return y * torch.arange(5.0)
 
 
-def made(read):
-    """A trainer, its twin in PyTorch, and a step of both on the same batch."""
-    torch.manual_seed(0)
-    module = Placed(read)
-    twin = copy.deepcopy(module)
-    optimizer = torch.optim.SGD(twin.parameters(), 0.01)
-    trainer = orttrainer.trainer(module, None, torch.optim.SGD(module.parameters(), 0.01))
-
-    def step(*batch):
-        loss, _ = trainer.step(*batch)
-        optimizer.zero_grad()
-        expected = twin(*batch)
-        expected.backward()
-        optimizer.step()
-        torch.testing.assert_close(loss, expected.detach())
-
-    return trainer, twin, step
-
-
-def with_one(place: int) -> torch.Tensor:
-    return torch.where(torch.arange(6) == 3, place, GOOD)
-
-
-def refused_like(call, twin, *batch) -> None:
-    with pytest.raises((RuntimeError, IndexError)) as expected:
-        twin(*batch)
-    with pytest.raises(type(expected.value)) as raised:
-        call(*batch)
-    assert str(raised.value) == str(expected.value)
-
-
-@pytest.mark.parametrize("case", READ)
-def test_a_negative_place_is_refused_as_in_pytorch_and_changes_nothing(case):
-    trainer, twin, step = made(READ[case])
-    step(xs(0), GOOD)
-    refused_like(trainer.step, twin, xs(1), with_one(-1))
-    refused_like(trainer.eval_step, twin, xs(1), with_one(-1))
-    step(xs(2), GOOD.flip(0))
-    for parameter, like in zip(trainer.model.parameters(), twin.parameters()):
-        torch.testing.assert_close(parameter, like)
-
-
-def test_a_class_that_one_hot_does_not_have_is_refused():
-    trainer, twin, step = made(READ["one_hot"])
-    step(xs(0), GOOD)
-    refused_like(trainer.step, twin, xs(1), with_one(4))
-    step(xs(2), with_one(0))
-
-
-def test_places_that_were_floats_are_places():
-    trainer, twin, step = made(lambda h, i: h.gather(1, i.long()[:, None]))
-    step(xs(0), GOOD.float())
-    refused_like(trainer.step, twin, xs(1), with_one(-1).float())
-
-
-def filled_in_place(h, places):
-    places = places.clone()
-    places[places < 0] = 0
-    return h.gather(1, places[:, None])
+def batch(step: int):
+    x = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(step))
+    return [x, torch.tensor([(1 + step) % 3, step % 3, 0])]
 
 
 @pytest.mark.parametrize(
-    "read", [filled_in_place, lambda h, i: h[i], lambda h, i: h.gather(1, i.clamp(min=0)[:, None])]
-)
-def test_negative_places_that_forward_takes_are_trained_on(read):
-    _, _, step = made(read)
-    step(xs(0), GOOD)
-    for number in range(1, 4):
-        step(xs(number), with_one(-number))
+    "name",
+    usual(FUNCTIONS, "a row at a place", "a mask behind an axis behind a place", "reads a mask, then a place", "add_to_row", "write_in_a_loop", "masked_by_lengths", "rows_of_as_many", "slices_by_aten"),
+)  # fmt: skip
+def test_what_is_read_and_written_at_a_place_trains_as_in_pytorch(name):
+    assert_trains_as_in_pytorch(lambda: Places(FUNCTIONS[name]), batch, evaluates=True)
 
 
-def test_a_label_that_the_loss_gathers_by():
-    torch.manual_seed(0)
-    module = nn.Linear(4, 4)
-    description = ModelDescription(
-        [IODescription("x", ["rows", 4], torch.float32), IODescription("label", ["rows"], torch.int64)],
-        [IODescription("loss", [], torch.float32), IODescription("scores", ["rows", 4], torch.float32)],
+class Beside(nn.Linear):
+    """What a slice at t adds; at no place, behind the end or before the beginning, it is empty, and forward may ask for that."""
+
+    def forward(self, x, t):
+        y, k = super().forward(x), t.max().item()
+        chosen = y[k : k + 1]
+        y = torch.cat([y, chosen]).amax(0) + y
+        return y * 2 if len(chosen) == 0 else y + chosen.sum(0)
+
+
+@pytest.mark.parametrize("first", [2, 7])
+def test_a_slice_of_one_is_empty_where_there_is_no_such_place(first):
+    places = first, -1, 9 - first
+    assert_trains_as_in_pytorch(
+        lambda: Beside(5, 5), lambda step: [batch(step)[0], torch.full((3,), places[step % 3])], evaluates=True
     )
-
-    def loss(scores, label):
-        return -scores.log_softmax(1).gather(1, label.unsqueeze(1)).mean()
-
-    rate = IODescription("Learning_Rate", [1], torch.float32)
-    trainer = ORTTrainer(module, loss, description, "SGDOptimizer", None, rate, "cpu")
-    trainer.train_step(xs(0), GOOD, torch.tensor([0.1]))
-    before = trainer.state_dict()
-    with pytest.raises(RuntimeError, match="index -1 is out of bounds for dimension 1 with size 4"):
-        trainer.train_step(xs(1), with_one(-1), torch.tensor([0.1]))
-    assert all(torch.equal(x, before[name]) for name, x in trainer.state_dict().items())
