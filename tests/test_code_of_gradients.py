@@ -78,7 +78,7 @@ class OfLayer(torch.autograd.Function):
         return g * ctx.layer.strength, None
 
 
-@torch.library.custom_op("tests_code_of_gradients::same", mutates_args=())
+@torch.library.custom_op("orttrainer_tests::same", mutates_args=())
 def same(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
