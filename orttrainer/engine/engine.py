@@ -33,7 +33,7 @@ from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass, stop
 from orttrainer.graph.places import Places
 from orttrainer.graph.versions import least_ir_version
 from orttrainer.profiling import Profile, check_updates, places_of, profiled, watching
-from orttrainer.runtime.failures import CheckFailed
+from orttrainer.runtime.failures import CheckFailed, Refused
 from orttrainer.state.state_dict import accumulated_in
 from orttrainer.training_graph import TrainingGraph
 
@@ -104,11 +104,16 @@ class Engine(TakesForms):
             outputs, finite = self._run(batch, rates, scale, last, count)
         except ExecutionError as error:
             # Also where another node has failed: it may run before the check that says why, as a lookup by what is checked.
-            if graph.signature.checks is None or isinstance(error, NonFiniteLossError):
+            told = graph.signature.checks is not None and not isinstance(error, NonFiniteLossError)
+            if not told and not isinstance(error, Refused):
                 raise
             failure = error
         if failure is not None:  # behind the handler, so that what forward raises now has no context of ours
             signals.let_go()  # nothing was changed
+            if isinstance(failure, Refused) and (error := self._raised(batch, trains=True)) is not None:
+                raise error
+            if graph.signature.checks is None:
+                raise failure
             # It goes another way on this batch, or raises; or it does not, where rounding or draws made the difference.
             self._follow(batch, trains=True, asks=True)
             if graph is self.training_graph and not isinstance(failure, CheckFailed):
@@ -116,6 +121,11 @@ class Engine(TakesForms):
             outputs, finite = self._run(batch, self._rates_at(rate), scale, last, count, checked=False)
         self._watch.count(outputs[0])
         return outputs, finite
+
+    def _raised(self, batch: Mapping[str, torch.Tensor], trains: bool) -> Exception | None:
+        """What the module raises on a batch, in PyTorch; None where it raises nothing, or inputs are not there."""
+        whole = len(batch) == len(self.input_names)
+        return self.source.raised(self.description, batch, evaluates=not trains) if whole else None
 
     @functools.cached_property
     def _indices(self) -> Indices:
@@ -225,7 +235,11 @@ class Engine(TakesForms):
         batch = self._fitting_batch(given, describe, trains=False)
         evaluates, fetches = self._in_eval_mode(batch, earlier), fetches or self.output_names
         self._indices.check(self._forward, self.description, batch, trains=False)
-        return self._runner.eval_step(batch, fetches) if evaluates is None else evaluates.run(batch, fetches)
+        try:
+            return self._runner.eval_step(batch, fetches) if evaluates is None else evaluates.run(batch, fetches)
+        except Refused as error:
+            failure = error
+        raise self._raised(batch, trains=False) or failure
 
     def needed(self, fetches: Sequence[str] | None) -> list[str]:
         """The described inputs that an `eval_step` with these fetches needs."""

@@ -16,6 +16,7 @@ from orttrainer.export.capture import capture_dynamo, capture_torchscript, load_
 from orttrainer.export.forms.batch_norm import stop_gradients_at_statistics
 from orttrainer.export.forms.double_attributes import take_decimals
 from orttrainer.export.forms.double_precision import is_double
+from orttrainer.export.forms.refused import define_refusals
 from orttrainer.export.forward_graph import ForwardGraph
 from orttrainer.export.initializers import add_initializer, inputs_as_state, state_as_inputs, state_tensor
 from orttrainer.export.rewrites.per_sample import levels_closed
@@ -45,6 +46,7 @@ def by_dynamo(job, forget_cached: bool, by_nodes: list[bool] | None) -> ForwardG
         model = _captured(job, exporter, forget_cached)
     finally:
         job.wrapper.updated = ()
+    define_refusals(model)
     normalize.name_state(model, job.public, _ir_tensors(job))
     return _forward_graph(job, model, [job.public[name] for name in job.updated], "dynamo", decided, granted)
 

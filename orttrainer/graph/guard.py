@@ -11,6 +11,8 @@ CHECK_FAILED = "/forward_checks_hold"  # what the name of a node ends with that 
 
 ENDS_DECREASE = "/ends_do_not_decrease"  # likewise, where groups of rows are split at their ends
 
+REFUSED = "/is_refused"  # likewise, where forward is given numbers that PyTorch refuses; before it stands which
+
 OTHER_SIZES = "/sizes_hold"  # likewise, where a loss decides by sizes within the graph; before it stands what holds
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from orttrainer.errors import ExecutionError
-from orttrainer.graph.guard import CHECK_FAILED, ENDS_DECREASE, OTHER_SIZES
+from orttrainer.graph.guard import CHECK_FAILED, ENDS_DECREASE, OTHER_SIZES, REFUSED
 from orttrainer.graph.passes.divisors import DIVISION_BY_ZERO
 
 _NODE_FAILED = re.compile(r"running (\w+) node\. Name:'([^']*)' Status Message: (.*)")
@@ -19,6 +19,10 @@ class CheckFailed(ExecutionError):
     """What forward checks of its layers goes otherwise than on the first batch; the step has changed nothing."""
 
 
+class Refused(ExecutionError):
+    """Forward computes with numbers that PyTorch refuses; the step has changed nothing."""
+
+
 def restated(error: Exception) -> ExecutionError:
     """The error of a run of a session in our words."""
     text, hint, node = first_line(error), "", ""
@@ -27,6 +31,12 @@ def restated(error: Exception) -> ExecutionError:
     if node.endswith(CHECK_FAILED):
         return CheckFailed(
             "what forward checks of its layers goes otherwise on this batch than on the first; the state is as it was before"
+        )
+    if node.endswith(REFUSED):
+        what = node.removesuffix(REFUSED).rpartition(" | ")[2]
+        return Refused(
+            f"PyTorch refuses what forward computes on this batch: {what}. The state is as it was before. Check the batch, and "
+            "what forward makes of it."
         )
     if node.endswith(OTHER_SIZES):
         statement = node.removesuffix(OTHER_SIZES).rpartition(" | ")[2]

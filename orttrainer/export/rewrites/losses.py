@@ -10,10 +10,22 @@ import torch.nn.functional as F
 from orttrainer.export.forms.stop_gradient import stop_gradient
 from orttrainer.export.rewrites.kinks import clamp
 from orttrainer.export.rewrites.norms import pairwise_distance
+from orttrainer.export.rewrites.refused import unless
 from orttrainer.export.rewrites.spelled_out import log_sigmoid
 
 __all__ = ["REWRITES"]
 
+
+def _refuses_targets() -> bool:
+    """Whether this PyTorch refuses targets of a binary cross-entropy that are beyond 0 and 1, as it does inputs."""
+    try:
+        F.binary_cross_entropy(torch.tensor([0.5]), torch.tensor([2.0]))
+    except RuntimeError:
+        return True
+    return False
+
+
+_REFUSES_TARGETS = _refuses_targets()  # here: within a trace it would be a part of that
 _IGNORED = -100  # PyTorch's default
 
 
@@ -167,8 +179,16 @@ def _binary_cross_entropy_with_logits(input, target, weight=None, pos_weight=Non
 def _binary_cross_entropy(input, target, weight=None, reduction=1):
     """F.binary_cross_entropy, with torch's slope (p - y) / max(p (1 - p), 1e-12) where p is 0 or 1 or nearly so."""
     least = 0.0 if input.dtype == torch.float16 else 1e-12  # which float16 rounds to 0
-    extreme = input * (1 - input) <= least
-    p = torch.where(extreme, 0.5, input)
+    spread = input * (1 - input)
+    extreme = spread <= least
+    inside = spread >= 0  # so of no number beyond 0 and 1, and not of NaN
+    if _REFUSES_TARGETS:
+        inside = inside & (target * (1 - target) >= 0)
+    refused = torch.where(inside, 0.0, 1.0).sum() > 0
+    half = unless(
+        refused, "in a binary cross-entropy, inputs or targets that are not between 0 and 1", 0.5, input.dtype
+    )
+    p = torch.where(extreme, half, input)
     inner = -(target * torch.log(p) + (1 - target) * torch.log1p(-p))
     there = stop_gradient(input)
     bounded = -(target * torch.log(there).clamp(min=-100) + (1 - target) * torch.log1p(-there).clamp(min=-100))
