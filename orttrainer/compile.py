@@ -22,7 +22,7 @@ from orttrainer.differentiate.prepare import prepare
 from orttrainer.errors import ModelError, NoGradientWarning, UnsupportedModelError
 from orttrainer.graph.activations import Activations, ancestors
 from orttrainer.graph.builder import Builder
-from orttrainer.graph.fence import fence, unordered_readers
+from orttrainer.graph.fence import fence, may_fail_beside, unordered_readers
 from orttrainer.graph.guard import guard
 from orttrainer.graph.passes.gradient_marks import DOMAIN as MARKS
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
@@ -166,7 +166,8 @@ class _Build:
         updates = set(forward.updates.values())
         frozen = {n: self.tensors[n] for n in forward.buffers if n not in forward.updates and n in self.tensors}
         half = [] if precision is None else [HalfPrecisionPass(precision, self.parameters, frozen, updates)]
-        model = self._rewritten(model, *before_gradients(half, SEED, STEP, self.training_mode, primitives))
+        passes = before_gradients(half, SEED, STEP, self.training_mode, primitives, forward.places)
+        model = self._rewritten(model, *passes)
         self.model, self.op = model, Builder(model.graph, "step")
         outputs = {value.name: value for value in model.graph.outputs}
         self.new.update({name: outputs[output] for name, output in forward.updates.items()})
@@ -216,12 +217,12 @@ class _Build:
     def _seed(self, accumulate: bool) -> ir.Value:
         """The cotangent of the loss: 1, or the loss scale.
 
-        With accumulation it waits for the outputs: whatever fails before them leaves the accumulators as they were. So it
-        does for the checks of forward.
+        With accumulation it waits for the outputs: whatever fails before them leaves the accumulators as they were. Else for
+        those that may fail beside the loss, as a lookup that is shown; and for the checks of forward.
         """
         op, outputs = self.op, self.model.graph.outputs[: len(self.outputs)]
         dtype = outputs[0].dtype
-        after = list(outputs) if accumulate else []
+        after = list(outputs) if accumulate else may_fail_beside(outputs, outputs[0])
         if self.checks is not None:
             after.append(guard(op, self.model.graph.outputs[-1], self._inputs()[self.checks]))
         if self.loss_scale is None and not after:

@@ -16,6 +16,7 @@ from orttrainer.graph.passes.divisors import CheckedDivisorsPass
 from orttrainer.graph.passes.draws import CounterHashDrawsPass
 from orttrainer.graph.passes.dropout import CounterHashDropoutPass
 from orttrainer.graph.passes.empty_products import EmptyProductsPass
+from orttrainer.graph.passes.from_front import PlacesFromFrontPass
 from orttrainer.graph.passes.long_norms import MANY, LongNormsPass
 from orttrainer.graph.passes.loss import ExpandSoftmaxCrossEntropyPass, FuseLogSoftmaxNllPass
 from orttrainer.graph.passes.matmul import MultiplesPass, VectorMatMulPass
@@ -156,7 +157,12 @@ def check_disabled_passes(names: Sequence[str]) -> None:
 
 
 def before_gradients(
-    half: Sequence[ir.passes.PassBase], seed: str, step: str, training_mode: str, primitives: bool
+    half: Sequence[ir.passes.PassBase],
+    seed: str,
+    step: str,
+    training_mode: str,
+    primitives: bool,
+    places: Iterable[tuple[str, int | None]],
 ) -> list[ir.passes.PassBase]:
     """For a forward graph that is to be differentiated.
 
@@ -164,8 +170,10 @@ def before_gradients(
         half: what brings it to half precision.
         seed, step, training_mode: names of inputs.
         primitives: for CUDA, which is slowed down by what suits the CPU.
+        places: of the `ForwardGraph`; before each step these inputs are asked whether one is negative.
     """
     return [
+        PlacesFromFrontPass([name for name, _ in places]),
         VectorMatMulPass(),
         FuseLogSoftmaxNllPass(),
         *half,

@@ -43,6 +43,7 @@ from orttrainer.export.rewrites import (
     fake_quantized,
     fallible,
     for_exports,
+    from_front,
     given_out,
     gradient_hooks,
     grouped,
@@ -181,6 +182,7 @@ class _Rewrites(TorchFunctionMode):
             args, kwargs = unseen.written_apart(func, args, kwargs, self._wrapper.buffers())
         args, kwargs = told.with_numbers(func, args, kwargs, self)
         args, kwargs = embedding.shortened(func, args, kwargs, self)
+        args, kwargs = from_front.with_places(func, args, kwargs)
         if func not in self._rewrites and (
             inner := self._seen.get(func) or opened(func) or custom_functions.of_operator(func)
         ):

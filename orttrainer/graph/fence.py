@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from orttrainer.graph.builder import Builder
-from orttrainer.graph.subgraphs import captured_values
+from orttrainer.graph.subgraphs import captured_values, subgraphs
 
 # The output may be the input's own memory: ONNX Runtime computes the first eight without a copy, and removes any of
 # the others that does nothing, such as a product with 1. An If whose condition it folds becomes the nodes of a branch;
@@ -22,6 +22,22 @@ from orttrainer.graph.subgraphs import captured_values
 VIEWS = frozenset(
     ["ExpandDims", "Flatten", "Identity", "Optional", "OptionalGetElement", "Reshape", "Squeeze", "Unsqueeze"]
     + ["Add", "Cast", "CastLike", "Concat", "Div", "Dropout", "Expand", "If", "Mul", "Slice", "Sub", "Sum", "Transpose"]
+)
+
+# At a place that there is not, by a divisor of 0, by sizes that do not fit.
+_MAY_FAIL = frozenset(
+    ["Compress", "Div", "Expand", "Gather", "GatherElements", "GatherND", "Mod", "NegativeLogLikelihoodLoss", "OneHot"]
+    + [
+        "Pad",
+        "Reshape",
+        "ScatterElements",
+        "ScatterND",
+        "SequenceAt",
+        "SoftmaxCrossEntropyLoss",
+        "Split",
+        "Tile",
+        "TopK",
+    ]
 )
 
 # ONNX Runtime folds these where it knows the shape: they neither read numbers nor wait for the node that makes them.
@@ -40,6 +56,18 @@ def fence(op: Builder, value: ir.Value, after: Iterable[ir.Value | ir.Node]) -> 
         first = op.Slice(numbers_of(op, other), [0], [1])
         pieces.append(op.cast_as(first, value))
     return op.Gather(op.Concat(*pieces, axis=0), np.arange(count))
+
+
+def may_fail_beside(values: Iterable[ir.Value], made: ir.Value) -> list[ir.Value]:
+    """Those of `values` that take nodes which `made` does not, of which one may fail by the numbers of a batch."""
+    before = _ancestors(made, set())
+    found = []
+    for value in values:
+        own = _ancestors(value, before) - before
+        inner = (part for node in own for body in subgraphs(node) for part in body.all_nodes())
+        if any(node.op_type in _MAY_FAIL for node in (*own, *inner)):
+            found.append(value)
+    return found
 
 
 def numbers_of(op: Builder, made: ir.Value | ir.Node) -> ir.Value:

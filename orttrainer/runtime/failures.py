@@ -52,7 +52,8 @@ def restated(error: Exception) -> ExecutionError:
     elif ENDS_DECREASE in node:
         hint = "The ends of groups that grouped_mm is given (offs) decrease, or one is negative: check how forward sorts and counts. "
     elif any(known in text for known in _OUT_OF_RANGE):
-        hint = "An index (a token id, a label) is out of range: check the batch against the size of the embedding and of the output. "
+        hint = "An index (a token id, a label) is out of range: check the batch against the size of the embedding and of the output, "
+        hint += "and what forward computes of it: but for x[i], PyTorch takes no negative place. "
     return ExecutionError(f"ONNX Runtime failed in this step; the state is as it was before. {hint}It said: {text}")
 
 

@@ -9,6 +9,7 @@ import torch
 from torch.autograd import Function
 from torch.utils import _pytree as pytree
 
+from orttrainer.export.rewrites.refused import unless
 from orttrainer.export.rewrites.spelled_out import functions
 
 __all__ = ["REWRITES"]
@@ -118,7 +119,10 @@ def _repeat_interleave(input, repeats=None, dim=None, *, output_size=None):
     if not isinstance(repeats, torch.Tensor) or (output_size is None and not torch.compiler.is_exporting()):
         return torch.repeat_interleave(input, repeats, dim, output_size=output_size)
     input, dim = (input.flatten(), 0) if dim is None else (input, dim)
-    repeats = repeats.expand(input.shape[dim])
+    negative = (repeats < 0).any()
+    repeats = repeats.expand(input.shape[dim]) + unless(
+        negative, "repeat_interleave a negative number of times", 0, repeats.dtype
+    )
     if output_size is None:
         output_size = repeats.sum().item()
         torch._check(output_size >= 0)

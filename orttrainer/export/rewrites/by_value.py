@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from orttrainer.export.forms.stop_gradient import stopped
+from orttrainer.export.rewrites.from_front import from_front
+from orttrainer.export.rewrites.refused import unless
 from orttrainer.export.values.domains import is_value
 from orttrainer.export.values.ranges import is_symbolic
 from orttrainer.export.values.sizes import is_never_negative
@@ -158,7 +160,10 @@ def _floor_divide(input, other, **options):
 
 def _bincount(input, weights=None, minlength=0):
     """torch.bincount with weights, or with at least as many bins as a size: a sum into bins."""
-    if not torch.compiler.is_exporting() or (weights is None and isinstance(minlength, int)):
+    if not torch.compiler.is_exporting():
+        return torch.bincount(input, weights, minlength)
+    input = input + unless((input < 0).any(), "torch.bincount of negative numbers", 0, input.dtype)
+    if weights is None and isinstance(minlength, int):
         return torch.bincount(input, weights, minlength)
     bins = torch.maximum(input.max() + 1, torch.full((), minlength, dtype=input.dtype, device=input.device)).item()
     parts = torch.ones_like(input, dtype=torch.int64) if weights is None else stopped(weights)
@@ -167,9 +172,9 @@ def _bincount(input, weights=None, minlength=0):
 
 
 def _take_along_dim(input, indices, dim=None):
-    """torch.take_along_dim, which wraps negative places by a size that the tracer would write down."""
+    """torch.take_along_dim, which wraps negative places by a size that the tracer would write down; of all elements it refuses them."""
     if dim is None:
-        return _take_along_dim(input.flatten(), indices.flatten(), 0)
+        return input.flatten().gather(0, from_front(indices.flatten()))
     dim, size = dim % input.dim(), input.shape[dim]
     others = [list(x.shape) for x in (input, indices)]
     for shape in others:
@@ -269,11 +274,17 @@ REWRITES = {
 
 def _one_hot(x, num_classes=-1):
     """`F.one_hot`, which takes the number of classes from the values where it is not given; a size the tracer would write down."""
+    traces = torch.compiler.is_exporting() or torch.jit.is_tracing()
     if isinstance(num_classes, torch.SymInt) or num_classes == -1:
+        if not traces:
+            with torch._C.DisableTorchFunction():
+                F.one_hot(x)  # which refuses what is negative
         count = num_classes if isinstance(num_classes, torch.SymInt) else x.max().item() + 1
-        return (x.unsqueeze(-1) == torch.arange(count, device=x.device)).long()
+        classes = torch.arange(count, device=x.device)
+        return ((classes[from_front(x)] if traces else x).unsqueeze(-1) == classes).long()
     with torch._C.DisableTorchFunction():
-        return F.one_hot(x, num_classes)
+        # Looked up, so that a class that there is not is an error: of one ONNX has a row of zeros.
+        return F.one_hot(torch.arange(num_classes, device=x.device)[from_front(x)] if traces else x, num_classes)
 
 
 def _allclose(input, other, rtol=1e-05, atol=1e-08, equal_nan=False):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from orttrainer.export.untouched import memory_of
 
-__all__ = ["Places"]
+__all__ = ["AT_INDEX", "Places"]
 
 
 def _functions(*names: str) -> set[Callable]:
@@ -18,7 +18,7 @@ def _functions(*names: str) -> set[Callable]:
 
 
 # Whose third argument, `index`, is one that counts from the front only.
-_AT_INDEX = _functions(
+AT_INDEX = _functions(
     "gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "index_select", "index_add",
     "index_add_", "index_copy", "index_copy_", "index_reduce", "index_reduce_",
 )  # fmt: skip
@@ -47,7 +47,7 @@ class Places:
             if number is not None and memory is not None:
                 self._inputs.setdefault(memory, (result, number))
             return
-        if func in _AT_INDEX:
+        if func in AT_INDEX:
             index = kwargs.get("index", args[2] if len(args) > 2 else None)
         elif func in _COUNTS:
             index = args[0] if args else kwargs.get("input")
