@@ -238,6 +238,21 @@ def test_a_mean_of_an_einsum_that_repeats_sizes_of_other_names_has_its_gradient(
         np.testing.assert_allclose(found[f"{name}_grad"] * cotangents["loss"], gradient, atol=1e-12)
 
 
+@pytest.mark.parametrize(("equation", "shapes"), [
+    ("nd,de->ne", ((2, 1), (3, 4))), ("nd,de->ne", ((2, 3), (1, 4))), ("nd,de->ne", ((2, 3), (3, 4))),
+    ("nd,nd->", ((2, 1), (2, 3))), ("nd,ed->ne", ((2, 1), (5, 3))), ("nd,de->nde", ((2, 1), (3, 4))),
+], ids=str)  # fmt: skip
+def test_an_einsum_sums_where_sizes_without_names_are_repeated(equation, shapes):
+    infos = {"a": (DOUBLE, (None, None)), "b": (DOUBLE, (None, None))}
+    nodes = [("Einsum", ["a", "b"], ["y"], {"equation": equation}), ("Tanh", ["y"], ["z"], {})]
+    model = model_of([*nodes, ("ReduceSum", ["z"], ["loss"], {"keepdims": 0})], infos, {"loss": (DOUBLE, ())})
+    leaves = [torch.randn(shape, dtype=torch.double, requires_grad=True) for shape in shapes]
+    torch.einsum(equation, *leaves).tanh().sum().backward()
+    found = run(build_gradient(model, wrt=["a", "b"]), {name: x.detach().numpy() for name, x in zip("ab", leaves)})
+    for name, x in zip("ab", leaves):
+        np.testing.assert_allclose(found[f"{name}_grad"], x.grad, atol=1e-12)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("op_type", ["SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"])
 def test_a_batch_of_ignored_labels_has_zero_gradients(op_type, reduction):

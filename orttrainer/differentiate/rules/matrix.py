@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import string
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -121,7 +121,7 @@ def _einsum_gradient(op, node: ir.Node, k: int, terms: list[str], result: str, h
     if kept != term:
         missing = [axis for axis in range(len(term)) if axis not in [places[label] for label in kept]]
         dx = op.Unsqueeze(dx, missing)
-    if any(label not in result and len(_sizes_of(label, whole)) > 1 for label in kept):
+    if any(label not in result and _may_be_repeated(label, whole) for label in kept):
         dx = op.Expand(dx, op.shape(x))  # X may be what the others are repeated to
         dx.shape = ir.Shape([_size_of(c, whole) if c in kept else size for c, size in zip(term, x.shape)])
     elif len(kept) < len(unique):  # summed over in X alone: every element has the same cotangent
@@ -136,6 +136,13 @@ def _einsum_gradient(op, node: ir.Node, k: int, terms: list[str], result: str, h
 def _sizes_of(label: str, operands: Iterable[tuple[str, ir.Value]]) -> set[int | ir.SymbolicDim]:
     """What the operands that have this label say that it is: they are repeated where it is 1."""
     return {x.shape[term.index(label)] for term, x in operands if label in term}
+
+
+def _may_be_repeated(label: str, operands: Sequence[tuple[str, ir.Value]]) -> bool:
+    """Whether one of the operands that have this label may be 1 along it, and repeated to the others; equal names are equal sizes."""
+    sizes = _sizes_of(label, operands)
+    nameless = any(not isinstance(size, int) and size.value is None for size in sizes)
+    return len(sizes) > 1 or (nameless and sum(label in term for term, _ in operands) > 1)
 
 
 def _size_of(label: str, operands: Iterable[tuple[str, ir.Value]]) -> int | ir.SymbolicDim | None:
