@@ -12,6 +12,7 @@ from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.call import OUTSIDE, LossModule, in_train_mode, state_names
 from orttrainer.export.checkpoints import without_checkpoints
 from orttrainer.export.checks.forwards import rewind, values_of_buffers
+from orttrainer.export.checks.saved_tensors import given_back
 from orttrainer.export.faithful import MutedDropout
 from orttrainer.export.initializers import as_real
 from orttrainer.export.memory.hidden_state import Generators, HiddenState, alike, draws
@@ -36,11 +37,12 @@ def observe_gradients(module, loss_fn, description, inputs, outside=()) -> dict[
     wrapper = LossModule(module, loss_fn, description, inputs)
     wrapper.take_in(outside)
     try:
-        return _gradients_of_autograd(wrapper, inputs)
+        with given_back():
+            return _gradients_of_autograd(wrapper, inputs)
     except RuntimeError as error:
         if "derivative for" not in str(error):  # PyTorch's quick attention has no second one
             raise
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH), given_back():
             return _gradients_of_autograd(wrapper, inputs)
 
 
