@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import functools
 import math
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from orttrainer.export.memory.iterators import Advanced, is_iterator
 from orttrainer.export.memory.masked import masked_in
 from orttrainer.export.memory.run_code import Read, is_installed, module_of
 
@@ -50,11 +52,15 @@ class Counters:
         self._places: dict[str, tuple[Any, Any]] = {}  # path -> what holds it, and by which key or name
         self._tensors: dict[str, tuple[Any, Any]] = {}  # and of those, and of containers
         self._generators: dict[str, tuple[Any, Any]] = {}
+        self._iterators: dict[str, tuple[Any, Any]] = {}
         self._met: set[int] = set()
         for path, layer in module.named_modules():
             path = path.removeprefix("module").removeprefix(".")
             for key in vars(layer).keys() - {*_OF_TORCH, *masked_in(layer)}:
                 self._gather(f"{path}.{key}".removeprefix("."), vars(layer), key, _DEPTH)
+            for owner in type(layer).__mro__ if not is_installed(module_of(type(layer))) else ():
+                for key in [key for key, value in vars(owner).items() if is_iterator(value)]:
+                    self._gather(f"{path}.{key}".removeprefix("."), owner, key, _DEPTH)
         for scope, name in read.variables if read else ():
             self._gather(f"{scope.get('__name__', '')}.{name}", scope, name, _DEPTH)
         self._before, self._held_before, self._drew_before = self._values(), self._contents(), self._states()
@@ -68,6 +74,26 @@ class Counters:
         """The generators of Python's and NumPy's that have drawn since."""
         now = self._states()
         return [path for path, state in self._drew_before.items() if now[path] != state]
+
+    @contextlib.contextmanager
+    def iterating(self) -> Iterator[Callable[[], list[str]]]:
+        """Let iterators that forward may read give other numbers within the block; what is given tells which of them were asked."""
+        held = ((path, (*place, _held(*place))) for path, place in self._iterators.items())
+        found = {path: place for path, place in held if is_iterator(place[-1])}
+        advanced: dict[str, Advanced] = {}
+        try:
+            for path, (owner, key, iterator) in found.items():
+                with contextlib.suppress(TypeError, AttributeError):  # a tuple keeps what it has
+                    _put_at(owner, key, Advanced(iterator))
+                    advanced[path] = _held(owner, key)
+            yield lambda: [path for path, iterator in advanced.items() if iterator.count]
+        finally:
+            for path in advanced:
+                _put_at(*found[path])
+
+    @property
+    def has_iterators(self) -> bool:
+        return bool(self._iterators)
 
     def moved(self) -> dict[str, float]:
         """By how much each number is another now, if it is."""
@@ -125,10 +151,8 @@ class Counters:
                     value.fill_(number)
             elif isinstance(value, np.ndarray):
                 value[...] = number
-            elif isinstance(owner, _ITEMS):
-                owner[key] = type(value)(number)
             else:
-                setattr(owner, key, type(value)(number))
+                _put_at(owner, key, type(value)(number))
 
     def _values(self) -> dict[str, float]:
         found = {path: _held(*place) for path, place in self._places.items()}
@@ -152,6 +176,8 @@ class Counters:
         elif isinstance(value, tuple(_STATES)):
             self._generators[path] = owner, key
         elif depth and id(value) not in self._met and id(value) not in self._own:
+            if is_iterator(value) and self._may_read(key):
+                self._iterators[path] = owner, key
             self._met.add(id(value))
             self._look_into(path, value, depth - 1)
 
@@ -192,6 +218,9 @@ class Counters:
                 elif _is_number(vars(owner)[name]) and f"{path}.{name}" not in self._places:
                     self._gather(f"{path}.{name}", owner, name, depth)
 
+    def _may_read(self, key: Any) -> bool:
+        return self._names is None or key in self._names or key == "cell_contents" or not isinstance(key, str)
+
     def _read(self, held: Mapping[str, Any]) -> list[str]:
         return [name for name in held if self._names is None or name in self._names]
 
@@ -207,6 +236,13 @@ def _held(owner: Any, key: Any) -> Any:
         return owner[key] if isinstance(owner, (*_ITEMS, tuple)) else getattr(owner, key)
     except (LookupError, AttributeError, ValueError):  # the last of a variable that has no value yet
         return None
+
+
+def _put_at(owner: Any, key: Any, value: Any) -> None:
+    if isinstance(owner, (*_ITEMS, tuple)):
+        owner[key] = value
+    else:
+        setattr(owner, key, value)
 
 
 def _content(value: Any, state: Collection[int]) -> Any:

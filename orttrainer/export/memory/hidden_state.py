@@ -77,6 +77,8 @@ class HiddenState:
         if alike(outputs, first, tolerance) and all(
             alike(again(), first, tolerance) for _ in range(drew * _MORE_CALLS)
         ):
+            if counters.has_iterators:
+                self._check_iterators(first, again, counters)
             if moved:
                 steps = counters.steady(moved, again)
                 self._check_later([*steps], counters.later(steps), first, again)
@@ -106,6 +108,17 @@ class HiddenState:
         if drew:
             raise _draws(_drawn_at(again))
         return changes(())
+
+    @staticmethod
+    def _check_iterators(first: Outputs, again: Callable[[], Outputs], counters: Counters) -> None:
+        """Raise if forward goes on with an iterator of which another number makes a difference, or that gives something else."""
+        with counters.iterating() as asked:
+            try:
+                found = again()
+            except Exception:  # of the user's: it does not take the number; or it is none
+                found = None
+        if (names := asked()) and (found is None or not alike(found, first)):
+            raise changes(names)
 
     @staticmethod
     def _check_later(
