@@ -129,6 +129,30 @@ def test_what_the_graph_asks_itself_raises_the_error_of_pytorch(read):
     assert (type(raised.value), str(raised.value)) == (RuntimeError, str(expected.value))
 
 
+class Bags(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bags = nn.EmbeddingBag(4, 2, mode="sum")
+
+    def forward(self, places, starts):
+        return self.bags(places, starts - 1).square().mean()
+
+
+def test_bags_that_do_not_ascend_are_refused():
+    module = Bags()
+    trainer = orttrainer.trainer(module, None, torch.optim.SGD(module.parameters(), 0.1))
+    trainer.step(GOOD, torch.tensor([0, 2, 4]) + 1)
+    before = copy.deepcopy(module.state_dict())
+    for starts in ([0, 4, 2], [0, -2, 4], [0, 2, -1], [-1, 2, 4], [0, 2, 7]):  # PyTorch reads past its memory
+        with pytest.raises(ExecutionError, match="is out of range"):
+            trainer.step(GOOD, torch.tensor(starts) + 1)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    loss, _ = trainer.step(GOOD, torch.tensor([0, 0, 6]) + 1)
+    torch.testing.assert_close(
+        loss, F.embedding_bag(GOOD, before["bags.weight"], torch.tensor([0, 0, 6]), mode="sum").square().mean()
+    )
+
+
 class Shown(nn.Module):
     """What is looked up is an output, and no part of the loss."""
 

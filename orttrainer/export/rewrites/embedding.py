@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from orttrainer.errors import UnsupportedModelError
 from orttrainer.export.forms.stop_gradient import stop_gradient
 from orttrainer.export.rewrites.extrema import first_maximum
+from orttrainer.graph.passes.from_front import NOWHERE
 
 __all__ = ["REWRITES", "shortened"]
 
@@ -101,6 +102,8 @@ def _numbered(input, offsets):
     if input.dim() == 2:
         return torch.arange(input.shape[0], device=input.device).unsqueeze(1).expand_as(input).flatten(), input.shape[0]
     offsets, bags = offsets.long(), offsets.shape[0]
+    descends = offsets[1:] < offsets[:-1]  # by which PyTorch reads, and refuses, whatever is there
+    offsets = torch.cat([offsets[:1], torch.where(descends, NOWHERE, offsets[1:])])
     starts = offsets.new_zeros(input.shape[0] + 1).scatter_add(0, offsets, torch.ones_like(offsets))
     first = torch.where(starts[0] > 0, -1, bags + 1)  # what lies before all bags, PyTorch refuses
     return starts.cumsum(0)[:-1] + first, bags
