@@ -13,9 +13,7 @@ __all__ = ["Advanced", "is_iterator"]
 
 def is_iterator(value: Any) -> bool:
     """Whether `next` goes on with it; a file is written to as a rule."""
-    kind = type(
-        value
-    )  # not by isinstance, which asks an object that stands for another, as of a module that is imported late
+    kind = type(value)  # isinstance would ask an object that stands for another, such as a module that is imported late
     return issubclass(kind, Iterator) and not issubclass(kind, (io.IOBase, Advanced))
 
 
