@@ -116,6 +116,25 @@ def test_a_transposed_matrix_times_a_vector_is_one_in_the_file(tmp_path):
     torch.testing.assert_close(run(tmp_path / "model.onnx", x)[0], module(x).detach())
 
 
+class Ranked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scores = nn.Linear(4, 5)
+
+    def forward(self, x):
+        scores = self.scores(x)
+        return scores.gather(1, scores.topk(2).indices)
+
+
+def test_places_that_are_never_negative_are_not_asked_in_the_file(tmp_path):
+    module, x = Ranked(), torch.randn(3, 4)
+    trainer = orttrainer.trainer(module, nn.MSELoss(), torch.optim.SGD(module.parameters(), lr=0.1))
+    trainer.eval_step(x, torch.zeros(3, 2))
+    trainer.export_inference(tmp_path / "model.onnx")
+    assert not {"Less", "Where"} & {node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node}
+    torch.testing.assert_close(run(tmp_path / "model.onnx", x)[0], module(x).detach())
+
+
 def test_a_loop_hands_on_what_it_did(tmp_path):
     trainer = make(Projected())
     trainer.train_step(*batch(), 0.1)

@@ -17,6 +17,7 @@ from orttrainer.graph.light import without_weights
 from orttrainer.graph.passes.axes import AllAxesPass
 from orttrainer.graph.passes.batch_norm import SplitBatchNormalizationPass
 from orttrainer.graph.passes.empty_products import EmptyProductsPass
+from orttrainer.graph.passes.from_front import PlacesFromFrontPass
 from orttrainer.graph.passes.gradient_marks import RemoveGradientMarksPass
 from orttrainer.graph.passes.inference import InferenceBatchNormalizationPass
 from orttrainer.graph.passes.matmul import MultiplesPass, VectorMatMulPass
@@ -47,6 +48,7 @@ def inference_model(forward: ir.Model, outputs: Sequence[str], evaluates: bool =
     graph.outputs[:] = [by_name[name] for name in outputs]
     for rewrite in (
         RemoveGradientMarksPass(),
+        PlacesFromFrontPass(()),
         VectorMatMulPass(),
         WidePass(),
         DoubleKernelsPass(),
