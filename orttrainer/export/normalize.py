@@ -35,6 +35,7 @@ from orttrainer.graph.passes.empty_means import EmptyMeansPass
 from orttrainer.graph.passes.empty_tensors import EmptyTensorsPass
 from orttrainer.graph.passes.gradient_marks import stops_known
 from orttrainer.graph.passes.half_kernels import EmulateHalfPass
+from orttrainer.graph.passes.integers import IntegerOperatorsPass
 from orttrainer.graph.passes.order import TopologicalOrderPass
 from orttrainer.graph.passes.output_padding import OutputPaddingPass
 from orttrainer.graph.passes.random import RANDOM_OPS, nodes_apart
@@ -188,6 +189,7 @@ def optimize(model, has_kernel) -> None:
     for value, name in zip(model.graph.outputs, output_names):
         value.name = name  # an output that is an input, or two outputs, got an Identity
     TopologicalOrderPass()(model)
+    IntegerOperatorsPass()(model)
     EmulateHalfPass(has_kernel)(model)  # before inference, which passes over what an opset has no bfloat16 for
     _infer_missing_shapes(model)
     EmptyMeansPass()(model)
