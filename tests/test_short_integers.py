@@ -18,6 +18,8 @@ FUNCTIONS = {
     "products": lambda n: (n @ n.new_ones(6, 6)) + n.prod(1, keepdim=True, dtype=n.dtype),
     "shifts": lambda n: (n << 2) + (n >> 1),
     "padding": lambda n: nn.functional.pad(n, (1, 0), value=7)[:, :6],
+    "rounded": lambda n: torch.floor(n // 2) - n.ceil() + torch.trunc(n),
+    "what is of floats": lambda n: n.softmax(1, dtype=torch.float32) ** 2,
     "finite": lambda n: torch.isfinite(n) * n.median(1, keepdim=True)[0],
 }
 

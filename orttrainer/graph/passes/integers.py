@@ -22,22 +22,26 @@ _KERNELS = {
     "Neg": frozenset((INT8, INT16)),
     "Relu": frozenset((INT8,)),
 }
-_OF_FLOATS = ("IsInf", "IsNaN")
+_OF_FLOATS = ("IsInf", "IsNaN", "LogSoftmax", "Softmax")  # the last two as softmax(x, dtype=torch.float32) is exported
+_ROUNDINGS = ("Ceil", "Floor")
 
 
 class IntegerOperatorsPass(ir.passes.InPlacePass):
-    """y = F(x) of 8 or 16 bits -> y = Cast(F(Cast(x, to int64)), to these), where there is no F of them; an IsNaN of integers as of floats.
+    """y = F(x) of 8 or 16 bits -> y = Cast(F(Cast(x, to int64)), to these), where there is no F of them.
 
-    As the mask triu(ones(n, n, dtype=uint8)). A Cast to fewer bits drops the others, which are what overflows in PyTorch.
+    As the mask triu(ones(n, n, dtype=uint8)). A Cast to fewer bits drops the others, which are what overflows in PyTorch. What
+    there is of floats alone, as IsNaN, takes integers of all sizes as such, and rounding them leaves them as they are.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         nodes = [node for node in model.graph.all_nodes() if not node.domain]
-        found = put_all_in_place(model, "integers", [node for node in nodes if _lacks_kernel(node)], _in_int64)
-        integers = [node for node in nodes if node.op_type in _OF_FLOATS and _is_integer(node.inputs[0])]
-        return ir.passes.PassResult(
-            model, put_all_in_place(model, "integers", integers, _in_float).modified or found.modified
-        )
+        found = {
+            _in_int64: [node for node in nodes if _lacks_kernel(node)],
+            _in_double: [node for node in nodes if node.op_type in _OF_FLOATS and _is_whole(node.inputs[0])],
+            _as_it_is: [node for node in nodes if node.op_type in _ROUNDINGS and _is_whole(node.inputs[0])],
+        }
+        modified = [put_all_in_place(model, "integers", chosen, form).modified for form, chosen in found.items()]
+        return ir.passes.PassResult(model, any(modified))
 
 
 def _values(node: ir.Node) -> list[ir.Value]:
@@ -48,8 +52,8 @@ def _is_short(x: ir.Value | None) -> bool:
     return x is not None and x.dtype in _SHORT
 
 
-def _is_integer(x: ir.Value) -> bool:
-    return x.dtype is not None and x.dtype.is_integer()
+def _is_whole(x: ir.Value) -> bool:
+    return x.dtype is not None and (x.dtype.is_integer() or x.dtype == ir.DataType.BOOL)
 
 
 def _lacks_kernel(node: ir.Node) -> bool:
@@ -64,6 +68,10 @@ def _in_int64(op: Builder, node: ir.Node) -> ir.Value:
     return op.Cast(y, to=dtype) if dtype in _SHORT else y
 
 
-def _in_float(op: Builder, node: ir.Node) -> ir.Value:
+def _in_double(op: Builder, node: ir.Node) -> ir.Value:
     attributes = {name: attribute.value for name, attribute in node.attributes.items()}
-    return op.node(node.op_type, op.Cast(node.inputs[0], to=ir.DataType.FLOAT), **attributes)
+    return op.node(node.op_type, op.Cast(node.inputs[0], to=ir.DataType.DOUBLE), **attributes)
+
+
+def _as_it_is(op: Builder, node: ir.Node) -> ir.Value:
+    return op.Identity(node.inputs[0])
