@@ -439,7 +439,7 @@ def open_session(model: ir.Model, providers: Sequence, options, blocked: bool = 
         if "Could not find an implementation" in text:
             hint = (
                 " It has this operator for other types only: let forward compute in float32 where it is of float64 (a module "
-                "does after model.float())."
+                "does after model.float()), in int64 where it is of other whole numbers."
             )
         elif "Protobuf serialization failed" in text:
             hint = " There is no room for its copy in the folder of temporary files; name another in TMPDIR."
