@@ -8,6 +8,7 @@ import torch
 from small import batch, description
 from torch import nn
 
+import orttrainer
 from orttrainer.engine.engine import Engine
 from orttrainer.engine.settings import OptimizerChoice, Settings
 
@@ -86,3 +87,20 @@ def second_of(module, loss, reference, reference_loss) -> Pair:
     pair.reference, pair.reference_loss = reference, reference_loss or nn.CrossEntropyLoss()
     pair.optimizer = OPTIMIZERS["SGD with momentum"][2](reference.parameters())
     return pair
+
+
+def with_twin(module, rate: float, **options):
+    """A trainer of a module that returns its loss, a copy in PyTorch, and a step of both by SGD, whose losses have to be equal."""
+    twin = copy.deepcopy(module)
+    optimizer = torch.optim.SGD(twin.parameters(), rate)
+    trainer = orttrainer.trainer(module, None, torch.optim.SGD(module.parameters(), rate), **options)
+
+    def step(*given):
+        loss, _ = trainer.step(*given)
+        optimizer.zero_grad()
+        expected = twin(*given)
+        expected.backward()
+        optimizer.step()
+        torch.testing.assert_close(loss, expected.detach())
+
+    return trainer, twin, step

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from pairs import with_twin
 from torch import nn
 from torch.nn import functional as F
 
@@ -65,20 +66,7 @@ class Computed(nn.Module):
 def made(reads):
     """A trainer, its twin in PyTorch, and a step of both on the same batch."""
     torch.manual_seed(0)
-    module = Computed([*reads])
-    twin = copy.deepcopy(module)
-    optimizer = torch.optim.SGD(twin.parameters(), 0.01)
-    trainer = orttrainer.trainer(module, None, torch.optim.SGD(module.parameters(), 0.01))
-
-    def step(*batch):
-        loss, _ = trainer.step(*batch)
-        optimizer.zero_grad()
-        expected = twin(*batch)
-        expected.backward()
-        optimizer.step()
-        torch.testing.assert_close(loss, expected.detach())
-
-    return trainer, twin, step
+    return with_twin(Computed([*reads]), 0.01)
 
 
 def xs(step: int) -> torch.Tensor:

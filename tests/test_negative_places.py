@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
+from pairs import with_twin
 from torch import nn
 from torch.nn import functional as F
 
-import orttrainer
 from orttrainer import IODescription, ModelDescription, ORTTrainer
 
 GOOD = torch.tensor([0, 1, 2, 3, 2, 1])
@@ -44,20 +42,7 @@ def xs(step: int) -> torch.Tensor:
 def made(read):
     """A trainer, its twin in PyTorch, and a step of both on the same batch."""
     torch.manual_seed(0)
-    module = Placed(read)
-    twin = copy.deepcopy(module)
-    optimizer = torch.optim.SGD(twin.parameters(), 0.01)
-    trainer = orttrainer.trainer(module, None, torch.optim.SGD(module.parameters(), 0.01))
-
-    def step(*batch):
-        loss, _ = trainer.step(*batch)
-        optimizer.zero_grad()
-        expected = twin(*batch)
-        expected.backward()
-        optimizer.step()
-        torch.testing.assert_close(loss, expected.detach())
-
-    return trainer, twin, step
+    return with_twin(Placed(read), 0.01)
 
 
 def with_one(place: int) -> torch.Tensor:

@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
+from pairs import with_twin
 from torch import nn
 from torch.nn import functional as F
 
-import orttrainer
 from orttrainer.engine.source import Source
 from orttrainer.errors import ExecutionError
 
@@ -37,20 +37,7 @@ def batch(step: int, scale: float = 1.0, shift: float = 0.0, label: float | None
 def made(reduction="mean", **options):
     """A trainer, its twin in PyTorch, and a step of both on the same batch."""
     torch.manual_seed(0)
-    module = Scorer(reduction)
-    twin = copy.deepcopy(module)
-    optimizer = torch.optim.SGD(twin.parameters(), 0.1)
-    trainer = orttrainer.trainer(module, None, torch.optim.SGD(module.parameters(), 0.1), **options)
-
-    def step(*given):
-        loss, _ = trainer.step(*given)
-        optimizer.zero_grad()
-        expected = twin(*given)
-        expected.backward()
-        optimizer.step()
-        torch.testing.assert_close(loss, expected.detach())
-
-    return trainer, twin, step
+    return with_twin(Scorer(reduction), 0.1, **options)
 
 
 def raised_by(call, *given) -> Exception:
