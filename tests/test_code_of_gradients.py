@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 from pairs import Pair
-from torch import nn
+from torch import library, nn
 
 strength = 1.0
 settings = types.SimpleNamespace(strength=1.0)
@@ -78,7 +78,7 @@ class OfLayer(torch.autograd.Function):
         return g * ctx.layer.strength, None
 
 
-@torch.library.custom_op("orttrainer_tests::same", mutates_args=())
+@library.custom_op("orttrainer_tests::same", mutates_args=())
 def same(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
